@@ -1,0 +1,1 @@
+"""Serving profiles: one YAML file each, loaded by name (``moe --profile NAME``)."""

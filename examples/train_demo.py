@@ -1,0 +1,285 @@
+"""Train the small Mixture-of-Experts language model that this project ships.
+
+What: a Qwen3-MoE model (6 layers, 32 experts, top-4, 21 M parameters) trained with transformers'
+own classes on Python documentation, Python code and C++ headers, saved in Hugging Face format
+with a tokenizer, a chat template and a model card made of measured numbers.
+Why: an engine for MoE models needs one real checkpoint, with real routing, that fits in the
+repository and that anybody can make again without a download from a model hub.
+How: ``python examples/train_demo.py`` (needs torch and transformers; uses a GPU where there is
+one). It resumes from the checkpoint in ``--work``; ``--quick --out DIR`` is a smoke test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import demo_data as data
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+REPO = Path(__file__).resolve().parent.parent
+CARD = REPO / "examples/demo-model/README.md"
+MARKS = ("<!-- measured by train_demo.py -->", "<!-- end of the measured part -->")
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.1
+WARMUP_STEPS = 100
+DECAY_SHARE = 0.25  # the learning rate falls linearly to 0 over this last share of the steps
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "router_aux_loss_coef": 0.01,  # weight of each layer's load-balancing loss
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train the demo model.")
+    parser.add_argument("--out", type=Path, default=REPO / "examples/demo-model")
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-demo")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=4, help="windows per step")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per window")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--quick", action="store_true", help="a few tiny steps on held-out text")
+    args = parser.parse_args()
+    if args.quick:
+        if args.out == parser.get_default("out"):
+            parser.error("--quick needs --out DIR, or it would replace the shipped model")
+        args.work, args.steps, args.length = Path(tempfile.mkdtemp()), 4, 64
+    return args
+
+
+def build_model(corpus: data.Corpus, seed: int) -> Any:
+    """Create the model with seeded random weights."""
+    torch.manual_seed(seed)
+    end = corpus.tokenizer.eos_token_id
+    ids = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": None}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=len(corpus.tokenizer), **ids, **MODEL))
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+def lr_scale(step: int, steps: int) -> float:
+    """Warm up, stay, then decay linearly to zero."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
+
+
+def expert_loads(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
+    """Count the tokens each expert gets, as [layer, expert]."""
+    experts = router_logits[0].shape[-1]
+    chosen = [logits.topk(top_k).indices.flatten() for logits in router_logits]
+    return torch.stack([c.bincount(minlength=experts) for c in chosen])
+
+
+def losses(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cross entropy (nats per token), balance loss and expert loads [layer, expert].
+
+    The balance loss is one term per layer, summed: transformers' own adds up the loads of all
+    layers before it compares them, so experts of different layers could make up for each other.
+    """
+    top_k, experts = model.config.num_experts_per_tok, model.config.num_experts
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        out = model(input_ids=batch, output_router_logits=True, use_cache=False)
+    nats = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+    routers = [logits.float() for logits in out.router_logits]
+    balance = [load_balancing_loss_func((r,), experts, top_k) / top_k for r in routers]
+    return nats, torch.stack(balance).sum(), expert_loads(out.router_logits, top_k)
+
+
+def save_checkpoint(path: Path, model: Any, optimizer: Any, step: int, seconds: float) -> None:
+    """Write a checkpoint such that an interruption leaves the previous one whole."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[name] = p.detach()
+        tensors |= {f"{name}:{key}": value for key, value in optimizer.state[p].items()}
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"step": str(step), "seconds": str(seconds)})
+    partial.replace(path)
+
+
+def load_checkpoint(path: Path, model: Any, optimizer: Any, device: str) -> tuple[int, float]:
+    """Restore model and optimizer; return the steps done and the seconds spent."""
+    with safe_open(path, "pt", device=device) as file:
+        for name, p in model.named_parameters():
+            p.data.copy_(file.get_tensor(name))
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            optimizer.state[p] = {key: file.get_tensor(f"{name}:{key}") for key in keys}
+        return int(file.metadata()["step"]), float(file.metadata()["seconds"])
+
+
+def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str) -> float:
+    """Train up to ``args.steps`` steps, resuming from a checkpoint; return the seconds spent."""
+    optimizer = build_optimizer(model, args.lr)
+    windows = data.Windows(list(corpus.train.values()), args.length, args.seed)
+    path, first, before = args.work / "checkpoint.safetensors", 0, 0.0
+    if path.exists():
+        first, before = load_checkpoint(path, model, optimizer, device)
+    model.train()
+    start = time.time()
+    for step in range(first, args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * lr_scale(step, args.steps)
+        nats, balance, loads = losses(model, windows.batch(step, args.batch).to(device))
+        (nats + MODEL["router_aux_loss_coef"] * balance).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done, seconds = step + 1, time.time() - start
+        if done % 10 == 0 or done == args.steps:
+            pace = seconds / (done - first)
+            print(
+                f"step {done}/{args.steps} loss {nats.item():.3f} "
+                f"balance {balance.item() / len(loads):.3f} "
+                f"least load {loads.min().item() / loads.float().mean().item():.2f} "
+                f"{pace:.2f} s/step, {pace * (args.steps - done) / 60:.0f} min left",
+                flush=True,
+            )
+        if done % args.save_every == 0 or done == args.steps:
+            save_checkpoint(path, model, optimizer, done, before + seconds)
+    return before + time.time() - start
+
+
+@torch.no_grad()
+def measure(
+    model: Any, corpus: data.Corpus, length: int, device: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return held-out nats and expert loads [layer, expert] by domain.
+
+    Windows do not overlap, and every token is predicted once: the first of a window from the
+    token before it alone, the first of all from ``<|endoftext|>``.
+    """
+    nats, loads = dict.fromkeys(corpus.heldout, 0.0), {}
+    for domain, tokens in corpus.heldout.items():
+        stream = tokens.roll(1).long().to(device)  # its last token is <|endoftext|>
+        counts = []
+        for x, y in zip(stream[:-1].split(length), stream[1:].split(length), strict=True):
+            out = model(input_ids=x[None], output_router_logits=True, use_cache=False)
+            nats[domain] += F.cross_entropy(out.logits[0], y, reduction="sum").item()
+            counts.append(expert_loads(out.router_logits, model.config.num_experts_per_tok))
+        loads[domain] = torch.stack(counts).sum(0).cpu()
+    return nats, loads
+
+
+def table(rows: list[list[Any]]) -> str:
+    """Format rows, the first of them the header, as a Markdown table."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows) + "\n"
+
+
+def quality_table(corpus: data.Corpus, nats: dict[str, float]) -> str:
+    """Tabulate text sizes and held-out bits per byte."""
+    rows: list[list[Any]] = [
+        ["domain", "training MB", "tokens", "held-out bytes", "lines copied", "bits per byte"]
+    ]
+    sizes = {d: int(s["heldout_bytes"]) for d, s in corpus.stats.items()}
+    for d, s in corpus.stats.items():
+        bits = nats[d] / math.log(2) / sizes[d]
+        text = f"{s['bytes'] / 1e6:.1f}"
+        copied = f"{s['copied_lines']:.1%}"
+        rows.append([d, text, len(corpus.train[d]), sizes[d], copied, f"{bits:.3f}"])
+    bits = sum(nats.values()) / math.log(2) / sum(sizes.values())
+    return table([*rows, ["**all**", "", "", sum(sizes.values()), "", f"**{bits:.3f}**"]])
+
+
+def load_table(loads: dict[str, Tensor]) -> str:
+    """Tabulate each layer's expert loads (1.00 = an even share) and each domain's specialist."""
+    of_domain = torch.stack([n / n.sum(1, keepdim=True) for n in loads.values()])
+    share = of_domain / of_domain.sum(0)  # [domain, layer, expert]
+    counts = torch.stack(list(loads.values())).sum(0).float()
+    header: list[Any] = ["layer", "least", "most", "below 0.1", *loads, "load of experts 0, 1, ..."]
+    rows = [header]
+    for layer, load in enumerate(counts / counts.mean(1, keepdim=True)):
+        row: list[Any] = [layer, f"{load.min():.2f}", f"{load.max():.2f}", int((load < 0.1).sum())]
+        row += [f"{int(s.argmax())} ({s.max():.0%})" for s in share[:, layer]]
+        rows.append([*row, " ".join(f"{x:.2f}" for x in load)])
+    return table(rows)
+
+
+def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
+    """Tabulate what the model is and how it was trained."""
+    names = ("steps", "batch", "length", "lr", "seed", "threads")
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    total = sum(p.numel() for p in model.parameters())
+    unused = experts - experts * MODEL["num_experts_per_tok"] // MODEL["num_experts"]
+    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    gpu = torch.cuda.is_available()
+    rows = MODEL | {name: getattr(args, name) for name in names}
+    rows |= {
+        "optimizer": f"AdamW, betas {BETAS}, weight decay {WEIGHT_DECAY} on matrices",
+        "schedule": f"{WARMUP_STEPS} steps up, constant, last {DECAY_SHARE:.0%} linearly to 0",
+        "vocabulary": model.config.vocab_size,
+        "parameters": f"{total} ({total - unused} used by a token)",
+        "hardware": torch.cuda.get_device_name() if gpu else cpu[1] if cpu else "CPU",
+        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "training time": f"{seconds / 60:.0f} min",
+    }
+    return table([["setting", "value"], *map(list, rows.items())])
+
+
+def write_card(path: Path, sections: dict[str, str]) -> None:
+    """Copy the shipped model card to ``path`` with its measured part replaced."""
+    text = CARD.read_text("utf-8")
+    head, tail = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
+    body = "\n".join(f"### {title}\n\n{rows}" for title, rows in sections.items())
+    path.write_text(f"{head}{MARKS[0]}\n{body}{MARKS[1]}{tail}", "utf-8")
+
+
+def main() -> None:
+    args = parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    corpus = data.load_corpus(args.work, REPO / "tests/data", args.vocab, args.quick)
+    model = build_model(corpus, args.seed).to(device)
+    seconds = train(args, model, corpus, device)
+    model.to(torch.bfloat16)
+    model.save_pretrained(args.out)
+    corpus.tokenizer.save_pretrained(args.out)
+    # Measured as shipped: the bfloat16 weights, computed in float32.
+    shipped = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device)
+    nats, loads = measure(shipped, corpus, args.length, device)
+    sections = {
+        "Held-out quality": quality_table(corpus, nats),
+        "Expert load on the held-out text": load_table(loads),
+        "Settings": settings_table(args, shipped, seconds),
+    }
+    write_card(args.out / "README.md", sections)
+    print("\n".join(sections.values()))
+
+
+if __name__ == "__main__":
+    main()

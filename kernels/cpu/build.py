@@ -1,0 +1,119 @@
+"""Compile the C++ experts once and keep the library in the user's cache.
+
+One compiler call on plain C++ (no torch headers: about three seconds, no build system), into
+`$XDG_CACHE_HOME or ~/.cache` `/moe-inference/<key>/experts.so`. The key hashes everything the machine
+code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its own and
+is renamed into place when complete, so concurrent builds are safe and a killed one leaves no lock
+and no half a library behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_SOURCE_DIR = Path(__file__).parent
+_MAIN_SOURCE = "experts.cpp"
+# GCC's own AVX-512 header trips maybe-uninitialized.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-maybe-uninitialized")
+_COMPILERS = ("c++", "g++", "clang++")
+_TIMEOUT_S = 300
+
+
+class BuildError(RuntimeError):
+    """The library could not be built or loaded; the message says why."""
+
+
+def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
+    """The compiled experts for this machine, built on the first call and cached on disk.
+
+    Args:
+        target: compiler flags that choose the instruction set.
+
+    Raises:
+        BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
+            does not load.
+    """
+    compiler = _compiler()
+    try:
+        directory = _private_directory(_cache_root())
+        directory = _private_directory(directory / _key(compiler, target))
+        library = directory / "experts.so"
+        if not library.exists():
+            _compile(compiler, target, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
+
+
+def _compiler() -> list[str]:
+    command = shlex.split(os.environ.get("CXX", ""))
+    if command:
+        return command
+    for name in _COMPILERS:
+        if shutil.which(name):
+            return [name]
+    raise BuildError(f"no C++ compiler found (tried {', '.join(_COMPILERS)}; set CXX to name one)")
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"`{shlex.join(command)}` took over {_TIMEOUT_S} s") from error
+    if done.returncode:
+        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise BuildError(f"`{shlex.join(command)}` exited with {done.returncode}: {reason}")
+    return done.stdout
+
+
+def _key(compiler: list[str], target: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCE_DIR.glob("*.h")) + [_SOURCE_DIR / _MAIN_SOURCE]:
+        digest.update(path.read_bytes())
+    facts = (*_FLAGS, *target, _run([*compiler, "--version"]), _cpu(), torch.__version__)
+    digest.update("\n".join(facts).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """What tells this CPU's instruction set from another's that shares the cache directory."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return "\n".join([platform.machine(), platform.processor(), *flags[:1]])
+
+
+def _cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moe-inference"
+
+
+def _private_directory(path: Path) -> Path:
+    """Make `path` ours alone: code is loaded from it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise BuildError(f"the kernel cache {path} belongs to another user; set XDG_CACHE_HOME")
+    path.chmod(0o700)
+    return path
+
+
+def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        built = Path(scratch) / library.name
+        source = _SOURCE_DIR / _MAIN_SOURCE
+        _run([*compiler, *_FLAGS, *target, str(source), "-o", str(built)])
+        os.replace(built, library)

@@ -1,0 +1,144 @@
+// The C interface of the CPU experts, called through ctypes (which releases the GIL): raw pointers,
+// contiguous arrays. `forward` runs a whole layer with silu gating; the three steps beside it leave
+// room for an activation or norm of Python's between them. Letters as in grouped.h.
+#include <cstdlib>
+#include <memory>
+
+#include "grouped.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+enum Dtype : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+// Scratch memory that outlives a call, so that a call pays no page faults; a huge call's is freed.
+struct Scratch {
+  std::unique_ptr<char, void (*)(void*)> memory{nullptr, free};
+  size_t size = 0;
+  char* reserve(size_t bytes) {
+    constexpr size_t page = 2 << 20;
+    if (bytes <= size) return memory.get();
+    memory.reset();
+    size = (bytes + page - 1) / page * page;
+    void* p = nullptr;
+    if (posix_memalign(&p, page, size)) p = nullptr, size = 0;
+#if defined(__linux__)
+    if (p) madvise(p, size, MADV_HUGEPAGE);
+#endif
+    memory.reset(static_cast<char*>(p));
+    return memory.get();
+  }
+  void trim() {
+    if (size > size_t{64} << 20) memory.reset(), size = 0;
+  }
+};
+thread_local Scratch scratch;
+
+size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+extern "C" {
+
+struct Layer {
+  const void *gate_up, *down;             // (E, G, H) and (E, H, F) of `weight_dtype`
+  const float *gate_up_bias, *down_bias;  // (E, G) and (E, H), or null
+  int64_t experts, hidden, width, gate_up_rows;
+  int32_t weight_dtype;
+};
+
+}
+
+namespace {
+
+// Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
+// products where it has them, everything else is widened to fp32 first.
+template <class Body>
+void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& body) {
+  if (weight_dtype == FP32) return body(Fp32{});
+  if (weight_dtype == FP16) return body(Fp16{});
+#if defined(__AVX512BF16__)
+  if (hidden_dtype == BF16) return body(Bf16Pairs{});
+#endif
+  body(Bf16{});
+}
+
+// Runs `body(pointer)` with the activations' own element type.
+template <class Void, class Body>
+void with_rows(Void* rows, int32_t dtype, const Body& body) {
+  constexpr bool is_const = std::is_const<Void>::value;
+  if (dtype == FP32)
+    body(static_cast<std::conditional_t<is_const, const float, float>*>(rows));
+  else
+    body(static_cast<std::conditional_t<is_const, const uint16_t, uint16_t>*>(rows));
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t moe_routing_numbers(int64_t slots, int64_t experts) {
+  return routing_numbers(slots, experts);
+}
+
+// Sorted rows in use, or -1 where an id is outside [-1, E).
+int64_t moe_route(const int64_t* ids, int64_t slots, int64_t experts, int32_t* numbers,
+                  Routing* routing) {
+  return route(ids, slots, experts, numbers, *routing) ? routing->rows : -1;
+}
+
+// out (A, G) fp32 = first projection of hidden (T, H) of `dtype` (FP32 or BF16).
+void moe_first(const Layer* layer, const Routing* routing, const void* hidden, int32_t dtype,
+               int64_t slots, float* out, int32_t threads) {
+  with_mode(layer->weight_dtype, dtype, [&](auto mode) {
+    with_rows(hidden, dtype, [&](auto* rows) {
+      project<decltype(mode)>(*routing, rows, slots, layer->gate_up, layer->gate_up_bias,
+                              layer->gate_up_rows, layer->hidden, out, threads);
+    });
+  });
+}
+
+// out (A, H) fp32 = second projection of inner (A, F) fp32; `dtype` is hidden's.
+void moe_second(const Layer* layer, const Routing* routing, const float* inner, int32_t dtype,
+                float* out, int32_t threads) {
+  with_mode(layer->weight_dtype, dtype, [&](auto mode) {
+    project<decltype(mode)>(*routing, inner, 0, layer->down, layer->down_bias, layer->hidden,
+                            layer->width, out, threads);
+  });
+}
+
+// out (T, H) of `dtype` = each token's weighted sum of its rows (A, H).
+void moe_combine(const Routing* routing, const float* rows, const float* weights, int64_t tokens,
+                 int64_t slots, int64_t hidden, void* out, int32_t dtype, int32_t threads) {
+  with_rows(out, dtype,
+            [&](auto* to) { combine(*routing, rows, weights, tokens, slots, hidden, to, threads); });
+}
+
+// The whole layer, activation silu(gate) * up. 1: done, -1: an id outside [-1, E), 0: no memory.
+int32_t moe_forward(const Layer* layer, const void* hidden, int32_t dtype, const int64_t* ids,
+                    const float* weights, int64_t tokens, int64_t slots, void* out,
+                    int32_t threads) {
+  const long H = layer->hidden, F = layer->width, S = tokens * slots;
+  const size_t routing_bytes = aligned(routing_numbers(S, layer->experts) * sizeof(int32_t));
+  const size_t inner_bytes = aligned(S * F * sizeof(float));
+  char* memory = scratch.reserve(routing_bytes + inner_bytes + S * H * sizeof(float));
+  if (!memory) return 0;
+  Routing routing;
+  if (!route(ids, S, layer->experts, reinterpret_cast<int32_t*>(memory), routing)) return -1;
+  float* row = reinterpret_cast<float*>(memory + routing_bytes + inner_bytes);
+  with_mode(layer->weight_dtype, dtype, [&](auto mode) {
+    using M = decltype(mode);
+    auto* inner = reinterpret_cast<typename M::X*>(memory + routing_bytes);
+    with_rows(hidden, dtype, [&](auto* x) {
+      project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, F, H, inner, threads);
+    });
+    project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads);
+  });
+  moe_combine(&routing, row, weights, tokens, slots, H, out, dtype, threads);
+  scratch.trim();
+  return 1;
+}
+}

@@ -1,0 +1,160 @@
+// The inner product kernels: a few activation rows times a panel of weight rows, both contiguous
+// along the summed direction K ("NT"). Accumulators are vectors along K, added up at the end, so an
+// output's order of sums depends on K alone: a row gets the same bits alone and in company.
+// One weight element is loaded once for all rows of a tile: with few rows the kernel streams
+// weights at memory speed, with many it runs at the multipliers' speed, without any repacking.
+#pragma once
+#include "vec.h"
+
+// How activations (X) meet weights (W). STEP elements of K a vector.
+struct Fp32 {
+  typedef float X, W;
+  typedef vf XV, WV;
+  static constexpr int STEP = LANES;
+  static WV widen(vf w) { return w; }
+  static WV weights(const W* p) { return load<vf>(p); }
+  static WV weights_part(const W* p, long n) { return load_part<vf>(p, n); }
+  static void add(vf& sum, XV x, WV w) { sum += x * w; }
+};
+
+template <vf (*WIDEN)(vh)>
+struct Half {  // half-precision weights, widened in registers
+  typedef float X;
+  typedef uint16_t W;
+  typedef vf XV, WV;
+  static constexpr int STEP = LANES;
+  static WV weights(const W* p) { return WIDEN(load<vh>(p)); }
+  static WV weights_part(const W* p, long n) { return WIDEN(load_part<vh>(p, n)); }
+  static void add(vf& sum, XV x, WV w) { sum += x * w; }
+};
+typedef Half<from_bf16> Bf16;
+typedef Half<from_fp16> Fp16;
+
+#if defined(__AVX512BF16__)
+struct Bf16Pairs {  // bf16 activations too: the CPU's own dot product of pairs, summed in fp32
+  typedef uint16_t X, W;
+  typedef __m512bh XV, WV;
+  static constexpr int STEP = 2 * LANES;
+  static WV weights(const W* p) { return load<WV>(p); }
+  static WV weights_part(const W* p, long n) { return load_part<WV>(p, n); }
+  static void add(vf& sum, XV x, WV w) { sum = (vf)_mm512_dpbf16_ps((__m512)sum, x, w); }
+};
+#endif
+
+// As many sums as the registers hold beside the operands: 16 on plain x86, 32 elsewhere.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int MAX_ROWS = 6;
+#else
+constexpr int MAX_ROWS = 3;
+#endif
+constexpr int QUAD = 4;             // weight rows a tile
+constexpr int MAX_PANEL = 128;      // weight rows a task
+constexpr long BLOCK_BYTES = 4096;  // of an activation row at a time: a tile's rows stay in L1
+
+// Keeps a loaded vector in a register; compilers would rather load it again for every use.
+#if defined(__AVX512F__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__x86_64__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define IN_REGISTER(v) __asm__("" : "+w"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+#define UNROLL _Pragma("GCC unroll 8")
+
+// Activation rows as memory has them: element [begin, end) of row i at rows[i].
+template <class From>
+static inline vf load_as_fp32(const From* from, long n) {
+  if constexpr (sizeof(From) == sizeof(float))
+    return n >= LANES ? load<vf>(from) : load_part<vf>(from, n);
+  else
+    return from_bf16(n >= LANES ? load<vh>(from) : load_part<vh>(from, n));
+}
+
+template <class To>
+static inline void store_fp32_as(To* to, vf v, long n) {
+  if constexpr (sizeof(To) == sizeof(float)) {
+    memcpy(to, &v, (n < LANES ? n : LANES) * sizeof(To));
+  } else {
+    vh h = to_bf16(v);
+    memcpy(to, &h, (n < LANES ? n : LANES) * sizeof(To));
+  }
+}
+
+// A block of ROWS activation rows side by side, STEP elements of each in turn, zero-padded.
+template <class M, int ROWS, class From>
+static inline void pack(const From* const* rows, long begin, long end, typename M::X* to) {
+  for (long k = begin; k < end; k += M::STEP)
+    for (int i = 0; i < ROWS; ++i, to += M::STEP)
+      for (long c = 0; c < M::STEP; c += LANES) {
+        const long n = end - k - c;
+        store_fp32_as(to + c, n > 0 ? load_as_fp32(rows[i] + k + c, n) : vf{}, LANES);
+      }
+}
+
+// out[i][j] (+)= x[i] . w[j] for ROWS packed activation rows and COLS weight rows, `length` long
+// and `stride` apart; fetches the weights `ahead` elements further.
+template <class M, int ROWS, int COLS>
+static inline void tile(const typename M::X* x, const typename M::W* w, long stride, long ahead,
+                        long length, bool first, float* out) {
+  typedef typename M::XV XV;
+  vf sum[ROWS][COLS] = {};
+  long k = 0;
+  for (; k + M::STEP <= length; k += M::STEP, x += ROWS * M::STEP) {
+    XV xv[ROWS];
+    UNROLL for (int i = 0; i < ROWS; ++i) {
+      xv[i] = load<XV>(x + i * M::STEP);
+      IN_REGISTER(xv[i]);
+    }
+    UNROLL for (int j = 0; j < COLS; ++j) {
+      const typename M::W* p = w + j * stride + k;
+      __builtin_prefetch(p + ahead, 0, 2);
+      typename M::WV wv = M::weights(p);
+      UNROLL for (int i = 0; i < ROWS; ++i) M::add(sum[i][j], xv[i], wv);
+    }
+  }
+  if (k < length) {
+    UNROLL for (int j = 0; j < COLS; ++j) {
+      typename M::WV wv = M::weights_part(w + j * stride + k, length - k);
+      UNROLL for (int i = 0; i < ROWS; ++i) M::add(sum[i][j], load<XV>(x + i * M::STEP), wv);
+    }
+  }
+  UNROLL for (int i = 0; i < ROWS; ++i) {
+    // One tree of additions, for a full quad and for the weight rows left over.
+    v4 total = sum_lanes(sum[i][0], sum[i][1 % COLS], sum[i][2 % COLS], sum[i][3 % COLS]);
+    float* to = out + i * MAX_PANEL;
+    if (!first) total += load_part<v4>(to, COLS);
+    memcpy(to, &total, COLS * sizeof(float));
+  }
+}
+
+// sums[p][i][g] = rows[i] . w[p * part + g] for `panel` weight rows of each of PARTS parts, while
+// the weights `ahead` elements further, the next panel, are on their way from memory.
+template <class M, int PARTS, int ROWS, class From>
+__attribute__((noinline)) static void multiply(const From* const* rows, const typename M::W* w,
+                                               long part, long panel, long width,
+                                               long ahead, float (*sums)[MAX_ROWS * MAX_PANEL]) {
+  constexpr long block = BLOCK_BYTES / sizeof(typename M::X);
+  alignas(64) typename M::X x[ROWS * block];
+  for (long begin = 0; begin < width; begin += block) {
+    const long length = width - begin < block ? width - begin : block;
+    pack<M, ROWS>(rows, begin, begin + length, x);
+    for (int p = 0; p < PARTS; ++p) {
+      const typename M::W* from = w + p * part * width + begin;
+      long g = 0;
+      for (; g + QUAD <= panel; g += QUAD)
+        tile<M, ROWS, QUAD>(x, from + g * width, width, ahead, length, begin == 0, sums[p] + g);
+      for (; g < panel; ++g)
+        tile<M, ROWS, 1>(x, from + g * width, width, ahead, length, begin == 0, sums[p] + g);
+    }
+  }
+}
+
+template <class M, int PARTS, int ROWS = MAX_ROWS, class From>
+static void multiply_rows(int count, const From* const* rows, const typename M::W* w, long part,
+                          long panel, long width, long ahead, float (*sums)[MAX_ROWS * MAX_PANEL]) {
+  if (count == ROWS) return multiply<M, PARTS, ROWS>(rows, w, part, panel, width, ahead, sums);
+  if constexpr (ROWS > 1)
+    multiply_rows<M, PARTS, ROWS - 1>(count, rows, w, part, panel, width, ahead, sums);
+}

@@ -1,0 +1,136 @@
+// Grouped products of one MoE layer on rows sorted by expert, and the weighted sum per token.
+// Threads are OpenMP's: the runtime that torch itself uses, so no second pool competes with it.
+//
+// T tokens, H hidden, K slots a token, E experts, F expert width, G = 2F or F rows of the first
+// projection, S = T*K slots, A the slots in use. "Sorted" rows are the A used slots by expert.
+#pragma once
+#include <atomic>
+#include <type_traits>
+
+#include "gemm.h"
+
+struct Routing {             // views of one int32 buffer, see route()
+  int32_t *slot, *position;  // (A,) sorted row -> slot; (S,) slot -> sorted row, -1 if unused
+  int32_t *begin, *active;   // (E + 1,) first sorted row of each expert; experts that have rows
+  int64_t rows, num_active;  // A; how many experts have rows
+};
+
+constexpr long PANEL_BYTES = 128 << 10;  // weights a task keeps in L2 while its rows pass
+constexpr long MIN_PANEL = 16;
+constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
+constexpr long SMALL = 1 << 15;          // elements below which one thread is faster
+
+constexpr long routing_numbers(long slots, long experts) { return 2 * slots + 2 * experts + 1; }
+
+// Stable counting sort of the slots by expert into `numbers`; false: an id outside [-1, E).
+static inline bool route(const int64_t* ids, long slots, long experts, int32_t* numbers,
+                         Routing& routing) {
+  routing = {numbers, numbers + slots, numbers + 2 * slots, numbers + 2 * slots + experts + 1, 0, 0};
+  int32_t* begin = routing.begin;
+  memset(begin, 0, (experts + 1) * sizeof *begin);
+  for (long s = 0; s < slots; ++s) {
+    if (ids[s] < -1 || ids[s] >= experts) return false;
+    if (ids[s] >= 0) ++begin[ids[s] + 1];
+  }
+  for (long e = 0; e < experts; ++e) {
+    if (begin[e + 1]) routing.active[routing.num_active++] = e;
+    begin[e + 1] += begin[e];
+  }
+  routing.rows = begin[experts];
+  for (long s = 0; s < slots; ++s) {
+    routing.position[s] = ids[s] < 0 ? -1 : begin[ids[s]]++;
+    if (ids[s] >= 0) routing.slot[routing.position[s]] = s;
+  }
+  for (long e = experts; e > 0; --e) begin[e] = begin[e - 1];  // undo the advance
+  begin[0] = 0;
+  return true;
+}
+
+// One grouped product: for every sorted row r of expert e and every row g of its weights,
+// finish(e, r, g.., sums). PARTS = 2 multiplies two equal halves of the weight rows side by side.
+// Row r reads x[slot[r] / slots_a_row], or x[r] where slots_a_row is 0.
+// Tasks are (expert, panel of weight rows): each weight is read from memory once a call.
+template <class M, int PARTS, class From, class Finish>
+void grouped(const Routing& routing, const From* x, long slots_a_row, const void* weights,
+             long weight_rows, long width, int threads, const Finish& finish) {
+  typedef typename M::W W;
+  const long rows = weight_rows / PARTS;
+  const long share = rows * routing.num_active / (threads * TASKS_A_THREAD);
+  long panel = PANEL_BYTES / (long(sizeof(W)) * width * PARTS);
+  panel = (share < panel ? share : panel) / QUAD * QUAD;
+  panel = panel < MIN_PANEL ? MIN_PANEL : panel > MAX_PANEL ? MAX_PANEL : panel;
+  const long panels = (rows + panel - 1) / panel, tasks = panels * routing.num_active;
+  std::atomic<long> next{0};
+#pragma omp parallel num_threads(threads)
+  {
+    alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
+    const auto place = [&](long task) {
+      const long e = routing.active[task / panels], g = task % panels * panel;
+      return static_cast<const W*>(weights) + (e * weight_rows + g) * width;
+    };
+    long task = next.fetch_add(1, std::memory_order_relaxed);
+    for (long later; task < tasks; task = later) {
+      later = next.fetch_add(1, std::memory_order_relaxed);
+      const long e = routing.active[task / panels], g = task % panels * panel;
+      const long count = rows - g < panel ? rows - g : panel;
+      const W* w = place(task);
+      const long ahead = later < tasks ? place(later) - w : 0;
+      for (long r = routing.begin[e]; r < routing.begin[e + 1]; r += MAX_ROWS) {
+        const long left = routing.begin[e + 1] - r, n = left < MAX_ROWS ? left : MAX_ROWS;
+        const From* from[MAX_ROWS];
+        for (long i = 0; i < n; ++i)
+          from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
+        multiply_rows<M, PARTS>(n, from, w, rows, count, width, ahead, sums);
+        for (long i = 0; i < n; ++i)
+          finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
+      }
+    }
+  }
+}
+
+// out (A, weight_rows) = x W^T + bias, one sorted row each.
+template <class M, class From>
+void project(const Routing& routing, const From* x, long slots_a_row, const void* weights,
+             const float* bias, long weight_rows, long width, float* out, int threads) {
+  grouped<M, 1>(routing, x, slots_a_row, weights, weight_rows, width, threads,
+                [=](long e, long r, long g, long n, const float* sum, const float*) {
+                  float* to = out + r * weight_rows + g;
+                  const float* b = bias ? bias + e * weight_rows + g : nullptr;
+                  for (long j = 0; j < n; ++j) to[j] = b ? sum[j] + b[j] : sum[j];
+                });
+}
+
+// inner (A, F) = silu(gate) * up, with gate and up the two halves of the projection's rows.
+template <class M, class From>
+void project_gated(const Routing& routing, const From* x, long slots_a_row, const void* weights,
+                   const float* bias, long width, long hidden, typename M::X* inner, int threads) {
+  grouped<M, 2>(routing, x, slots_a_row, weights, 2 * width, hidden, threads,
+                [=](long e, long r, long g, long n, const float* gate, const float* up) {
+                  typename M::X* to = inner + r * width + g;
+                  const float* b = bias ? bias + e * 2 * width + g : nullptr;
+                  for (long j = 0; j < n; j += LANES) {
+                    vf a = load<vf>(gate + j), u = load<vf>(up + j);
+                    if (b) {
+                      a += load_as_fp32(b + j, n - j);
+                      u += load_as_fp32(b + width + j, n - j);
+                    }
+                    store_fp32_as(to + j, silu(a) * u, n - j);
+                  }
+                });
+}
+
+// out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]].
+template <class X>
+void combine(const Routing& routing, const float* row, const float* weights, long tokens,
+             long slots, long hidden, X* out, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * slots * hidden > SMALL)
+  for (long t = 0; t < tokens; ++t) {
+    for (long c = 0; c < hidden; c += LANES) {
+      vf sum = {};
+      for (long s = t * slots; s < (t + 1) * slots; ++s)
+        if (routing.position[s] >= 0)
+          sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, hidden - c);
+      store_fp32_as(out + t * hidden + c, sum, hidden - c);
+    }
+  }
+}

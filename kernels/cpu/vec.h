@@ -1,0 +1,130 @@
+// SIMD vectors in the compilers' portable vector extension: one source for AVX-512, AVX2, NEON and
+// plain SSE. `LANES` floats a vector; every sum over lanes has one fixed order.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#define EACH_QUAD(f) f(0), f(4), f(8), f(12)
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#define EACH_QUAD(f) f(0), f(4)
+#else
+constexpr int LANES = 4;
+#define EACH_QUAD(f) f(0)
+#endif
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 2)));
+typedef float v4 __attribute__((vector_size(16)));
+
+// Index lists count on into the second vector, in GCC's builtin and in Clang's.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+template <class V, class T>
+static inline V load(const T* p) {  // unaligned
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V, class T>
+static inline V load_part(const T* p, long n) {  // the first n elements, zeros after them
+  T buffer[sizeof(V) / sizeof(T)] = {};
+  memcpy(buffer, p, n * sizeof(T));
+  return load<V>(buffer);
+}
+
+template <class V, class T>
+static inline void store(T* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <class To, class From>
+static inline To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To r;
+  memcpy(&r, &v, sizeof r);
+  return r;
+}
+
+static inline vf splat(float x) { return vf{} + x; }
+
+// The lane sums of four vectors, side by side.
+static inline v4 sum_lanes(vf a, vf b, vf c, vf d) {
+#define LOW(o) o, LANES + o, o + 1, LANES + o + 1
+#define HIGH(o) o + 2, LANES + o + 2, o + 3, LANES + o + 3
+#define PAIR_LOW(o) o, o + 1, LANES + o, LANES + o + 1
+#define PAIR_HIGH(o) o + 2, o + 3, LANES + o + 2, LANES + o + 3
+  vf ab = SHUFFLE(a, b, EACH_QUAD(LOW)) + SHUFFLE(a, b, EACH_QUAD(HIGH));
+  vf cd = SHUFFLE(c, d, EACH_QUAD(LOW)) + SHUFFLE(c, d, EACH_QUAD(HIGH));
+  vf s = SHUFFLE(ab, cd, EACH_QUAD(PAIR_LOW)) + SHUFFLE(ab, cd, EACH_QUAD(PAIR_HIGH));
+#if defined(__AVX512F__)
+  s += SHUFFLE(s, s, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX__)
+  s += SHUFFLE(s, s, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+  v4 r;
+  memcpy(&r, &s, sizeof r);
+  return r;
+#undef LOW
+#undef HIGH
+#undef PAIR_LOW
+#undef PAIR_HIGH
+}
+
+static inline vf from_bf16(vh h) { return bits<vf>(__builtin_convertvector(h, vu) << 16); }
+
+static inline vh to_bf16(vf x) {  // round to nearest, ties to even; NaN stays NaN
+  vu u = bits<vu>(x);
+  vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  vu nan = (u >> 16) | 0x40;
+  return __builtin_convertvector(x == x ? rounded : nan, vh);
+}
+
+static inline vf from_fp16(vh h) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+  // Exponent and mantissa land in place when shifted by 13; the exponent bias differs by 112.
+  vu u = __builtin_convertvector(h, vu);
+  vu magnitude = (u & 0x7fff) << 13;
+  vf finite = bits<vf>(magnitude) * 0x1p112f;
+  vf special = bits<vf>(magnitude | 0x7f800000);  // infinity and NaN
+  vf value = (u & 0x7c00) == 0x7c00 ? special : finite;
+  return bits<vf>(bits<vu>(value) | (u & 0x8000) << 16);
+#endif
+}
+
+// e^x to about 1 ulp: x = n ln2 + r, a polynomial in r (Cephes' expf), scaled by 2^n.
+static inline vf exp_lanes(vf x) {
+  const float high = 88.0f, low = -87.0f, to_int = 12582912.0f;  // 1.5 * 2^23
+  x = x > high ? splat(high) : x;
+  x = x < low ? splat(low) : x;
+  vf shifted = x * 1.44269504088896341f + to_int;
+  vf n = shifted - to_int;
+  vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * bits<vf>((bits<vi>(shifted) - 0x4b400000 + 127) << 23);
+}
+
+static inline vf silu(vf x) { return x / (1.0f + exp_lanes(-x)); }

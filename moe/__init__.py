@@ -1,0 +1,36 @@
+"""moe: run Mixture-of-Experts language models that are larger than the memory they run in."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe.completion import Completion, StreamEvent
+    from moe.model import MoE
+    from moe.profile import Profile
+    from moe.sampling import SamplingParams
+
+try:
+    __version__ = version("moe-inference")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0+unknown"
+
+_HOMES = {
+    "Completion": "moe.completion",
+    "MoE": "moe.model",
+    "Profile": "moe.profile",
+    "SamplingParams": "moe.sampling",
+    "StreamEvent": "moe.completion",
+}
+
+__all__ = ["Completion", "MoE", "Profile", "SamplingParams", "StreamEvent", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: `moe --version` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moe' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

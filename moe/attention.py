@@ -1,0 +1,153 @@
+"""Attention over sequences packed into one row, registered with transformers' attention seam.
+
+transformers builds its masks from small index functions (causal, sliding window, chunked) and hands
+the result to the attention function untouched. Ours keeps the index function itself (`MaskRule`)
+and evaluates it for each sequence with that sequence's own positions, so every masking rule that
+transformers knows is right in a packed batch without naming an architecture.
+Legend: T packed tokens, Q query heads, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from moe.kv import PackedCache
+
+PACKED = "moe_packed"
+"""Name of this implementation in transformers' registries."""
+
+current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
+"""The packed pass of the running lane; every greenlet has its own context."""
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys a query may see: ``allows(batch, head, query_position, key_position)``."""
+
+    allows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    window: int | None
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """``(queries, keys)`` bool for the last ``queries`` positions of a sequence of ``keys``.
+
+        None when it would be all true, or plainly causal from the start (see `is_causal`).
+        """
+        if self._plain(keys) and queries in (1, keys):
+            return None
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        positions = torch.arange(keys, device=device)
+        return self.allows(zero, zero, positions[keys - queries :, None], positions[None, :])
+
+    def is_causal(self, queries: int, keys: int) -> bool:
+        return self._plain(keys) and queries == keys and queries > 1
+
+    def _plain(self, keys: int) -> bool:
+        return self.window is not None and keys <= self.window
+
+
+def packed_mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **_: Any,
+) -> MaskRule:
+    """Mask interface of transformers: keep the rule instead of a tensor.
+
+    ``allow_is_causal_skip`` says that the rule is plain causal up to ``local_size`` tokens.
+    """
+    window = None
+    if allow_is_causal_skip:
+        window = local_size if local_size is not None else torch.iinfo(torch.int64).max
+    return MaskRule(mask_function, window)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention interface of transformers for one packed row.
+
+    Args:
+        query: ``(1, Q, T, D)``.
+        key, value: what `PackedCache.update` returned, or what the module made of it.
+        attention_mask: the layer's rule.
+
+    Returns:
+        ``(1, T, Q, D)``, and no attention weights.
+    """
+    cache = current_pass.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if not isinstance(attention_mask, MaskRule):
+        raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
+    keys_values = _per_sequence(cache, layer, key, value)
+    outputs = [
+        _attend(q, k, v, attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap"))
+        for q, (k, v) in zip(query.split(cache.sizes, dim=2), keys_values, strict=True)
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _per_sequence(
+    cache: PackedCache, layer: int, key: Tensor, value: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    returned = cache.returned.pop(layer, None)
+    if returned is not None and returned[0] is key and returned[1] is value:
+        return [s.read(layer, end) for s, end in zip(cache.sequences, cache.ends, strict=True)]
+    if layer not in cache.needs_history:
+        cache.needs_history.add(layer)
+        if any(sequence.length for sequence in cache.sequences):
+            raise RuntimeError(f"layer {layer} needed its history and did not get it")
+    return list(zip(key.split(cache.ends, dim=2), value.split(cache.ends, dim=2), strict=True))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """One sequence: ``(1, Q, T, D)`` against ``(1, N, L, D)`` gives ``(1, Q, T, Dv)``."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = rule.mask(queries, keys, query.device)
+    causal = rule.is_causal(queries, keys)
+    if sinks is None and softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query @ key.transpose(2, 3)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -float("inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probabilities = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return probabilities[..., :keys] @ value
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, packed_mask)

@@ -1,0 +1,163 @@
+"""The safetensors files of one model directory, opened, checked and read without `mmap`.
+
+`Checkpoint.open` reads every header and reports every fault of every file in one `CheckpointError`
+before a byte of data is touched. Reads are `pread` into the memory where the tensor will live: a
+mapped page would count in the resident size next to the copy made from it. Files stay open, so one
+that is replaced meanwhile does not mix with what was checked; `verify_unchanged` catches one that
+was rewritten in place.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+import torch
+from torch import Tensor
+
+from moe.errors import CheckpointError
+from moe.safetensors_index import HeaderError, TensorInfo, pread_exactly, read_header
+from moe.weight_files import INDEX_NAME, contained, weight_files
+
+MAX_LISTED = 50
+
+
+def listing(title: str, problems: Sequence[str]) -> str:
+    """`title` and one indented line a problem, cut after `MAX_LISTED` with the number left out."""
+    lines = [f"{title} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
+    lines += [f"  - {problem}" for problem in problems[:MAX_LISTED]]
+    if len(problems) > MAX_LISTED:
+        lines.append(f"  ... and {len(problems) - MAX_LISTED} more")
+    return "\n".join(lines)
+
+
+class Checkpoint:
+    """Open files and the tensors in them: ``name -> (file, dtype, shape, start, end)``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors: dict[str, TensorInfo] = {}
+        self._open: dict[Path, tuple[int, os.stat_result]] = {}
+        self._closing = ExitStack()
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open `path`, a model directory. Raises one `CheckpointError` naming every fault."""
+        checkpoint = cls(path)
+        problems: list[str] = []
+        try:
+            names, weight_map = weight_files(path, problems)
+            for name in names:
+                checkpoint._add_file(name, problems)
+            if not problems:
+                problems += checkpoint._index_faults(weight_map)
+            if problems:
+                raise CheckpointError(listing(f"cannot use the weights in {path}", problems))
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return MappingProxyType(self._tensors)
+
+    def read(self, name: str, *, rows: slice | None = None) -> Tensor:
+        """A fresh CPU tensor of `name`; `rows` takes a slice (step 1) of its first dimension."""
+        info = self._tensors[name]
+        shape = info.shape
+        if rows is not None:
+            start, stop, _ = rows.indices(shape[0])
+            shape = (max(stop - start, 0), *shape[1:])
+        out = torch.empty(shape, dtype=info.dtype)
+        self.read_into(name, out, rows=rows)
+        return out
+
+    def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:
+        """Read `name` (or `rows` of it) into `out`: CPU, contiguous, of the same dtype and shape.
+
+        Raises `CheckpointError` naming file and tensor when the bytes cannot be read.
+        """
+        info = self._tensors[name]
+        offset = info.start
+        if rows is not None:
+            start, _, step = rows.indices(info.shape[0])
+            assert step == 1, "rows must be consecutive"
+            offset += start * (info.nbytes // max(info.shape[0], 1))
+        assert out.is_contiguous()
+        assert out.dtype == info.dtype
+        if out.numel() == 0:
+            return
+        view = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        fd, _ = self._open[info.file]
+        try:
+            got = pread_exactly(fd, view, offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read tensor {name!r} from {info.file}: {error.strerror}"
+            ) from error
+        if got != len(view):
+            raise CheckpointError(
+                f"{info.file} ended inside tensor {name!r}: {got} of {len(view)} bytes; "
+                "the file was truncated after it was opened, load it again when it is complete"
+            )
+
+    def verify_unchanged(self) -> None:
+        """Raise `CheckpointError` where a file was rewritten in place since `open`."""
+        changed = []
+        for file, (fd, before) in self._open.items():
+            now = os.fstat(fd)
+            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                changed.append(f"{file.name} was changed while it was read; load it again")
+        if changed:
+            raise CheckpointError(listing(f"the weights in {self.path} moved", changed))
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _add_file(self, name: str, problems: list[str]) -> None:
+        try:
+            file = contained(self.path, name)
+            # O_NONBLOCK: a FIFO must be refused, not waited for
+            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._closing.callback(os.close, fd)
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise HeaderError("is not a regular file")
+            found = read_header(fd, status.st_size, file)
+        except HeaderError as error:
+            problems.append(f"{name}: {error}")
+            return
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte in a path
+            reason = getattr(error, "strerror", None) or error
+            problems.append(f"{name}: cannot be opened: {reason}")
+            return
+        for tensor in sorted(found.keys() & self._tensors.keys()):
+            other = self._tensors[tensor].file.name
+            problems.append(f"{name}: tensor {tensor!r} is also in {other}")
+        self._open[file] = (fd, status)
+        self._tensors |= found
+
+    def _index_faults(self, weight_map: Mapping[str, str]) -> list[str]:
+        """Tensors that the index promises and that are not in the file it names."""
+        resolved = {name: contained(self.path, name) for name in set(weight_map.values())}
+        return [
+            f"{name}: does not hold tensor {tensor!r}, which {INDEX_NAME} places there"
+            for tensor, name in weight_map.items()
+            if tensor not in self._tensors or self._tensors[tensor].file != resolved[name]
+        ]

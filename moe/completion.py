@@ -1,0 +1,67 @@
+"""What a caller gets back: events while tokens come, and whole completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from moe.sampling import Token
+from moe.sequence import Delta, FinishReason
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One new token of one sequence.
+
+    Attributes:
+        prompt: index of the prompt in the batch.
+        sample: index among the ``n`` samples of that prompt.
+        delta: the token, the text that became final with it, and the finish reason if it ended.
+        prompt_token_ids: token ids of the prompt, the same list in every event of it.
+    """
+
+    prompt: int
+    sample: int
+    delta: Delta
+    prompt_token_ids: list[int]
+
+
+@dataclass
+class Completion:
+    """A continuation of a prompt.
+
+    Attributes:
+        prompt: index of the prompt in the batch.
+        sample: index among the ``n`` samples of that prompt.
+        text: the new text, without the stop string that ended it.
+        tokens: every token generated, the one that ended it included, with log probabilities
+            where asked for.
+        finish_reason: ``stop`` or ``length``.
+    """
+
+    prompt: int
+    sample: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens.append(delta.token)
+        self.finish_reason = delta.finish_reason
+
+
+def collect(events: Iterable[StreamEvent]) -> list[Completion]:
+    """Join the events of every sequence, in order of prompts and samples."""
+    completions: dict[tuple[int, int], Completion] = {}
+    for event in events:
+        place = (event.prompt, event.sample)
+        if place not in completions:
+            completions[place] = Completion(*place, event.prompt_token_ids)
+        completions[place].add(event.delta)
+    return [completions[place] for place in sorted(completions)]

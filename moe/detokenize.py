@@ -1,0 +1,171 @@
+"""Text from tokens as they come: never half a character, never text that a later token changes.
+
+A token's text depends on its neighbours: characters are cut over several tokens, and the first
+token of a text may lose its leading space. So tokens are decoded together with the few before
+them, and only what that adds is handed out. (tokenizers' own DecodeStream does the same, but fails
+after skipped special tokens and on runs of byte tokens, and cannot be flushed.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_LONG_WINDOW = 16  # tokens; a character has at most 4 bytes and hence at most 4 tokens
+
+
+class IncrementalDecoder:
+    """Decodes the tokens of one sequence in amortised constant time a token.
+
+    The pieces of `push` and `finish` joined equal `tokenizer.decode(token_ids,
+    skip_special_tokens=True, clean_up_tokenization_spaces=False)`. (The clean-up rewrites text
+    over token boundaries, " n't" for example, so text would never be final.)
+
+    A run of byte tokens such as `<0xE4>` is handed out when it ends: one invalid byte later in
+    the run turns all its characters into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_token_ids(tokenizer)
+        # Tokens decoded together: finished ones that give context, then those still open.
+        self._window: list[int] = []
+        self._num_context = 0
+        # Length of the window's text that was handed out.
+        self._num_emitted = 0
+
+    def push(self, token_id: int) -> str:
+        """Take in the next token; returns the text that became final, often empty."""
+        if token_id in self._special_ids:
+            return ""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:  # an id that pads the embedding; decoding ignores it too
+            return ""
+        assert isinstance(token, str)
+        self._window.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT) and not token.endswith(_REPLACEMENT):
+            # Only the last character can be unfinished; U+FFFD before it stands for invalid bytes.
+            piece = self._emit(text[:-1])
+            if len(self._window) - self._num_context >= _LONG_WINDOW:
+                self._cut(text)
+            return piece
+        piece = self._emit(text)
+        self._close()
+        return piece
+
+    def finish(self) -> str:
+        """The text still held back; bytes that never became a character give U+FFFD."""
+        piece = self._emit(self._decode(self._window))
+        self._close()
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(text))
+        return piece
+
+    def _close(self) -> None:
+        """Make the open tokens the context of the next ones."""
+        start = self._num_context
+        # Context without text (a lone space at the start is stripped) would not keep the next
+        # token from being decoded as the first one.
+        while not (text := self._decode(self._window[start:])) and start > 0:
+            start -= 1
+        self._window = self._window[start:]
+        self._num_context = len(self._window)
+        self._num_emitted = len(text)
+
+    def _cut(self, text: str) -> None:
+        """Forget the start of a long run of invalid bytes, at a boundary between two of them."""
+        for position in range(len(self._window) - 4, len(self._window) - 8, -1):
+            head, tail = (
+                self._decode(self._window[:position]),
+                self._decode(self._window[position:]),
+            )
+            # Four tokens follow, hence no later byte can join the two sides either.
+            if head + tail == text:
+                self._window = self._window[position:]
+                self._num_context = 0
+                self._num_emitted -= len(head)
+                return
+
+
+class StopStrings:
+    """Ends a text before the first of some strings that comes up in it, however it is cut up.
+
+    First is what ends first; of strings that end together, the longest counts. Text that could
+    be the beginning of a stop string is held back until it is known not to be one.
+
+    Attributes:
+        matched: the string that was found, else None; nothing may be pushed after that.
+    """
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        self._patterns = [(string, _borders(string)) for string in stop]
+        # How much of each string the text so far ends with (Knuth-Morris-Pratt).
+        self._progress = [0] * len(self._patterns)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take in a piece of text; returns what can be handed out."""
+        assert self.matched is None, "text after a stop string"
+        if not self._patterns:
+            return text
+        buffer = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            self._advance(character)
+            if self.matched is not None:
+                self._held = ""
+                return buffer[: end - len(self.matched)]
+        keep = max(self._progress)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def finish(self) -> str:
+        """The text still held back, when generation ends without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> None:
+        for index, (string, borders) in enumerate(self._patterns):
+            length = self._progress[index]
+            while length and string[length] != character:
+                length = borders[length - 1]
+            length += string[length] == character
+            self._progress[index] = length
+            if length == len(string) > len(self.matched or ""):
+                self.matched = string
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids that `decode(skip_special_tokens=True)` leaves out."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
+
+
+def _borders(string: str) -> list[int]:
+    """For each prefix of `string`, the length of its longest proper prefix that is its suffix."""
+    borders = [0] * len(string)
+    for end in range(1, len(string)):
+        length = borders[end - 1]
+        while length and string[length] != string[end]:
+            length = borders[length - 1]
+        borders[end] = length + (string[length] == string[end])
+    return borders

@@ -1,0 +1,27 @@
+"""Errors a user can cause, each a ``ValueError`` that names the rule, the value and the remedy.
+
+Everything here is raised before anything is changed or served; invariants of our own code are
+``assert`` statements instead.
+"""
+
+from __future__ import annotations
+
+
+class MoEError(ValueError):
+    """Base of every error that a user's input can cause."""
+
+
+class CheckpointError(MoEError):
+    """Model files are absent, damaged, incomplete or not what the configuration says."""
+
+
+class UnsupportedModelError(MoEError):
+    """The architecture is unknown, or cannot be run through the seam."""
+
+
+class ProfileError(MoEError):
+    """A profile file, environment variable or override is not valid."""
+
+
+class RequestError(MoEError):
+    """A prompt or a sampling parameter is not valid for the loaded model."""

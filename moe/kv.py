@@ -1,0 +1,153 @@
+"""Keys and values of sequences, and the view of them that one packed forward pass writes through.
+
+Several sequences are packed into one row without padding. transformers' attention modules see a
+cache object (`PackedCache`) whose ``update`` stores each sequence's new rows in its own buffers.
+Legend: T packed tokens, L tokens of one sequence so far, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class SequenceKV:
+    """Keys and values of one sequence: one buffer pair a layer, made when first written.
+
+    Args:
+        capacity: tokens the buffers hold; memory is committed by the system as rows are written.
+
+    Attributes:
+        length: tokens whose rows are valid in every layer. A forward pass writes behind it, and
+            whoever ran the pass moves it, so a cancelled pass leaves no trace.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store ``(1, N, T, D)`` rows at positions ``length .. length + T``."""
+        end = self.length + keys.shape[2]
+        assert end <= self.capacity, f"{end} tokens in buffers of {self.capacity}"
+        if layer not in self._layers:
+            self._layers[layer] = (self._buffer(keys), self._buffer(values))
+        for buffer, rows in zip(self._layers[layer], (keys, values), strict=True):
+            buffer[:, :, self.length : end] = rows
+
+    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views ``(1, N, end, D)`` of keys and values."""
+        keys, values = self._layers[layer]
+        return keys[:, :, :end], values[:, :, :end]
+
+    def fork(self) -> SequenceKV:
+        """A sequence of its own that has read the same tokens."""
+        copy = SequenceKV(self.capacity)
+        copy._layers = {layer: (k.clone(), v.clone()) for layer, (k, v) in self._layers.items()}
+        copy.length = self.length
+        return copy
+
+    def _buffer(self, rows: Tensor) -> Tensor:
+        shape = (rows.shape[0], rows.shape[1], self.capacity, rows.shape[3])
+        return torch.empty(shape, dtype=rows.dtype, device=rows.device)
+
+
+@dataclass
+class OwnCache:
+    """State of one sequence in whatever cache class its architecture makes for itself.
+
+    transformers changes it in place, layer by layer: after a cancelled pass it is not to be used.
+    """
+
+    length: int = 0
+    state: Any = None
+
+    def fork(self) -> OwnCache:
+        """A sequence of its own that has read the same tokens."""
+        return OwnCache(self.length, deepcopy(self.state))
+
+
+SequenceCache = SequenceKV | OwnCache
+
+
+@dataclass
+class Work:
+    """New tokens of one sequence to be read in the next pass.
+
+    Attributes:
+        token_ids: at least one.
+        cache: the sequence's state; its length moves when the pass is done.
+        all_logits: give ``(T, V)`` logits instead of the last token's ``(1, V)``.
+    """
+
+    token_ids: Sequence[int]
+    cache: SequenceCache
+    all_logits: bool = False
+
+
+class PackedCache(Cache):
+    """The cache that transformers sees during one packed pass over several sequences.
+
+    Most attention modules use what ``update`` returns only as the keys and values to attend to; the
+    packed attention function then reads each sequence's buffers and nothing is copied. Modules that
+    compute with it first (latent attention expands it to heads) need the whole history, packed.
+    Which of the two a layer does is noticed at its first pass: see `moe.attention`.
+    """
+
+    def __init__(
+        self, sequences: Sequence[SequenceKV], sizes: Sequence[int], needs_history: set[int]
+    ) -> None:
+        super().__init__(layers=[])
+        self.sequences = sequences
+        self.sizes = list(sizes)
+        self.needs_history = needs_history
+        self.returned: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_args: object,
+        **_kw: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Store new rows ``(1, N, T, D)``; return them, or all history ``(1, N, sum of L, D)``."""
+        keys = key_states.split(self.sizes, dim=2)
+        values = value_states.split(self.sizes, dim=2)
+        for sequence, k, v in zip(self.sequences, keys, values, strict=True):
+            sequence.write(layer_idx, k, v)
+        if layer_idx in self.needs_history:
+            parts = [
+                s.read(layer_idx, end) for s, end in zip(self.sequences, self.ends, strict=True)
+            ]
+            both = torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+        else:
+            both = key_states, value_states
+        self.returned[layer_idx] = both
+        return both
+
+    @property
+    def ends(self) -> list[int]:
+        """Length of each sequence once this pass is done."""
+        return [s.length + size for s, size in zip(self.sequences, self.sizes, strict=True)]
+
+    def commit(self) -> None:
+        """Make the rows that this pass wrote part of each sequence."""
+        for sequence, end in zip(self.sequences, self.ends, strict=True):
+            sequence.length = end
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0

@@ -1,0 +1,113 @@
+"""Facts about this machine that bound a run: CPUs, memory, instruction sets.
+
+Read from ``/proc`` and ``/sys`` at the time of asking, and never larger than what the process's
+control groups (version 1 and 2) allow. ``root`` replaces ``/`` in tests. Elsewhere than on Linux
+the facts that cannot be read are None or empty.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path("/")
+
+# What our CPU kernels and torch's can use, by the names in /proc/cpuinfo.
+INSTRUCTION_SETS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512F",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+}
+
+
+def usable_cpus() -> int:
+    """Logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """CPUs' worth of time that the control groups grant, or None where they set no limit."""
+    quotas = []
+    for group in _groups("cpu", root):
+        text = _read(group / "cpu.max")  # version 2: "QUOTA PERIOD" or "max PERIOD"
+        if text is None:
+            pair = [_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+            text = " ".join(filter(None, pair))
+        limit = text.split()
+        if len(limit) == 2 and limit[0] not in ("max", "-1"):
+            quotas.append(int(limit[0]) / int(limit[1]))
+    return min(quotas, default=None)
+
+
+def memory_total(root: Path = ROOT) -> int | None:
+    """Bytes of memory this process may fill: what the machine has, or less where limited."""
+    return min(filter(None, [_meminfo("MemTotal", root), memory_limit(root)]), default=None)
+
+
+def memory_available(root: Path = ROOT) -> int | None:
+    """Bytes that can be taken now without swapping; file cache counts as free."""
+    free = [_meminfo("MemAvailable", root)]
+    for group in _groups("memory", root):
+        limit, used = _limit(group), _number(group, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            stat = dict(line.split() for line in (_read(group / "memory.stat") or "").splitlines())
+            cache = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            free.append(max(0, limit - used + int(cache)))
+    return min((number for number in free if number is not None), default=None)
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Bytes that the tightest control group allows, or None where none sets a limit."""
+    limits = [_limit(group) for group in _groups("memory", root)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def instruction_sets(root: Path = ROOT) -> list[str]:
+    """Names, from ``INSTRUCTION_SETS``, of the vector extensions this CPU has."""
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split())
+            return [name for flag, name in INSTRUCTION_SETS.items() if flag in flags]
+    return []
+
+
+def _groups(controller: str, root: Path) -> list[Path]:
+    """Folders of the control groups that limit this process, innermost first."""
+    folders: list[Path] = []
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controllers and controller)
+        # In a container the path may be the host's and not visible: the top is then our own group.
+        inner = top / path.strip("/")
+        folders += [f for f in (inner, *inner.parents) if f == top or top in f.parents]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _limit(group: Path) -> int | None:
+    limit = _number(group, "memory.max", "memory.limit_in_bytes")
+    return limit if limit is not None and limit < 2**60 else None  # version 1's "no limit" is huge
+
+
+def _number(group: Path, *names: str) -> int | None:
+    texts = (_read(group / name) for name in names)
+    return next((int(text) for text in texts if text is not None and text.isdigit()), None)
+
+
+def _meminfo(name: str, root: Path) -> int | None:
+    for line in (_read(root / "proc/meminfo") or "").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

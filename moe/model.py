@@ -1,0 +1,230 @@
+"""`MoE`: load a Mixture-of-Experts language model and generate with it.
+
+from moe import MoE, SamplingParams
+
+model = MoE.from_pretrained("examples/demo-model")
+print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import backend_status
+from moe.completion import Completion, StreamEvent, collect
+from moe.engine import Engine
+from moe.errors import RequestError
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.loader import LoadedModel, load_model
+from moe.profile import LoadedProfile, Profile, load_profile
+from moe.sampling import Sampler, SamplingParams
+from moe.sequence import RunningSequence
+from moe.text import Prompt, StopStrings
+
+ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
+
+
+class MoE:
+    """A loaded model. Made by `from_pretrained`.
+
+    Attributes:
+        profile: the settings in force, with the origin of each.
+        codec: the model's tokenizer and vocabulary rules.
+        notices: what fell back or was turned off while loading, and why; one sentence each.
+    """
+
+    def __init__(self, loaded: LoadedModel, profile: LoadedProfile) -> None:
+        self.profile = profile
+        self.codec = loaded.codec
+        self.notices = loaded.notices
+        self._loaded = loaded
+        self._trunk = loaded.trunk
+        self._experts = loaded.experts
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        profile: ProfileSource = None,
+        *,
+        device: str | None = None,
+        progress: bool = False,
+        **overrides: Any,
+    ) -> MoE:
+        """Load a model from a directory or a Hugging Face hub id.
+
+        Args:
+            model: directory with config.json and safetensors, or ``organisation/name``.
+            profile: name of a profile, path of a YAML file, a mapping or a `Profile`.
+            device: overrides ``device`` of the profile: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``.
+            progress: show a progress bar on stderr.
+            **overrides: keys of the profile, nested (``model={"dtype": "float32"}``).
+
+        Raises:
+            CheckpointError: files are missing, damaged or do not fit the configuration; lists all.
+            UnsupportedModelError: the architecture is unknown or has nothing to take over.
+            ProfileError: a setting is not valid.
+        """
+        settings = overrides if device is None else {**overrides, "device": device}
+        loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
+        return cls(load_model(model, loaded_profile.profile, progress=progress), loaded_profile)
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration of the model."""
+        return self._trunk.model.config
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens a sequence may have, prompt and new ones; None where nothing limits it."""
+        return self._loaded.context_length
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continue one prompt or a batch of prompts of any lengths.
+
+        Args:
+            prompts: a string, a list of token ids or a list of chat messages; or a list of those.
+            params: one for all prompts or one each; None takes the profile's ``generation``.
+
+        Returns:
+            Completions in order of the prompts, ``n`` for each.
+
+        Raises:
+            RequestError: a prompt or parameter is not valid; nothing has been run then.
+        """
+        return collect(self.stream(prompts, params))
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Like `generate`, one event for each new token of each sequence as it comes.
+
+        Prompts are checked before this returns. Closing the iterator cancels what still runs.
+        """
+        groups = self._requests(prompts, params)
+        return self._run(groups)
+
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits of every position of a sequence: ``(T, vocab_size)`` float32."""
+        return self.batch_logits([token_ids])[0]
+
+    @torch.inference_mode()
+    def batch_logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits of sequences of any lengths, read together: ``(T_i, vocab_size)`` float32 each."""
+        batch = [self.codec.encode(token_ids) for token_ids in sequences]
+        for ids in batch:
+            self._check_length(len(ids), 0)
+        lanes = self._trunk.lanes(
+            [Work(ids, self._trunk.new_cache(len(ids)), all_logits=True) for ids in batch]
+        )
+        run_lanes(lanes, self._experts.run)
+        return [rows for lane in lanes for rows in lane.result()]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer."""
+        return {
+            "weight_bytes": self._loaded.weight_bytes,
+            "expert_bytes": self._experts.expert_bytes,
+            "expert_bytes_read": self._experts.expert_bytes_read,
+            "layers": self._experts.statistics.snapshot(),
+        }
+
+    def reset_stats(self) -> None:
+        self._experts.statistics.reset()
+
+    def status(self) -> dict[str, Any]:
+        """What runs how, and what does not and why, ready for JSON."""
+        return {
+            "architecture": type(self._trunk.model).__name__,
+            "device": str(self._trunk.device),
+            "packing": {
+                "enabled": self._loaded.packing.enabled,
+                "why": self._loaded.packing.reason,
+            },
+            "expert_kernel": backend_status(),
+            "notices": list(self.notices),
+        }
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[list[RunningSequence]]:
+        batch = _as_batch(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self._default_params()] * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(
+                f"give one SamplingParams for all prompts or one each: got {len(params)} for "
+                f"{len(batch)} prompts"
+            )
+        return [self._sequences(p, s) for p, s in zip(batch, params, strict=True)]
+
+    def _sequences(self, prompt: Prompt, params: SamplingParams) -> list[RunningSequence]:
+        ids = self.codec.encode(prompt)
+        self._check_length(len(ids), params.max_new_tokens)
+        if params.stop:
+            self.codec.require_tokenizer("stop strings")
+        stop_token_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self.codec.eos_token_ids
+        return [
+            RunningSequence(
+                ids,
+                Sampler(params, ids, self._loaded.logits_size, index),
+                self.codec.decoder(),
+                StopStrings(params.stop),
+                stop_token_ids,
+                params.max_new_tokens,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_length(self, num_prompt: int, num_new: int) -> None:
+        limit = self.context_length
+        if limit is not None and num_prompt + num_new > limit:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together "
+                f"more than the context of {limit} tokens; shorten the prompt or lower "
+                "max_new_tokens"
+            )
+
+    def _default_params(self) -> SamplingParams:
+        return SamplingParams(**self.profile.profile.generation.model_dump())
+
+    def _run(self, groups: list[list[RunningSequence]]) -> Iterator[StreamEvent]:
+        engine = Engine(self._trunk, self._experts.run, self.profile.profile.engine.max_batch_size)
+        places = {
+            sequence: (prompt, sample)
+            for prompt, group in enumerate(groups)
+            for sample, sequence in enumerate(group)
+        }
+        for group in groups:
+            engine.submit(group)
+        while not engine.idle:
+            for sequence, outcome in engine.step():
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a batch of one; a batch is a sequence of strings or of sequences."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes, bytearray)):
+        if len(prompts) == 0:
+            raise RequestError("no prompts were given; give at least one")
+        if all(isinstance(prompt, Sequence) for prompt in prompts):
+            return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]

@@ -1,0 +1,168 @@
+"""Where profile values are read from: YAML files, ``MOE_...`` variables, ``key=value`` texts.
+
+Every source becomes one flat ``{dotted key: value}`` mapping, checked against the keys that
+exist. What a key means is in ``moe/settings.py``, which source wins in ``moe/profile.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from moe.errors import ProfileError
+
+MAX_FILE_BYTES = 64 * 1024
+ENVIRONMENT_PREFIX = "MOE_"
+
+# Variables with our prefix that are not profile keys. They are read where they act, before any
+# profile exists; docs list them. Everything else that starts with the prefix is a typing error.
+OTHER_VARIABLES = frozenset({"MOE_CPU_KERNEL"})
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The dotted names of a settings tree: ``leaves`` hold values, ``sections`` hold other keys."""
+
+    leaves: tuple[str, ...]
+    sections: frozenset[str]
+
+    @classmethod
+    def of(cls, tree: type[BaseModel]) -> Keys:
+        leaves: list[str] = []
+        sections: set[str] = set()
+        for name, field in tree.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                below = cls.of(field.annotation)
+                leaves += [f"{name}.{key}" for key in below.leaves]
+                sections |= {name, *(f"{name}.{key}" for key in below.sections)}
+            else:
+                leaves.append(name)
+        return cls(tuple(leaves), frozenset(sections))
+
+
+def flatten(tree: Mapping[Any, Any], keys: Keys, source: str, prefix: str = "") -> dict[str, Any]:
+    """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+
+    Raises ``ProfileError`` naming the source, the key and its nearest valid key.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in keys.sections:
+            if not isinstance(value, Mapping | None):
+                raise ProfileError(f"{source}: {key} is a section: write its keys below it")
+            new = flatten(value or {}, keys, source, f"{key}.")
+        elif key in keys.leaves:
+            new = {key: value}
+        else:
+            valid = [*keys.leaves, *keys.sections]
+            raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
+        if twice := flat.keys() & new.keys():
+            raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
+        flat |= new
+    return flat
+
+
+def from_environment(environ: Mapping[str, str], keys: Keys) -> dict[str, tuple[Any, str]]:
+    """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
+    settings: dict[str, tuple[Any, str]] = {}
+    for variable in sorted(environ):
+        if variable in names:
+            origin = f"environment {variable}"
+            settings[names[variable]] = (_parse(environ[variable], origin), origin)
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+            near = suggestion(variable, [*names, *OTHER_VARIABLES])
+            raise ProfileError(f"environment: unknown variable {variable!r}{near}")
+    return settings
+
+
+def parse_assignments(assignments: Iterable[str], source: str = "--set") -> dict[str, Any]:
+    """``["engine.max_batch_size=8"]`` -> ``{"engine.max_batch_size": 8}``; values are YAML."""
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ProfileError(f"{source}: expected KEY=VALUE; got {assignment!r}")
+        parsed[key.strip()] = _parse(text, f"{source} {key.strip()}")
+    return parsed
+
+
+def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
+    """The tree of a profile given by name (``configs/NAME.yaml``) or by path, and its label."""
+    text_form = str(name_or_path)
+    if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.ya?ml$", text_form):
+        file, label = Path(name_or_path).expanduser(), text_form
+        if not file.is_file():
+            raise ProfileError(f"profile file {label!r} does not exist")
+    else:
+        label = f"configs/{text_form}.yaml"
+        file = _configs() / f"{text_form}.yaml"
+        if text_form not in profile_names():
+            near = suggestion(text_form, profile_names())
+            known = ", ".join(profile_names())
+            raise ProfileError(f"unknown profile {text_form!r}{near} (profiles: {known})")
+    with file.open("rb") as stream:
+        content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ProfileError(
+            f"{label}: a profile has at most {MAX_FILE_BYTES} bytes; this one has more"
+        )
+    tree = _parse(content, label)
+    if not isinstance(tree, Mapping | None):
+        raise ProfileError(f"{label}: the top level must be a mapping of keys to values")
+    return tree or {}, label
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that are installed with the package."""
+    return sorted(file.stem for file in _configs().glob("*.yaml"))
+
+
+def _configs() -> Path:
+    return Path(str(resources.files("configs")))
+
+
+def suggestion(word: str, valid: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near."""
+    near = difflib.get_close_matches(word, list(valid), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` that refuses duplicate keys and reads ``1e-3`` as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"key {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str | bytes, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ProfileError(f"{source}: {line}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ProfileError(f"{source}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ProfileError(f"{source}: not valid YAML: nested too deeply") from None

@@ -1,0 +1,146 @@
+"""What a request may ask of sampling, validated once so that nothing later has to check."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, SupportsFloat, SupportsIndex
+
+from moe.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends; the defaults change nothing about the model.
+
+    Whole numbers, `stop` and `stop_token_ids` are normalised to int, float and tuples, so that
+    equal requests compare equal. Raises `RequestError` naming the field, the rule and the value.
+    """
+
+    max_new_tokens: int = 128
+    """Tokens generated at most, >= 1."""
+    temperature: float = 1.0
+    """Divisor of the logits, finite and >= 0; 0 always takes the most likely token."""
+    top_p: float = 1.0
+    """Probability mass kept, in (0, 1]; 1 keeps all."""
+    top_k: int = 0
+    """Number of tokens kept, >= 0; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this times as likely as the most likely one, in [0, 1]; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """> 0; divides positive and multiplies negative logits of prompt and generated tokens."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]; subtracted from the logit of every token generated so far."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]; subtracted once for each time that a token was generated."""
+    seed: int | None = None
+    """In [0, 2**63 - 1]; None takes a new one from the operating system."""
+    stop: tuple[str, ...] = ()
+    """Text ends before the first of these strings; a single string may be given as it is."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end generation, besides the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    logprobs: int | None = None
+    """Most likely tokens reported with their log-probabilities, in [0, 20]; 0 reports the chosen
+    token's alone, None nothing."""
+    n: int = 1
+    """Sequences generated for the prompt, in [1, 128]."""
+
+    def __post_init__(self) -> None:
+        checked: dict[str, object] = {
+            "max_new_tokens": _whole("max_new_tokens", self.max_new_tokens, 1),
+            "temperature": _real("temperature", self.temperature, 0, hint="0 is greedy"),
+            "top_p": _real("top_p", self.top_p, 0, 1, above=True, hint="1 keeps every token"),
+            "top_k": _whole("top_k", self.top_k, 0, hint="0 keeps every token"),
+            "min_p": _real("min_p", self.min_p, 0, 1, hint="0 keeps every token"),
+            "repetition_penalty": _real(
+                "repetition_penalty", self.repetition_penalty, 0, above=True, hint="1 is neutral"
+            ),
+            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2, 2),
+            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2, 2),
+            "stop": _stop_strings(self.stop),
+            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "n": _whole("n", self.n, 1, MAX_SEQUENCES),
+        }
+        if self.seed is not None:
+            checked["seed"] = _whole("seed", self.seed, 0, MAX_SEED, hint="None picks one")
+        if self.logprobs is not None:
+            checked["logprobs"] = _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        for field in fields(self):
+            if field.name in checked:
+                object.__setattr__(self, field.name, checked[field.name])
+
+
+def _whole(
+    name: str, value: SupportsIndex, low: int, high: int | None = None, hint: str = ""
+) -> int:
+    rule = f"a whole number {_interval(low, high)}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise _error(name, rule, value, hint) from None
+    if isinstance(value, bool) or number < low or (high is not None and number > high):
+        raise _error(name, rule, value, hint)
+    return number
+
+
+def _real(
+    name: str,
+    value: SupportsFloat,
+    low: float,
+    high: float | None = None,
+    *,
+    above: bool = False,
+    hint: str = "",
+) -> float:
+    """A finite number in [low, high], or in (low, high] with `above`."""
+    rule = f"a finite number {_interval(low, high, above)}"
+    if isinstance(value, (bool, str, bytes)):
+        raise _error(name, rule, value, hint)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _error(name, rule, value, hint) from None
+    too_low = number <= low if above else number < low
+    if not math.isfinite(number) or too_low or (high is not None and number > high):
+        raise _error(name, rule, value, hint)
+    return number
+
+
+def _interval(low: float, high: float | None, above: bool = False) -> str:
+    if high is None:
+        return f"{'>' if above else '>='} {low}"
+    return f"in {'(' if above else '['}{low}, {high}]"
+
+
+def _error(name: str, rule: str, value: object, hint: str) -> RequestError:
+    return RequestError(f"{name} must be {rule}, got {value!r}" + (f"; {hint}" if hint else ""))
+
+
+def _stop_strings(stop: str | Iterable[Any]) -> tuple[str, ...]:
+    rule = "stop must be a non-empty string or a list of them"
+    strings = (stop,) if isinstance(stop, str) else _items(stop, rule)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise RequestError(f"{rule}, got {string!r}; leave it out to stop at no string")
+    return strings
+
+
+def _stop_token_ids(ids: Iterable[Any]) -> tuple[int, ...]:
+    rule = "stop_token_ids must be a list of whole numbers >= 0"
+    return tuple(_whole("stop_token_ids entries", item, 0) for item in _items(ids, rule))
+
+
+def _items(values: object, rule: str) -> tuple[Any, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise RequestError(f"{rule}, got {values!r}")
+    return tuple(values)

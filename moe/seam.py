@@ -1,0 +1,104 @@
+"""Taking the experts out of a transformers model.
+
+transformers dispatches every experts module through the registry ``ALL_EXPERTS_FUNCTIONS``. One
+implementation is registered here: it wraps what the router returned in a `Routing` and visits the
+experts through the running lane. Facts about an architecture (layout, biases, gating) are the
+module's own declared attributes and its ``_apply_gate``; no architecture is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kernels import ExpertWeights
+from moe.errors import UnsupportedModelError
+from moe.lanes import ExpertsRunner, Visit, visit_experts
+from routing import Routing
+
+SEAM = "moe_lanes"
+"""Name of this implementation in transformers' registry."""
+
+
+@dataclass
+class ExpertSeat:
+    """Where an experts module's tokens go: set on the module by `attach`."""
+
+    layer: int
+    num_experts: int
+    run_experts: ExpertsRunner
+
+
+def _visit(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    seat: ExpertSeat = module.expert_seat
+    routing = Routing.from_router(top_k_index, top_k_weights, seat.num_experts)
+    return visit_experts(Visit(seat.layer, hidden_states, routing), seat.run_experts)
+
+
+ALL_EXPERTS_FUNCTIONS.register(SEAM, _visit)
+
+
+def experts_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Modules that dispatch through the registry, in forward order: ``(name, module)``."""
+    declared = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config", "num_experts")
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if all(hasattr(module, attribute) for attribute in declared)
+    ]
+
+
+def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
+    """Take the weights out of every experts module, in canonical layout, in forward order.
+
+    The modules keep no parameters, so there is one copy of the weights.
+
+    Raises:
+        UnsupportedModelError: the model has no experts module that dispatches through the registry.
+    """
+    modules = experts_modules(model)
+    if not modules:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts that dispatch through transformers' experts "
+            "interface, so there is nothing for this engine to take over; dense models and "
+            "architectures with expert modules of their own are not supported"
+        )
+    return [_take_weights(module) for _, module in modules]
+
+
+def attach(model: PreTrainedModel, layers: Sequence[ExpertWeights], run: ExpertsRunner) -> None:
+    """Send the tokens of every experts module of the model to ``run``."""
+    for index, (_, module) in enumerate(experts_modules(model)):
+        module.config._experts_implementation = SEAM
+        module.expert_seat = ExpertSeat(index, layers[index].num_experts, run)
+
+
+def _take_weights(module: Any) -> ExpertWeights:
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    parameters = {
+        name: module._parameters.pop(name).detach()
+        for name in (first, "down_proj", f"{first}_bias", "down_proj_bias")
+        if module._parameters.get(name) is not None
+    }
+
+    def canonical(name: str) -> Tensor:
+        weight = parameters.pop(name)
+        return weight.transpose(1, 2).contiguous() if module.is_transposed else weight.contiguous()
+
+    with torch.no_grad():
+        return ExpertWeights(
+            gate_up_EGH=canonical(first),
+            down_EHF=canonical("down_proj"),
+            activation=module._apply_gate if module.has_gate else module.act_fn,
+            gate_up_bias_EG=parameters.get(f"{first}_bias"),
+            down_bias_EH=parameters.get("down_proj_bias"),
+            post_norm=module.post_expert_norm if module.has_post_expert_norm else None,
+        )

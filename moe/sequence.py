@@ -1,0 +1,94 @@
+"""One sequence being generated: its tokens, its text so far, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from moe.kv import SequenceCache
+from moe.sampling import Sampler, Token
+from moe.text import IncrementalDecoder, StopStrings
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a sequence.
+
+    Attributes:
+        token: the sampled token, with its log probability where asked for.
+        text: text that became final; may be empty, and may span earlier tokens.
+        finish_reason: set on the last delta of a sequence.
+    """
+
+    token: Token
+    text: str
+    finish_reason: FinishReason | None
+
+
+class RunningSequence:
+    """Samples, decodes and ends one sequence.
+
+    Args:
+        prompt_token_ids: the prompt.
+        sampler: draws the next token.
+        decoder: turns token ids into final text; None for a model without tokenizer.
+        stop_strings: text ends before the earliest of them.
+        stop_token_ids: a token of these ends the sequence; it counts, and adds no text.
+        max_new_tokens: tokens to generate at most.
+
+    Attributes:
+        token_ids: tokens generated so far.
+        cache: the sequence's state once its prompt has been read.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        sampler: Sampler,
+        decoder: IncrementalDecoder | None,
+        stop_strings: StopStrings,
+        stop_token_ids: Collection[int],
+        max_new_tokens: int,
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.max_new_tokens = max_new_tokens
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.cache: SequenceCache | None = None
+        self._sampler = sampler
+        self._decoder = decoder
+        self._stop_strings = stop_strings
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of state this sequence can come to hold; its last token is never read back."""
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+
+    def advance(self, logits_V: Tensor) -> Delta:
+        """Sample the next token from ``(V,)`` float32 logits and take it in."""
+        token = self._sampler.sample(logits_V)
+        self.token_ids.append(token.id)
+        if token.id in self._stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        return Delta(token, self._new_text(token.id), self.finish_reason)
+
+    def _new_text(self, token_id: int) -> str:
+        if self._decoder is None:
+            return ""
+        piece = "" if self.finish_reason == "stop" else self._decoder.push(token_id)
+        if self.finish_reason is not None:
+            piece += self._decoder.finish()
+        text = self._stop_strings.push(piece)
+        if self._stop_strings.matched is not None:
+            self.finish_reason = "stop"
+        elif self.finish_reason is not None:
+            text += self._stop_strings.finish()
+        return text

@@ -1,0 +1,108 @@
+"""The settings tree: every key that a profile has, its default and what it does.
+
+Defaults are written here and nowhere else (a test holds ``configs/default.yaml`` to them). The
+docstring under a field is its description, also in ``Profile.model_json_schema()``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _check_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise PydanticCustomError("device", "must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return device
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class ModelSettings(_Settings):
+    """How the weights are held."""
+
+    dtype: Dtype = "auto"
+    """Number format of the trunk (attention, norms, embeddings) and of the activations.
+    auto: float32 on the CPU, the checkpoint's own on CUDA."""
+
+    expert_dtype: Dtype = "auto"
+    """Number format in which expert weights are kept. auto: the checkpoint's own."""
+
+    context_length: int | None = Field(default=None, ge=1)
+    """Most tokens a sequence may have, prompt and new ones together.
+    null: the model's own max_position_embeddings."""
+
+    check_finite: bool = False
+    """Refuse weights that hold NaN or infinity. Costs one more pass over them while loading."""
+
+
+class RoutingSettings(_Settings):
+    """Which experts a token goes to."""
+
+    policies: tuple[str, ...] = Field(default=(), strict=False)
+    """Policies applied to every routing decision, in this order; each is NAME or NAME:ARGUMENT,
+    as in top_k:2. Empty: the model's own routing."""
+
+
+class GenerationSettings(_Settings):
+    """What a request gets when it does not say."""
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    """Most tokens to generate."""
+
+    temperature: float = Field(default=0.0, ge=0.0)
+    """Divisor of the logits before sampling. 0: the most likely token always (greedy)."""
+
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Sample among the most likely tokens whose probabilities add up to this. 1: all tokens."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Sample among this many most likely tokens. 0: all tokens."""
+
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Seed of the sampling. null: a new one each time."""
+
+
+class EngineSettings(_Settings):
+    """How requests share the machine."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """Most sequences decoded together."""
+
+
+class Profile(_Settings):
+    """Every setting of a run. Immutable: a changed setting is a new profile."""
+
+    device: Annotated[str, AfterValidator(_check_device)] = "auto"
+    """Where the model runs: cpu, cuda or cuda:N. auto: cuda where there is one, else cpu."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads used by torch. null: torch's own choice."""
+
+    lossless: bool = True
+    """Refuse everything that can change what the model says at the chosen precision."""
+
+    model: ModelSettings = ModelSettings()
+    """How the weights are held."""
+
+    routing: RoutingSettings = RoutingSettings()
+    """Which experts a token goes to."""
+
+    generation: GenerationSettings = GenerationSettings()
+    """What a request gets when it does not say."""
+
+    engine: EngineSettings = EngineSettings()
+    """How requests share the machine."""

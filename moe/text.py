@@ -1,0 +1,161 @@
+"""Prompts to token ids, and the tokens that end a text.
+
+A model without a usable tokenizer still runs on token ids; what needs text is then refused with
+the reason. Chat templates are programs that come with a model: transformers runs them in jinja2's
+immutable sandbox.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe.detokenize import IncrementalDecoder, StopStrings
+from moe.errors import RequestError
+from moe.tokenizer_files import eos_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+__all__ = ["IncrementalDecoder", "Prompt", "StopStrings", "TextCodec"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""Text, token ids, or chat messages with `role` and `content`."""
+
+
+class TextCodec:
+    """A model's tokenizer, with every input checked against the model's vocabulary.
+
+    Attributes:
+        tokenizer: transformers' tokenizer; None where the model has no usable one.
+        no_tokenizer_reason: why there is none, else "".
+        vocab_size: number of ids that the model's embedding knows.
+        eos_token_ids: ids that end a text by the model's own rules.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        no_tokenizer_reason: str = "the model has no tokenizer",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.no_tokenizer_reason = "" if tokenizer is not None else no_tokenizer_reason
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    @classmethod
+    def from_directory(cls, directory: Path, config: PreTrainedConfig) -> TextCodec:
+        """Load the tokenizer and the end tokens of the model in a local directory.
+
+        End tokens are the union of what generation_config.json, the model's configuration and the
+        tokenizer say. Raises `CheckpointError` where generation_config.json is damaged.
+        """
+        tokenizer, reason = load_tokenizer(directory)
+        eos = eos_token_ids(directory, config, tokenizer)
+        return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, at least one.
+
+        Text gets the special tokens that the tokenizer adds by itself; chat messages go through
+        the model's chat template, which opens the assistant's turn. Raises `RequestError`.
+        """
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise RequestError(
+                "a prompt must be a string, a list of token ids or a list of chat messages, "
+                f"got {type(prompt).__name__}"
+            )
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; give at least one character, id or message")
+        if isinstance(prompt, str):
+            token_ids = self._encode_text(prompt)
+        elif any(isinstance(item, Mapping) for item in prompt):
+            token_ids = self._encode_chat(prompt)
+        else:
+            token_ids = prompt  # type: ignore[assignment]
+        return self._checked(token_ids)
+
+    def require_tokenizer(self, need: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; raises `RequestError` saying that `need` is impossible without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{need} need a tokenizer, and {self.no_tokenizer_reason}; use token ids"
+            )
+        return self.tokenizer
+
+    def decoder(self) -> IncrementalDecoder | None:
+        """A new decoder for one sequence; None without a tokenizer."""
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
+
+    def _encode_text(self, text: str) -> list[int]:
+        tokenizer = self.require_tokenizer("text prompts")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"a text prompt must be valid Unicode, got the lone surrogate "
+                f"{text[error.start]!r} at position {error.start}; remove it"
+            ) from error
+        return list(tokenizer.encode(text, verbose=False))
+
+    def _encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        tokenizer = self.require_tokenizer("chat prompts")
+        for position, message in enumerate(messages):
+            _check_message(position, message)
+        if not tokenizer.chat_template:
+            raise RequestError(
+                "chat prompts need a chat template, and the model's tokenizer has none; "
+                "give the prompt as text"
+            )
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template may fail in any way a program can
+            raise RequestError(
+                f"the model's chat template refused the messages: {error}; "
+                "check their roles and order"
+            ) from error
+        assert isinstance(text, str)
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def _checked(self, token_ids: Iterable[Any]) -> list[int]:
+        checked: list[int] = []
+        for position, token_id in enumerate(token_ids):
+            number = _index(token_id)
+            if number is None or not 0 <= number < self.vocab_size:
+                raise RequestError(
+                    f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (vocabulary "
+                    f"of {self.vocab_size}), got {token_id!r} at position {position}"
+                )
+            checked.append(number)
+        if not checked:
+            raise RequestError("the prompt has no tokens; give text that the tokenizer knows")
+        return checked
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _check_message(position: int, message: object) -> None:
+    where = f"chat message {position}"
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} must be a mapping with role and content, got {message!r}; "
+            "do not mix messages with token ids or strings"
+        )
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where} must have a role such as 'user', got {role!r}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"{where} must have a string as its content, got {content!r}")

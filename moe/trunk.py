@@ -1,0 +1,94 @@
+"""The transformers model with its seam taken over: from work on sequences to lanes.
+
+transformers' own ``forward`` is run as it is. Attention runs packed (several sequences in one row,
+`moe.attention`) where a probe at load time shows that this equals transformers' own attention.
+Elsewhere (recurrent or hybrid state, sparse indexers, rotary tables that depend on the longest
+sequence of a batch) each sequence is a lane of its own with transformers' own cache; the lanes
+still meet at the MoE layers. Legend: T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe.attention import PACKED, current_pass
+from moe.kv import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
+from moe.lanes import Lane
+
+
+class Trunk:
+    """Runs a model whose experts have been taken over (`moe.seam`).
+
+    Starts with one lane a sequence; `moe.packing.enable_packing` finds out if more is possible.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.device = model.device
+        self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._needs_history: set[int] = set()
+        self.set_packed(False)
+
+    def set_packed(self, packed: bool) -> None:
+        """Choose the attention that `lanes` and `new_cache` use from now on."""
+        self._packed = packed
+        configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
+        for config in {id(config): config for config in configs}.values():
+            config._attn_implementation = PACKED if packed else self._own_attention
+
+    def new_cache(self, capacity: int) -> SequenceCache:
+        """State of a new sequence that will hold at most ``capacity`` tokens."""
+        return SequenceKV(capacity) if self._packed else OwnCache()
+
+    def lanes(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
+        """One lane for all of the work, or one each.
+
+        Joined in order, the results of the lanes are the float32 logits of each piece of work.
+        """
+        if not self._packed:
+            return [Lane(partial(self._forward_own, item)) for item in work]
+        return [Lane(partial(self._forward_packed, work))] if work else []
+
+    def _forward_packed(self, work: Sequence[Work]) -> list[Tensor]:
+        sizes = [len(item.token_ids) for item in work]
+        sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+        cache = PackedCache(sequences, sizes, self._needs_history)
+        current_pass.set(cache)
+        spans = zip(cache.ends, sizes, strict=True)
+        positions = torch.cat([torch.arange(end - size, end) for end, size in spans])
+        output, logits = self._forward(
+            work, past_key_values=cache, position_ids=positions[None].to(self.device)
+        )
+        del output
+        cache.commit()
+        return logits
+
+    def _forward_own(self, item: Work) -> list[Tensor]:
+        assert isinstance(item.cache, OwnCache)
+        output, logits = self._forward([item], past_key_values=item.cache.state)
+        item.cache.state = output.past_key_values
+        item.cache.length += len(item.token_ids)
+        return logits
+
+    def _forward(self, work: Sequence[Work], **inputs: Any) -> tuple[Any, list[Tensor]]:
+        """Run the model over all new tokens as one row; logits only of the rows that are wanted."""
+        rows, start = [], 0
+        for item in work:
+            end = start + len(item.token_ids)
+            rows.append(torch.arange(start if item.all_logits else end - 1, end))
+            start = end
+        keep = torch.cat(rows).to(self.device)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = keep
+        ids = torch.tensor([[token for item in work for token in item.token_ids]])
+        output = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]
+        return output, list(logits.float().split([len(kept) for kept in rows]))

@@ -1,0 +1,160 @@
+"""Which checkpoint tensors become which parameters, worked out from names and shapes alone.
+
+A checkpoint's layout is transformers' business: its own conversion mapping renames, merges
+per-expert tensors, concatenates gate and up, transposes. `make_plan` runs that mapping on meta
+tensors, so that everything missing, unexpected or mis-shaped is known before a byte is read, and
+finds out where each tensor of an expert can be read to directly.
+The matching follows `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from moe.safetensors_index import TensorInfo
+from moe.transfer import Transfer, expert_faults, expert_pieces
+
+
+@dataclass
+class Plan:
+    """What to read, what may be absent, and everything that is wrong."""
+
+    transfers: list[Transfer]
+    missing: set[str]  # absent, and allowed to be: tied to another, or ignored by the model class
+    ignored: list[str]  # checkpoint tensors that the model class says to ignore
+    problems: list[str]
+
+
+def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan:
+    """Match `tensors` with the parameters and persistent buffers of `model` (on meta)."""
+    expected = model.state_dict()
+    transfers, unmatched, problems = _match(model, tensors, expected)
+    for transfer in transfers.values():
+        problems += _try_on_meta(transfer, model, tensors, expected)
+    produced = {name for transfer in transfers.values() for name in transfer.targets}
+    tried = {transfer.first_target for transfer in transfers.values()}
+    missing = expected.keys() - produced - tried
+    info = _adjusted(model, _without_tied(model, missing), set(unmatched))
+    problems += [
+        f"missing: {name} {tuple(expected[name].shape)}"
+        for name in sorted(info.missing_keys, key=dot_natural_key)
+    ]
+    problems += [
+        f"unexpected: {name} {tensors[name].shape}"
+        for key in sorted(info.unexpected_keys, key=dot_natural_key)
+        for name in unmatched[key]
+    ]
+    ignored = [n for key in unmatched.keys() - info.unexpected_keys for n in unmatched[key]]
+    return Plan(list(transfers.values()), missing, sorted(ignored), problems)
+
+
+def _match(
+    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], expected: dict[str, Tensor]
+) -> tuple[dict[str, Transfer], dict[str, list[str]], list[str]]:
+    """Transfers by first target, checkpoint names by unmatched target, and clashes."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    prefix = model.base_model_prefix
+    transfers: dict[str, Transfer] = {}
+    unmatched: dict[str, list[str]] = {}
+    problems: list[str] = []
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = rename_source_key(name, [], [], prefix, expected)
+        if target not in expected:
+            for each in by_pattern[pattern].target_patterns if pattern is not None else [target]:
+                first = by_pattern[pattern].target_patterns[0] if pattern is not None else target
+                unmatched.setdefault(target.replace(first, each), []).append(name)
+            continue
+        if target not in transfers:
+            copy = deepcopy(by_pattern[pattern]) if pattern is not None else None
+            transfers[target] = Transfer(target, copy)
+        transfer = transfers[target]
+        renamed = pattern is None
+        if (transfer.converter is None) != renamed or (renamed and transfer.sources):
+            problems.append(f"both {transfer.names[0]} and {name} give {target}; remove one")
+            continue
+        transfer.sources.setdefault(pattern or name, []).append(name)
+    return transfers, unmatched, problems
+
+
+def _try_on_meta(
+    transfer: Transfer,
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorInfo],
+    expected: Mapping[str, Tensor],
+) -> list[str]:
+    """Fill in `targets` and `pieces`; returns what is wrong."""
+    count = expected[transfer.first_target].shape[:1].numel()
+    if faults := expert_faults(transfer, count):
+        return faults
+    metas = {
+        pattern: [_meta(tensors[name]) for name in names]
+        for pattern, names in transfer.sources.items()
+    }
+    given = sum(tensor.numel() for group in metas.values() for tensor in group)
+    what = transfer.names[0]
+    if len(transfer.names) > 1:
+        what = f"{transfer.first_target} (from {what} and {len(transfer.names) - 1} more)"
+    try:
+        results = transfer.convert(model, metas)
+    except Exception as error:  # an operation met shapes it cannot work on
+        return [f"wrong shape: {what}: cannot be converted: {error}"]
+    problems = []
+    for name, result in results.items():
+        if name not in expected:
+            problems.append(f"unexpected: {what} gives {name}, which the model does not have")
+        elif result.shape != expected[name].shape:
+            problems.append(
+                f"wrong shape: {what} is {tuple(result.shape)}, "
+                f"the configuration says {tuple(expected[name].shape)}"
+            )
+    if not problems and given != sum(result.numel() for result in results.values()):
+        problems.append(f"wrong shape: {what}: the conversion leaves some of it unused")
+    transfer.targets = {name: result.shape for name, result in results.items()}
+    if not problems:
+        transfer.pieces = expert_pieces(transfer, {n: tensors[n].shape for n in transfer.names})
+    return problems
+
+
+def _meta(info: TensorInfo) -> Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def _without_tied(model: PreTrainedModel, missing: set[str]) -> set[str]:
+    """`missing` without parameters that share memory with one that is there."""
+    groups: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        groups.setdefault(source, {source}).add(target)
+    return missing - {name for group in groups.values() if group - missing for name in group}
+
+
+def _adjusted(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> LoadStateDictInfo:
+    """Both sets without what the model class itself says to ignore."""
+    info = LoadStateDictInfo(
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+    model._adjust_missing_and_unexpected_keys(info)
+    return info

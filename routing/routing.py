@@ -1,0 +1,132 @@
+"""A routing decision is a value.
+
+Routers produce a `Routing`; policies map a `Routing` to a `Routing`; nothing downstream knows which
+router or policy ran. Legend: T tokens, K slots a token (top_k), E experts of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNUSED = -1
+
+
+class RoutingError(ValueError):
+    """A routing decision or a routing policy breaks a rule of this room."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token visits, and with what weight.
+
+    Attributes:
+        expert_ids: ``(T, K)`` int64 in ``[0, E)``; ``UNUSED`` (-1) marks an unused slot.
+        weights: ``(T, K)`` float32; 0 in unused slots. Not renormalised here: the router's own
+            normalisation and scaling are already inside.
+    """
+
+    expert_ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def from_router(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> Routing:
+        """Take over what a transformers router returned.
+
+        Ids outside ``[0, num_experts)`` are transformers' sentinels for "no expert here" and become
+        unused slots.
+
+        Args:
+            top_k_index: ``(T, K)`` integer expert ids.
+            top_k_weights: ``(T, K)`` routing weights, any floating dtype.
+            num_experts: E of the layer.
+        """
+        expert_ids = top_k_index.long()
+        weights = top_k_weights.float()
+        outside = (expert_ids < 0) | (expert_ids >= num_experts)
+        return cls(expert_ids.masked_fill(outside, UNUSED), weights.masked_fill(outside, 0.0))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.expert_ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Slots a token; the number of experts it visits is at most this."""
+        return self.expert_ids.shape[1]
+
+    def validate(self, num_experts: int) -> Routing:
+        """Return self, or raise `RoutingError` naming the invariant that does not hold.
+
+        For code that builds routings (policies, predictors, tests); the step loop does not pay it.
+        """
+        if self.expert_ids.ndim != 2 or self.expert_ids.shape != self.weights.shape:
+            raise RoutingError(
+                "expert_ids and weights must both be (T, K); got "
+                f"{tuple(self.expert_ids.shape)} and {tuple(self.weights.shape)}"
+            )
+        if self.expert_ids.dtype != torch.int64 or self.weights.dtype != torch.float32:
+            raise RoutingError(
+                "expert_ids must be int64 and weights float32; got "
+                f"{self.expert_ids.dtype} and {self.weights.dtype}"
+            )
+        unused = self.expert_ids == UNUSED
+        inside = (self.expert_ids >= 0) & (self.expert_ids < num_experts)
+        if not bool((unused | inside).all()):
+            raise RoutingError(f"expert ids must be -1 or in [0, {num_experts})")
+        if bool((self.weights[unused] != 0).any()):
+            raise RoutingError("unused slots (id -1) must have weight 0")
+        if not bool(torch.isfinite(self.weights).all()):
+            raise RoutingError("routing weights must be finite")
+        ordered = self.expert_ids.sort(dim=1).values
+        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != UNUSED)).any()):
+            raise RoutingError("a token may visit an expert only once")
+        return self
+
+    def split(self, sizes: Sequence[int]) -> list[Routing]:
+        """Cut along the token dimension into pieces of the given sizes."""
+        ids, weights = self.expert_ids.split(list(sizes)), self.weights.split(list(sizes))
+        return [Routing(i, w) for i, w in zip(ids, weights, strict=True)]
+
+    @staticmethod
+    def concat(parts: Sequence[Routing]) -> Routing:
+        """Stack along the token dimension; narrower parts are padded with unused slots."""
+        if len(parts) == 1:
+            return parts[0]
+        top_k = max(part.top_k for part in parts)
+        padded = [part.pad(top_k) for part in parts]
+        return Routing(
+            torch.cat([part.expert_ids for part in padded]),
+            torch.cat([part.weights for part in padded]),
+        )
+
+    def pad(self, top_k: int) -> Routing:
+        """The same decision in ``top_k >= self.top_k`` slots."""
+        extra = top_k - self.top_k
+        if extra == 0:
+            return self
+        pad = torch.nn.functional.pad
+        return Routing(
+            pad(self.expert_ids, (0, extra), value=UNUSED), pad(self.weights, (0, extra), value=0.0)
+        )
+
+    def tokens_per_expert(self, num_experts: int) -> Tensor:
+        """``(E,)`` int64: how many tokens visit each expert."""
+        slots = self.expert_ids.flatten() + 1
+        return torch.bincount(slots, minlength=num_experts + 1)[1:]
+
+
+def select_top_k(scores: Tensor, top_k: int) -> Tensor:
+    """Ids of the ``top_k`` largest scores a row, largest first; ties go to the lower id.
+
+    Args:
+        scores: ``(T, E)``, finite or ``-inf``.
+        top_k: between 1 and E.
+
+    Returns:
+        ``(T, top_k)`` int64. `torch.topk` leaves the order of ties open; a stable sort does not.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]

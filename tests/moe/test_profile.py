@@ -1,0 +1,258 @@
+"""Profiles: defaults, sources, precedence, origins, and the message of every refusal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+import configs
+from moe.errors import MoEError, ProfileError
+from moe.profile import KEYS, Profile, load_profile, print_config, value_of
+from moe.profile_sources import MAX_FILE_BYTES, parse_assignments
+
+DEFAULT_YAML = Path(str(configs.__file__)).parent / "default.yaml"
+
+NO_ENVIRONMENT: dict[str, str] = {}
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "x.yaml"
+    file.write_text(text)
+    return file
+
+
+def refusal(source: Any = None, overrides: Any = None, environ: Any = NO_ENVIRONMENT) -> str:
+    with pytest.raises(ProfileError) as caught:
+        load_profile(source, overrides, environ)
+    return str(caught.value)
+
+
+def test_the_keys_are_these() -> None:
+    """A ratchet: a new, renamed or removed key must be visible in review."""
+    assert KEYS.leaves == (
+        "device",
+        "threads",
+        "lossless",
+        "model.dtype",
+        "model.expert_dtype",
+        "model.context_length",
+        "model.check_finite",
+        "routing.policies",
+        "generation.max_new_tokens",
+        "generation.temperature",
+        "generation.top_p",
+        "generation.top_k",
+        "generation.seed",
+        "engine.max_batch_size",
+    )
+
+
+def test_default_yaml_states_every_default() -> None:
+    loaded = load_profile("default", environ=NO_ENVIRONMENT)
+    assert loaded.profile == Profile()
+    assert set(loaded.origins.values()) == {"configs/default.yaml"}
+
+
+def test_default_yaml_comments_every_key() -> None:
+    names = {key.split(".")[-1] for key in KEYS.leaves}
+    for line in DEFAULT_YAML.read_text().splitlines():
+        if found := re.match(r" *(\w+):", line):
+            names.discard(found[1]) if "  # " in line else None
+    assert not names, "keys without a comment"
+
+
+def test_every_key_is_described() -> None:
+    def undescribed(tree: type[BaseModel]) -> list[str]:
+        below = [
+            name
+            for field in tree.model_fields.values()
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+            for name in undescribed(field.annotation)
+        ]
+        return below + [name for name, field in tree.model_fields.items() if not field.description]
+
+    assert undescribed(Profile) == []
+
+
+def test_profiles_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Profile().lossless = False  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        Profile().model.dtype = "float16"  # type: ignore[misc]
+    assert hash(Profile()) == hash(Profile())
+
+
+def test_precedence_and_origins(tmp_path: Path) -> None:
+    file = write(tmp_path, "generation: {top_k: 1, temperature: 0.5, seed: 1}\n")
+    environ = {"MOE_GENERATION__TEMPERATURE": "0.6", "MOE_GENERATION__SEED": "2", "HOME": "/"}
+    loaded = load_profile(file, {"generation.seed": 3}, environ)
+    generation = loaded.profile.generation
+    assert (generation.top_k, generation.temperature, generation.seed) == (1, 0.6, 3)
+    assert loaded.origins["generation.top_k"] == str(file)
+    assert loaded.origins["generation.temperature"] == "environment MOE_GENERATION__TEMPERATURE"
+    assert loaded.origins["generation.seed"] == "command line"
+    assert loaded.origins["generation.top_p"] == "default"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"routing.policies": ["top_k:2"], "engine.max_batch_size": 8},
+        {"routing": {"policies": ["top_k:2"]}, "engine": {"max_batch_size": 8}},
+        {"routing": {"policies": ("top_k:2",)}, "engine.max_batch_size": 8},
+    ],
+)
+def test_overrides_may_be_dotted_or_nested(overrides: dict[str, Any]) -> None:
+    profile = load_profile(None, overrides, NO_ENVIRONMENT).profile
+    assert profile.routing.policies == ("top_k:2",)
+    assert profile.engine.max_batch_size == 8
+
+
+def test_sources_other_than_files() -> None:
+    mapping = load_profile({"lossless": False}, environ=NO_ENVIRONMENT)
+    profile = load_profile(Profile(lossless=False), environ=NO_ENVIRONMENT)
+    assert mapping.profile == profile.profile == Profile(lossless=False)
+    assert (mapping.origins["lossless"], profile.origins["lossless"]) == ("mapping", "Profile")
+    assert profile.origins["device"] == "default"
+
+
+def test_a_loaded_profile_keeps_its_origins_and_ignores_the_environment() -> None:
+    first = load_profile({"threads": 3}, {"lossless": False}, NO_ENVIRONMENT)
+    second = load_profile(first, {"device": "cpu"}, {"MOE_THREADS": "7"}, "keyword")
+    assert second.profile == Profile(threads=3, lossless=False, device="cpu")
+    assert second.origins == {**first.origins, "device": "keyword"}
+
+
+def test_environment_of_the_process_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ROUTING__POLICIES", "[top_k:2, top_k:1]")
+    assert load_profile().profile.routing.policies == ("top_k:2", "top_k:1")
+
+
+def test_switches_that_are_no_profile_keys_are_left_alone() -> None:
+    assert load_profile(environ={"MOE_CPU_KERNEL": "reference"}).profile == Profile()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n", "model: {}\n"])
+def test_empty_files_and_sections_are_the_defaults(tmp_path: Path, text: str) -> None:
+    assert load_profile(write(tmp_path, text), environ=NO_ENVIRONMENT).profile == Profile()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "routing: {polices: []}",
+            "unknown key 'routing.polices'; did you mean 'routing.policies'?",
+        ),
+        ("routng: {}", "unknown key 'routng'; did you mean 'routing'?"),
+        ("zzz: 1", "unknown key 'zzz'"),
+        ("routing: 3", "routing is a section: write its keys below it"),
+        ("device: tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:N'; got 'tpu'"),
+        ("threads: 0", "threads must be greater than or equal to 1; got 0"),
+        ("threads: two", "threads must be a valid integer; got 'two'"),
+        ("lossless: 1", "lossless must be a valid boolean; got 1"),
+        ("generation: {top_p: 1.5}", "generation.top_p must be less than or equal to 1; got 1.5"),
+        ("generation: {temperature: .nan}", "generation.temperature must be a finite number; got"),
+        ("routing: {policies: [1]}", "routing.policies.0 must be a valid string; got 1"),
+        (
+            "model: {dtype: int8}",
+            "model.dtype must be 'auto', 'float32', 'bfloat16' or 'float16'; got 'int8'",
+        ),
+        ("[]", "the top level must be a mapping of keys to values"),
+        ("lossless: true\nlossless: true", "line 2: key 'lossless' is given twice"),
+        ("model: {dtype: auto}\nmodel.dtype: auto", "key 'model.dtype' is given twice"),
+        ("a: [", "line 1: expected the node content, but found '<stream end>'"),
+        ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("a: 2024-99-99", "not valid YAML: month must be in 1..12"),
+        ("a: " + "[" * 5000, "not valid YAML: nested too deeply"),
+        ("#" * MAX_FILE_BYTES + "#", "a profile has at most 65536 bytes; this one has more"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    found = refusal(file)
+    assert found.startswith(f"{file}: ")
+    assert message in found
+
+
+def test_all_wrong_values_are_listed_at_once() -> None:
+    assert refusal({"threads": -1}, {"lossless": "maybe"}).splitlines() == [
+        "mapping: threads must be greater than or equal to 1; got -1",
+        "command line: lossless must be a valid boolean; got 'maybe'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (
+            "MOE_ROUTING__POLICES",
+            "environment: unknown variable 'MOE_ROUTING__POLICES'; "
+            "did you mean 'MOE_ROUTING__POLICIES'?",
+        ),
+        ("MOE_ENGINE__MAX_BATCH_SIZE", "environment MOE_ENGINE__MAX_BATCH_SIZE: "),
+        ("MOE_DEVICE", "environment MOE_DEVICE: line 1: "),
+    ],
+)
+def test_refused_variables(variable: str, message: str) -> None:
+    assert message in refusal(environ={variable: "["})
+
+
+def test_refused_names(tmp_path: Path) -> None:
+    assert refusal("defalt") == (
+        "unknown profile 'defalt'; did you mean 'default'? (profiles: default)"
+    )
+    assert refusal("./none.yaml") == "profile file './none.yaml' does not exist"
+    assert refusal(tmp_path) == f"profile file '{tmp_path}' does not exist"
+    assert issubclass(ProfileError, MoEError)
+
+
+@pytest.mark.parametrize("assignment", ["device", "=cpu", ""])
+def test_refused_assignments(assignment: str) -> None:
+    with pytest.raises(ProfileError, match=f"--set: expected KEY=VALUE; got '{assignment}'"):
+        parse_assignments([assignment])
+
+
+def test_the_last_assignment_wins_and_values_are_yaml() -> None:
+    assert parse_assignments(["a=1", "a=1e-3", "b=[x:2]", "c=", "d=k=v"]) == {
+        "a": 1e-3,
+        "b": ["x:2"],
+        "c": None,
+        "d": "k=v",
+    }
+
+
+LEAF_VALUES = {
+    "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:3"]),
+    "threads": st.none() | st.integers(1, 99),
+    "lossless": st.booleans(),
+    "model.dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    "generation.temperature": st.floats(0, 1e30),
+    "generation.top_p": st.floats(0, 1, exclude_min=True),
+    "routing.policies": st.lists(st.text("abn:_0123-#'\" ", min_size=1)).map(tuple),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=LEAF_VALUES))
+def test_what_print_config_shows_can_be_set_again(overrides: dict[str, Any]) -> None:
+    loaded = load_profile(None, overrides, NO_ENVIRONMENT)
+    assert {key: value_of(loaded.profile, key) for key in overrides} == overrides
+    lines = yaml.safe_load(
+        "\n".join(  # the comment is YAML's own
+            line.replace(" = ", ": ", 1) for line in print_config(loaded).splitlines()
+        )
+    )
+    assert set(lines) == set(KEYS.leaves)
+    shown = [
+        line.rpartition("  # ")[0].replace(" = ", "=", 1)
+        for line in print_config(loaded).splitlines()
+    ]
+    again = load_profile(None, parse_assignments(shown), NO_ENVIRONMENT)
+    assert again.profile == loaded.profile
