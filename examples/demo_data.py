@@ -177,9 +177,10 @@ class Corpus:
 
 
 def build_corpus(work: Path, heldout_dir: Path, vocab_size: int, quick: bool) -> None:
-    """Collect text, tokenize it and write it to ``work``; ``quick`` takes the held-out text."""
+    """Collect text, tokenize it and write it to ``work``; ``quick`` takes little of it."""
     if quick:
-        heldout = {d: (heldout_dir / f"heldout_{d}.txt").read_text("utf-8") for d in DOMAINS}
+        paths = {d: heldout_dir / f"heldout_{d}.txt" for d in DOMAINS}
+        heldout = {d: path.read_text("utf-8")[:20_000] for d, path in paths.items()}
         train = {d: [text] for d, text in heldout.items()}
     else:
         train, heldout = load_text(work / "deb", heldout_dir)
@@ -213,36 +214,23 @@ def load_corpus(work: Path, heldout_dir: Path, vocab_size: int, quick: bool) -> 
     )
 
 
-class Windows:
-    """Shuffled training windows that take the domains in turn.
+def training_batch(
+    streams: list[torch.Tensor], length: int, size: int, step: int, seed: int
+) -> torch.Tensor:
+    """Return the ``size`` windows of one training step, [window, token].
 
-    Window ``i`` is a pure function of ``(seed, i)``, so a resumed run sees what an uninterrupted
-    one would have seen. Each pass over a domain cuts it at a new offset, in a new order.
+    The domains take turns, and each pass over a domain cuts it at a new offset, in a new order.
+    The batch is a function of the arguments alone, so a resumed run sees what an uninterrupted
+    one would have seen.
     """
-
-    def __init__(self, streams: list[torch.Tensor], length: int, seed: int) -> None:
-        self.streams, self.length, self.seed = streams, length, seed
-        self._orders: dict[tuple[int, int], torch.Tensor] = {}
-
-    def _starts(self, domain: int, epoch: int) -> torch.Tensor:
-        key = (domain, epoch)
-        if key not in self._orders:
-            rng = torch.Generator().manual_seed(self.seed + 1_000 * epoch + domain)
-            count = self.per_epoch(domain)
-            offset = torch.randint(self.length, (1,), generator=rng)
-            self._orders[key] = torch.randperm(count, generator=rng) * self.length + offset
-        return self._orders[key]
-
-    def per_epoch(self, domain: int) -> int:
-        """Windows in one pass over a domain, with room for a random offset."""
-        return len(self.streams[domain]) // self.length - 1
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        turn, domain = divmod(i, len(self.streams))
-        epoch, k = divmod(turn, self.per_epoch(domain))
-        start = int(self._starts(domain, epoch)[k])
-        return self.streams[domain][start : start + self.length]
-
-    def batch(self, step: int, size: int) -> torch.Tensor:
-        """Return the windows of one training step, stacked."""
-        return torch.stack([self[step * size + j] for j in range(size)]).long()
+    windows = []
+    for i in range(step * size, (step + 1) * size):
+        turn, domain = divmod(i, len(streams))
+        per_epoch = len(streams[domain]) // length - 1  # leaves room for the offset
+        epoch, k = divmod(turn, per_epoch)
+        rng = torch.Generator().manual_seed(seed + 1_000 * epoch + domain)
+        offset = int(torch.randint(length, (1,), generator=rng))
+        order = torch.randperm(per_epoch, generator=rng)
+        start = int(order[k]) * length + offset
+        windows.append(streams[domain][start : start + length])
+    return torch.stack(windows).long()

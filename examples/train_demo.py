@@ -89,8 +89,11 @@ def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 
 def lr_scale(step: int, steps: int) -> float:
@@ -144,7 +147,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: Any, device: str) -> tupl
 def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str) -> float:
     """Train up to ``args.steps`` steps, resuming from a checkpoint; return the seconds spent."""
     optimizer = build_optimizer(model, args.lr)
-    windows = data.Windows(list(corpus.train.values()), args.length, args.seed)
+    streams = list(corpus.train.values())
     path, first, before = args.work / "checkpoint.safetensors", 0, 0.0
     if path.exists():
         first, before = load_checkpoint(path, model, optimizer, device)
@@ -153,7 +156,8 @@ def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str
     for step in range(first, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_scale(step, args.steps)
-        nats, balance, loads = losses(model, windows.batch(step, args.batch).to(device))
+        batch = data.training_batch(streams, args.length, args.batch, step, args.seed)
+        nats, balance, loads = losses(model, batch.to(device))
         (nats + MODEL["router_aux_loss_coef"] * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -270,7 +274,8 @@ def main() -> None:
     model.save_pretrained(args.out)
     corpus.tokenizer.save_pretrained(args.out)
     # Measured as shipped: the bfloat16 weights, computed in float32.
-    shipped = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).to(device)
+    shipped: Any = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
+    shipped.to(device)
     nats, loads = measure(shipped, corpus, args.length, device)
     sections = {
         "Held-out quality": quality_table(corpus, nats),

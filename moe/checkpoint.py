@@ -143,7 +143,7 @@ class Checkpoint:
         except HeaderError as error:
             problems.append(f"{name}: {error}")
             return
-        except (OSError, ValueError) as error:  # ValueError: a NUL byte in a path
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: a NUL in a path
             reason = getattr(error, "strerror", None) or error
             problems.append(f"{name}: cannot be opened: {reason}")
             return

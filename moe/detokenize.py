@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,10 +44,9 @@ class IncrementalDecoder:
         """Take in the next token; returns the text that became final, often empty."""
         if token_id in self._special_ids:
             return ""
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
         if token is None:  # an id that pads the embedding; decoding ignores it too
             return ""
-        assert isinstance(token, str)
         self._window.append(token_id)
         if _BYTE_TOKEN.fullmatch(token):
             return ""
@@ -130,10 +129,9 @@ class StopStrings:
             return text
         buffer = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
-            self._advance(character)
-            if self.matched is not None:
-                self._held = ""
-                return buffer[: end - len(self.matched)]
+            if match := self._advance(character):
+                self.matched, self._held = match, ""
+                return buffer[: end - len(match)]
         keep = max(self._progress)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
@@ -143,15 +141,18 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> None:
+    def _advance(self, character: str) -> str:
+        """The longest string that ends with this character, else ""."""
+        match = ""
         for index, (string, borders) in enumerate(self._patterns):
             length = self._progress[index]
             while length and string[length] != character:
                 length = borders[length - 1]
             length += string[length] == character
             self._progress[index] = length
-            if length == len(string) > len(self.matched or ""):
-                self.matched = string
+            if length == len(string) > len(match):
+                match = string
+        return match
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

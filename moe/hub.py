@@ -25,7 +25,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 # Public spellings of the private keys above; both choose code to run
 DROPPED_KEYS = {"auto_map", "attn_implementation", "experts_implementation"}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+MAX_DEPTH = 32
 MAX_SIZE = 1 << 31
+# Counts that Python loops over when a configuration or a model is built
+MAX_COUNT = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_COUNTS, 1 << 16)
 SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -44,7 +48,6 @@ SIZE_KEYS = (
 )
 # The dense members of an MoE family (Granite 4) say 0 experts
 MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"}
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 
 
@@ -53,12 +56,14 @@ def resolve_model(model: str | Path) -> Path:
 
     Raises `CheckpointError` saying what was looked for and what to do.
     """
-    local = Path(model).expanduser()
+    if not str(model):
+        raise CheckpointError("the model name is empty; give a directory or organisation/name")
     try:
+        local = Path(model).expanduser()
         if local.is_dir():
             return local.resolve()
         is_file = local.exists()
-    except (OSError, ValueError) as error:  # too long, or a NUL byte
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL byte, an unknown ~user
         raise CheckpointError(f"{str(model)!r} is not a usable model name: {error}") from error
     if is_file:
         raise CheckpointError(
@@ -89,8 +94,7 @@ def read_config(path: Path) -> PreTrainedConfig:
     for a model_type that the installed transformers does not know. Runs no code from `path`.
     """
     file = path / "config.json"
-    # Infinity is written as {"__float__": "Infinity"}, which is no private key
-    raw = _without_code(PreTrainedConfig._decode_special_floats(_read_json(file)))
+    raw = _read_json(file)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise CheckpointError(f"{file} has no model_type, so its architecture is unknown")
@@ -113,6 +117,8 @@ def read_config(path: Path) -> PreTrainedConfig:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        # Infinity is written as {"__float__": "Infinity"}, which is no private key
+        content = _without_code(PreTrainedConfig._decode_special_floats(content))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"no config.json in {file.parent}: is it a model directory in Hugging Face format?"
@@ -120,21 +126,23 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{file} is not a valid JSON configuration: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a JSON {type(content).__name__}, not an object")
     return content
 
 
-def _without_code(value: Any) -> Any:
+def _without_code(value: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         return {
-            key: _without_code(item)
+            key: _without_code(item, depth + 1)
             for key, item in value.items()
             if key not in DROPPED_KEYS and not key.startswith("_")
         }
     if isinstance(value, list):
-        return [_without_code(item) for item in value]
+        return [_without_code(item, depth + 1) for item in value]
     return value
 
 
@@ -144,10 +152,11 @@ def _check_sizes(raw: dict[str, Any], file: Path, prefix: str = "") -> None:
         if isinstance(value, dict):
             _check_sizes(value, file, f"{prefix}{key}.")
         elif key in SIZE_KEYS and value is not None and not isinstance(value, list):
-            least = 0 if key in MAY_BE_ZERO else 1
-            if type(value) is not int or not least <= value <= MAX_SIZE:
+            least, most = 0 if key in MAY_BE_ZERO else 1, MAX_COUNT.get(key, MAX_SIZE)
+            if type(value) is not int or not least <= value <= most:
                 raise CheckpointError(
-                    f"{file}: {prefix}{key} must be a positive integer, given {value!r}"
+                    f"{file}: {prefix}{key} must be an integer from {least} to {most}, "
+                    f"given {value!r}"
                 )
 
 

@@ -46,7 +46,7 @@ class LoadedModel:
     notices: list[str] = field(default_factory=list)
 
 
-def load_model(model: str | Path, profile: Profile, *, progress: bool) -> LoadedModel:
+def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) -> LoadedModel:
     """Load, take the experts over, and find out how the rest may run.
 
     Raises:
@@ -57,7 +57,7 @@ def load_model(model: str | Path, profile: Profile, *, progress: bool) -> Loaded
     device = _device(profile)
     if profile.threads is not None:
         torch.set_num_threads(profile.threads)
-    path = resolve_model(model)
+    path = resolve_model(path_or_hub_id)
     config = read_config(path)
     network = build_meta_model(config)
     dtype_for = _dtypes(network, profile, device)

@@ -149,7 +149,7 @@ def _finish(model: PreTrainedModel, missing: set[str], device: torch.device) -> 
     """Tie, and compute what no checkpoint holds; the order is that of `_finalize_model_loading`."""
     names = _tied_names(model)
     for name in names:
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True  # type: ignore
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True
     absent: Any = missing - names  # declared as a list, used as a set
     model._move_missing_keys_from_meta_to_device(absent, {"": device}, None, None)
     model._initialize_missing_keys(is_quantized=False)

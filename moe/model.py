@@ -50,7 +50,7 @@ class MoE:
     @classmethod
     def from_pretrained(
         cls,
-        model: str | Path,
+        path_or_hub_id: str | Path,
         profile: ProfileSource = None,
         *,
         device: str | None = None,
@@ -60,7 +60,7 @@ class MoE:
         """Load a model from a directory or a Hugging Face hub id.
 
         Args:
-            model: directory with config.json and safetensors, or ``organisation/name``.
+            path_or_hub_id: directory with config.json and safetensors, or ``organisation/name``.
             profile: name of a profile, path of a YAML file, a mapping or a `Profile`.
             device: overrides ``device`` of the profile: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``.
             progress: show a progress bar on stderr.
@@ -73,7 +73,7 @@ class MoE:
         """
         settings = overrides if device is None else {**overrides, "device": device}
         loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
-        return cls(load_model(model, loaded_profile.profile, progress=progress), loaded_profile)
+        return cls(load_model(path_or_hub_id, loaded_profile.profile, progress=progress), loaded_profile)
 
     @property
     def config(self) -> Any:

@@ -126,6 +126,10 @@ def _try_on_meta(
                 f"wrong shape: {what} is {tuple(result.shape)}, "
                 f"the configuration says {tuple(expected[name].shape)}"
             )
+        elif result.is_floating_point() != expected[name].is_floating_point():
+            problems.append(
+                f"wrong dtype: {what} is {result.dtype}, the model has {expected[name].dtype}"
+            )
     if not problems and given != sum(result.numel() for result in results.values()):
         problems.append(f"wrong shape: {what}: the conversion leaves some of it unused")
     transfer.targets = {name: result.shape for name, result in results.items()}

@@ -1,12 +1,20 @@
-"""What holds for every test: no network, no settings from the caller's environment, no deadlines."""
+"""What holds for every test: no network, no caller's settings, no deadlines."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 
 from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
+
+if TYPE_CHECKING:
+    from moe import MoE
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,3 +26,31 @@ for name in list(os.environ):
 # each time, so that a failure there is about the change.
 settings.register_profile("moe", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a saved tiny random model of an architecture; made once a session."""
+
+    @cache
+    def make(model_type: str) -> Path:
+        from benchmarks.architectures import tiny_model
+
+        path = tmp_path_factory.mktemp(model_type)
+        tiny_model(model_type).save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], MoE]:
+    """That model, loaded; tests share it and leave it as it is."""
+
+    @cache
+    def load(model_type: str) -> MoE:
+        from moe import MoE
+
+        return MoE.from_pretrained(tiny_checkpoint(model_type))
+
+    return load

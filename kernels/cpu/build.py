@@ -74,7 +74,8 @@ def _run(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"`{shlex.join(command)}` took over {_TIMEOUT_S} s") from error
     if done.returncode:
-        reason = (done.stderr.strip() or "no message").splitlines()[-1]
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        reason = next((line for line in lines if "error" in line.lower()), lines[-1])
         raise BuildError(f"`{shlex.join(command)}` exited with {done.returncode}: {reason}")
     return done.stdout
 

@@ -129,12 +129,11 @@ static inline void tile(const typename M::X* x, const typename M::W* w, long str
   }
 }
 
-// sums[p][i][g] = rows[i] . w[p * part + g] for `panel` weight rows of each of PARTS parts, while
-// the weights `ahead` elements further, the next panel, are on their way from memory.
+// sums[p][i][g] = rows[i] . w[p * part + g] for `panel` weight rows of each of PARTS parts.
 template <class M, int PARTS, int ROWS, class From>
 __attribute__((noinline)) static void multiply(const From* const* rows, const typename M::W* w,
                                                long part, long panel, long width,
-                                               long ahead, float (*sums)[MAX_ROWS * MAX_PANEL]) {
+                                               float (*sums)[MAX_ROWS * MAX_PANEL]) {
   constexpr long block = BLOCK_BYTES / sizeof(typename M::X);
   alignas(64) typename M::X x[ROWS * block];
   for (long begin = 0; begin < width; begin += block) {
@@ -144,17 +143,19 @@ __attribute__((noinline)) static void multiply(const From* const* rows, const ty
       const typename M::W* from = w + p * part * width + begin;
       long g = 0;
       for (; g + QUAD <= panel; g += QUAD)
-        tile<M, ROWS, QUAD>(x, from + g * width, width, ahead, length, begin == 0, sums[p] + g);
+        // What follows a panel may be another thread's: fetch ahead within it only.
+        tile<M, ROWS, QUAD>(x, from + g * width, width, g + 2 * QUAD <= panel ? QUAD * width : 0,
+                            length, begin == 0, sums[p] + g);
       for (; g < panel; ++g)
-        tile<M, ROWS, 1>(x, from + g * width, width, ahead, length, begin == 0, sums[p] + g);
+        tile<M, ROWS, 1>(x, from + g * width, width, 0, length, begin == 0, sums[p] + g);
     }
   }
 }
 
 template <class M, int PARTS, int ROWS = MAX_ROWS, class From>
 static void multiply_rows(int count, const From* const* rows, const typename M::W* w, long part,
-                          long panel, long width, long ahead, float (*sums)[MAX_ROWS * MAX_PANEL]) {
-  if (count == ROWS) return multiply<M, PARTS, ROWS>(rows, w, part, panel, width, ahead, sums);
+                          long panel, long width, float (*sums)[MAX_ROWS * MAX_PANEL]) {
+  if (count == ROWS) return multiply<M, PARTS, ROWS>(rows, w, part, panel, width, sums);
   if constexpr (ROWS > 1)
-    multiply_rows<M, PARTS, ROWS - 1>(count, rows, w, part, panel, width, ahead, sums);
+    multiply_rows<M, PARTS, ROWS - 1>(count, rows, w, part, panel, width, sums);
 }

@@ -15,7 +15,7 @@ struct Routing {             // views of one int32 buffer, see route()
   int64_t rows, num_active;  // A; how many experts have rows
 };
 
-constexpr long PANEL_BYTES = 128 << 10;  // weights a task keeps in L2 while its rows pass
+constexpr long PANEL_BYTES = 256 << 10;  // weights a task keeps in L2 while its rows pass
 constexpr long MIN_PANEL = 16;
 constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
 constexpr long SMALL = 1 << 15;          // elements below which one thread is faster
@@ -64,23 +64,16 @@ void grouped(const Routing& routing, const From* x, long slots_a_row, const void
 #pragma omp parallel num_threads(threads)
   {
     alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
-    const auto place = [&](long task) {
-      const long e = routing.active[task / panels], g = task % panels * panel;
-      return static_cast<const W*>(weights) + (e * weight_rows + g) * width;
-    };
-    long task = next.fetch_add(1, std::memory_order_relaxed);
-    for (long later; task < tasks; task = later) {
-      later = next.fetch_add(1, std::memory_order_relaxed);
+    for (long task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       const long e = routing.active[task / panels], g = task % panels * panel;
       const long count = rows - g < panel ? rows - g : panel;
-      const W* w = place(task);
-      const long ahead = later < tasks ? place(later) - w : 0;
+      const W* w = static_cast<const W*>(weights) + (e * weight_rows + g) * width;
       for (long r = routing.begin[e]; r < routing.begin[e + 1]; r += MAX_ROWS) {
         const long left = routing.begin[e + 1] - r, n = left < MAX_ROWS ? left : MAX_ROWS;
         const From* from[MAX_ROWS];
         for (long i = 0; i < n; ++i)
           from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
-        multiply_rows<M, PARTS>(n, from, w, rows, count, width, ahead, sums);
+        multiply_rows<M, PARTS>(n, from, w, rows, count, width, sums);
         for (long i = 0; i < n; ++i)
           finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
       }

@@ -10,21 +10,17 @@ Shape legend as in kernels/reference.py; A is the number of slots in use, rows s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from kernels.cpu.activation import by_blocks, is_silu_gated
 from kernels.reference import ExpertWeights, check_shapes, id_error
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NO_MEMORY = "no memory for the scratch rows of this call; use fewer tokens at once"
-# torch runs an elementwise operation of fewer elements than this on one thread, and whole vectors
-# of up to 64 elements at a time: blocks cut so give a row the same bits in any company.
-_TORCH_GRAIN = 32768
-_TORCH_VECTOR = 64
 
 
 class _Layer(ctypes.Structure):
@@ -61,7 +57,10 @@ class NativeExperts:
             "moe_first": (None, (pointer, pointer, pointer, dtype, size, pointer, dtype)),
             "moe_second": (None, (pointer, pointer, pointer, dtype, pointer, dtype)),
             "moe_combine": (None, (*(pointer,) * 3, size, size, size, pointer, dtype, dtype)),
-            "moe_forward": (dtype, (*(pointer,) * 2, dtype, *(pointer,) * 2, size, size, pointer, dtype)),
+            "moe_forward": (
+                dtype,
+                (*(pointer,) * 2, dtype, *(pointer,) * 2, size, size, pointer, dtype),
+            ),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(library, name)
@@ -96,9 +95,9 @@ class NativeExperts:
             return self(hidden, expert_ids_TK, weights_TK, experts).to(torch.float16)
         if expert_ids_TK.numel() == 0:
             return torch.zeros_like(hidden_TH)
-        hidden_TH = hidden_TH.detach().contiguous()
+        hidden_TH = hidden_TH.contiguous()
         ids_TK = expert_ids_TK.to(torch.int64).contiguous()
-        weights_TK = weights_TK.detach().to(torch.float32).contiguous()
+        weights_TK = weights_TK.to(torch.float32).contiguous()
         plan = self._plan(experts)
         if not plan.gated or experts.post_norm is not None:
             return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
@@ -120,7 +119,12 @@ class NativeExperts:
         return output_TH
 
     def _in_steps(
-        self, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights, plan: _Plan
+        self,
+        hidden_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: ExpertWeights,
+        plan: _Plan,
     ) -> Tensor:
         """The layer with the architecture's own activation and norm between the C++ calls."""
         library, layer = self._library, ctypes.addressof(plan.layer)
@@ -137,14 +141,12 @@ class NativeExperts:
             raise id_error(experts)
         projected_AG = torch.empty(rows, experts.gate_up_EGH.shape[1])
         hidden, slots = hidden_TH.data_ptr(), ids_TK.shape[1]
-        library.moe_first(
-            layer, routing, hidden, dtype, slots, projected_AG.data_ptr(), threads
-        )
-        inner_AF = _by_blocks(experts.activation, projected_AG, experts.intermediate_size)
+        library.moe_first(layer, routing, hidden, dtype, slots, projected_AG.data_ptr(), threads)
+        inner_AF = by_blocks(experts.activation, projected_AG, experts.intermediate_size)
         row_AH = torch.empty(rows, experts.hidden_size)
         library.moe_second(layer, routing, inner_AF.data_ptr(), dtype, row_AH.data_ptr(), threads)
         if experts.post_norm is not None:
-            row_AH = _by_blocks(experts.post_norm, row_AH, experts.hidden_size)
+            row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
         output_TH = torch.empty_like(hidden_TH)
         library.moe_combine(
             routing,
@@ -165,7 +167,11 @@ class NativeExperts:
             experts.gate_up_EGH.data_ptr(),
             experts.down_EHF.data_ptr(),
             experts.gate_up_EGH.dtype,
-            *((b.data_ptr(), 0 if b.is_inference() else b._version) for b in biases if b is not None),
+            *(
+                (b.data_ptr(), 0 if b.is_inference() else b._version)
+                for b in biases
+                if b is not None
+            ),
         )
         plan = self._plans.get(experts)
         if plan is None or plan.key != key:
@@ -190,36 +196,3 @@ def _make_plan(experts: ExpertWeights, key: tuple[object, ...]) -> _Plan:
         _DTYPES[experts.gate_up_EGH.dtype],
     )
     return _Plan(key, layer, (gate_up_bias, down_bias), is_silu_gated(experts))
-
-
-@torch.no_grad()
-def is_silu_gated(experts: ExpertWeights) -> bool:
-    """Whether the activation equals silu(gate) * up on concatenated halves, to 1e-6 relative.
-
-    Tried on random rows from small to huge, so that a clamp or another curve shows.
-    """
-    rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
-    if rows != 2 * width:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-2, 4, 32)[:, None]
-    probe = torch.randn(32, rows, generator=generator) * scale
-    expected = torch.nn.functional.silu(probe[:, :width]) * probe[:, width:]
-    actual = experts.activation(probe)
-    return (
-        actual.dtype == expected.dtype
-        and actual.shape == expected.shape
-        and torch.allclose(actual, expected, rtol=1e-6, atol=1e-30)
-    )
-
-
-def _by_blocks(function: Callable[[Tensor], Tensor], rows: Tensor, width: int) -> Tensor:
-    """`function(rows)` in float32, in blocks that keep a row's bits free of its company."""
-    block = max(1, (_TORCH_GRAIN - 1) // rows.shape[1]) if width % _TORCH_VECTOR == 0 else 1
-    output = torch.empty(rows.shape[0], width)
-    for begin in range(0, rows.shape[0], block):
-        part = rows[begin : begin + block]
-        if part.shape[0] == 1 < block:  # views of one row count as contiguous, of several not
-            part = part.repeat(2, 1)
-        output[begin : begin + block] = function(part)[: rows.shape[0] - begin]
-    return output

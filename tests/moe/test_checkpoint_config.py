@@ -1,0 +1,162 @@
+"""config.json and the empty model: what is refused, and that no code is ever run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig, T5Config
+
+from moe.errors import CheckpointError, UnsupportedModelError
+from moe.hub import read_config
+from moe.meta_model import build_meta_model
+
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8,
+    "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(SMALL | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"no config\.json in .*Hugging Face format"),
+        (b"{", r"config\.json is not a valid JSON"),
+        (b"\xff", r"config\.json is not a valid JSON"),
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "nested more than 32 levels deep"),
+        (b"[" * 100_000, r"config\.json is not a valid JSON"),
+        (b"[]", r"config\.json holds a JSON list, not an object"),
+        (b"{}", r"config\.json has no model_type"),
+        (b'{"model_type": 3}', r"config\.json has no model_type"),
+    ],
+)
+def test_unreadable_config(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_unknown_architecture_is_named_with_the_version(tmp_path: Path) -> None:
+    write(tmp_path, model_type="moe_of_tomorrow")
+    message = rf"'moe_of_tomorrow' is not in the installed transformers {transformers.__version__}"
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok = 5 must lie between 1 and .* = 4",
+        ),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 must lie between 1 and"),
+        ({"hidden_size": -16}, "hidden_size must be an integer from 1 to 2147483648, given -16"),
+        (
+            {"hidden_size": 16.5},
+            r"hidden_size must be an integer .* given 16\.5",
+        ),
+        ({"vocab_size": "64"}, r"vocab_size must be an integer .* given '64'"),
+        (
+            {"num_hidden_layers": True},
+            "num_hidden_layers must be an integer from 1 to 10000",
+        ),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to 10000"),
+        ({"x": {"head_dim": 0}}, r"x\.head_dim must be an integer .* given 0"),
+        ({"rope_parameters": 7}, "is not a valid qwen3_moe configuration"),
+    ],
+)
+def test_senseless_config(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_config(write(tmp_path, **changes))
+
+
+def test_no_code_of_the_model_directory_is_run(tmp_path: Path) -> None:
+    """A canary: every way a configuration can name code, and a module that must not be imported."""
+    (tmp_path / "canary.py").write_text("import sys; sys.moe_canary = True")
+    nested = {"auto_map": {"AutoConfig": "canary.X"}, "_attn_implementation_internal": "evil/x"}
+    config = read_config(
+        write(
+            tmp_path,
+            auto_map={"AutoConfig": "canary.C", "AutoModelForCausalLM": "canary.M"},
+            _attn_implementation_internal="evil/kernel",
+            _attn_implementation="evil/kernel",
+            attn_implementation="evil/kernel",
+            experts_implementation="evil/kernel",
+            extra=nested,
+            many=[nested],
+        )
+    )
+    model = build_meta_model(config)
+    assert not hasattr(sys, "moe_canary")
+    assert "evil" not in repr(vars(config))
+    assert "auto_map" not in repr(vars(config))
+    assert "evil" not in str(model.config._attn_implementation)
+
+
+def test_infinite_values_survive(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, custom=[0.0, {"__float__": "Infinity"}]))
+    assert config.custom == [0.0, math.inf]
+
+
+def test_meta_model_has_the_class_and_no_memory(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, dtype="bfloat16"))
+    model = build_meta_model(config)
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert not model.training
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    assert build_meta_model(config, dtype=torch.float32).dtype == torch.float32
+    assert type(build_meta_model(config, causal_lm=False)).__name__ == "Qwen3MoeModel"
+    assert config.dtype == torch.bfloat16  # the caller's is left alone
+
+
+def test_no_causal_language_model() -> None:
+    message = r"t5 \(T5Config\) has no causal language model class in transformers"
+    with pytest.raises(UnsupportedModelError, match=message):
+        build_meta_model(T5Config())
+
+
+def test_quantised_weights_are_refused_by_method(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, quantization_config={"quant_method": "mxfp4"}))
+    with pytest.raises(UnsupportedModelError, match=r"already quantised \(mxfp4\)"):
+        build_meta_model(config)
+
+
+def test_sizes_that_the_architecture_itself_refuses() -> None:
+    config = Qwen3MoeConfig(**{k: v for k, v in SMALL.items() if k != "model_type"})
+    config.hidden_act = "no-such-activation"
+    with pytest.raises(UnsupportedModelError, match="Qwen3MoeForCausalLM cannot be built from"):
+        build_meta_model(config)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_damage_to_a_config_is_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = write(tmp_path_factory.mktemp("damaged"))
+    content = bytearray((path / "config.json").read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (path / "config.json").write_bytes(content)
+    try:
+        config = read_config(path)
+    except (CheckpointError, UnsupportedModelError):
+        return
+    assert config.hidden_size > 0
+    assert config.num_experts_per_tok >= 0

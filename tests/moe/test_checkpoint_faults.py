@@ -1,0 +1,157 @@
+"""Weights that do not fit the configuration: all listed in one error, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.architectures import tiny_model
+from moe.checkpoint import Checkpoint
+from moe.errors import CheckpointError
+from moe.hub import read_config
+from moe.loading import build_meta_model, load_weights
+
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+def load(path: Path, check_finite: bool = False) -> PreTrainedModel:
+    model = build_meta_model(read_config(path))
+    with Checkpoint.open(path) as checkpoint:
+        load_weights(
+            model,
+            checkpoint,
+            device="cpu",
+            dtype_for=lambda name, stored: torch.float32,
+            progress=False,
+            check_finite=check_finite,
+        )
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3_moe")
+    tiny_model("qwen3_moe").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[[dict[str, Tensor | None]], Path]:
+    """A copy of the saved model with some tensors replaced, added, or (None) removed."""
+
+    def edit(changes: dict[str, Tensor | None]) -> Path:
+        tensors = load_file(saved / "model.safetensors") | changes
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
+        return tmp_path
+
+    return edit
+
+
+def test_missing_tensors_are_named_even_inside_a_merge(edited: Callable[..., Path]) -> None:
+    path = edited({EXPERT: None, "model.norm.weight": None})
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert str(caught.value).splitlines() == [
+        f"the weights in {path} do not fit Qwen3MoeForCausalLM (2 problems):",
+        f"  - missing: {EXPERT}",
+        "  - missing: model.norm.weight (32,)",
+    ]
+
+
+def test_unexpected_tensor(edited: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.9\.x\.weight \(2, 3\)"):
+        load(edited({"model.layers.9.x.weight": torch.ones(2, 3)}))
+    ninth = EXPERT.replace(".5.", ".8.")
+    with pytest.raises(CheckpointError, match=f"unexpected: {ninth}"):
+        load(edited({ninth: torch.ones(24, 32)}))
+
+
+def test_wrong_shape(edited: Callable[..., Path]) -> None:
+    message = r"wrong shape: model\.norm\.weight is \(31,\), the configuration says \(32,\)"
+    with pytest.raises(CheckpointError, match=message):
+        load(edited({"model.norm.weight": torch.ones(31)}))
+    message = r"wrong shape: model\.layers\.1\.mlp\.experts\.gate_up_proj \(from .* and 15 more\)"
+    with pytest.raises(CheckpointError, match=message):
+        load(edited({EXPERT: torch.ones(23, 32)}))
+
+
+def test_integers_where_numbers_belong(edited: Callable[..., Path]) -> None:
+    message = r"wrong dtype: model\.norm\.weight is torch\.int32, the model has torch\.float32"
+    with pytest.raises(CheckpointError, match=message):
+        load(edited({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
+
+
+def test_all_faults_come_in_one_error_and_nothing_is_read(
+    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read_into", lambda *_, **__: pytest.fail("read"))
+    path = edited(
+        {EXPERT: None, "lm_head.weight": torch.ones(2), "extra": torch.ones(1)}
+        | {"model.norm.weight": None}
+    )
+    with pytest.raises(CheckpointError, match=r"(?s)4 problems.*missing.*missing.*unexpected"):
+        load(path)
+
+
+def test_two_tensors_for_one_parameter(edited: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"both .*norm\.weight and .*norm\.weight give "):
+        load(edited({"norm.weight": torch.ones(32)}))
+
+
+def test_not_finite_values_are_named(edited: Callable[..., Path]) -> None:
+    bad = torch.ones(24, 32)
+    bad[3, 4] = float("nan")
+    path = edited({EXPERT: bad, "model.norm.weight": torch.full((32,), float("inf"))})
+    load(path)
+    with pytest.raises(CheckpointError) as caught:
+        load(path, check_finite=True)
+    assert f"{EXPERT} in model.safetensors holds NaN or infinity" in str(caught.value)
+    assert "model.norm.weight in model.safetensors holds NaN or infinity" in str(caught.value)
+
+
+def test_both_of_a_tied_pair_missing(edited: Callable[..., Path]) -> None:
+    path = edited({"lm_head.weight": None, "model.embed_tokens.weight": None})
+    config = path / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+        load(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_damage_is_refused_or_loads_what_is_stored(
+    saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Edits of the header, where names, dtypes, shapes and offsets are; then an edit anywhere."""
+    path = tmp_path_factory.mktemp("damaged")
+    (path / "config.json").write_bytes((saved / "config.json").read_bytes())
+    content = bytearray((saved / "model.safetensors").read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(0, 2))):
+        content[data.draw(st.integers(8, 7 + header))] = data.draw(st.sampled_from(b'0123I6,"x'))
+    content[data.draw(st.integers(8 + header, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (path / "model.safetensors").write_bytes(content)
+    try:
+        model = load(path)
+    except CheckpointError:
+        return
+    stored = load_file(path / "model.safetensors")
+    kept = model.state_dict()
+    for name in stored.keys() & kept.keys():
+        assert torch.equal(kept[name].nan_to_num(), stored[name].float().nan_to_num()), name
+    for expert in range(8):
+        one = f"model.layers.2.mlp.experts.{expert}."
+        both = torch.cat([stored[f"{one}gate_proj.weight"], stored[f"{one}up_proj.weight"]])
+        place = kept["model.layers.2.mlp.experts.gate_up_proj"][expert]
+        assert torch.equal(place.nan_to_num(), both.float().nan_to_num())

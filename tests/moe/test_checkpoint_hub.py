@@ -1,0 +1,73 @@
+"""From a model's name to its directory: local ones, hub ids, and what is said when it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+import moe.hub
+from moe.errors import CheckpointError
+from moe.hub import resolve_model
+
+
+def test_a_directory_is_found_through_links(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    assert resolve_model(str(tmp_path / "link")) == real.resolve()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["no-slash", "../a/b", "a/../b", "/no/such/dir", "a/b/c", "a/b\n", "-x/y", "a--b/c"],
+)
+def test_unknown_path_is_no_hub_id(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(moe.hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
+    with pytest.raises(CheckpointError, match=r"no model directory .*not a hub id.*check the path"):
+        resolve_model(name)
+
+
+def test_unusable_names(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(CheckpointError, match="is a file; give the directory that holds config"):
+        resolve_model(file)
+    with pytest.raises(CheckpointError, match="no model directory"):
+        resolve_model(tmp_path / "absent")
+    for name in ("a\0b", "x" * 5000, "~no-such-user/x"):
+        with pytest.raises(CheckpointError, match=r"(usable model name|no model directory)"):
+            resolve_model(name)
+    with pytest.raises(CheckpointError, match="the model name is empty; give a directory"):
+        resolve_model("")
+
+
+def test_hub_ids_download_safetensors_and_never_pickles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(moe.hub, "snapshot_download", download)
+    assert resolve_model("Org-1/model_2.5") == tmp_path
+    (patterns,) = asked.values()
+    assert "*.safetensors" in patterns
+    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
+
+
+def test_a_failed_download_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nmore")
+
+    monkeypatch.setattr(moe.hub, "snapshot_download", download)
+    message = r"(?s)'org/name' .*LocalEntryNotFoundError: Cannot find .*folder\. Check the spelling"
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model("org/name")

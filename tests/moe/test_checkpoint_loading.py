@@ -1,0 +1,199 @@
+"""Loading equals transformers' own, bit by bit, in every dtype and with tied weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.architectures import tiny_model
+from moe.checkpoint import Checkpoint
+from moe.hub import read_config
+from moe.loading import LoadReport, build_meta_model, load_weights
+
+ARCHITECTURES = [
+    "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
+    "qwen3_next", "glm4_moe", "minimax", "aria_text", "jamba", "ernie4_5_moe", "nemotron_h",
+]  # fmt: skip
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+def load(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    dtype_for: Callable[[str, torch.dtype], torch.dtype] | None = None,
+    check_finite: bool = False,
+) -> tuple[PreTrainedModel, LoadReport]:
+    model = build_meta_model(read_config(path), dtype=dtype)
+    with Checkpoint.open(path) as checkpoint:
+        report = load_weights(
+            model,
+            checkpoint,
+            device="cpu",
+            dtype_for=dtype_for or (lambda name, stored: dtype),
+            progress=False,
+            check_finite=check_finite,
+        )
+    return model, report
+
+
+def everything(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters, buffers, and the buffers that no checkpoint holds."""
+    return dict(model.state_dict()) | dict(model.named_buffers())
+
+
+def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    mine, other = everything(ours), everything(theirs)
+    assert mine.keys() == other.keys()
+    for name, tensor in other.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen3_moe")
+    tiny_model("qwen3_moe").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def edited(saved: Path, tmp_path: Path) -> Callable[[dict[str, Tensor | None]], Path]:
+    """A copy of the saved model with some tensors replaced, added, or (None) removed."""
+
+    def edit(changes: dict[str, Tensor | None]) -> Path:
+        tensors = load_file(saved / "model.safetensors") | changes
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
+        return tmp_path
+
+    return edit
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_tensor_is_the_one_that_transformers_loads(architecture: str, tmp_path: Path) -> None:
+    tiny_model(architecture).save_pretrained(tmp_path, max_shard_size="60KB")
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        ours, report = load(tmp_path, dtype, check_finite=True)
+        assert type(ours) is type(theirs)
+        assert_same(ours, theirs)
+        assert report.computed == ()
+        assert not any(parameter.requires_grad for parameter in ours.parameters())
+        if "model.rotary_emb.inv_freq" in everything(ours):
+            assert everything(ours)["model.rotary_emb.inv_freq"].dtype == torch.float32
+
+
+def test_expert_tensors_are_read_to_their_place_without_a_conversion(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("read into a copy"))
+    _, report = load(saved)
+    assert report.bytes_read == sum(
+        t.nbytes for t in load_file(saved / "model.safetensors").values()
+    )
+
+
+def test_large_tensors_go_in_slices(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.weight_reader.SLICE_BYTES", 300)
+    for dtype in (torch.float32, torch.float16):
+        ours, _ = load(saved, dtype)
+        assert_same(ours, AutoModelForCausalLM.from_pretrained(saved, dtype=dtype))
+
+
+def test_each_parameter_has_the_dtype_asked_for(saved: Path) -> None:
+    asked: dict[str, torch.dtype] = {}
+
+    def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
+        asked[name] = stored
+        return torch.bfloat16 if ".experts." in name else torch.float32
+
+    model, report = load(saved, dtype_for=dtype_for)
+    experts = {p.dtype for name, p in model.named_parameters() if ".experts." in name}
+    others = {p.dtype for name, p in model.named_parameters() if ".experts." not in name}
+    assert (experts, others) == ({torch.bfloat16}, {torch.float32})
+    assert set(asked.values()) == {torch.float32}
+    assert report.weight_bytes == sum(t.nbytes for t in everything(model).values())
+
+
+def test_modules_that_transformers_keeps_in_float32(saved: Path) -> None:
+    model = build_meta_model(read_config(saved), dtype=torch.bfloat16)
+    model._keep_in_fp32_modules_strict = {"q_norm"}
+    with Checkpoint.open(saved) as checkpoint:
+        load_weights(
+            model, checkpoint, device="cpu", dtype_for=lambda *_: torch.bfloat16, progress=False
+        )
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes["model.layers.0.self_attn.q_norm.weight"] == torch.float32
+    assert dtypes["model.layers.0.self_attn.k_norm.weight"] == torch.bfloat16
+
+
+def test_an_architecture_can_fix_a_dtype(tmp_path: Path) -> None:
+    """DeepSeek's router correction is a float32 buffer whatever the model is in."""
+    tiny_model("deepseek_v3").save_pretrained(tmp_path)
+    model, _ = load(tmp_path, torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert model.state_dict()[name].dtype == torch.float32
+
+
+def test_old_rotary_buffers_are_ignored_and_reported(edited: Callable[..., Path]) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    _, report = load(edited({name: torch.ones(8)}))
+    assert report.ignored == (name,)
+
+
+def tie(path: Path) -> None:
+    config = path / "config.json"
+    text = config.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+    config.write_text(text)
+    assert '"tie_word_embeddings": true' in text
+
+
+def test_tied_weights_share_memory_whichever_is_stored(edited: Callable[..., Path]) -> None:
+    embedding = torch.randn(128, 32)
+    for stored in (
+        {"lm_head.weight": None, "model.embed_tokens.weight": embedding},
+        {"lm_head.weight": embedding, "model.embed_tokens.weight": None},
+        {"lm_head.weight": embedding, "model.embed_tokens.weight": embedding.clone()},
+    ):
+        path = edited(stored)
+        tie(path)
+        model, report = load(path)
+        head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
+        assert head.weight is tokens.weight
+        assert torch.equal(head.weight, embedding)
+        assert len(report.tied) == 1
+        assert_same(model, AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_tied_by_configuration_but_stored_with_different_values(
+    edited: Callable[..., Path],
+) -> None:
+    """As transformers does: both are kept."""
+    path = edited({"lm_head.weight": torch.randn(128, 32)})
+    tie(path)
+    model, report = load(path)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    assert report.tied == ()
+    assert_same(model, AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_nothing_is_initialised_at_random(saved: Path) -> None:
+    state = torch.get_rng_state()
+    load(saved)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_bar_is_drawn_on_stderr_only(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build_meta_model(read_config(saved))
+    with Checkpoint.open(saved) as checkpoint:
+        load_weights(
+            model, checkpoint, device="cpu", dtype_for=lambda _, dtype: dtype, progress=True
+        )
+    assert capfd.readouterr().out == ""

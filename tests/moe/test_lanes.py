@@ -1,0 +1,206 @@
+"""Lanes on toy forwards: meeting, sleeping, cancelling, failing, and torch's modes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe.lanes import Lane, LaneCancelled, LaneState, Visit, run_lanes, visit_experts
+from routing import Routing
+
+
+class Experts:
+    """Stands for MoE layers: adds ``layer + 1`` and remembers who met where."""
+
+    def __init__(self) -> None:
+        self.meetings: list[tuple[int, int]] = []
+
+    def __call__(self, layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        self.meetings.append((layer, len(visits)))
+        return [visit.hidden_states + layer + 1 for visit in visits]
+
+
+def forward(start: float, layers: Sequence[int], experts: Experts) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        hidden = torch.full((2, 3), start)
+        for layer in layers:
+            hidden = visit(hidden * 2, layer, experts)
+        return hidden
+
+    return run
+
+
+def visit(hidden: Tensor, layer: int, experts: Experts) -> Tensor:
+    routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    return visit_experts(Visit(layer, hidden, routing), experts)
+
+
+def alone(start: float, layers: Sequence[int]) -> Tensor:
+    return forward(start, layers, Experts())()
+
+
+def test_lanes_share_one_run_of_a_layer() -> None:
+    experts = Experts()
+    lanes = [Lane(forward(start, range(3), experts)) for start in (1.0, 5.0)]
+    run_lanes(lanes, experts)
+    assert experts.meetings == [(0, 2), (1, 2), (2, 2)]
+    for lane, start in zip(lanes, (1.0, 5.0), strict=True):
+        assert torch.equal(lane.result(), alone(start, range(3)))
+
+
+def test_a_late_lane_catches_up_with_a_sleeping_one() -> None:
+    experts = Experts()
+    prefill = Lane(forward(1.0, range(4), experts))
+    run_lanes([prefill], experts, pause_at={prefill: 2})
+    assert prefill.state is LaneState.WAITING
+    decode = Lane(forward(2.0, range(4), experts))
+    run_lanes([prefill, decode], experts)
+    assert experts.meetings == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 2), (3, 2)]
+    assert torch.equal(prefill.result(), alone(1.0, range(4)))
+    assert torch.equal(decode.result(), alone(2.0, range(4)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.booleans()), min_size=1, max_size=4)
+)
+def test_any_stagger_and_cancellation_leaves_each_result(
+    plan: list[tuple[int, int, bool]],
+) -> None:
+    experts = Experts()
+    lanes: list[Lane[Tensor]] = []
+    for index, (num_layers, pause, _) in enumerate(plan):
+        lanes.append(Lane(forward(float(index), range(num_layers), experts)))
+        run_lanes(lanes, experts, pause_at={lane: pause for lane in lanes})
+    for lane, (_, _, cancelled) in zip(lanes, plan, strict=True):
+        if cancelled and not lane.finished:
+            lane.cancel()
+    run_lanes(lanes, experts)
+    for index, (lane, (num_layers, _, _)) in enumerate(zip(lanes, plan, strict=True)):
+        if lane.state is not LaneState.CANCELLED:
+            assert torch.equal(lane.result(), alone(float(index), range(num_layers)))
+
+
+def test_cancelling_frees_what_the_forward_held() -> None:
+    experts, held = Experts(), []
+
+    def run() -> Tensor:
+        activations = torch.ones(2, 3)
+        held.append(weakref.ref(activations))
+        visit(torch.zeros(2, 3), 0, experts)
+        return activations
+
+    lane = Lane(run)
+    lane.start()
+    assert held[0]() is not None
+    lane.cancel()
+    gc.collect()
+    assert held[0]() is None
+    assert lane.visit is None
+    with pytest.raises(LaneCancelled, match="cancelled before it had a result"):
+        lane.result()
+
+
+def test_cancelling_a_lane_that_never_started_runs_nothing() -> None:
+    ran = []
+    lane: Lane[None] = Lane(lambda: ran.append(1))
+    lane.cancel()
+    run_lanes([lane], Experts())
+    assert ran == []
+    assert lane.state is LaneState.CANCELLED
+
+
+def test_cancelling_runs_the_forward_s_own_clean_up() -> None:
+    experts, log = Experts(), []
+
+    def run() -> None:
+        try:
+            visit(torch.zeros(2, 3), 0, experts)
+        finally:
+            log.append("released")
+
+    lane = Lane(run)
+    lane.start()
+    lane.cancel()
+    assert log == ["released"]
+
+
+def test_an_exception_reaches_its_caller_and_leaves_the_others_running() -> None:
+    experts = Experts()
+
+    def broken() -> Tensor:
+        visit(torch.zeros(2, 3), 0, experts)
+        raise RuntimeError("lane is broken")
+
+    lanes = [Lane(broken), Lane(forward(1.0, range(2), experts))]
+    run_lanes(lanes, experts)
+    with pytest.raises(RuntimeError, match="lane is broken"):
+        lanes[0].result()
+    assert torch.equal(lanes[1].result(), alone(1.0, range(2)))
+
+
+def test_failing_experts_reach_every_lane_that_waited_there() -> None:
+    def failing(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        if layer == 1:
+            raise OSError("expert 3 cannot be read")
+        return [visit.hidden_states for visit in visits]
+
+    experts = Experts()
+    lanes = [Lane(forward(1.0, layers, experts)) for layers in ([0, 1], [0, 1], [0, 2])]
+    run_lanes(lanes, failing)
+    for lane in lanes[:2]:
+        with pytest.raises(OSError, match="expert 3 cannot be read"):
+            lane.result()
+    assert lanes[2].state is LaneState.DONE
+
+
+def test_each_lane_keeps_its_own_modes() -> None:
+    experts, seen = Experts(), []
+
+    def run(name: str) -> None:
+        with torch.no_grad():
+            visit(torch.zeros(2, 3), 0, experts)
+            seen.append((name, "inside", torch.is_grad_enabled()))
+        visit(torch.zeros(2, 3), 1, experts)
+        seen.append((name, "outside", torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+    training = Lane(lambda: run("training"))
+    with torch.inference_mode():
+        serving = Lane(lambda: run("serving"))
+    run_lanes([training, serving], experts)
+    assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (True, False)
+    assert sorted(seen) == [
+        ("serving", "inside", False),
+        ("serving", "outside", False, True),
+        ("training", "inside", False),
+        ("training", "outside", True, False),
+    ]
+
+
+def test_gradients_flow_through_a_meeting() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def experts(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        return [visit.hidden_states * weight for visit in visits]
+
+    inputs = [torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)]
+    routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    lanes = [
+        Lane(lambda rows=rows: visit_experts(Visit(0, rows, routing), experts)) for rows in inputs
+    ]
+    run_lanes(lanes, experts)
+    (lanes[0].result().sum() + lanes[1].result().sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [10.0, 10.0, 10.0]
+
+
+def test_outside_of_a_lane_experts_run_at_once() -> None:
+    experts = Experts()
+    assert torch.equal(visit(torch.zeros(2, 3), 4, experts), torch.full((2, 3), 5.0))
+    assert experts.meetings == [(4, 1)]

@@ -1,0 +1,74 @@
+"""Facts about the machine, read from made-up /proc and /sys trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe import machine
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n"}
+CGROUP = "sys/fs/cgroup"
+LIMITS: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({}, {"memory_total": 1024_000, "memory_available": 819_200, "cpu_quota": None}),
+    (  # version 2; the tighter limit is the parent's
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            f"{CGROUP}/a/b/memory.max": "max\n",
+            f"{CGROUP}/a/b/cpu.max": "max 100000\n",
+            f"{CGROUP}/a/memory.max": "500000\n",
+            f"{CGROUP}/a/memory.current": "450000\n",
+            f"{CGROUP}/a/memory.stat": "anon 1\ninactive_file 20000\n",
+            f"{CGROUP}/a/cpu.max": "150000 100000\n",
+        },
+        {"memory_total": 500_000, "memory_available": 70_000, "cpu_quota": 1.5},
+    ),
+    (  # version 1; no limit is a huge number, -1 no quota
+        {
+            "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/x\n0::/\n",
+            f"{CGROUP}/memory/x/memory.limit_in_bytes": "400000\n",
+            f"{CGROUP}/memory/x/memory.usage_in_bytes": "100000\n",
+            f"{CGROUP}/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            f"{CGROUP}/cpu/x/cpu.cfs_quota_us": "-1\n",
+            f"{CGROUP}/cpu/x/cpu.cfs_period_us": "100000\n",
+            f"{CGROUP}/cpu/cpu.cfs_quota_us": "200000\n",
+            f"{CGROUP}/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        {"memory_total": 400_000, "memory_available": 300_000, "cpu_quota": 2.0},
+    ),
+    (  # in a container the host's path is not visible
+        {"proc/self/cgroup": "0::/docker/1\n", f"{CGROUP}/memory.max": "300000\n"},
+        {"memory_total": 300_000, "memory_available": 819_200, "cpu_quota": None},
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "expected"), LIMITS)
+def test_limits_of_control_groups(
+    tmp_path: Path, files: dict[str, str], expected: dict[str, Any]
+) -> None:
+    root = tree(tmp_path, MEMINFO | files)
+    assert {name: getattr(machine, name)(root) for name in expected} == expected
+
+
+def test_instruction_sets(tmp_path: Path) -> None:
+    cpuinfo = "model name: x\nflags\t\t: fpu avx2 avx512f amx_tile amx_int8\n\nflags : avx2\n"
+    root = tree(tmp_path, {"proc/cpuinfo": cpuinfo})
+    assert machine.instruction_sets(root) == ["AVX2", "AVX-512F", "AMX"]
+
+
+def test_where_nothing_can_be_read(tmp_path: Path) -> None:
+    assert machine.memory_total(tmp_path) is None
+    assert machine.memory_available(tmp_path) is None
+    assert machine.cpu_quota(tmp_path) is None
+    assert machine.instruction_sets(tmp_path) == []

@@ -1,0 +1,194 @@
+"""`MoE` as a user meets it: generation, streaming, statistics, and everything that is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe import MoE, SamplingParams
+from moe.errors import ProfileError, RequestError, UnsupportedModelError
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 9, 33], [7], [90, 91, 92, 93, 94, 95, 96]]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_moe: Callable[[str], MoE]) -> MoE:
+    return tiny_moe("qwen3_moe")
+
+
+def test_greedy_tokens_equal_transformers_generate(
+    model: MoE, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    reference.generation_config.eos_token_id = None
+    for prompt, completion in zip(PROMPTS, model.generate(PROMPTS, GREEDY), strict=True):
+        output = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=6,
+        )
+        assert completion.token_ids == output[0, len(prompt) :].tolist()
+        assert (completion.finish_reason, completion.prompt_token_ids) == ("length", prompt)
+
+
+def test_a_batch_limited_to_one_sequence_gives_the_same(
+    model: MoE, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    narrow = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), engine={"max_batch_size": 1})
+    expected = [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)]
+    assert [c.token_ids for c in narrow.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_n_samples_of_a_prompt_are_those_of_separate_requests(model: MoE) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    samples = model.generate([5, 9, 33], params)
+    assert [(c.prompt, c.sample) for c in samples] == [(0, 0), (0, 1), (0, 2)]
+    assert len({tuple(c.token_ids) for c in samples}) > 1
+    again = model.generate([[5, 9, 33], [8]], params)
+    assert [c.token_ids for c in again[:3]] == [c.token_ids for c in samples]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next"])
+def test_n_greedy_samples_are_all_the_greedy_continuation(
+    model_type: str, tiny_moe: Callable[[str], MoE]
+) -> None:
+    """Samples share the reading of their prompt and nothing after it."""
+    model = tiny_moe(model_type)
+    (alone,) = model.generate([5, 9, 33], GREEDY)
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, n=3, ignore_eos=True)
+    samples = model.generate([5, 9, 33], params)
+    assert [c.token_ids for c in samples] == [alone.token_ids] * 3
+
+
+def test_a_stop_token_ends_the_sequence_and_counts(model: MoE) -> None:
+    (free,) = model.generate([5, 9, 33], GREEDY)
+    stop = free.token_ids[2]
+    params = SamplingParams(
+        max_new_tokens=6, temperature=0.0, stop_token_ids=[stop], ignore_eos=True
+    )
+    (stopped,) = model.generate([5, 9, 33], params)
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_the_logits(model: MoE) -> None:
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, logprobs=2, ignore_eos=True)
+    (completion,) = model.generate([5, 9, 33], params)
+    rows = model.logits([5, 9, 33, *completion.token_ids[:-1]])[2:].log_softmax(-1)
+    for token, row in zip(completion.tokens, rows, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
+        assert token.top is not None
+        assert [i for i, _ in token.top] == row.topk(2).indices.tolist()
+
+
+def test_closing_a_stream_stops_it(model: MoE) -> None:
+    stream = model.stream(PROMPTS, GREEDY)
+    next(stream)
+    stream.close()
+    (completion,) = model.generate([5, 9, 33], GREEDY)
+    assert len(completion.token_ids) == 6
+
+
+def test_statistics_count_tokens_and_bytes(model: MoE) -> None:
+    model.reset_stats()
+    model.generate([5, 9, 33], GREEDY)
+    stats = model.stats()
+    top_k = model.config.num_experts_per_tok
+    for layer in stats["layers"]:
+        # Six new tokens, the last of which is never read back.
+        assert layer["tokens"] == 3 + 5
+        assert sum(layer["tokens_per_expert"]) == 8 * top_k
+        assert layer["steps"] == 6
+    loads = sum(layer["expert_loads"] for layer in stats["layers"])
+    layers, experts = len(stats["layers"]), model.config.num_experts
+    assert stats["expert_bytes_read"] == loads * stats["expert_bytes"] // (layers * experts)
+    assert stats["weight_bytes"] > stats["expert_bytes"]
+
+
+def test_a_lossy_policy_is_refused_unless_allowed(tiny_checkpoint: Callable[[str], Path]) -> None:
+    path = tiny_checkpoint("qwen3_moe")
+    with pytest.raises(ProfileError, match=r"routing\.policies: policy 'top_k:1' changes"):
+        MoE.from_pretrained(path, routing={"policies": ["top_k:1"]})
+    lossy = MoE.from_pretrained(path, routing={"policies": ["top_k:1"]}, lossless=False)
+    lossy.generate([5, 9, 33], GREEDY)
+    for layer in lossy.stats()["layers"]:
+        assert sum(layer["tokens_per_expert"]) == layer["tokens"]
+
+
+def test_dtypes_of_trunk_and_experts_follow_the_profile(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    path = tiny_checkpoint("qwen3_moe")
+    small = MoE.from_pretrained(path, model={"expert_dtype": "bfloat16"})
+    whole = MoE.from_pretrained(path)
+    assert small.stats()["expert_bytes"] * 2 == whole.stats()["expert_bytes"]
+    torch.testing.assert_close(
+        small.logits([5, 9, 33]), whole.logits([5, 9, 33]), atol=0.1, rtol=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+        ([], "no prompts were given; give at least one"),
+        ([5, 128], "token ids must be whole numbers from 0 to 127 (vocabulary of 128), got 128"),
+        ([5, -1], "got -1 at position 1"),
+        ("text", "text prompts need a tokenizer"),
+        ([1] * 300, "the prompt has 300 tokens and max_new_tokens is 6, together more than"),
+    ],
+)
+def test_prompts_that_are_refused(model: MoE, prompt: str | list[int], message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        model.stream(prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_sampling_parameters_that_are_refused(params: dict[str, float], message: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{message} must be"):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_as_many_params_as_prompts(model: MoE) -> None:
+    with pytest.raises(RequestError, match="got 2 for 3 prompts"):
+        model.generate(PROMPTS, [GREEDY, GREEDY])
+
+
+def test_stop_strings_need_a_tokenizer(model: MoE) -> None:
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        model.generate([5], SamplingParams(stop=["x"]))
+
+
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=32,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM has no experts"):
+        MoE.from_pretrained(tmp_path)
+
+
+def test_an_absent_device_is_refused(tiny_checkpoint: Callable[[str], Path]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(ProfileError, match="device is 'cuda', and torch finds no CUDA device"):
+        MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), device="cuda")

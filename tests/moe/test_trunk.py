@@ -1,0 +1,142 @@
+"""Real architectures through lanes: whatever happens to other lanes, a lane gives its own logits.
+
+The oracle is transformers' own forward of the same weights, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moe import MoE
+from moe.kv import Work
+from moe.lanes import Lane, LaneState, run_lanes
+from moe.trunk import Trunk
+
+ARCHITECTURES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+TOLERANCE = 1e-5  # to the same engine's pass over one sequence
+FIDELITY = 1e-4  # to transformers; a delta rule over random weights amplifies rounding
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Logits ``(T, V)`` of transformers' own eager forward."""
+
+    @cache
+    def model(model_type: str):  # type: ignore[no-untyped-def]
+        path = tiny_checkpoint(model_type)
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    @cache
+    def logits(model_type: str, token_ids: tuple[int, ...]) -> Tensor:
+        with torch.no_grad():
+            rows: Tensor = model(model_type)(torch.tensor([token_ids]), use_cache=False).logits[0]
+        return rows
+
+    return logits
+
+
+def prompt_lane(trunk: Trunk, token_ids: list[int]) -> Lane[list[Tensor]]:
+    work = Work(token_ids, trunk.new_cache(len(token_ids)), all_logits=True)
+    return trunk.lanes([work])[0]
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32), count=st.integers(2, 4))
+def test_lanes_do_not_change_results(
+    model_type: str,
+    seed: int,
+    count: int,
+    tiny_moe: Callable[[str], MoE],
+    reference: Callable[[str, tuple[int, ...]], Tensor],
+) -> None:
+    """Random lengths, staggered starts, pauses at random layers, cancellations.
+
+    Each lane gives the logits of its own separate pass, and those of transformers.
+    """
+    choose = random.Random(seed)
+    model = tiny_moe(model_type)
+    trunk, experts = model._trunk, model._experts
+    prompts = [choose.choices(range(3, 128), k=choose.randint(1, 20)) for _ in range(count)]
+    lanes: list[Lane[list[Tensor]]] = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            lanes.append(prompt_lane(trunk, prompt))
+            pauses = {lane: choose.randint(0, len(experts.layers)) for lane in lanes}
+            run_lanes(lanes, experts.run, pause_at=pauses)
+            if choose.random() < 0.3:
+                choose.choice(lanes).cancel()
+        run_lanes(lanes, experts.run)
+    for prompt, lane in zip(prompts, lanes, strict=True):
+        if lane.state is not LaneState.CANCELLED:
+            logits = lane.result()[0]
+            alone = model.logits(prompt)
+            torch.testing.assert_close(logits, alone, atol=TOLERANCE, rtol=1e-5)
+            expected = reference(model_type, tuple(prompt))
+            torch.testing.assert_close(logits, expected, atol=FIDELITY, rtol=FIDELITY)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_prompts_and_steps_of_several_sequences_in_one_pass(
+    model_type: str,
+    tiny_moe: Callable[[str], MoE],
+    reference: Callable[[str, tuple[int, ...]], Tensor],
+) -> None:
+    """One sequence is in the middle of decoding while another's prompt is read."""
+    model = tiny_moe(model_type)
+    trunk = model._trunk
+    first, second = list(range(10, 24)), list(range(50, 41, -1))
+    caches = [trunk.new_cache(20), trunk.new_cache(20)]
+    with torch.inference_mode():
+        (prompt,) = run_pass(model, [Work(first[:9], caches[0], all_logits=True)])
+        steps = [[prompt], []]
+        step, prompt = run_pass(
+            model, [Work(first[9:10], caches[0]), Work(second[:6], caches[1], all_logits=True)]
+        )
+        steps[0].append(step)
+        steps[1].append(prompt)
+        for a, b in zip(first[10:], second[6:] + [None], strict=True):
+            work = [Work([a], caches[0])] + ([Work([b], caches[1])] if b is not None else [])
+            for logits, rows in zip(steps, run_pass(model, work), strict=False):
+                logits.append(rows)
+    for token_ids, logits in zip((first, second), steps, strict=True):
+        expected = reference(model_type, tuple(token_ids))
+        torch.testing.assert_close(torch.cat(logits), expected, atol=FIDELITY, rtol=FIDELITY)
+
+
+def run_pass(model: MoE, work: list[Work]) -> list[Tensor]:
+    lanes = model._trunk.lanes(work)
+    run_lanes(lanes, model._experts.run)
+    return [rows for lane in lanes for rows in lane.result()]
+
+
+def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    trunk = model._trunk
+    cache_, fresh = trunk.new_cache(20), trunk.new_cache(20)
+    with torch.inference_mode():
+        run_pass(model, [Work([5, 6, 7], cache_)])
+        lane = trunk.lanes([Work([8, 9], cache_)])[0]
+        run_lanes([lane], model._experts.run, pause_at={lane: 2})
+        lane.cancel()
+        assert cache_.length == 3
+        (after,) = run_pass(model, [Work([11], cache_)])
+        (expected,) = run_pass(model, [Work([5, 6, 7, 11], fresh)])
+    torch.testing.assert_close(after, expected, atol=TOLERANCE, rtol=1e-4)
+
+
+def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> None:
+    hybrid = tiny_moe("qwen3_next")
+    assert hybrid.status()["packing"]["enabled"] is False
+    assert hybrid.notices[0].startswith("each sequence runs in a pass of its own: ")
+    assert tiny_moe("qwen3_moe").status()["packing"]["enabled"] is True

@@ -1,0 +1,171 @@
+"""The house: rooms and floors, and what must never appear in our code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import tokenize
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Each room with the rooms it may import. Room by room the floors of docs/architecture.md.
+FLOORS = {
+    "kernels": set(),
+    "routing": set(),
+    "experts": {"kernels", "routing"},
+    "offload": {"experts", "kernels", "routing"},
+    "configs": set(),
+    "moe": {"offload", "experts", "kernels", "routing", "configs"},
+}
+ROOMS = [room for room in FLOORS if (ROOT / room).is_dir()]
+
+
+def source_files(*folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file): file for file in source_files(*ROOMS)}
+
+
+def imported(statements: list[ast.AST], package: str) -> Iterator[str]:
+    """Absolute names of the modules that the statements import, ours and others'."""
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1]
+            prefix = [*base, node.module] if node.level else [node.module or ""]
+            source = ".".join(filter(None, prefix))
+            names = [f"{source}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if name in MODULES)
+            if not all(name in MODULES for name in names):
+                yield source
+
+
+def package_of(name: str) -> str:
+    return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_go_down_only(room: str) -> None:
+    allowed = FLOORS[room] | {room}
+    for name, file in MODULES.items():
+        if name.split(".")[0] == room:
+            everything = list(ast.walk(ast.parse(file.read_text())))
+            rooms = {target.split(".")[0] for target in imported(everything, package_of(name))}
+            assert rooms & FLOORS.keys() <= allowed, name
+
+
+def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """Statements that run when the module is imported: none in functions or for type checkers."""
+    for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        for block in ("body", "orelse", "finalbody", "handlers"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from at_import(getattr(node, block, []))
+
+
+def test_no_circular_imports() -> None:
+    graph = {
+        name: {
+            target
+            for target in imported(
+                list(at_import(ast.parse(file.read_text()).body)), package_of(name)
+            )
+            if target in MODULES
+        }
+        for name, file in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_module_is_importable(room: str) -> None:
+    package = importlib.import_module(room)
+    assert package.__file__ is not None
+    assert Path(package.__file__).is_relative_to(ROOT), f"{room} comes from {package.__file__}"
+    for module in pkgutil.walk_packages(package.__path__, f"{room}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+FORBIDDEN_CODE = {
+    r"\b(c?pickle|dill|marshal|shelve)\b": "runs code from a file",
+    r"\btorch\.load\(": "reads pickle",
+    r"\btrust_remote_code=True": "runs code from a model repository",
+    r"(?<![.\w])(eval|exec)\(": "runs text as code",
+    r"\bshell=True|\bos\.(system|popen)\(": "runs text in a shell",
+    r"\byaml\.(unsafe_|full_)load\(": "builds arbitrary objects",
+    r"\bNotImplementedError\b": "unfinished",
+}
+FORBIDDEN_TEXT = {
+    r"0\.0\.0\.0|tcp://\*": "listens on every interface",
+    r"\b(TODO|FIXME|XXX)\b": "unfinished",
+}
+OUR_CODE = source_files(*ROOMS, "benchmarks", "examples")
+
+
+def code_lines(file: Path) -> dict[int, str]:
+    """Line number -> the line's tokens, joined without spaces between them but for names; strings
+    and comments left out: an error message may say what pickle is."""
+    lines: dict[int, str] = {}
+    with file.open("rb") as stream:
+        for token in tokenize.tokenize(stream.readline):
+            if token.type in (tokenize.NAME, tokenize.OP):
+                before = lines.get(token.start[0], "")
+                space = " " if before[-1:].isidentifier() and token.type == tokenize.NAME else ""
+                lines[token.start[0]] = before + space + token.string
+    return lines
+
+
+@pytest.mark.parametrize("pattern", FORBIDDEN_CODE)
+def test_forbidden_code(pattern: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {FORBIDDEN_CODE[pattern]}"
+        for file in OUR_CODE
+        for number, line in code_lines(file).items()
+        if re.search(pattern, line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("pattern", FORBIDDEN_TEXT)
+def test_forbidden_text(pattern: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {FORBIDDEN_TEXT[pattern]}"
+        for file in OUR_CODE
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "pattern"),
+    [
+        ("import pickle as p", "pickle"),
+        ("x = torch . load ( y )", "torch"),
+        ("f(trust_remote_code = True)", "trust"),
+        ("print(eval(x))", "eval"),
+        ("run(c, shell = True)", "shell"),
+    ],
+)
+def test_the_search_for_forbidden_code_finds_it(tmp_path: Path, source: str, pattern: str) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(f"'pickle torch.load( eval('  # pickle\n{source}\nmodel.eval()\n")
+    (only,) = (p for p in FORBIDDEN_CODE if f"{pattern}" in p)
+    assert [n for n, line in code_lines(file).items() if re.search(only, line)] == [2]
