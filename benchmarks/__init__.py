@@ -1,1 +1,1 @@
-"""One file a question: `python -m benchmarks.NAME [--quick]` prints a table and, last, one JSON line."""
+"""One file a question: `python -m benchmarks.NAME [--quick]` prints a table, then one JSON line."""

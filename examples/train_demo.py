@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=REPO / "examples/demo-model")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-demo")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2100)
     parser.add_argument("--batch", type=int, default=4, help="windows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per window")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -266,6 +266,7 @@ def main() -> None:
     args = parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = data.load_corpus(args.work, REPO / "tests/data", args.vocab, args.quick)
     model = build_model(corpus, args.seed).to(device)

@@ -74,7 +74,7 @@ class ExpertWeights:
 def experts_forward(
     hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
 ) -> Tensor:
-    """Each token's weighted sum of its experts' outputs, `sum_k weights[t, k] * expert_k(hidden[t])`.
+    """Each token's weighted sum of its experts: `sum_k weights[t, k] * expert_k(hidden[t])`.
 
     Args:
         hidden_TH: (T, H) activations; T = 0 is fine.
@@ -144,13 +144,12 @@ def id_error(experts: ExpertWeights) -> ValueError:
 
 
 def _one_expert(row_RH: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
-    def part(stacked: Tensor | None) -> Tensor | None:
-        return None if stacked is None else stacked[expert].to(row_RH.dtype)
+    def project(row_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None) -> Tensor:
+        bias_Y = None if bias_EY is None else bias_EY[expert].to(row_RX.dtype)
+        return linear(row_RX, weight_EYX[expert].to(row_RX.dtype), bias_Y)
 
-    gate_up_GH, down_HF = part(experts.gate_up_EGH), part(experts.down_EHF)
-    assert gate_up_GH is not None and down_HF is not None
-    inner_RF = experts.activation(linear(row_RH, gate_up_GH, part(experts.gate_up_bias_EG)))
-    output_RH = linear(inner_RF, down_HF, part(experts.down_bias_EH))
+    inner_RF = experts.activation(project(row_RH, experts.gate_up_EGH, experts.gate_up_bias_EG))
+    output_RH = project(inner_RF, experts.down_EHF, experts.down_bias_EH)
     return output_RH if experts.post_norm is None else experts.post_norm(output_RH)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from moe import doctor_checks as checks
 from moe.doctor_checks import Finding
 
-__all__ = ["Finding", "exit_code", "print_doctor", "run_doctor"]
+__all__ = ["Finding", "exit_code", "main", "print_doctor", "run_doctor"]
 
 # The dependencies of pyproject.toml (a test compares them); here because a plain checkout has no
 # metadata to read them from.
@@ -53,6 +53,13 @@ CHECKS: dict[str, Callable[[], Finding]] = {
 def run_doctor() -> list[Finding]:
     """All findings, in the order they are shown. A check that fails becomes a finding itself."""
     return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def main() -> int:
+    """Print the findings; the exit code of ``moe doctor``."""
+    findings = run_doctor()
+    print_doctor(findings, Console())
+    return exit_code(findings)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

@@ -8,7 +8,7 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ class MoE:
         """
         settings = overrides if device is None else {**overrides, "device": device}
         loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
-        return cls(load_model(path_or_hub_id, loaded_profile.profile, progress=progress), loaded_profile)
+        return cls(
+            load_model(path_or_hub_id, loaded_profile.profile, progress=progress), loaded_profile
+        )
 
     @property
     def config(self) -> Any:
@@ -108,7 +110,7 @@ class MoE:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Like `generate`, one event for each new token of each sequence as it comes.
 
         Prompts are checked before this returns. Closing the iterator cancels what still runs.
@@ -204,7 +206,7 @@ class MoE:
     def _default_params(self) -> SamplingParams:
         return SamplingParams(**self.profile.profile.generation.model_dump())
 
-    def _run(self, groups: list[list[RunningSequence]]) -> Iterator[StreamEvent]:
+    def _run(self, groups: list[list[RunningSequence]]) -> Generator[StreamEvent, None, None]:
         engine = Engine(self._trunk, self._experts.run, self.profile.profile.engine.max_batch_size)
         places = {
             sequence: (prompt, sample)

@@ -10,6 +10,7 @@ Shape legend as in kernels/reference.py; A is the number of slots in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ def is_silu_gated(experts: ExpertWeights) -> bool:
     rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
     if rows != 2 * width:
         return False
-    generator = torch.Generator().manual_seed(0)
-    scale = torch.logspace(-2, 4, 32)[:, None]
-    probe = torch.randn(32, rows, generator=generator) * scale
+    # Said in full: the defaults may be another dtype or device just now.
+    place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    scale = torch.logspace(-2, 4, 32, **place)[:, None]
+    probe = torch.randn(32, rows, generator=torch.Generator("cpu").manual_seed(0), **place) * scale
     expected = silu(probe[:, :width]) * probe[:, width:]
     actual = experts.activation(probe)
     return (
@@ -44,10 +46,15 @@ def is_silu_gated(experts: ExpertWeights) -> bool:
     )
 
 
+def empty_rows(count: int, width: int) -> Tensor:
+    """Uninitialised float32 rows for C++ to fill, whatever torch's defaults are."""
+    return torch.empty(count, width, dtype=torch.float32, device="cpu")
+
+
 def by_blocks(function: Callable[[Tensor], Tensor], rows: Tensor, width: int) -> Tensor:
     """`function(rows)` in float32, in blocks that keep a row's bits free of its company."""
     block = max(1, (_TORCH_GRAIN - 1) // rows.shape[1]) if width % _TORCH_VECTOR == 0 else 1
-    output = torch.empty(rows.shape[0], width)
+    output = empty_rows(rows.shape[0], width)
     for begin in range(0, rows.shape[0], block):
         part = rows[begin : begin + block]
         if part.shape[0] == 1 < block:  # views of one row count as contiguous, of several not

@@ -1,10 +1,10 @@
 """Compile the C++ experts once and keep the library in the user's cache.
 
-One compiler call on plain C++ (no torch headers: about three seconds, no build system), into
-`$XDG_CACHE_HOME or ~/.cache` `/moe-inference/<key>/experts.so`. The key hashes everything the machine
-code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its own and
-is renamed into place when complete, so concurrent builds are safe and a killed one leaves no lock
-and no half a library behind.
+One compiler call on plain C++ (no torch headers: some six seconds, no build system) makes
+`moe-inference/<key>/experts.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
+machine code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its
+own and is renamed into place when complete, so concurrent builds are safe and a killed one leaves
+neither a lock nor half a library behind.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _run(command: Sequence[str]) -> str:
 
 def _key(compiler: list[str], target: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(_SOURCE_DIR.glob("*.h")) + [_SOURCE_DIR / _MAIN_SOURCE]:
+    for path in (*sorted(_SOURCE_DIR.glob("*.h")), _SOURCE_DIR / _MAIN_SOURCE):
         digest.update(path.read_bytes())
     facts = (*_FLAGS, *target, _run([*compiler, "--version"]), _cpu(), torch.__version__)
     digest.update("\n".join(facts).encode())

@@ -3,6 +3,7 @@
 // room for an activation or norm of Python's between them. Letters as in grouped.h.
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
 
 #include "grouped.h"
 
@@ -54,6 +55,13 @@ struct Layer {
 
 namespace {
 
+// How many of `threads` have enough to do.
+int32_t team(const Layer& layer, long rows, int32_t threads) {
+  const long expert = layer.hidden * (layer.gate_up_rows + layer.width);
+  const long useful = 1 + rows * expert / THREAD_WEIGHTS;
+  return useful < threads ? useful : threads;
+}
+
 // Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
 // products where it has them, everything else is widened to fp32 first.
 template <class Body>
@@ -93,10 +101,13 @@ int64_t moe_route(const int64_t* ids, int64_t slots, int64_t experts, int32_t* n
 // out (A, G) fp32 = first projection of hidden (T, H) of `dtype` (FP32 or BF16).
 void moe_first(const Layer* layer, const Routing* routing, const void* hidden, int32_t dtype,
                int64_t slots, float* out, int32_t threads) {
+  threads = team(*layer, routing->rows, threads);
+  Turns turns;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
-    with_rows(hidden, dtype, [&](auto* rows) {
-      project<decltype(mode)>(*routing, rows, slots, layer->gate_up, layer->gate_up_bias,
-                              layer->gate_up_rows, layer->hidden, out, threads);
+    with_rows(hidden, dtype, [&](auto* x) {
+#pragma omp parallel num_threads(threads)
+      project<decltype(mode)>(*routing, x, slots, layer->gate_up, layer->gate_up_bias,
+                              layer->gate_up_rows, layer->hidden, out, threads, turns);
     });
   });
 }
@@ -104,17 +115,25 @@ void moe_first(const Layer* layer, const Routing* routing, const void* hidden, i
 // out (A, H) fp32 = second projection of inner (A, F) fp32; `dtype` is hidden's.
 void moe_second(const Layer* layer, const Routing* routing, const float* inner, int32_t dtype,
                 float* out, int32_t threads) {
+  threads = team(*layer, routing->rows, threads);
+  Turns turns;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
+#pragma omp parallel num_threads(threads)
     project<decltype(mode)>(*routing, inner, 0, layer->down, layer->down_bias, layer->hidden,
-                            layer->width, out, threads);
+                            layer->width, out, threads, turns);
   });
 }
 
 // out (T, H) of `dtype` = each token's weighted sum of its rows (A, H).
-void moe_combine(const Routing* routing, const float* rows, const float* weights, int64_t tokens,
-                 int64_t slots, int64_t hidden, void* out, int32_t dtype, int32_t threads) {
-  with_rows(out, dtype,
-            [&](auto* to) { combine(*routing, rows, weights, tokens, slots, hidden, to, threads); });
+void moe_combine(const Layer* layer, const Routing* routing, const float* rows,
+                 const float* weights, int64_t tokens, int64_t slots, void* out, int32_t dtype,
+                 int32_t threads) {
+  threads = team(*layer, routing->rows, threads);
+  Turns turns;
+  with_rows(out, dtype, [&](auto* to) {
+#pragma omp parallel num_threads(threads)
+    combine(*routing, rows, weights, tokens, slots, layer->hidden, to, turns);
+  });
 }
 
 // The whole layer, activation silu(gate) * up. 1: done, -1: an id outside [-1, E), 0: no memory.
@@ -129,15 +148,22 @@ int32_t moe_forward(const Layer* layer, const void* hidden, int32_t dtype, const
   Routing routing;
   if (!route(ids, S, layer->experts, reinterpret_cast<int32_t*>(memory), routing)) return -1;
   float* row = reinterpret_cast<float*>(memory + routing_bytes + inner_bytes);
+  threads = team(*layer, routing.rows, threads);
+  Turns first, second, sum;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
     using M = decltype(mode);
     auto* inner = reinterpret_cast<typename M::X*>(memory + routing_bytes);
     with_rows(hidden, dtype, [&](auto* x) {
-      project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, F, H, inner, threads);
+      auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(x)>>*>(out);
+#pragma omp parallel num_threads(threads)
+      {
+        project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, F, H, inner,
+                         threads, first);
+        project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads, second);
+        combine(routing, row, weights, tokens, slots, H, to, sum);
+      }
     });
-    project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads);
   });
-  moe_combine(&routing, row, weights, tokens, slots, H, out, dtype, threads);
   scratch.trim();
   return 1;
 }

@@ -1,11 +1,12 @@
 // Grouped products of one MoE layer on rows sorted by expert, and the weighted sum per token.
 // Threads are OpenMP's: the runtime that torch itself uses, so no second pool competes with it.
+// Every function below runs in all threads of a parallel region; they share work through `Turns`.
 //
 // T tokens, H hidden, K slots a token, E experts, F expert width, G = 2F or F rows of the first
 // projection, S = T*K slots, A the slots in use. "Sorted" rows are the A used slots by expert.
 #pragma once
 #include <atomic>
-#include <type_traits>
+#include <thread>
 
 #include "gemm.h"
 
@@ -18,7 +19,23 @@ struct Routing {             // views of one int32 buffer, see route()
 constexpr long PANEL_BYTES = 256 << 10;  // weights a task keeps in L2 while its rows pass
 constexpr long MIN_PANEL = 16;
 constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
-constexpr long SMALL = 1 << 15;          // elements below which one thread is faster
+constexpr long THREAD_WEIGHTS = 1 << 17;  // fewer weights a thread do not pay for waking it
+
+// One stage's tasks, taken in turn. A stage is over when its tasks are done, not when all threads
+// have come by: one that the system has not scheduled yet holds nobody up.
+struct Turns {
+  std::atomic<long> taken{0}, done{0};
+
+  template <class Task>
+  void run(long count, const Task& task) {
+    for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      task(i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+    for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins)
+      if (spins > 1 << 14) std::this_thread::yield();
+  }
+};
 
 constexpr long routing_numbers(long slots, long experts) { return 2 * slots + 2 * experts + 1; }
 
@@ -52,40 +69,37 @@ static inline bool route(const int64_t* ids, long slots, long experts, int32_t* 
 // Tasks are (expert, panel of weight rows): each weight is read from memory once a call.
 template <class M, int PARTS, class From, class Finish>
 void grouped(const Routing& routing, const From* x, long slots_a_row, const void* weights,
-             long weight_rows, long width, int threads, const Finish& finish) {
+             long weight_rows, long width, int threads, Turns& turns, const Finish& finish) {
   typedef typename M::W W;
   const long rows = weight_rows / PARTS;
   const long share = rows * routing.num_active / (threads * TASKS_A_THREAD);
   long panel = PANEL_BYTES / (long(sizeof(W)) * width * PARTS);
   panel = (share < panel ? share : panel) / QUAD * QUAD;
   panel = panel < MIN_PANEL ? MIN_PANEL : panel > MAX_PANEL ? MAX_PANEL : panel;
-  const long panels = (rows + panel - 1) / panel, tasks = panels * routing.num_active;
-  std::atomic<long> next{0};
-#pragma omp parallel num_threads(threads)
-  {
-    alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
-    for (long task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      const long e = routing.active[task / panels], g = task % panels * panel;
-      const long count = rows - g < panel ? rows - g : panel;
-      const W* w = static_cast<const W*>(weights) + (e * weight_rows + g) * width;
-      for (long r = routing.begin[e]; r < routing.begin[e + 1]; r += MAX_ROWS) {
-        const long left = routing.begin[e + 1] - r, n = left < MAX_ROWS ? left : MAX_ROWS;
-        const From* from[MAX_ROWS];
-        for (long i = 0; i < n; ++i)
-          from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
-        multiply_rows<M, PARTS>(n, from, w, rows, count, width, sums);
-        for (long i = 0; i < n; ++i)
-          finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
-      }
+  const long panels = (rows + panel - 1) / panel;
+  alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
+  turns.run(panels * routing.num_active, [&](long task) {
+    const long e = routing.active[task / panels], g = task % panels * panel;
+    const long count = rows - g < panel ? rows - g : panel;
+    const W* w = static_cast<const W*>(weights) + (e * weight_rows + g) * width;
+    for (long r = routing.begin[e]; r < routing.begin[e + 1]; r += MAX_ROWS) {
+      const long left = routing.begin[e + 1] - r, n = left < MAX_ROWS ? left : MAX_ROWS;
+      const From* from[MAX_ROWS];
+      for (long i = 0; i < n; ++i)
+        from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
+      multiply_rows<M, PARTS>(n, from, w, rows, count, width, sums);
+      for (long i = 0; i < n; ++i)
+        finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
     }
-  }
+  });
 }
 
 // out (A, weight_rows) = x W^T + bias, one sorted row each.
 template <class M, class From>
 void project(const Routing& routing, const From* x, long slots_a_row, const void* weights,
-             const float* bias, long weight_rows, long width, float* out, int threads) {
-  grouped<M, 1>(routing, x, slots_a_row, weights, weight_rows, width, threads,
+             const float* bias, long weight_rows, long width, float* out, int threads,
+             Turns& turns) {
+  grouped<M, 1>(routing, x, slots_a_row, weights, weight_rows, width, threads, turns,
                 [=](long e, long r, long g, long n, const float* sum, const float*) {
                   float* to = out + r * weight_rows + g;
                   const float* b = bias ? bias + e * weight_rows + g : nullptr;
@@ -96,8 +110,9 @@ void project(const Routing& routing, const From* x, long slots_a_row, const void
 // inner (A, F) = silu(gate) * up, with gate and up the two halves of the projection's rows.
 template <class M, class From>
 void project_gated(const Routing& routing, const From* x, long slots_a_row, const void* weights,
-                   const float* bias, long width, long hidden, typename M::X* inner, int threads) {
-  grouped<M, 2>(routing, x, slots_a_row, weights, 2 * width, hidden, threads,
+                   const float* bias, long width, long hidden, typename M::X* inner, int threads,
+                   Turns& turns) {
+  grouped<M, 2>(routing, x, slots_a_row, weights, 2 * width, hidden, threads, turns,
                 [=](long e, long r, long g, long n, const float* gate, const float* up) {
                   typename M::X* to = inner + r * width + g;
                   const float* b = bias ? bias + e * 2 * width + g : nullptr;
@@ -115,15 +130,18 @@ void project_gated(const Routing& routing, const From* x, long slots_a_row, cons
 // out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]].
 template <class X>
 void combine(const Routing& routing, const float* row, const float* weights, long tokens,
-             long slots, long hidden, X* out, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * slots * hidden > SMALL)
-  for (long t = 0; t < tokens; ++t) {
-    for (long c = 0; c < hidden; c += LANES) {
-      vf sum = {};
-      for (long s = t * slots; s < (t + 1) * slots; ++s)
-        if (routing.position[s] >= 0)
-          sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, hidden - c);
-      store_fp32_as(out + t * hidden + c, sum, hidden - c);
+             long slots, long hidden, X* out, Turns& turns) {
+  constexpr long chunk = 8;
+  turns.run((tokens + chunk - 1) / chunk, [&](long task) {
+    const long first = task * chunk, last = first + chunk < tokens ? first + chunk : tokens;
+    for (long t = first; t < last; ++t) {
+      for (long c = 0; c < hidden; c += LANES) {
+        vf sum = {};
+        for (long s = t * slots; s < (t + 1) * slots; ++s)
+          if (routing.position[s] >= 0)
+            sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, hidden - c);
+        store_fp32_as(out + t * hidden + c, sum, hidden - c);
+      }
     }
-  }
+  });
 }

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cpu.activation import by_blocks, is_silu_gated
+from kernels.cpu.activation import by_blocks, empty_rows, is_silu_gated
 from kernels.reference import ExpertWeights, check_shapes, id_error
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -42,7 +42,7 @@ class _Routing(ctypes.Structure):
 class _Plan:
     key: tuple[object, ...]  # the storage that the plan points to
     layer: _Layer
-    biases: tuple[Tensor | None, Tensor | None]  # keeps the float32 copies alive
+    biases: tuple[Tensor | None, Tensor | None]  # kept alive: float32 copies
     gated: bool  # the activation is silu(gate) * up on concatenated halves
 
 
@@ -56,10 +56,10 @@ class NativeExperts:
             "moe_route": (size, (pointer, size, size, pointer, pointer)),
             "moe_first": (None, (pointer, pointer, pointer, dtype, size, pointer, dtype)),
             "moe_second": (None, (pointer, pointer, pointer, dtype, pointer, dtype)),
-            "moe_combine": (None, (*(pointer,) * 3, size, size, size, pointer, dtype, dtype)),
+            "moe_combine": (None, (*(pointer,) * 4, size, size, pointer, dtype, dtype)),
             "moe_forward": (
                 dtype,
-                (*(pointer,) * 2, dtype, *(pointer,) * 2, size, size, pointer, dtype),
+                (pointer, pointer, dtype, pointer, pointer, size, size, pointer, dtype),
             ),
         }
         for name, (result, arguments) in signatures.items():
@@ -130,7 +130,7 @@ class NativeExperts:
         library, layer = self._library, ctypes.addressof(plan.layer)
         dtype, threads, size = _DTYPES[hidden_TH.dtype], torch.get_num_threads(), ids_TK.numel()
         numbers = torch.empty(
-            library.moe_routing_numbers(size, experts.num_experts), dtype=torch.int32
+            library.moe_routing_numbers(size, experts.num_experts), dtype=torch.int32, device="cpu"
         )
         record = _Routing()
         routing = ctypes.addressof(record)
@@ -139,21 +139,21 @@ class NativeExperts:
         )
         if rows < 0:
             raise id_error(experts)
-        projected_AG = torch.empty(rows, experts.gate_up_EGH.shape[1])
+        projected_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
         hidden, slots = hidden_TH.data_ptr(), ids_TK.shape[1]
         library.moe_first(layer, routing, hidden, dtype, slots, projected_AG.data_ptr(), threads)
         inner_AF = by_blocks(experts.activation, projected_AG, experts.intermediate_size)
-        row_AH = torch.empty(rows, experts.hidden_size)
+        row_AH = empty_rows(rows, experts.hidden_size)
         library.moe_second(layer, routing, inner_AF.data_ptr(), dtype, row_AH.data_ptr(), threads)
         if experts.post_norm is not None:
             row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
         output_TH = torch.empty_like(hidden_TH)
         library.moe_combine(
+            layer,
             routing,
             row_AH.data_ptr(),
             weights_TK.data_ptr(),
             *ids_TK.shape,
-            experts.hidden_size,
             output_TH.data_ptr(),
             dtype,
             threads,

@@ -38,6 +38,7 @@ def test_this_machine_is_fit() -> None:
         assert finding.detail
         assert finding.status == "ok" or finding.remedy, finding
     assert "ready to run" in shown(findings)
+    assert doctor.main() == 0
 
 
 def test_the_requirements_are_those_of_pyproject() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_any_stagger_and_cancellation_leaves_each_result(
     lanes: list[Lane[Tensor]] = []
     for index, (num_layers, pause, _) in enumerate(plan):
         lanes.append(Lane(forward(float(index), range(num_layers), experts)))
-        run_lanes(lanes, experts, pause_at={lane: pause for lane in lanes})
+        run_lanes(lanes, experts, pause_at=dict.fromkeys(lanes, pause))
     for lane, (_, _, cancelled) in zip(lanes, plan, strict=True):
         if cancelled and not lane.finished:
             lane.cancel()
@@ -161,7 +162,8 @@ def test_failing_experts_reach_every_lane_that_waited_there() -> None:
 
 
 def test_each_lane_keeps_its_own_modes() -> None:
-    experts, seen = Experts(), []
+    experts = Experts()
+    seen: list[tuple[str | bool, ...]] = []
 
     def run(name: str) -> None:
         with torch.no_grad():
@@ -191,9 +193,7 @@ def test_gradients_flow_through_a_meeting() -> None:
 
     inputs = [torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)]
     routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    lanes = [
-        Lane(lambda rows=rows: visit_experts(Visit(0, rows, routing), experts)) for rows in inputs
-    ]
+    lanes = [Lane(partial(visit_experts, Visit(0, rows, routing), experts)) for rows in inputs]
     run_lanes(lanes, experts)
     (lanes[0].result().sum() + lanes[1].result().sum()).backward()
     assert weight.grad is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def model(tiny_moe: Callable[[str], MoE]) -> MoE:
 def test_greedy_tokens_equal_transformers_generate(
     model: MoE, tiny_checkpoint: Callable[[str], Path]
 ) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    reference: Any = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("qwen3_moe"))
     reference.generation_config.eos_token_id = None
     for prompt, completion in zip(PROMPTS, model.generate(PROMPTS, GREEDY), strict=True):
         output = reference.generate(
@@ -71,7 +72,7 @@ def test_a_stop_token_ends_the_sequence_and_counts(model: MoE) -> None:
     (free,) = model.generate([5, 9, 33], GREEDY)
     stop = free.token_ids[2]
     params = SamplingParams(
-        max_new_tokens=6, temperature=0.0, stop_token_ids=[stop], ignore_eos=True
+        max_new_tokens=6, temperature=0.0, stop_token_ids=(stop,), ignore_eos=True
     )
     (stopped,) = model.generate([5, 9, 33], params)
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
@@ -172,7 +173,7 @@ def test_as_many_params_as_prompts(model: MoE) -> None:
 
 def test_stop_strings_need_a_tokenizer(model: MoE) -> None:
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
-        model.generate([5], SamplingParams(stop=["x"]))
+        model.generate([5], SamplingParams(stop=("x",)))
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:

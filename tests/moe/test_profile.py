@@ -76,9 +76,9 @@ def test_every_key_is_described() -> None:
 
 def test_profiles_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Profile().lossless = False  # type: ignore[misc]
+        Profile().lossless = False
     with pytest.raises(ValidationError, match="frozen"):
-        Profile().model.dtype = "float16"  # type: ignore[misc]
+        Profile().model.dtype = "float16"
     assert hash(Profile()) == hash(Profile())
 
 

@@ -95,7 +95,7 @@ def test_prompts_and_steps_of_several_sequences_in_one_pass(
     """One sequence is in the middle of decoding while another's prompt is read."""
     model = tiny_moe(model_type)
     trunk = model._trunk
-    first, second = list(range(10, 24)), list(range(50, 41, -1))
+    first, second = list(range(10, 24)), list(range(50, 40, -1))
     caches = [trunk.new_cache(20), trunk.new_cache(20)]
     with torch.inference_mode():
         (prompt,) = run_pass(model, [Work(first[:9], caches[0], all_logits=True)])
@@ -105,9 +105,9 @@ def test_prompts_and_steps_of_several_sequences_in_one_pass(
         )
         steps[0].append(step)
         steps[1].append(prompt)
-        for a, b in zip(first[10:], second[6:] + [None], strict=True):
-            work = [Work([a], caches[0])] + ([Work([b], caches[1])] if b is not None else [])
-            for logits, rows in zip(steps, run_pass(model, work), strict=False):
+        for tokens in zip(first[10:], second[6:], strict=True):
+            work = [Work([token], cache) for token, cache in zip(tokens, caches, strict=True)]
+            for logits, rows in zip(steps, run_pass(model, work), strict=True):
                 logits.append(rows)
     for token_ids, logits in zip((first, second), steps, strict=True):
         expected = reference(model_type, tuple(token_ids))

@@ -1,0 +1,151 @@
+"""The ``moe`` command on the shipped model, run in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe.cli import build_parser, main
+
+DEMO = str(Path(__file__).parents[2] / "examples" / "demo-model")
+SHORT = ["--max-new-tokens", "8"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_json_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "generate", DEMO, "--prompt", "import os", "--json", *SHORT)
+    result = json.loads(out)
+    assert code == 0
+    assert set(result) == {
+        "text",
+        "token_ids",
+        "prompt_token_ids",
+        "finish_reason",
+        "stats",
+    }
+    assert set(result["stats"]) == {
+        "ttft_s",
+        "tokens_per_second",
+        "new_tokens",
+        "expert_bytes_read",
+        "peak_rss_bytes",
+    }
+    assert result["stats"]["new_tokens"] == len(result["token_ids"]) == 8
+    assert result["finish_reason"] == "length"
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "generate", DEMO, "--prompt", "import os", "--json", *SHORT)
+    text = json.loads(out)["text"]
+    code, out, err = run(capsys, "generate", DEMO, "--prompt", "import os", *SHORT)
+    assert (code, out) == (0, text + "\n")
+    assert "2 prompt tokens, 8 new tokens, first after " in err or "8 new tokens" in err
+    assert "MB of experts read a token" in err
+
+
+def test_the_prompt_from_stdin_and_from_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("def main():")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def main():"))
+    outputs = [
+        run(capsys, "generate", DEMO, "--prompt", prompt, *SHORT)[1]
+        for prompt in ("def main():", "-", f"@{file}")
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_a_seed_repeats_and_another_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    def text(seed: str) -> str:
+        sampling = ["--temperature", "1.5", "--seed", seed, *SHORT]
+        return run(capsys, "generate", DEMO, "--prompt", "import os", *sampling)[1]
+
+    assert text("1") == text("1")
+    assert text("1") != text("2")
+
+
+def test_print_config_shows_origins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_GENERATION__TOP_K", "7")
+    code, out, _ = run(
+        capsys,
+        *("generate", "--print-config", "--profile", "demo"),
+        *("--set", "engine.max_batch_size=2", "--temperature", "0.5"),
+    )
+    lines = {line.split(" = ")[0]: line.split(" = ")[1].split("#") for line in out.splitlines()}
+    shown = {key: (value.strip(), origin.strip()) for key, (value, origin) in lines.items()}
+    assert code == 0
+    assert shown["engine.max_batch_size"] == ("2", "command line")
+    assert shown["generation.temperature"] == ("0.5", "command line")
+    assert shown["generation.top_k"] == ("7", "environment MOE_GENERATION__TOP_K")
+    assert shown["generation.max_new_tokens"][1].endswith("demo.yaml")
+    assert shown["lossless"] == ("true", "default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "/no/such/model", "--prompt", "x"], "moe: no model directory '/no/such/mod"),
+        (["generate", "--prompt", "x"], "moe: no model was given"),
+        (["generate", DEMO], "moe: no prompt was given"),
+        (["generate", DEMO, "--prompt", ""], "moe: the prompt is empty"),
+        (["generate", DEMO, "--prompt", "@/no/file"], "moe: cannot read the prompt file /no/file"),
+        (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
+        (["generate", DEMO, "--prompt", "x", "--set", "engine.max=1"], "engine.max_batch_size"),
+        (["generate", DEMO, "--prompt", "x", "--profile", "defualt"], "'default'"),
+        (["generate", DEMO, "--prompt", "x", "--max-new-tokens", "5000"], "more than the context"),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_clear_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("moe: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_chat_keeps_history_and_obeys_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/stats\n/reset\n/stats\n/exit\nignored"))
+    code, out, _ = run(capsys, "chat", DEMO, *SHORT)
+    assert code == 0
+    assert out.count("prompt tokens,") == 2
+    assert "(conversation forgotten)" in out
+
+
+def test_module_and_version() -> None:
+    command = [sys.executable, "-m", "moe", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("moe ")
+
+
+def test_the_command_line_is_frozen() -> None:
+    """A new command or option is a decision: change this list with it."""
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    options = {
+        name: sorted(o for action in parser._actions for o in action.option_strings)
+        for name, parser in commands.items()  # type: ignore[union-attr]
+    }
+    model = ["--profile", "--set"]
+    sampling = ["--max-new-tokens", "--seed", "--temperature"]
+    usual = ["--help", "-h"]
+    assert options == {
+        "generate": sorted([*model, *sampling, *usual, "--json", "--print-config", "--prompt"]),
+        "chat": sorted([*model, *sampling, *usual]),
+        "doctor": usual,
+    }
