@@ -63,7 +63,10 @@ def take_turns(
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
-    """GB/s at which this machine's threads read memory: the best of several sums of one array."""
+    """GB/s at which torch.sum reads memory with all threads, the best of several.
+
+    A yardstick, not a limit: a kernel that fetches ahead can read a little faster.
+    """
     array = torch.ones(megabytes << 18, dtype=torch.float32)
     best = float("inf")
     for _ in range(6):

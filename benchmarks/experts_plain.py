@@ -157,7 +157,7 @@ def main() -> None:
     header |= {"kernel": backend_status()["name"], "read_gbps": round(bandwidth, 1)}
     print_header(header)
     points = run(seconds)
-    columns = ("size", "dtype", "tokens", "ours us", *PEERS, "ratio", "GB/s", "of read speed")
+    columns = ("size", "dtype", "tokens", "ours us", *PEERS, "ratio", "GB/s", "of torch.sum")
     rows = [
         (
             *(p[key] for key in ("size", "dtype", "tokens", "ours_us")),

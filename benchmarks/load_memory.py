@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from moe.checkpoint import Checkpoint
-from moe.hub import read_config
-from moe.loading import load_weights
-from moe.meta_model import build_meta_model
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.hub import read_config
+from moe.loading.load import load_weights
+from moe.loading.meta_model import build_meta_model
 
 SHARD_BYTES = 200 << 20
 LOADERS = ("ours", "transformers")

@@ -5,7 +5,7 @@ own classes on Python documentation, Python code and C++ headers, saved in Huggi
 with a tokenizer, a chat template and a model card made of measured numbers.
 Why: an engine for MoE models needs one real checkpoint, with real routing, that fits in the
 repository and that anybody can make again without a download from a model hub.
-How: ``python examples/train_demo.py`` (needs torch and transformers; uses a GPU where there is
+How: ``python -m examples.train_demo`` (needs torch and transformers; uses a GPU where there is
 one). It resumes from the checkpoint in ``--work``; ``--quick --out DIR`` is a smoke test.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
 import re
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import demo_data as data
 import torch
 import torch.nn.functional as F
 import transformers
@@ -30,13 +30,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from examples import demo_data as data
+
 REPO = Path(__file__).resolve().parent.parent
 CARD = REPO / "examples/demo-model/README.md"
 MARKS = ("<!-- measured by train_demo.py -->", "<!-- end of the measured part -->")
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 100
-DECAY_SHARE = 0.25  # the learning rate falls linearly to 0 over this last share of the steps
+REVIVE_FROM = 700  # the step from which a second balance loss revives experts hardly ever chosen
+REVIVE = 0.03  # its weight
+DECAY_SHARE = 0.45  # the learning rate falls linearly to 0 over this last share of the steps
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
     "num_hidden_layers": 6,
@@ -58,7 +62,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=REPO / "examples/demo-model")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-demo")
-    parser.add_argument("--steps", type=int, default=2100)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--batch", type=int, default=4, help="windows per step")
     parser.add_argument("--length", type=int, default=1024, help="tokens per window")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -108,19 +112,23 @@ def expert_loads(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
     return torch.stack([c.bincount(minlength=experts) for c in chosen])
 
 
-def losses(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cross entropy (nats per token), balance loss and expert loads [layer, expert].
+def losses(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return cross entropy (nats per token), two balance losses, expert loads [layer, expert].
 
-    The balance loss is one term per layer, summed: transformers' own adds up the loads of all
+    The balance losses are one term per layer, summed: transformers' own adds up the loads of all
     layers before it compares them, so experts of different layers could make up for each other.
+    The first is the Switch loss, whose pull on an expert fades with the expert's probability. The
+    second, KL(even use || mean router probability), pulls all the more the rarer an expert is.
     """
     top_k, experts = model.config.num_experts_per_tok, model.config.num_experts
     with torch.autocast(batch.device.type, torch.bfloat16):
         out = model(input_ids=batch, output_router_logits=True, use_cache=False)
     nats = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
     routers = [logits.float() for logits in out.router_logits]
-    balance = [load_balancing_loss_func((r,), experts, top_k) / top_k for r in routers]
-    return nats, torch.stack(balance).sum(), expert_loads(out.router_logits, top_k)
+    switch = [load_balancing_loss_func((r,), experts, top_k) / top_k for r in routers]
+    unused = [-(experts * r.softmax(-1).mean(0)).log().mean() for r in routers]
+    loads = expert_loads(out.router_logits, top_k)
+    return nats, torch.stack(switch).sum(), torch.stack(unused).sum(), loads
 
 
 def save_checkpoint(path: Path, model: Any, optimizer: Any, step: int, seconds: float) -> None:
@@ -157,8 +165,9 @@ def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_scale(step, args.steps)
         batch = data.training_batch(streams, args.length, args.batch, step, args.seed)
-        nats, balance, loads = losses(model, batch.to(device))
-        (nats + MODEL["router_aux_loss_coef"] * balance).backward()
+        nats, switch, unused, loads = losses(model, batch.to(device))
+        loss = nats + MODEL["router_aux_loss_coef"] * switch
+        (loss + REVIVE * unused if step >= REVIVE_FROM else loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -167,7 +176,7 @@ def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str
             pace = seconds / (done - first)
             print(
                 f"step {done}/{args.steps} loss {nats.item():.3f} "
-                f"balance {balance.item() / len(loads):.3f} "
+                f"balance {switch.item() / len(loads):.3f} {unused.item() / len(loads):.4f} "
                 f"least load {loads.min().item() / loads.float().mean().item():.2f} "
                 f"{pace:.2f} s/step, {pace * (args.steps - done) / 60:.0f} min left",
                 flush=True,
@@ -204,19 +213,18 @@ def table(rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows) + "\n"
 
 
-def quality_table(corpus: data.Corpus, nats: dict[str, float]) -> str:
-    """Tabulate text sizes and held-out bits per byte."""
-    rows: list[list[Any]] = [
-        ["domain", "training MB", "tokens", "held-out bytes", "lines copied", "bits per byte"]
-    ]
+def quality_table(corpus: data.Corpus, nats: dict[str, float], seen: float) -> str:
+    """Tabulate text sizes, passes over the text (``seen`` tokens of each) and bits per byte."""
+    header = ["domain", "training MB", "tokens", "passes"]
+    rows: list[list[Any]] = [[*header, "held-out bytes", "lines copied", "bits per byte"]]
     sizes = {d: int(s["heldout_bytes"]) for d, s in corpus.stats.items()}
     for d, s in corpus.stats.items():
         bits = nats[d] / math.log(2) / sizes[d]
-        text = f"{s['bytes'] / 1e6:.1f}"
-        copied = f"{s['copied_lines']:.1%}"
-        rows.append([d, text, len(corpus.train[d]), sizes[d], copied, f"{bits:.3f}"])
+        tokens, copied = len(corpus.train[d]), f"{s['copied_lines']:.1%}"
+        row: list[Any] = [d, f"{s['bytes'] / 1e6:.1f}", tokens, f"{seen / tokens:.2f}"]
+        rows.append([*row, sizes[d], copied, f"{bits:.3f}"])
     bits = sum(nats.values()) / math.log(2) / sum(sizes.values())
-    return table([*rows, ["**all**", "", "", sum(sizes.values()), "", f"**{bits:.3f}**"]])
+    return table([*rows, ["**all**", "", "", "", sum(sizes.values()), "", f"**{bits:.3f}**"]])
 
 
 def load_table(loads: dict[str, Tensor]) -> str:
@@ -233,21 +241,27 @@ def load_table(loads: dict[str, Tensor]) -> str:
     return table(rows)
 
 
+def cpu_name() -> str:
+    """Return the processor's name where the system tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.machine()
+
+
 def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
     """Tabulate what the model is and how it was trained."""
     names = ("steps", "batch", "length", "lr", "seed", "threads")
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     total = sum(p.numel() for p in model.parameters())
     unused = experts - experts * MODEL["num_experts_per_tok"] // MODEL["num_experts"]
-    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    gpu = torch.cuda.is_available()
     rows = MODEL | {name: getattr(args, name) for name in names}
     rows |= {
         "optimizer": f"AdamW, betas {BETAS}, weight decay {WEIGHT_DECAY} on matrices",
         "schedule": f"{WARMUP_STEPS} steps up, constant, last {DECAY_SHARE:.0%} linearly to 0",
+        "revival loss": f"weight {REVIVE} from step {REVIVE_FROM}",
         "vocabulary": model.config.vocab_size,
         "parameters": f"{total} ({total - unused} used by a token)",
-        "hardware": torch.cuda.get_device_name() if gpu else cpu[1] if cpu else "CPU",
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
         "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "training time": f"{seconds / 60:.0f} min",
     }
@@ -278,8 +292,9 @@ def main() -> None:
     shipped: Any = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     shipped.to(device)
     nats, loads = measure(shipped, corpus, args.length, device)
+    seen = args.steps * args.batch * args.length / len(corpus.train)
     sections = {
-        "Held-out quality": quality_table(corpus, nats),
+        "Held-out quality": quality_table(corpus, nats, seen),
         "Expert load on the held-out text": load_table(loads),
         "Settings": settings_table(args, shipped, seconds),
     }

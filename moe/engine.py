@@ -1,26 +1,38 @@
-"""The step loop: sequences join, advance by one token a step, and leave.
+"""The step loop: what the scheduler plans, run as lanes.
 
-A step reads the prompts that were admitted and one token of every running sequence. Prompts and
-decoding are separate lanes that meet at the MoE layers, so they share the experts both need.
+A step reads a stage of the current wave of prompts and one token of every running sequence. Prompts
+and decoding are separate lanes that meet at the MoE layers, so they share the experts both need;
+the lanes of a layered wave stay asleep from one step to the next.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moe.kv import Work
-from moe.lanes import ExpertsRunner, Lane, run_lanes
+from moe.kv import SequenceCache, Work
+from moe.lanes import Lane, run_lanes
+from moe.moe_layer import MoELayers
+from moe.scheduler import Group, Scheduler, Wave
 from moe.sequence import Delta, RunningSequence
+from moe.settings import Profile
 from moe.trunk import Trunk
-
-Group = list[RunningSequence]
-"""Sequences that continue one prompt (``n`` samples); the prompt is read once for all of them."""
 
 Outcome = tuple[RunningSequence, Delta | Exception]
 """A sequence and what the step brought it."""
+
+
+@dataclass
+class Reading:
+    """A wave in flight: its lanes, asleep between stages."""
+
+    wave: Wave
+    work: list[Work] = field(default_factory=list)
+    lanes: list[Lane[list[Tensor]]] = field(default_factory=list)
 
 
 class Engine:
@@ -28,78 +40,105 @@ class Engine:
 
     Args:
         trunk: the model.
-        run_experts: runs one MoE layer for all lanes that wait there.
-        max_batch_size: sequences that are in memory at once; others wait in order of arrival.
+        experts: its MoE layers.
+        profile: batch, prefill and memory settings.
     """
 
-    def __init__(self, trunk: Trunk, run_experts: ExpertsRunner, max_batch_size: int) -> None:
+    def __init__(self, trunk: Trunk, experts: MoELayers, profile: Profile) -> None:
         self.trunk = trunk
-        self.run_experts = run_experts
-        self.max_batch_size = max_batch_size
-        self._waiting: deque[Group] = deque()
-        self._running: list[RunningSequence] = []
+        self.experts = experts
+        self.scheduler = Scheduler(
+            profile.prefill,
+            profile.engine.max_batch_size,
+            profile.memory.kv_tokens,
+            len(experts.layers),
+            can_cut=trunk.packed,
+        )
+        self._reading: Reading | None = None
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running
+        return self.scheduler.idle
 
     def submit(self, group: Group) -> None:
-        """Queue sequences that share one prompt."""
-        self._waiting.append(group)
+        """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
+        self.scheduler.submit(group)
 
     def cancel(self, group: Group) -> None:
         """Forget sequences between steps; what they held is freed."""
-        if group in self._waiting:
-            self._waiting.remove(group)
-        self._running = [sequence for sequence in self._running if sequence not in group]
-        for sequence in group:
+        self.scheduler.drop(group)
+        for sequence in group.sequences:
             sequence.cache = None
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
-        """Admit waiting sequences and advance everybody by one token.
+        """Advance everybody by one token, and the current wave by one stage.
 
         Returns:
-            One outcome for each sequence that took part. A sequence whose forward pass or sampler
+            One outcome for each sequence that got a token. A sequence whose forward pass or sampler
             raised is dropped and its exception is its outcome; the others are not concerned.
         """
-        admitted = self._admit()
-        decoding = [[sequence] for sequence in self._running]
-        prompts = [
-            Work(group[0].prompt_token_ids, self.trunk.new_cache(group[0].capacity))
-            for group in admitted
-        ]
-        tokens = [Work(s.token_ids[-1:], s.cache) for s in self._running if s.cache is not None]
-        prompt_lanes, token_lanes = self.trunk.lanes(prompts), self.trunk.lanes(tokens)
-        run_lanes([*prompt_lanes, *token_lanes], self.run_experts)
-
-        for group, work in zip(admitted, prompts, strict=True):
-            for sequence in group:
-                sequence.cache = work.cache if sequence is group[0] else work.cache.fork()
-        groups = decoding + admitted
-        logits = _logits(token_lanes, len(tokens)) + _logits(prompt_lanes, len(prompts))
+        step = self.scheduler.plan()
+        reading = self._read(step.wave)
+        tokens = [Work(s.token_ids[-1:], s.cache) for s in step.decode if s.cache is not None]
+        token_lanes = self.trunk.lanes(tokens)
+        run_lanes(
+            [*reading.lanes, *token_lanes] if reading else token_lanes,
+            self.experts.run,
+            pause_at=self._pauses(reading),
+        )
         outcomes = [
             (sequence, _advance(sequence, rows))
-            for group, rows in zip(groups, logits, strict=True)
-            for sequence in group
+            for sequence, rows in zip(step.decode, _logits(token_lanes, len(tokens)), strict=True)
         ]
-        self._running = [sequence for sequence, outcome in outcomes if _goes_on(outcome)]
-        for sequence, outcome in outcomes:
-            if not _goes_on(outcome):
-                sequence.cache = None
+        if reading is not None and reading.wave.is_last_stage:
+            outcomes += self._finish_reading(reading)
+            self._reading = None
+        gone = {sequence for sequence, outcome in outcomes if not _goes_on(outcome)}
+        for sequence in gone:
+            sequence.cache = None
+        self.scheduler.finish(gone)
         return outcomes
 
-    def _admit(self) -> list[Group]:
-        """Take groups from the queue while they fit; a group larger than the batch runs alone."""
-        admitted: list[Group] = []
-        size = len(self._running)
-        while self._waiting and (size == 0 or size + len(self._waiting[0]) <= self.max_batch_size):
-            admitted.append(self._waiting.popleft())
-            size += len(admitted[-1])
-        return admitted
+    def _read(self, wave: Wave | None) -> Reading | None:
+        """The lanes of a wave: made for a new one, those of the last step for one in flight."""
+        if self._reading is not None and self._reading.wave is not wave:
+            for lane in self._reading.lanes:
+                lane.cancel()
+            self._reading = None
+        if wave is not None and self._reading is None:
+            work = [Work(piece.token_ids, self._cache(piece.group)) for piece in wave.pieces]
+            self._reading = Reading(wave, work, self.trunk.lanes(work))
+        return self._reading
+
+    def _cache(self, group: Group) -> SequenceCache:
+        if group.cache is None:
+            group.cache = self.trunk.new_cache(group.sequences[0].capacity)
+        return group.cache
+
+    def _pauses(self, reading: Reading | None) -> dict[Lane[list[Tensor]], int]:
+        """Where the lanes of a wave go to sleep: at the first layer of the next stage."""
+        if reading is None or reading.wave.is_last_stage:
+            return {}
+        stages = np.array_split(range(len(self.experts.layers)), reading.wave.num_stages)
+        return dict.fromkeys(reading.lanes, int(stages[reading.wave.stage + 1][0]))
+
+    def _finish_reading(self, reading: Reading) -> list[Outcome]:
+        """First tokens of the prompts that have been read to the end."""
+        outcomes: list[Outcome] = []
+        logits = _logits(reading.lanes, len(reading.work))
+        for piece, work, rows in zip(reading.wave.pieces, reading.work, logits, strict=True):
+            group = piece.group
+            if group.dropped or not (piece.is_last or isinstance(rows, Exception)):
+                continue
+            group.cache = None
+            for sequence in group.sequences:
+                sequence.cache = work.cache if sequence is group.sequences[0] else work.cache.fork()
+            outcomes += [(sequence, _advance(sequence, rows)) for sequence in group.sequences]
+        return outcomes
 
 
-def _logits(lanes: list[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
+def _logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
     """``(1, V)`` logits of each piece of work, or the exception that ended its lane."""
     rows: list[Tensor | Exception] = []
     for lane in lanes:

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from moe.checkpoint import Checkpoint
 from moe.errors import ProfileError
-from moe.hub import read_config, resolve_model
-from moe.loading import DtypeFor, build_meta_model, load_weights
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.hub import read_config, resolve_model
+from moe.loading.load import DtypeFor, load_weights
+from moe.loading.meta_model import build_meta_model
 from moe.moe_layer import MoELayers
 from moe.packing import Packing, enable_packing
 from moe.profile import Profile
@@ -50,7 +51,7 @@ def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) 
     """Load, take the experts over, and find out how the rest may run.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `moe.hub`, `moe.loading` and `moe.seam`.
+        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
         ProfileError: the device is absent, or a routing policy is not valid for this profile.
     """
     policies = _policies(profile)
@@ -59,7 +60,7 @@ def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) 
         torch.set_num_threads(profile.threads)
     path = resolve_model(path_or_hub_id)
     config = read_config(path)
-    network = build_meta_model(config)
+    network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
     dtype_for = _dtypes(network, profile, device)
     with Checkpoint.open(path) as checkpoint:
         report = load_weights(
@@ -105,22 +106,33 @@ def _device(profile: Profile) -> torch.device:
     return torch.device(profile.device)
 
 
+def _trunk_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
+    """What the trunk is kept in; None for the checkpoint's own dtype."""
+    if profile.model.dtype != "auto":
+        return _dtype(profile.model.dtype)
+    return torch.float32 if device.type == "cpu" else None
+
+
 def _dtypes(network: PreTrainedModel, profile: Profile, device: torch.device) -> DtypeFor:
     """Trunk weights become what arithmetic is fast in; experts stay as small as they came."""
     experts = tuple(f"{name}." for name, _ in experts_modules(network))
+    trunk_dtype = _trunk_dtype(profile, device)
 
     def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point:
             return stored
-        is_expert = name.startswith(experts)
-        wanted = profile.model.expert_dtype if is_expert else profile.model.dtype
-        if wanted != "auto":
-            chosen = getattr(torch, wanted)
-            assert isinstance(chosen, torch.dtype)
-            return chosen
-        return torch.float32 if device.type == "cpu" and not is_expert else stored
+        if not name.startswith(experts):
+            return trunk_dtype or stored
+        wanted = profile.model.expert_dtype
+        return stored if wanted == "auto" else _dtype(wanted)
 
     return dtype_for
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
@@ -132,7 +144,9 @@ def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
 def _notices(packing: Packing, codec: TextCodec) -> list[str]:
     notices = []
     if not packing.enabled:
-        notices.append(f"each sequence runs in a pass of its own: {packing.reason}")
+        notices.append(
+            f"each sequence runs in a pass of its own and prompts are not cut: {packing.reason}"
+        )
     if codec.tokenizer is None:
         notices.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
     return notices

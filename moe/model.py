@@ -24,6 +24,7 @@ from moe.lanes import run_lanes
 from moe.loader import LoadedModel, load_model
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.sampling import Sampler, SamplingParams
+from moe.scheduler import Group
 from moe.sequence import RunningSequence
 from moe.text import Prompt, StopStrings
 
@@ -115,8 +116,11 @@ class MoE:
 
         Prompts are checked before this returns. Closing the iterator cancels what still runs.
         """
+        engine = Engine(self._trunk, self._experts, self.profile.profile)
         groups = self._requests(prompts, params)
-        return self._run(groups)
+        for group in groups:
+            engine.submit(group)
+        return _events(engine, groups)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of every position of a sequence: ``(T, vocab_size)`` float32."""
@@ -163,7 +167,7 @@ class MoE:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[list[RunningSequence]]:
+    ) -> list[Group]:
         batch = _as_batch(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._default_params()] * len(batch)
@@ -172,9 +176,9 @@ class MoE:
                 f"give one SamplingParams for all prompts or one each: got {len(params)} for "
                 f"{len(batch)} prompts"
             )
-        return [self._sequences(p, s) for p, s in zip(batch, params, strict=True)]
+        return [self._group(p, s) for p, s in zip(batch, params, strict=True)]
 
-    def _sequences(self, prompt: Prompt, params: SamplingParams) -> list[RunningSequence]:
+    def _group(self, prompt: Prompt, params: SamplingParams) -> Group:
         ids = self.codec.encode(prompt)
         self._check_length(len(ids), params.max_new_tokens)
         if params.stop:
@@ -182,7 +186,7 @@ class MoE:
         stop_token_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= self.codec.eos_token_ids
-        return [
+        sequences = [
             RunningSequence(
                 ids,
                 Sampler(params, ids, self._loaded.logits_size, index),
@@ -193,6 +197,7 @@ class MoE:
             )
             for index in range(params.n)
         ]
+        return Group(sequences)
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         limit = self.context_length
@@ -206,20 +211,18 @@ class MoE:
     def _default_params(self) -> SamplingParams:
         return SamplingParams(**self.profile.profile.generation.model_dump())
 
-    def _run(self, groups: list[list[RunningSequence]]) -> Generator[StreamEvent, None, None]:
-        engine = Engine(self._trunk, self._experts.run, self.profile.profile.engine.max_batch_size)
-        places = {
-            sequence: (prompt, sample)
-            for prompt, group in enumerate(groups)
-            for sample, sequence in enumerate(group)
-        }
-        for group in groups:
-            engine.submit(group)
-        while not engine.idle:
-            for sequence, outcome in engine.step():
-                if isinstance(outcome, Exception):
-                    raise outcome
-                yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
+
+def _events(engine: Engine, groups: list[Group]) -> Generator[StreamEvent, None, None]:
+    places = {
+        sequence: (prompt, sample)
+        for prompt, group in enumerate(groups)
+        for sample, sequence in enumerate(group.sequences)
+    }
+    while not engine.idle:
+        for sequence, outcome in engine.step():
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

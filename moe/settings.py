@@ -83,6 +83,31 @@ class EngineSettings(_Settings):
     """Most sequences decoded together."""
 
 
+class PrefillSettings(_Settings):
+    """How prompts are read beside running sequences."""
+
+    mode: Literal["whole", "chunked", "layered"] = "layered"
+    """whole: all of a prompt in one step. chunked: a token budget a step. layered: whole prompts,
+    one group of layers a step, so that each expert is read once a prompt."""
+
+    wave_tokens: int = Field(default=8192, ge=1)
+    """Most prompt tokens that are read together; longer prompts are cut (not by whole)."""
+
+    chunk_tokens: int = Field(default=512, ge=1)
+    """chunked: tokens of a step, prompts and running sequences together."""
+
+    group_tokens: int = Field(default=512, ge=1)
+    """layered: one group of layers for each so many tokens of the wave."""
+
+
+class MemorySettings(_Settings):
+    """What may be held in memory."""
+
+    kv_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of all sequences whose keys and values are in memory at once.
+    null: no limit."""
+
+
 class Profile(_Settings):
     """Every setting of a run. Immutable: a changed setting is a new profile."""
 
@@ -106,3 +131,9 @@ class Profile(_Settings):
 
     engine: EngineSettings = EngineSettings()
     """How requests share the machine."""
+
+    prefill: PrefillSettings = PrefillSettings()
+    """How prompts are read beside running sequences."""
+
+    memory: MemorySettings = MemorySettings()
+    """What may be held in memory."""

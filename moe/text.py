@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.detokenize import IncrementalDecoder, StopStrings
 from moe.errors import RequestError
-from moe.tokenizer_files import eos_token_ids, load_tokenizer
+from moe.loading.tokenizer import eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -26,6 +26,10 @@ from moe.lanes import Lane
 class Trunk:
     """Runs a model whose experts have been taken over (`moe.seam`).
 
+    Attributes:
+        packed: several sequences share a pass, and a prompt may be read in several passes (with
+            its own cache, an architecture's recurrent state is only right for whole prompts).
+
     Starts with one lane a sequence; `moe.packing.enable_packing` finds out if more is possible.
     """
 
@@ -39,21 +43,21 @@ class Trunk:
 
     def set_packed(self, packed: bool) -> None:
         """Choose the attention that `lanes` and `new_cache` use from now on."""
-        self._packed = packed
+        self.packed = packed
         configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
         for config in {id(config): config for config in configs}.values():
             config._attn_implementation = PACKED if packed else self._own_attention
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        return SequenceKV(capacity) if self._packed else OwnCache()
+        return SequenceKV(capacity) if self.packed else OwnCache()
 
     def lanes(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
         """One lane for all of the work, or one each.
 
         Joined in order, the results of the lanes are the float32 logits of each piece of work.
         """
-        if not self._packed:
+        if not self.packed:
             return [Lane(partial(self._forward_own, item)) for item in work]
         return [Lane(partial(self._forward_packed, work))] if work else []
 

@@ -129,17 +129,17 @@ static inline void tile(const typename M::X* x, const typename M::W* w, long str
   }
 }
 
-// sums[p][i][g] = rows[i] . w[p * part + g] for `panel` weight rows of each of PARTS parts.
-template <class M, int PARTS, int ROWS, class From>
+// sums[p][i][g] = rows[i] . w[p * part + g] for `panel` weight rows of each of `parts` parts.
+template <class M, int ROWS, class From>
 __attribute__((noinline)) static void multiply(const From* const* rows, const typename M::W* w,
-                                               long part, long panel, long width,
-                                               float (*sums)[MAX_ROWS * MAX_PANEL]) {
+                                               int parts, long part, long panel,
+                                               long width, float (*sums)[MAX_ROWS * MAX_PANEL]) {
   constexpr long block = BLOCK_BYTES / sizeof(typename M::X);
   alignas(64) typename M::X x[ROWS * block];
   for (long begin = 0; begin < width; begin += block) {
     const long length = width - begin < block ? width - begin : block;
     pack<M, ROWS>(rows, begin, begin + length, x);
-    for (int p = 0; p < PARTS; ++p) {
+    for (int p = 0; p < parts; ++p) {
       const typename M::W* from = w + p * part * width + begin;
       long g = 0;
       for (; g + QUAD <= panel; g += QUAD)
@@ -152,10 +152,11 @@ __attribute__((noinline)) static void multiply(const From* const* rows, const ty
   }
 }
 
-template <class M, int PARTS, int ROWS = MAX_ROWS, class From>
-static void multiply_rows(int count, const From* const* rows, const typename M::W* w, long part,
-                          long panel, long width, float (*sums)[MAX_ROWS * MAX_PANEL]) {
-  if (count == ROWS) return multiply<M, PARTS, ROWS>(rows, w, part, panel, width, sums);
+template <class M, int ROWS = MAX_ROWS, class From>
+static void multiply_rows(int count, const From* const* rows, const typename M::W* w, int parts,
+                          long part, long panel, long width,
+                          float (*sums)[MAX_ROWS * MAX_PANEL]) {
+  if (count == ROWS) return multiply<M, ROWS>(rows, w, parts, part, panel, width, sums);
   if constexpr (ROWS > 1)
-    multiply_rows<M, PARTS, ROWS - 1>(count, rows, w, part, panel, width, sums);
+    multiply_rows<M, ROWS - 1>(count, rows, w, parts, part, panel, width, sums);
 }

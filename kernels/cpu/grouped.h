@@ -87,7 +87,7 @@ void grouped(const Routing& routing, const From* x, long slots_a_row, const void
       const From* from[MAX_ROWS];
       for (long i = 0; i < n; ++i)
         from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
-      multiply_rows<M, PARTS>(n, from, w, rows, count, width, sums);
+      multiply_rows<M>(n, from, w, PARTS, rows, count, width, sums);
       for (long i = 0; i < n; ++i)
         finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
     }

@@ -9,7 +9,7 @@ import pytest
 
 from moe.errors import MoEError, ProfileError
 from moe.profile import Profile, load_profile
-from moe.profile_sources import MAX_FILE_BYTES, parse_assignments
+from moe.profile_sources import MAX_FILE_BYTES, parse_assignments, profile_names
 
 NO_ENVIRONMENT: dict[str, str] = {}
 
@@ -24,6 +24,11 @@ def refusal(source: Any = None, overrides: Any = None, environ: Any = NO_ENVIRON
     with pytest.raises(ProfileError) as caught:
         load_profile(source, overrides, environ)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads(name: str) -> None:
+    assert f"configs/{name}.yaml" in load_profile(name, environ=NO_ENVIRONMENT).origins.values()
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "model:\n", "model: {}\n"])
@@ -93,9 +98,8 @@ def test_refused_variables(variable: str, message: str) -> None:
 
 
 def test_refused_names(tmp_path: Path) -> None:
-    assert refusal("defalt") == (
-        "unknown profile 'defalt'; did you mean 'default'? (profiles: default)"
-    )
+    message = "unknown profile 'defalt'; did you mean 'default'? (profiles: "
+    assert refusal("defalt") == message + ", ".join(profile_names()) + ")"
     assert refusal("./none.yaml") == "profile file './none.yaml' does not exist"
     assert refusal(tmp_path) == f"profile file '{tmp_path}' does not exist"
     assert issubclass(ProfileError, MoEError)

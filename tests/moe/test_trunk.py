@@ -138,5 +138,7 @@ def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str]
 def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> None:
     hybrid = tiny_moe("qwen3_next")
     assert hybrid.status()["packing"]["enabled"] is False
-    assert hybrid.notices[0].startswith("each sequence runs in a pass of its own: ")
+    assert hybrid.notices[0].startswith(
+        "each sequence runs in a pass of its own and prompts are not cut: "
+    )
     assert tiny_moe("qwen3_moe").status()["packing"]["enabled"] is True

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moe.checkpoint import Checkpoint
 from moe.errors import CheckpointError
+from moe.loading.checkpoint import Checkpoint
 
 
 def test_file_replaced_while_open_is_still_the_one_that_was_checked(tmp_path: Path) -> None:

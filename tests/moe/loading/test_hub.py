@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-import moe.hub
+import moe.loading.hub
 from moe.errors import CheckpointError
-from moe.hub import resolve_model
+from moe.loading.hub import resolve_model
 
 
 def test_a_directory_is_found_through_links(tmp_path: Path) -> None:
@@ -28,7 +28,9 @@ def test_unknown_path_is_no_hub_id(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(moe.hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
+    monkeypatch.setattr(
+        moe.loading.hub, "snapshot_download", lambda *_, **__: pytest.fail("downloaded")
+    )
     with pytest.raises(CheckpointError, match=r"no model directory .*not a hub id.*check the path"):
         resolve_model(name)
 
@@ -56,7 +58,7 @@ def test_hub_ids_download_safetensors_and_never_pickles(
         asked[name] = allow_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(moe.hub, "snapshot_download", download)
+    monkeypatch.setattr(moe.loading.hub, "snapshot_download", download)
     assert resolve_model("Org-1/model_2.5") == tmp_path
     (patterns,) = asked.values()
     assert "*.safetensors" in patterns
@@ -67,7 +69,7 @@ def test_a_failed_download_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) 
     def download(name: str, allow_patterns: list[str]) -> str:
         raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nmore")
 
-    monkeypatch.setattr(moe.hub, "snapshot_download", download)
+    monkeypatch.setattr(moe.loading.hub, "snapshot_download", download)
     message = r"(?s)'org/name' .*LocalEntryNotFoundError: Cannot find .*folder\. Check the spelling"
     with pytest.raises(CheckpointError, match=message):
         resolve_model("org/name")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.architectures import tiny_model
-from moe.checkpoint import Checkpoint
-from moe.hub import read_config
-from moe.loading import LoadReport, build_meta_model, load_weights
+from moe.errors import CheckpointError
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.hub import read_config
+from moe.loading.load import LoadReport, load_weights
+from moe.loading.meta_model import build_meta_model
 
 ARCHITECTURES = [
     "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
@@ -101,45 +104,21 @@ def test_expert_tensors_are_read_to_their_place_without_a_conversion(
 
 
 def test_large_tensors_go_in_slices(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.weight_reader.SLICE_BYTES", 300)
+    monkeypatch.setattr("moe.loading.reader.SLICE_BYTES", 300)
     for dtype in (torch.float32, torch.float16):
         ours, _ = load(saved, dtype)
         assert_same(ours, AutoModelForCausalLM.from_pretrained(saved, dtype=dtype))
 
 
-def test_each_parameter_has_the_dtype_asked_for(saved: Path) -> None:
-    asked: dict[str, torch.dtype] = {}
+def test_files_that_change_during_the_load(edited: Callable[..., Path]) -> None:
+    path = edited({})
 
     def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
-        asked[name] = stored
-        return torch.bfloat16 if ".experts." in name else torch.float32
+        os.utime(path / "model.safetensors", ns=(0, 0))
+        return stored
 
-    model, report = load(saved, dtype_for=dtype_for)
-    experts = {p.dtype for name, p in model.named_parameters() if ".experts." in name}
-    others = {p.dtype for name, p in model.named_parameters() if ".experts." not in name}
-    assert (experts, others) == ({torch.bfloat16}, {torch.float32})
-    assert set(asked.values()) == {torch.float32}
-    assert report.weight_bytes == sum(t.nbytes for t in everything(model).values())
-
-
-def test_modules_that_transformers_keeps_in_float32(saved: Path) -> None:
-    model = build_meta_model(read_config(saved), dtype=torch.bfloat16)
-    model._keep_in_fp32_modules_strict = {"q_norm"}
-    with Checkpoint.open(saved) as checkpoint:
-        load_weights(
-            model, checkpoint, device="cpu", dtype_for=lambda *_: torch.bfloat16, progress=False
-        )
-    dtypes = {name: p.dtype for name, p in model.named_parameters()}
-    assert dtypes["model.layers.0.self_attn.q_norm.weight"] == torch.float32
-    assert dtypes["model.layers.0.self_attn.k_norm.weight"] == torch.bfloat16
-
-
-def test_an_architecture_can_fix_a_dtype(tmp_path: Path) -> None:
-    """DeepSeek's router correction is a float32 buffer whatever the model is in."""
-    tiny_model("deepseek_v3").save_pretrained(tmp_path)
-    model, _ = load(tmp_path, torch.bfloat16)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert model.state_dict()[name].dtype == torch.float32
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was read"):
+        load(path, dtype_for=dtype_for)
 
 
 def test_old_rotary_buffers_are_ignored_and_reported(edited: Callable[..., Path]) -> None:
@@ -167,7 +146,7 @@ def test_tied_weights_share_memory_whichever_is_stored(edited: Callable[..., Pat
         model, report = load(path)
         head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
         assert head.weight is tokens.weight
-        assert torch.equal(head.weight, embedding)
+        assert torch.equal(model.state_dict()["lm_head.weight"], embedding)
         assert len(report.tied) == 1
         assert_same(model, AutoModelForCausalLM.from_pretrained(path))
 

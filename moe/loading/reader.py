@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe.checkpoint import Checkpoint
-from moe.safetensors_index import TensorInfo
-from moe.transfer import Transfer
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.header import TensorInfo
+from moe.loading.transfer import Transfer
 
 SLICE_BYTES = 16 << 20  # large enough for full disk speed, small beside any model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.errors import CheckpointError
-from moe.safetensors_index import HeaderError
+from moe.loading.header import HeaderError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from moe.errors import CheckpointError
-from moe.safetensors_index import HeaderError, TensorInfo, pread_exactly, read_header
-from moe.weight_files import INDEX_NAME, contained, weight_files
+from moe.loading.files import INDEX_NAME, contained, weight_files
+from moe.loading.header import HeaderError, TensorInfo, pread_exactly, read_header
 
 MAX_LISTED = 50
 

@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
-from moe.checkpoint import Checkpoint, listing
 from moe.errors import CheckpointError
-from moe.meta_model import build_meta_model
-from moe.transfer import Transfer
-from moe.weight_plan import Plan, make_plan
-from moe.weight_reader import WeightReader, same_bytes
-
-__all__ = ["DtypeFor", "LoadReport", "build_meta_model", "load_weights"]
+from moe.loading.checkpoint import Checkpoint, listing
+from moe.loading.plan import Plan, make_plan
+from moe.loading.reader import WeightReader, same_bytes
+from moe.loading.transfer import Transfer
 
 DtypeFor = Callable[[str, torch.dtype], torch.dtype]
 
@@ -54,7 +51,7 @@ def load_weights(
     progress: bool,
     check_finite: bool = False,
 ) -> LoadReport:
-    """Fill every parameter and buffer of `model` (on meta, see `build_meta_model`).
+    """Fill every parameter and buffer of `model` (on meta, see `meta_model`).
 
     ``dtype_for(parameter name, dtype in the checkpoint)`` gives the dtype that a parameter is kept
     in, unless the architecture fixes it. `progress` draws a bar of bytes on stderr; `check_finite`

@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from moe.safetensors_index import TensorInfo
-from moe.transfer import Transfer, expert_faults, expert_pieces
+from moe.loading.header import TensorInfo
+from moe.loading.transfer import Transfer, expert_faults, expert_pieces
 
 
 @dataclass

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from benchmarks.architectures import tiny_model
-from moe.checkpoint import Checkpoint
 from moe.errors import CheckpointError
-from moe.hub import read_config
-from moe.loading import build_meta_model, load_weights
+from moe.loading import plan as weight_plan
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.hub import read_config
+from moe.loading.load import load_weights
+from moe.loading.meta_model import build_meta_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -106,6 +109,22 @@ def test_all_faults_come_in_one_error_and_nothing_is_read(
 def test_two_tensors_for_one_parameter(edited: Callable[..., Path]) -> None:
     with pytest.raises(CheckpointError, match=r"both .*norm\.weight and .*norm\.weight give "):
         load(edited({"norm.weight": torch.ones(32)}))
+
+
+def test_tensors_that_a_conversion_would_drop(
+    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Chunk` takes the first of the tensors that match its pattern and forgets the others."""
+    converter = WeightConverter("final.*.weight", "model.norm.weight", [Chunk(dim=0)])
+    known = weight_plan.get_model_conversion_mapping
+    monkeypatch.setattr(
+        weight_plan, "get_model_conversion_mapping", lambda model: [*known(model), converter]
+    )
+    path = edited(
+        {"model.norm.weight": None} | {f"final.{i}.weight": torch.ones(32) for i in range(2)}
+    )
+    with pytest.raises(CheckpointError, match="the conversion leaves some of it unused"):
+        load(path)
 
 
 def test_not_finite_values_are_named(edited: Callable[..., Path]) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, T5Config
 
 from moe.errors import CheckpointError, UnsupportedModelError
-from moe.hub import read_config
-from moe.meta_model import build_meta_model
+from moe.loading.hub import read_config
+from moe.loading.meta_model import build_meta_model
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8,

@@ -1,0 +1,116 @@
+"""Building the CPU kernel: cached in private, safe to do twice at once, and optional."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build
+from kernels.cpu.build import BuildError, load_library
+
+# Prints the backend, then one output of the experts and the reference's.
+_PROBE = """
+import logging, torch
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+import kernels
+from kernels import reference
+experts = kernels.ExpertWeights(torch.ones(2, 4, 3), torch.ones(2, 3, 4), torch.tanh)
+call = torch.ones(2, 3), torch.tensor([[0], [1]]), torch.ones(2, 1), experts
+assert torch.allclose(kernels.experts_forward(*call), reference.experts_forward(*call))
+kernels.experts_forward(*call)
+print(kernels.backend_status())
+"""
+
+
+def _probe(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _PROBE],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd(), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_working_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
+    done = _probe(tmp_path, CXX="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert "'name': 'reference'" in done.stdout
+    assert "`/bin/false --version` exited with 1" in done.stdout
+    assert done.stderr.count("moe WARNING CPU experts run on the slow reference kernel") == 1
+
+
+def test_a_forced_native_kernel_must_build(tmp_path: Path) -> None:
+    done = _probe(tmp_path, CXX="/bin/false", MOE_CPU_KERNEL="native")
+    assert done.returncode != 0
+    assert "BuildError: `/bin/false --version` exited with 1" in done.stderr
+
+
+def test_a_forced_reference_builds_nothing(tmp_path: Path) -> None:
+    done = _probe(tmp_path, MOE_CPU_KERNEL="reference")
+    assert "'name': 'reference', 'reason': 'MOE_CPU_KERNEL=reference'" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
+    done = _probe(tmp_path, MOE_CPU_KERNEL="fast")
+    assert 'MOE_CPU_KERNEL must be "native" or "reference", got "fast"' in done.stderr
+
+
+def test_two_processes_build_at_once_into_a_private_directory(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", "from kernels.cpu.build import load_library; load_library()"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd()}
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    root = cache / "moe-inference"
+    (directory,) = root.iterdir()
+    assert [path.name for path in directory.iterdir()] == ["experts.so"]
+    for path in (root, directory):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_torch_and_the_kernel_share_one_openmp_runtime() -> None:
+    load_library()
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc/self/maps to read the loaded libraries from")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "omp" in line}
+    runtimes = {path for path in paths if Path(path).name.startswith(("libgomp", "libomp"))}
+    assert len(runtimes) == 1
+
+
+def test_the_cache_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(build, "_compile", refuse)
+    load_library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(AssertionError, match="compiled again"):
+        load_library()
+
+
+def test_compiler_errors_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match=r"exited with 1: .*error.*no-such-cpu"):
+        load_library(("-march=no-such-cpu",))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"cannot build or load .*no-such-compiler"):
+        load_library()
+
+
+def test_a_file_in_place_of_the_cache_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moe-inference").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match="cannot build or load the CPU kernels"):
+        load_library()
