@@ -23,7 +23,7 @@ from transformers.utils import import_utils
 
 ROOT = Path(__file__).parents[1]
 ROOMS = [file.parent.name for file in sorted(ROOT.glob("*/__init__.py"))]
-ROOMS = [room for room in ROOMS if room != "benchmarks"]
+ROOMS = [room for room in ROOMS if room not in ("benchmarks", "examples")]
 
 USE_TRANSFORMERS = """
 import transformers, torch

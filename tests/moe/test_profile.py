@@ -44,6 +44,11 @@ def test_the_keys_are_these() -> None:
         "generation.top_k",
         "generation.seed",
         "engine.max_batch_size",
+        "prefill.mode",
+        "prefill.wave_tokens",
+        "prefill.chunk_tokens",
+        "prefill.group_tokens",
+        "memory.kv_tokens",
     )
 
 
