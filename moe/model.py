@@ -116,7 +116,7 @@ class MoE:
 
         Prompts are checked before this returns. Closing the iterator cancels what still runs.
         """
-        engine = Engine(self._trunk, self._experts, self.profile.profile)
+        engine = self.engine()
         groups = self._requests(prompts, params)
         for group in groups:
             engine.submit(group)
@@ -137,6 +137,36 @@ class MoE:
         )
         run_lanes(lanes, self._experts.run)
         return [rows for lane in lanes for rows in lane.result()]
+
+    def engine(self) -> Engine:
+        """A step loop of its own over this model, for callers that drive the steps themselves."""
+        return Engine(self._trunk, self._experts, self.profile.profile)
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Group:
+        """Check one prompt and its parameters and make the sequences for an `engine`.
+
+        Raises:
+            RequestError: the prompt or a parameter does not suit this model.
+        """
+        ids = self.codec.encode(prompt)
+        self._check_length(len(ids), params.max_new_tokens)
+        if params.stop:
+            self.codec.require_tokenizer("stop strings")
+        stop_token_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_token_ids |= self.codec.eos_token_ids
+        sequences = [
+            RunningSequence(
+                ids,
+                Sampler(params, ids, self._loaded.logits_size, index),
+                self.codec.decoder(),
+                StopStrings(params.stop),
+                stop_token_ids,
+                params.max_new_tokens,
+            )
+            for index in range(params.n)
+        ]
+        return Group(sequences)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer."""
@@ -176,28 +206,7 @@ class MoE:
                 f"give one SamplingParams for all prompts or one each: got {len(params)} for "
                 f"{len(batch)} prompts"
             )
-        return [self._group(p, s) for p, s in zip(batch, params, strict=True)]
-
-    def _group(self, prompt: Prompt, params: SamplingParams) -> Group:
-        ids = self.codec.encode(prompt)
-        self._check_length(len(ids), params.max_new_tokens)
-        if params.stop:
-            self.codec.require_tokenizer("stop strings")
-        stop_token_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self.codec.eos_token_ids
-        sequences = [
-            RunningSequence(
-                ids,
-                Sampler(params, ids, self._loaded.logits_size, index),
-                self.codec.decoder(),
-                StopStrings(params.stop),
-                stop_token_ids,
-                params.max_new_tokens,
-            )
-            for index in range(params.n)
-        ]
-        return Group(sequences)
+        return [self.request(p, s) for p, s in zip(batch, params, strict=True)]
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         limit = self.context_length

@@ -12,30 +12,29 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe.errors import UnsupportedModelError
 
 
 def build_meta_model(
-    config: PreTrainedConfig, causal_lm: bool = True, *, dtype: torch.dtype | None = None
+    config: PreTrainedConfig, *, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
     """The model class of `config` on the meta device, in evaluation mode; `config` is copied.
 
     `dtype` is what parameters are in unless the architecture asks for another one (a router bias
-    in float32, say); by default the configuration's own, or float32. With ``causal_lm=False`` the
-    model without its language-model head. Raises `UnsupportedModelError` where transformers has no
-    such class, or where the weights are quantised already.
+    in float32, say); by default the configuration's own, or float32. Raises
+    `UnsupportedModelError` where transformers has no such class, or where the weights are
+    quantised already.
     """
     _refuse_quantised(config)
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if causal_lm else MODEL_MAPPING
-    if type(config) not in mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{config.model_type} ({type(config).__name__}) has no "
-            f"{'causal language model' if causal_lm else 'model'} class in transformers "
+            "causal language model class in transformers "
             f"{transformers.__version__}; only text generation with such a class is supported"
         )
-    model_class = _get_model_class(config, mapping)
+    model_class = _get_model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     config = copy.deepcopy(config)
     if config.sub_configs.get("text_config") is not None and (
         model_class.config_class == config.sub_configs["text_config"]

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.engine import Engine
 from moe.errors import RequestError
 
 GREEDY = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
@@ -54,8 +53,8 @@ def test_cancelling_between_steps_frees_all_and_disturbs_nobody(
     prompts = [list(range(3, 40)), list(range(60, 90)), [5, 6, 7]]
     expected = [c.token_ids for c in plain.generate(prompts, GREEDY)]
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), prefill={"group_tokens": 20})
-    engine = Engine(model._trunk, model._experts, model.profile.profile)
-    groups = model._requests(prompts, GREEDY)
+    engine = model.engine()
+    groups = [model.request(prompt, GREEDY) for prompt in prompts]
     for group in groups:
         engine.submit(group)
     assert engine.step() == []  # the first stage of the wave
@@ -75,12 +74,12 @@ def test_layered_prefill_reads_each_expert_once_and_never_stalls(
 
     def loads(**prefill: object) -> tuple[int, list[int]]:
         model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), prefill=prefill)
-        engine = Engine(model._trunk, model._experts, model.profile.profile)
+        engine = model.engine()
         params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
-        (running,) = model._requests([5, 6, 7], params)
+        running = model.request([5, 6, 7], params)
         engine.submit(running)
         engine.step()
-        (arriving,) = model._requests(prompt, GREEDY)
+        arriving = model.request(prompt, GREEDY)
         engine.submit(arriving)
         model.reset_stats()
         tokens = []

@@ -121,7 +121,6 @@ def test_meta_model_has_the_class_and_no_memory(tmp_path: Path) -> None:
     assert not model.training
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     assert build_meta_model(config, dtype=torch.float32).dtype == torch.float32
-    assert type(build_meta_model(config, causal_lm=False)).__name__ == "Qwen3MoeModel"
     assert config.dtype == torch.bfloat16  # the caller's is left alone
 
 

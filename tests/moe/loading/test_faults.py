@@ -9,12 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from benchmarks.architectures import tiny_model
 from moe.errors import CheckpointError
 from moe.loading import plan as weight_plan
 from moe.loading.checkpoint import Checkpoint
@@ -37,27 +35,6 @@ def load(path: Path, check_finite: bool = False) -> PreTrainedModel:
             check_finite=check_finite,
         )
     return model
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen3_moe")
-    tiny_model("qwen3_moe").save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def edited(saved: Path, tmp_path: Path) -> Callable[[dict[str, Tensor | None]], Path]:
-    """A copy of the saved model with some tensors replaced, added, or (None) removed."""
-
-    def edit(changes: dict[str, Tensor | None]) -> Path:
-        tensors = load_file(saved / "model.safetensors") | changes
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
-        return tmp_path
-
-    return edit
 
 
 def test_missing_tensors_are_named_even_inside_a_merge(edited: Callable[..., Path]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -56,27 +56,6 @@ def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
     for name, tensor in other.items():
         assert mine[name].dtype == tensor.dtype, name
         assert torch.equal(mine[name], tensor), name
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen3_moe")
-    tiny_model("qwen3_moe").save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def edited(saved: Path, tmp_path: Path) -> Callable[[dict[str, Tensor | None]], Path]:
-    """A copy of the saved model with some tensors replaced, added, or (None) removed."""
-
-    def edit(changes: dict[str, Tensor | None]) -> Path:
-        tensors = load_file(saved / "model.safetensors") | changes
-        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        save_file(kept, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_bytes((saved / "config.json").read_bytes())
-        return tmp_path
-
-    return edit
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
