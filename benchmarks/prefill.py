@@ -15,10 +15,8 @@ run: ``N(t) = sum_e 1 - (1 - p_e)^t``. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,9 @@ import numpy as np
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE, SamplingParams
 from moe.engine import Engine
+from moe.prefill import Frequencies, choose, distinct_experts, measured_frequencies
 from moe.scheduler import Group
+from moe.settings import PrefillSettings
 
 ROOT = Path(__file__).parents[1]
 MODES = ("whole", "chunked", "layered")
@@ -108,20 +108,15 @@ class Mode:
 
 
 def predicted_loads(
-    model: MoE, length: int, decoding: int, chunk: int, frequencies: list[np.ndarray]
+    length: int, decoding: int, chunk: int, frequencies: Frequencies
 ) -> dict[str, float]:
     """Expert loads of one prompt in each mode, summed over layers."""
-
-    def distinct(tokens: int) -> float:
-        return float(sum((1 - (1 - p) ** tokens).sum() for p in frequencies))
-
-    room = max(chunk - decoding, 1)
-    chunks = [min(room, length - start) for start in range(0, length, room)]
-    stages = min(math.ceil(length / chunk), len(frequencies))
+    settings = PrefillSettings(chunk_tokens=chunk, group_tokens=chunk)
+    choice = choose(settings, frequencies, length, decoding)
     return {
-        "whole": distinct(length + decoding),
-        "chunked": sum(distinct(size + decoding) for size in chunks),
-        "layered": distinct(length + decoding) + (stages - 1) * distinct(decoding),
+        "whole": distinct_experts(frequencies, length + decoding),
+        "chunked": choice.chunked_loads,
+        "layered": choice.layered_loads,
     }
 
 
@@ -138,12 +133,14 @@ def sweep_point(model: MoE, length: int, decoding: int, chunk: int, prompts: int
     running = [excerpt(model, 32, choose) for _ in range(decoding)]
     modes = {name: Mode(model, name, chunk, running) for name in MODES}
     arrivals = [excerpt(model, length, choose) for _ in range(prompts)]
-    frequencies = measured_frequencies(model, arrivals)
+    model.reset_stats()
+    model.batch_logits(arrivals)
+    frequencies = measured_frequencies(model.engine().experts.statistics)
     for turn, prompt in enumerate(arrivals):
         order = MODES if turn % 2 == 0 else MODES[::-1]
         for name in order:
             modes[name].answer(prompt)
-    predicted = predicted_loads(model, length, decoding, chunk, frequencies)
+    predicted = predicted_loads(length, decoding, chunk, frequencies)
     result: dict[str, Any] = {"prompt_tokens": length, "decoding": decoding, "chunk": chunk}
     for name, mode in modes.items():
         result[name] = mode.figures.summary() | {"predicted_loads": predicted[name] * prompts}
@@ -151,17 +148,6 @@ def sweep_point(model: MoE, length: int, decoding: int, chunk: int, prompts: int
     result["predicted_saving"] = 1 - predicted["layered"] / predicted["chunked"]
     result["measured_saving"] = 1 - loads["layered"] / loads["chunked"]
     return result
-
-
-def measured_frequencies(model: MoE, prompts: list[list[int]]) -> list[np.ndarray]:
-    """Share of tokens that visit each expert, layer by layer: ``(E,)`` each."""
-    model.reset_stats()
-    counts: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(1))
-    for prompt in prompts:
-        model.logits(prompt)
-    for layer in model.stats()["layers"]:
-        counts[layer["layer"]] = np.array(layer["tokens_per_expert"]) / layer["tokens"]
-    return [counts[index] for index in sorted(counts)]
 
 
 def main() -> None:

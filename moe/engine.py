@@ -17,6 +17,7 @@ from torch import Tensor
 from moe.kv import SequenceCache, Work
 from moe.lanes import Lane, run_lanes
 from moe.moe_layer import MoELayers
+from moe.prefill import Mode, PrefillChoice, choose, measured_frequencies
 from moe.scheduler import Group, Scheduler, Wave
 from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
@@ -42,17 +43,23 @@ class Engine:
         trunk: the model.
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
+
+    Attributes:
+        prefill_choice: what ``prefill.mode: auto`` chose for the latest wave, with predictions.
     """
 
     def __init__(self, trunk: Trunk, experts: MoELayers, profile: Profile) -> None:
         self.trunk = trunk
         self.experts = experts
+        self.prefill = profile.prefill
+        self.prefill_choice: PrefillChoice | None = None
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine.max_batch_size,
             profile.memory.kv_tokens,
             len(experts.layers),
             can_cut=trunk.packed,
+            choose_mode=self._choose_mode if profile.prefill.mode == "auto" else None,
         )
         self._reading: Reading | None = None
 
@@ -99,6 +106,12 @@ class Engine:
             sequence.cache = None
         self.scheduler.finish(gone)
         return outcomes
+
+    def _choose_mode(self, num_tokens: int, num_decoding: int) -> Mode:
+        frequencies = measured_frequencies(self.experts.statistics)
+        choice = choose(self.prefill, frequencies, num_tokens, num_decoding)
+        self.prefill_choice = choice
+        return choice.mode
 
     def _read(self, wave: Wave | None) -> Reading | None:
         """The lanes of a wave: made for a new one, those of the last step for one in flight."""

@@ -5,6 +5,7 @@ Prompts are read in waves, one at a time. What a wave is depends on the prefill 
 - ``whole``: as many whole prompts as fit, all layers in one step.
 - ``chunked``: a token budget a step, shared with decoding; prompts are cut to fill it
   (Sarathi-Serve: decodes never wait, chunks re-read the experts).
+- ``auto``: layered or chunked, whichever is predicted to read fewer experts (`moe.prefill`).
 - ``layered``: whole prompts, but one group of layers a step, so each expert is read once a wave
   (arXiv 2510.08055, ``G = ceil(tokens / 512)`` groups); the wave sleeps in its lane in between.
 
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from moe.errors import RequestError
 from moe.kv import SequenceCache
+from moe.prefill import Mode, num_stages
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
 
@@ -109,6 +111,8 @@ class Scheduler:
         kv_tokens: tokens of keys and values in memory at once; None for no limit.
         num_layers: MoE layers, the most stages a wave can have.
         can_cut: a prompt may be read in several waves.
+        choose_mode: the mode of the next wave, from the prompt tokens that wait for it and the
+            number of running sequences; None where ``prefill.mode`` is not ``auto``.
     """
 
     def __init__(
@@ -119,12 +123,14 @@ class Scheduler:
         num_layers: int,
         *,
         can_cut: bool = True,
+        choose_mode: Callable[[int, int], Mode] | None = None,
     ) -> None:
         self.prefill = prefill
         self.max_batch_size = max_batch_size
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.num_layers = num_layers
         self.can_cut = can_cut
+        self._choose_mode = choose_mode
         self.waiting: deque[Group] = deque()
         self.running: list[RunningSequence] = []
         self.wave: Wave | None = None
@@ -214,7 +220,10 @@ class Scheduler:
 
     def _next_wave(self) -> Wave | None:
         """Take prompts from the queue, in order, while memory, batch and token budget allow."""
-        budget = self._token_budget()
+        if not self.waiting:
+            return None
+        mode = self._mode()
+        budget = self._token_budget(mode)
         pieces: list[Piece] = []
         size, used = len(self.running), self._used() + len(self.running)
         while self.waiting and budget > 0:
@@ -224,22 +233,27 @@ class Scheduler:
             if size > self.max_batch_size or used > self.kv_tokens:
                 break
             left = group.token_ids[group.num_read :]
-            cut = len(left) > budget and self.can_cut and self.prefill.mode != "whole"
-            if pieces and len(left) > budget and not (cut and self.prefill.mode == "chunked"):
+            cut = len(left) > budget and self.can_cut and mode != "whole"
+            if pieces and len(left) > budget and not (cut and mode == "chunked"):
                 break
             take = budget if cut else len(left)
             pieces.append(Piece(group, left[:take], is_last=not cut))
             budget -= take
             self.waiting.popleft()
-        return Wave(pieces, self._num_stages(pieces)) if pieces else None
+        if not pieces:
+            return None
+        tokens = sum(len(piece.token_ids) for piece in pieces)
+        stages = num_stages(self.prefill, tokens, self.num_layers) if mode == "layered" else 1
+        return Wave(pieces, stages)
 
-    def _token_budget(self) -> int:
-        if self.prefill.mode == "chunked":
+    def _mode(self) -> Mode:
+        if self._choose_mode is None:
+            assert self.prefill.mode != "auto"
+            return self.prefill.mode
+        waiting = sum(len(group.token_ids) - group.num_read for group in self.waiting)
+        return self._choose_mode(min(waiting, self.prefill.wave_tokens), len(self.running))
+
+    def _token_budget(self, mode: Mode) -> int:
+        if mode == "chunked":
             return max(self.prefill.chunk_tokens - len(self.running), 1)
         return self.prefill.wave_tokens
-
-    def _num_stages(self, pieces: list[Piece]) -> int:
-        if self.prefill.mode != "layered":
-            return 1
-        tokens = sum(len(piece.token_ids) for piece in pieces)
-        return min(math.ceil(tokens / self.prefill.group_tokens), self.num_layers)

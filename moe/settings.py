@@ -86,9 +86,10 @@ class EngineSettings(_Settings):
 class PrefillSettings(_Settings):
     """How prompts are read beside running sequences."""
 
-    mode: Literal["whole", "chunked", "layered"] = "layered"
+    mode: Literal["auto", "whole", "chunked", "layered"] = "auto"
     """whole: all of a prompt in one step. chunked: a token budget a step. layered: whole prompts,
-    one group of layers a step, so that each expert is read once a prompt."""
+    one group of layers a step, so that each expert is read once a prompt. auto: layered or
+    chunked, whichever is predicted to read fewer experts."""
 
     wave_tokens: int = Field(default=8192, ge=1)
     """Most prompt tokens that are read together; longer prompts are cut (not by whole)."""
@@ -106,6 +107,22 @@ class MemorySettings(_Settings):
     kv_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of all sequences whose keys and values are in memory at once.
     null: no limit."""
+
+
+class ServerSettings(_Settings):
+    """Limits of ``moe serve``."""
+
+    max_waiting: int = Field(default=256, ge=1)
+    """Most requests without a first token; more are refused with status 429."""
+
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
+    """Most bytes of a request's body; more are refused with status 413."""
+
+    send_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Seconds that a client may take none of its stream before the request is cancelled."""
+
+    drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    """Seconds that requests get to finish after SIGTERM."""
 
 
 class Profile(_Settings):
@@ -137,3 +154,6 @@ class Profile(_Settings):
 
     memory: MemorySettings = MemorySettings()
     """What may be held in memory."""
+
+    server: ServerSettings = ServerSettings()
+    """Limits of ``moe serve``."""

@@ -21,7 +21,7 @@ ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwe
 @settings(max_examples=6)
 @given(
     seed=st.integers(0, 2**32),
-    mode=st.sampled_from(["whole", "chunked", "layered"]),
+    mode=st.sampled_from(["auto", "whole", "chunked", "layered"]),
     kv_tokens=st.sampled_from([None, 60]),
 )
 def test_every_prefill_mode_gives_the_tokens_of_each_prompt_alone(
@@ -52,7 +52,9 @@ def test_cancelling_between_steps_frees_all_and_disturbs_nobody(
     plain = tiny_moe("qwen3_moe")
     prompts = [list(range(3, 40)), list(range(60, 90)), [5, 6, 7]]
     expected = [c.token_ids for c in plain.generate(prompts, GREEDY)]
-    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), prefill={"group_tokens": 20})
+    model = MoE.from_pretrained(
+        tiny_checkpoint("qwen3_moe"), prefill={"mode": "layered", "group_tokens": 20}
+    )
     engine = model.engine()
     groups = [model.request(prompt, GREEDY) for prompt in prompts]
     for group in groups:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
+from moe.prefill import Mode
 from moe.scheduler import Group, Scheduler
 from moe.settings import PrefillSettings
 
-Mode = Literal["whole", "chunked", "layered"]
 LAYERS = 6
 
 

@@ -1,0 +1,93 @@
+"""How many experts reading a prompt will touch, by prefill mode, and which mode to take.
+
+Counted a layer and summed over layers, with B sequences decoding (ALGORITHMS.md 2.3):
+chunked ``sum_i N(c_i + B)``, layered ``N(P + B) + (G - 1) N(B)``, where ``N(t)`` is the number of
+distinct experts of t tokens. N comes from the model's own measured expert frequencies p,
+``N(t) = sum_e 1 - (1 - p_e)^t``: real models touch fewer experts than uniform routing would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.settings import PrefillSettings
+from routing import RoutingStatistics
+
+Mode = Literal["whole", "chunked", "layered"]
+Frequencies = Sequence[NDArray[np.float64]]
+"""Share of a layer's tokens that visit each expert, ``(E,)`` for every layer."""
+
+SMALLEST_SAVING = 0.05
+"""Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    """Which mode reads the next prompts, and the expert loads predicted for both ways."""
+
+    mode: Mode
+    chunked_loads: float
+    layered_loads: float
+
+
+def distinct_experts(frequencies: Frequencies, num_tokens: int) -> float:
+    """Expected distinct experts that ``num_tokens`` independent tokens visit, over all layers."""
+    return float(sum((1 - (1 - p) ** num_tokens).sum() for p in frequencies))
+
+
+def chunked_loads(frequencies: Frequencies, chunks: Sequence[int], num_decoding: int) -> float:
+    """Expert loads of prompts read in steps of ``chunks`` tokens."""
+    return sum(distinct_experts(frequencies, size + num_decoding) for size in chunks)
+
+
+def layered_loads(
+    frequencies: Frequencies, num_tokens: int, num_stages: int, num_decoding: int
+) -> float:
+    """Expert loads of prompts read in ``num_stages`` groups of layers."""
+    wave = distinct_experts(frequencies, num_tokens + num_decoding)
+    return wave + (num_stages - 1) * distinct_experts(frequencies, num_decoding)
+
+
+def measured_frequencies(statistics: RoutingStatistics) -> list[NDArray[np.float64]]:
+    """Expert frequencies of each layer so far; before any token, uniform and one expert a token."""
+    frequencies = []
+    for layer, num_experts in enumerate(statistics.num_experts):
+        if statistics.tokens[layer]:
+            counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
+            frequencies.append(counts / statistics.tokens[layer])
+        else:
+            frequencies.append(np.full(num_experts, 1 / num_experts))
+    return frequencies
+
+
+def num_stages(settings: PrefillSettings, num_tokens: int, num_layers: int) -> int:
+    """Groups of layers for a wave: ``ceil(tokens / group_tokens)``, at most one a layer."""
+    return min(math.ceil(num_tokens / settings.group_tokens), num_layers)
+
+
+def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -> list[int]:
+    """Prompt tokens of each step when a step has ``chunk_tokens`` in all."""
+    room = max(settings.chunk_tokens - num_decoding, 1)
+    return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
+
+
+def choose(
+    settings: PrefillSettings, frequencies: Frequencies, num_tokens: int, num_decoding: int
+) -> PrefillChoice:
+    """The mode for the next ``num_tokens`` prompt tokens; ``auto`` takes the fewer loads."""
+    stages = num_stages(settings, num_tokens, len(frequencies))
+    layered = layered_loads(frequencies, num_tokens, stages, num_decoding)
+    chunks = chunk_sizes(settings, num_tokens, num_decoding)
+    chunked = chunked_loads(frequencies, chunks, num_decoding)
+    mode: Mode
+    if settings.mode != "auto":
+        mode = settings.mode
+    else:
+        mode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
+    return PrefillChoice(mode, chunked, layered)

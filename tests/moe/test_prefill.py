@@ -1,0 +1,62 @@
+"""Predicted expert loads against the table of ALGORITHMS.md 2.3, and the choice of `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe import MoE, SamplingParams
+from moe.prefill import choose, chunked_loads, layered_loads, measured_frequencies
+from moe.settings import PrefillSettings
+from routing import Routing, RoutingStatistics
+
+UNIFORM = [np.full(128, 8 / 128)]  # one layer of 128 experts, top-8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decoding", "chunked", "layered"),
+    [
+        (8192, 1, 2048, 248),
+        (8192, 16, 2048, 1364),
+        (8192, 32, 2048, 1805),
+        (8192, 64, 2048, 2017),
+        (2048, 16, 512, 375),
+    ],
+)
+def test_predicted_loads_are_those_of_the_paper_s_law(
+    tokens: int, decoding: int, chunked: int, layered: int
+) -> None:
+    stages = tokens // 512
+    assert round(chunked_loads(UNIFORM, [512] * stages, decoding)) == chunked
+    assert round(layered_loads(UNIFORM, tokens, stages, decoding)) == layered
+
+
+def test_auto_takes_layers_while_decoding_leaves_experts_unread() -> None:
+    settings, model = PrefillSettings(mode="auto"), UNIFORM * 48
+    few = choose(settings, model, num_tokens=8192, num_decoding=4)
+    assert few.mode == "layered"
+    assert few.layered_loads < 0.5 * few.chunked_loads
+    wide = PrefillSettings(mode="auto", chunk_tokens=2048)
+    many = choose(wide, model, num_tokens=8192, num_decoding=64)
+    assert many.mode == "chunked"
+    assert many.layered_loads > many.chunked_loads
+
+
+def test_frequencies_are_counts_over_tokens() -> None:
+    statistics = RoutingStatistics([4, 2])
+    assert [p.tolist() for p in measured_frequencies(statistics)] == [[0.25] * 4, [0.5] * 2]
+    statistics.record(0, Routing(torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2)))
+    assert measured_frequencies(statistics)[0].tolist() == [1.0, 0.5, 0.5, 0.0]
+
+
+def test_the_engine_reports_its_choice(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    engine = model.engine()
+    engine.submit(model.request(list(range(3, 60)), SamplingParams(max_new_tokens=1)))
+    engine.step()
+    assert engine.prefill_choice is not None
+    assert engine.prefill_choice.layered_loads <= engine.prefill_choice.chunked_loads
