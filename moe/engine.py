@@ -142,7 +142,7 @@ class Engine:
         logits = _logits(reading.lanes, len(reading.work))
         for piece, work, rows in zip(reading.wave.pieces, reading.work, logits, strict=True):
             group = piece.group
-            if group.dropped or not (piece.is_last or isinstance(rows, Exception)):
+            if group.cancelled or not (piece.is_last or isinstance(rows, Exception)):
                 continue
             group.cache = None
             for sequence in group.sequences:

@@ -37,13 +37,11 @@ class Group:
         sequences: ``n`` samples; one, if it was preempted after its first token.
         num_read: tokens of `token_ids` that earlier waves have read.
         cache: state of the prompt while it is being read.
-        dropped: nobody waits for it any more; a wave that reads it is not disturbed.
     """
 
     sequences: list[RunningSequence]
     num_read: int = 0
     cache: SequenceCache | None = None
-    dropped: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -55,6 +53,11 @@ class Group:
     def num_kv(self) -> int:
         """Tokens of memory that the sequences hold once their prompt has been read."""
         return len(self.token_ids) * len(self.sequences)
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody waits for it any more."""
+        return all(sequence.cancelled for sequence in self.sequences)
 
     def forget(self) -> None:
         """Give up what has been read."""
@@ -177,16 +180,19 @@ class Scheduler:
         if self.wave is not None and self.wave.is_last_stage:
             for piece in self.wave.pieces:
                 piece.group.num_read += len(piece.token_ids)
-                if piece.is_last and not piece.group.dropped:
+                if piece.group.cancelled:
+                    continue
+                if piece.is_last:
                     self.running += piece.group.sequences
-                elif not piece.group.dropped:
+                elif piece.group.sequences[0] not in gone:
                     self.waiting.appendleft(piece.group)
             self.wave = None
         self.running = [sequence for sequence in self.running if sequence not in gone]
 
     def drop(self, group: Group) -> None:
-        """Forget a group between steps, wherever it is."""
-        group.dropped = True
+        """Forget a group between steps, wherever it is; a wave that reads it is not disturbed."""
+        for sequence in group.sequences:
+            sequence.cancelled = True
         self.running = [s for s in self.running if s not in group.sequences]
         self.waiting = deque(
             other for other in self.waiting if other.sequences[0] not in group.sequences
@@ -207,7 +213,7 @@ class Scheduler:
         elif self.wave is not None:
             for piece in reversed(self.wave.pieces):
                 piece.group.forget()
-                if not piece.group.dropped:
+                if not piece.group.cancelled:
                     self.waiting.appendleft(piece.group)
             self.wave = None
         elif len(self.running) > 1:

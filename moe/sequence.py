@@ -44,6 +44,7 @@ class RunningSequence:
     Attributes:
         token_ids: tokens generated so far.
         cache: the sequence's state once its prompt has been read.
+        cancelled: nobody waits for it any more.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RunningSequence:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
+        self.cancelled = False
         self._sampler = sampler
         self._decoder = decoder
         self._stop_strings = stop_strings

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.errors import RequestError
+from moe.lanes import Visit
 
 GREEDY = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -93,6 +95,40 @@ def test_layered_prefill_reads_each_expert_once_and_never_stalls(
     chunked, chunked_tokens = loads(mode="chunked", chunk_tokens=31)
     assert layered_tokens == chunked_tokens == [1, 1, 1, 2]
     assert layered < 0.6 * chunked
+
+
+def test_failing_experts_end_those_who_waited_there_and_nobody_else(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts fail once, while a prompt is read in the middle of its wave."""
+    model = MoE.from_pretrained(
+        tiny_checkpoint("qwen3_moe"), prefill={"mode": "layered", "group_tokens": 20}
+    )
+    engine = model.engine()
+    running = model.request([5, 6, 7], GREEDY)
+    engine.submit(running)
+    engine.step()
+    real, broken = engine.experts.run, [True]
+
+    def fail_once(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        if layer == 1 and sum(len(visit.hidden_states) for visit in visits) > 10 and broken:
+            broken.clear()
+            raise OSError("an expert cannot be read")
+        return real(layer, visits)
+
+    monkeypatch.setattr(engine.experts, "run", fail_once)
+    arriving, late = model.request(list(range(3, 63)), GREEDY), model.request([9, 8], GREEDY)
+    engine.submit(arriving)
+    outcomes = []
+    while broken:
+        outcomes += engine.step()
+    engine.submit(late)
+    while not engine.idle:
+        outcomes += engine.step()
+    failed = [s for s, outcome in outcomes if isinstance(outcome, OSError)]
+    assert arriving.sequences[0] in failed
+    assert arriving.sequences[0].token_ids == []
+    assert late.sequences[0].token_ids == model.generate([9, 8], GREEDY)[0].token_ids
 
 
 def test_a_request_larger_than_memory_is_refused(tiny_checkpoint: Callable[[str], Path]) -> None:

@@ -25,6 +25,7 @@ class Fake:
     max_new_tokens: int
     token_ids: list[int] = field(default_factory=list)
     cache: Any = None
+    cancelled: bool = False
 
     @property
     def done(self) -> bool:
@@ -51,7 +52,7 @@ def run_step(planner: Scheduler, kv_tokens: float) -> set[Fake]:
         for piece in step.wave.pieces:
             held += piece.group.num_kv
             assert piece.token_ids, "a piece without tokens"
-            if step.wave.is_last_stage and piece.is_last and not piece.group.dropped:
+            if step.wave.is_last_stage and piece.is_last and not piece.group.cancelled:
                 served += piece.group.sequences
     assert held <= kv_tokens
     for sequence in served:
@@ -152,6 +153,31 @@ def test_a_dropped_group_gets_nothing_and_others_go_on() -> None:
     while not planner.idle:
         run_step(planner, float("inf"))
     assert (len(first.sequences[0].token_ids), len(second.sequences[0].token_ids)) == (0, 2)
+
+
+def test_cancelling_a_preempted_sequence_ends_it_in_the_middle_of_its_wave() -> None:
+    planner = scheduler("layered", kv_tokens=20)
+    old, young = group(6, 9), group(6, 9)
+    planner.submit(old)
+    planner.submit(young)
+    while not (planner.wave and young.sequences[0].token_ids):
+        run_step(planner, 20)
+    assert planner.wave.pieces[0].group.sequences == young.sequences
+    planner.drop(young)
+    got = len(young.sequences[0].token_ids)
+    while not planner.idle:
+        run_step(planner, 20)
+    assert (len(old.sequences[0].token_ids), len(young.sequences[0].token_ids)) == (9, got)
+
+
+def test_one_sample_may_end_with_its_first_token_and_the_others_go_on() -> None:
+    planner = scheduler("whole")
+    both = group(5, 4, n=2)
+    both.sequences[0].max_new_tokens = 1
+    planner.submit(both)
+    while not planner.idle:
+        run_step(planner, float("inf"))
+    assert [len(s.token_ids) for s in both.sequences] == [1, 4]
 
 
 @pytest.mark.parametrize(
