@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.kv import SequenceCache, Work
+from moe.kv import SequenceCache, SequenceKV, Work
 from moe.lanes import Lane, run_lanes
 from moe.moe_layer import MoELayers
 from moe.prefill import Mode, PrefillChoice, choose, measured_frequencies
+from moe.prefix import PrefixCache
 from moe.scheduler import Group, Scheduler, Wave
 from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
@@ -60,6 +61,7 @@ class Engine:
             len(experts.layers),
             can_cut=trunk.packed,
             choose_mode=self._choose_mode if profile.prefill.mode == "auto" else None,
+            prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
         )
         self._reading: Reading | None = None
 
@@ -102,10 +104,20 @@ class Engine:
             outcomes += self._finish_reading(reading)
             self._reading = None
         gone = {sequence for sequence, outcome in outcomes if not _goes_on(outcome)}
+        self._keep_prefixes(outcomes)
         for sequence in gone:
             sequence.cache = None
         self.scheduler.finish(gone)
         return outcomes
+
+    def _keep_prefixes(self, outcomes: list[Outcome]) -> None:
+        prefixes = self.scheduler.prefixes
+        for sequence, outcome in outcomes:
+            if prefixes is None or not isinstance(outcome, Delta) or outcome.finish_reason is None:
+                continue
+            if isinstance(sequence.cache, SequenceKV):
+                token_ids = sequence.prompt_token_ids + sequence.token_ids
+                prefixes.add(sequence.salt, token_ids, sequence.cache)
 
     def _choose_mode(self, num_tokens: int, num_decoding: int) -> Mode:
         frequencies = measured_frequencies(self.experts.statistics)
@@ -146,7 +158,12 @@ class Engine:
                 continue
             group.cache = None
             for sequence in group.sequences:
-                sequence.cache = work.cache if sequence is group.sequences[0] else work.cache.fork()
+                is_first = sequence is group.sequences[0]
+                sequence.cache = (
+                    work.cache
+                    if is_first
+                    else work.cache.fork(sequence.capacity, work.cache.length)
+                )
             outcomes += [(sequence, _advance(sequence, rows)) for sequence in group.sequences]
         return outcomes
 

@@ -47,11 +47,13 @@ class SequenceKV:
         keys, values = self._layers[layer]
         return keys[:, :, :end], values[:, :, :end]
 
-    def fork(self) -> SequenceKV:
-        """A sequence of its own that has read the same tokens."""
-        copy = SequenceKV(self.capacity)
-        copy._layers = {layer: (k.clone(), v.clone()) for layer, (k, v) in self._layers.items()}
-        copy.length = self.length
+    def fork(self, capacity: int, length: int) -> SequenceKV:
+        """A sequence of its own that has read the first ``length`` tokens of this one."""
+        assert length <= self.length
+        copy = SequenceKV(capacity)
+        for layer in self._layers:
+            copy.write(layer, *self.read(layer, length))
+        copy.length = length
         return copy
 
     def _buffer(self, rows: Tensor) -> Tensor:
@@ -69,9 +71,10 @@ class OwnCache:
     length: int = 0
     state: Any = None
 
-    def fork(self) -> OwnCache:
-        """A sequence of its own that has read the same tokens."""
-        return OwnCache(self.length, deepcopy(self.state))
+    def fork(self, capacity: int, length: int) -> OwnCache:
+        """A sequence of its own that has read the same tokens; only all of them can be taken."""
+        assert length == self.length
+        return OwnCache(length, deepcopy(self.state))
 
 
 SequenceCache = SequenceKV | OwnCache

@@ -142,8 +142,10 @@ class MoE:
         """A step loop of its own over this model, for callers that drive the steps themselves."""
         return Engine(self._trunk, self._experts, self.profile.profile)
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> Group:
+    def request(self, prompt: Prompt, params: SamplingParams, salt: str = "") -> Group:
         """Check one prompt and its parameters and make the sequences for an `engine`.
+
+        Requests with different salts never share known prefixes (``memory.prefix_tokens``).
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
@@ -163,6 +165,7 @@ class MoE:
                 StopStrings(params.stop),
                 stop_token_ids,
                 params.max_new_tokens,
+                salt,
             )
             for index in range(params.n)
         ]

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from moe.errors import RequestError
 from moe.kv import SequenceCache
 from moe.prefill import Mode, num_stages
+from moe.prefix import PrefixCache
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
 
@@ -116,6 +117,7 @@ class Scheduler:
         can_cut: a prompt may be read in several waves.
         choose_mode: the mode of the next wave, from the prompt tokens that wait for it and the
             number of running sequences; None where ``prefill.mode`` is not ``auto``.
+        prefixes: prompts that were read before; None to read every prompt from its start.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Scheduler:
         *,
         can_cut: bool = True,
         choose_mode: Callable[[int, int], Mode] | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.prefill = prefill
         self.max_batch_size = max_batch_size
@@ -134,6 +137,7 @@ class Scheduler:
         self.num_layers = num_layers
         self.can_cut = can_cut
         self._choose_mode = choose_mode
+        self.prefixes = prefixes
         self.waiting: deque[Group] = deque()
         self.running: list[RunningSequence] = []
         self.wave: Wave | None = None
@@ -203,11 +207,29 @@ class Scheduler:
         pieces = self.wave.pieces if self.wave is not None else []
         running = sum(len(s.prompt_token_ids) + len(s.token_ids) - 1 for s in self.running)
         half_read = sum(group.num_read for group in self.waiting)
-        return running + half_read + sum(piece.group.num_kv for piece in pieces)
+        wave = sum(piece.group.num_kv for piece in pieces)
+        return running + half_read + wave + (self.prefixes.num_tokens if self.prefixes else 0)
+
+    def _make_room(self, needed: int) -> bool:
+        """Whether ``needed`` more tokens fit, once known prefixes have given way."""
+        while self._used() + needed > self.kv_tokens:
+            if self.prefixes is None or not self.prefixes.evict():
+                return False
+        return True
+
+    def _reuse_prefix(self, group: Group) -> None:
+        if self.prefixes is None or group.num_read:
+            return
+        first = group.sequences[0]
+        known = self.prefixes.take(first.salt, group.token_ids, first.capacity)
+        if known is not None:
+            group.cache, group.num_read = known, known.length
 
     def _give_up_youngest(self) -> bool:
         """Free the memory of whoever came last; False if only the oldest sequence is left."""
         half_read = next((group for group in self.waiting if group.num_read), None)
+        if self.prefixes and self.prefixes.evict():
+            return True
         if half_read is not None:
             half_read.forget()
         elif self.wave is not None:
@@ -231,13 +253,14 @@ class Scheduler:
         mode = self._mode()
         budget = self._token_budget(mode)
         pieces: list[Piece] = []
-        size, used = len(self.running), self._used() + len(self.running)
+        size = needed = len(self.running)
         while self.waiting and budget > 0:
             group = self.waiting[0]
             size += len(group.sequences)
-            used += group.num_kv - group.num_read + len(group.sequences)
-            if size > self.max_batch_size or used > self.kv_tokens:
+            needed += len(group.sequences) + group.num_kv
+            if size > self.max_batch_size or not self._make_room(needed - group.num_read):
                 break
+            self._reuse_prefix(group)
             left = group.token_ids[group.num_read :]
             cut = len(left) > budget and self.can_cut and mode != "whole"
             if pieces and len(left) > budget and not (cut and mode == "chunked"):

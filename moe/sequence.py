@@ -40,6 +40,7 @@ class RunningSequence:
         stop_strings: text ends before the earliest of them.
         stop_token_ids: a token of these ends the sequence; it counts, and adds no text.
         max_new_tokens: tokens to generate at most.
+        salt: prompts share known prefixes within one salt only.
 
     Attributes:
         token_ids: tokens generated so far.
@@ -55,9 +56,11 @@ class RunningSequence:
         stop_strings: StopStrings,
         stop_token_ids: Collection[int],
         max_new_tokens: int,
+        salt: str = "",
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.max_new_tokens = max_new_tokens
+        self.salt = salt
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None

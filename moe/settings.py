@@ -108,6 +108,10 @@ class MemorySettings(_Settings):
     """Most tokens of all sequences whose keys and values are in memory at once.
     null: no limit."""
 
+    prefix_tokens: int = Field(default=0, ge=0)
+    """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
+    0: every prompt is read from its start."""
+
 
 class ServerSettings(_Settings):
     """Limits of ``moe serve``."""

@@ -49,6 +49,11 @@ def test_the_keys_are_these() -> None:
         "prefill.chunk_tokens",
         "prefill.group_tokens",
         "memory.kv_tokens",
+        "memory.prefix_tokens",
+        "server.max_waiting",
+        "server.max_body_bytes",
+        "server.send_timeout_s",
+        "server.drain_timeout_s",
     )
 
 
