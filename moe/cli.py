@@ -59,6 +59,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling(chat)
     chat.set_defaults(run=_chat)
 
+    serve = commands.add_parser("serve", help="answer OpenAI's HTTP API until stopped")
+    _add_model(serve, required=True)
+    _add_sampling(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
+    )
+    serve.set_defaults(run=_serve)
+
     doctor = commands.add_parser("doctor", help="check this machine: what works, what is missing")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -131,6 +143,13 @@ def _chat(options: argparse.Namespace) -> int:
     from moe.terminal import chat
 
     return chat(options.model, profile)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.server.serve import serve
+
+    return serve(options.model, profile, options.host, options.port, options.api_key)
 
 
 def _doctor(_: argparse.Namespace) -> int:

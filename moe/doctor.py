@@ -29,6 +29,10 @@ OTHER_LIBRARIES = (
     "rich>=13",
     "jinja2>=3.1",
     "packaging>=23",
+    "fastapi>=0.121",
+    "starlette>=0.49.1",
+    "uvicorn>=0.30",
+    "prometheus-client>=0.20",
 )
 
 CHECKS: dict[str, Callable[[], Finding]] = {

@@ -24,7 +24,7 @@ ENVIRONMENT_PREFIX = "MOE_"
 
 # Variables with our prefix that are not profile keys. They are read where they act, before any
 # profile exists; docs list them. Everything else that starts with the prefix is a typing error.
-OTHER_VARIABLES = frozenset({"MOE_CPU_KERNEL"})
+OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL"})
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def _configs() -> Path:
 
 def suggestion(word: str, valid: Iterable[str]) -> str:
     """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near."""
-    near = difflib.get_close_matches(word, list(valid), n=1)
+    words = list(valid)
+    begun = [each for each in words if "." in word and each.startswith(word)]
+    near = begun or difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -168,8 +168,9 @@ class Scheduler:
 
     def plan(self) -> Step:
         """The next step. `finish` must follow with what became of it."""
-        while self._used() + len(self.running) > self.kv_tokens and self._give_up_youngest():
-            pass
+        while self.num_used_tokens() + len(self.running) > self.kv_tokens:
+            if not self._give_up_youngest():
+                break
         if self.wave is not None:
             self.wave.stage += 1
         else:
@@ -202,7 +203,7 @@ class Scheduler:
             other for other in self.waiting if other.sequences[0] not in group.sequences
         )
 
-    def _used(self) -> float:
+    def num_used_tokens(self) -> float:
         """Tokens of memory that running sequences and the wave hold."""
         pieces = self.wave.pieces if self.wave is not None else []
         running = sum(len(s.prompt_token_ids) + len(s.token_ids) - 1 for s in self.running)
@@ -212,7 +213,7 @@ class Scheduler:
 
     def _make_room(self, needed: int) -> bool:
         """Whether ``needed`` more tokens fit, once known prefixes have given way."""
-        while self._used() + needed > self.kv_tokens:
+        while self.num_used_tokens() + needed > self.kv_tokens:
             if self.prefixes is None or not self.prefixes.evict():
                 return False
         return True

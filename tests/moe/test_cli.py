@@ -103,7 +103,7 @@ def test_print_config_shows_origins(
         (["generate", DEMO, "--prompt", ""], "moe: the prompt is empty"),
         (["generate", DEMO, "--prompt", "@/no/file"], "moe: cannot read the prompt file /no/file"),
         (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
-        (["generate", DEMO, "--prompt", "x", "--set", "engine.max=1"], "engine.max_batch_size"),
+        (["generate", DEMO, "--prompt", "x", "--set", "engine.max=1"], "'engine.max_batch_size'?"),
         (["generate", DEMO, "--prompt", "x", "--profile", "defualt"], "'default'"),
         (["generate", DEMO, "--prompt", "x", "--max-new-tokens", "5000"], "more than the context"),
     ],
@@ -147,5 +147,6 @@ def test_the_command_line_is_frozen() -> None:
     assert options == {
         "generate": sorted([*model, *sampling, *usual, "--json", "--print-config", "--prompt"]),
         "chat": sorted([*model, *sampling, *usual]),
+        "serve": sorted([*model, *sampling, *usual, "--api-key", "--host", "--port"]),
         "doctor": usual,
     }

@@ -1,0 +1,102 @@
+"""Request bodies: counted while they come, parsed with limits, checked against a pydantic model.
+
+FastAPI's own reading is not used: it has no limit on size or depth, and takes NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+
+from moe.server.errors import APIError, ClientGone
+
+BODY_TIMEOUT_S = 60.0  # for the whole body, however it drips
+_REFERENCE = "#/components/schemas/{model}"
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A FastAPI dependency: the request's body as the model, or `APIError` 400, 408, 413, 415."""
+
+    async def read(request: Request) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise APIError(415, "the Content-Type must be application/json")
+        data = await _read(request, request.app.state.settings.max_body_bytes)
+        return await run_in_threadpool(parse, model, data)
+
+    return read
+
+
+def parse(model: type[Body], data: bytes) -> Body:
+    """JSON as the model. NaN, depth over 200, numbers out of range and lone surrogates are refused.
+
+    Fields that are null count as left out, as OpenAI's clients mean them.
+    """
+    try:
+        tree = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(tree, dict):
+        raise APIError(400, "the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate({key: v for key, v in tree.items() if v is not None})
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> APIError:
+    """The first problem, with the field's name as clients write it."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    if problem["type"] == "extra_forbidden":
+        return APIError(400, f"unknown field {where[:100]!r}; remove it", param=where[:100])
+    if problem["type"] == "missing":
+        return APIError(400, f"the field {where!r} is missing", param=where)
+    got = f"; got {reprlib.repr(problem['input'])}" if problem["loc"] else ""
+    return APIError(400, f"{where}: {rule}{got}" if where else rule, param=where or None)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    too_large = APIError(413, f"the body may have {limit} bytes; send less (server.max_body_bytes)")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+
+    async def collect() -> bytes:
+        data = bytearray()
+        async for chunk in request.stream():
+            if len(data) + len(chunk) > limit:
+                raise too_large
+            data += chunk
+        return bytes(data)
+
+    try:
+        return await asyncio.wait_for(collect(), BODY_TIMEOUT_S)
+    except ClientDisconnect:
+        raise ClientGone from None
+    except (TimeoutError, asyncio.TimeoutError):
+        raise APIError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+
+
+def schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads this model."""
+    schema = model.model_json_schema(ref_template=_REFERENCE)
+    schema.pop("$defs", None)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def nested_schemas(*models: type[BaseModel]) -> dict[str, Any]:
+    """Schemas that those of `schema_of` refer to: ``components.schemas`` of the description."""
+    nested: dict[str, Any] = {}
+    for model in models:
+        nested |= model.model_json_schema(ref_template=_REFERENCE).get("$defs", {})
+    return nested

@@ -1,0 +1,83 @@
+"""Types of request fields: what may be written in several ways becomes one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema
+
+from moe.sampling_params import MAX_SEQUENCES
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_INT = 2**31 - 1
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompts(value: Any) -> Any:
+    """One prompt or several, as a list of prompts."""
+    rule = "a prompt must be a string, token ids, a list of strings or a list of lists of token ids"
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError(rule)
+    if not value:
+        raise ValueError("the prompt is empty")
+    if all(type(item) is int for item in value):
+        return [value]
+    if all(isinstance(item, str) for item in value) or all(isinstance(i, list) for i in value):
+        if any(type(item) is not int for ids in value if isinstance(ids, list) for item in ids):
+            raise ValueError(rule)
+        return value
+    raise ValueError(rule)
+
+
+def _text(content: Any) -> Any:
+    """Content given in parts becomes one text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            raise ValueError('only text is supported: parts must be {"type": "text", "text": ...}')
+        texts.append(part["text"])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the text of a part must be a string")
+    return "".join(texts)
+
+
+PromptList = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts),
+    Field(max_length=MAX_SEQUENCES),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopList = Annotated[
+    list[StopString],
+    BeforeValidator(_as_list),
+    Field(max_length=MAX_STOPS),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+            ]
+        }
+    ),
+]
+Text = Annotated[str, BeforeValidator(_text)]
+TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(max_length=MAX_SEQUENCES)]

@@ -1,0 +1,80 @@
+"""The process of ``moe serve``.
+
+The socket is bound first, so that a taken port is an error before anything is loaded, and probes
+get answers meanwhile. SIGTERM or Ctrl-C drains; a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from moe.errors import MoEError
+from moe.model import MoE
+from moe.profile import LoadedProfile
+from moe.server.service import MAX_CONNECTIONS, Service
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; port 0 takes a free one. Raises `MoEError` where that is impossible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise MoEError(
+            f"cannot listen on {host} port {port}: {error}; choose another with --port or --host"
+        ) from None
+    # asyncio does this only for sockets made with an explicit protocol; without it tokens wait for
+    # the client's delayed acknowledgements (40 ms). Accepted connections inherit it.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def serve(
+    name: str | Path, profile: LoadedProfile, host: str, port: int, api_key: str | None
+) -> int:
+    """``moe serve``; returns the exit code."""
+    if api_key is None:
+        api_key = os.environ.get("MOE_API_KEY")
+    if api_key is not None and not api_key.strip():
+        raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
+    service = Service(
+        load=lambda: MoE.from_pretrained(name, profile, progress=sys.stderr.isatty()),
+        model_name=Path(name).resolve().name if Path(name).is_dir() else str(name),
+        profile=profile,
+        listener=bind(host, port),
+        api_key=api_key,
+    )
+    if service.is_open_to_all:
+        print(
+            f"moe: anyone who reaches {service.address} can use the model; set --api-key",
+            file=sys.stderr,
+        )
+
+    def say_ready() -> None:
+        assert service.runner is not None
+        assert service.runner.model is not None
+        for notice in service.runner.model.notices:
+            print(f"moe: {notice}", file=sys.stderr)
+        print(f"moe: serving {service.model_name} at {service.address}", flush=True)
+
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _on_signal, service)
+        return await service.run(say_ready)
+
+    code = asyncio.run(run())
+    if service.is_stuck:  # the interpreter would wait for the thread, or crash with it
+        os._exit(code)
+    return code
+
+
+def _on_signal(service: Service) -> None:
+    if service.stopping:
+        os._exit(1)
+    service.stop()

@@ -1,0 +1,172 @@
+"""A tiny model with a tokenizer, and servers of it on ephemeral loopback ports."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from moe import MoE
+from moe.engine import Engine
+from moe.profile import load_profile
+from moe.server.serve import bind
+from moe.server.service import Service
+
+NAME = "tiny"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}"
+    "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+)
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.url = service.address
+        self.exit_code: int | BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(60)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def occupancy(self) -> dict[str, int]:
+        assert self.service.runner is not None
+        return self.service.runner.occupancy()
+
+    def is_idle(self) -> bool:
+        return not any(self.occupancy.values())
+
+    def raw(self, body: dict[str, Any]) -> bytes:
+        """A whole HTTP request for a completion."""
+        request = httpx.Request("POST", f"{self.url}/v1/completions", json=body)
+        lines = [f"{name}: {value}" for name, value in request.headers.items()]
+        head = "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, "", ""])
+        return head.encode() + request.content
+
+    def connect(self) -> socket.socket:
+        host, port = self.service.listener.getsockname()
+        return socket.create_connection((host, port), timeout=20)
+
+    @contextmanager
+    def in_flight(self, body: dict[str, Any]) -> Iterator[socket.socket]:
+        """A request for a completion that has been sent, on a connection of its own."""
+        with self.connect() as connection:
+            connection.sendall(self.raw(body))
+            yield connection
+
+    def stop(self) -> None:
+        self.service.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.exit_code = asyncio.run(self.service.run(self._ready.set))
+        except Exception as error:
+            self.exit_code = error
+        self._ready.set()
+
+
+class Gate:
+    """Holds the engine before its next step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        step = Engine.step
+
+        def gated(engine: Engine) -> Any:
+            self.reached.set()
+            assert self.open.wait(60)
+            return step(engine)
+
+        monkeypatch.setattr(Engine, "step", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[Callable[[], object], str], None]:
+    def wait(condition: Callable[[], object], what: str) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            time.sleep(0.01)
+        pytest.fail(f"waited in vain for {what}")
+
+    return wait
+
+
+Serve = Callable[..., AbstractContextManager[Running]]
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The tiny Qwen3-MoE with a tokenizer that has a token for each of 125 characters."""
+    path = tmp_path_factory.mktemp("models") / NAME
+    shutil.copytree(tiny_checkpoint("qwen3_moe"), path)
+    letters = ["<pad>", "<s>", "</s>", "\n", *map(chr, range(32, 127)), *map(chr, range(224, 253))]
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def model(text_checkpoint: Path) -> MoE:
+    return MoE.from_pretrained(text_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def serve(model: MoE) -> Serve:
+    """Serves the model, or what `load` makes; keywords are keys of the section `server`."""
+
+    @contextmanager
+    def start(
+        api_key: str | None = None, load: Callable[[], MoE] | None = None, **limits: Any
+    ) -> Iterator[Running]:
+        profile = load_profile({"server": limits}, environ={})
+        listener = bind("127.0.0.1", 0)
+        running = Running(Service(load or (lambda: model), NAME, profile, listener, api_key))
+        yield running
+        running.stop()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(serve: Serve) -> Iterator[Running]:
+    """One for all tests that leave it as it is."""
+    with serve() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

@@ -1,0 +1,154 @@
+"""What the routes answer is what the library gives, whole and streamed, through OpenAI's client."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import openai
+
+from moe import MoE, SamplingParams
+
+CHAT: Any = [{"role": "user", "content": "Hello"}]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+def test_completion_is_that_of_the_library_whole_and_streamed(
+    client: openai.OpenAI, model: MoE
+) -> None:
+    expected = model.generate("def f(", GREEDY)[0]
+    whole = client.completions.create(model="tiny", prompt="def f(", max_tokens=12, temperature=0)
+    assert whole.choices[0].text == expected.text
+    assert whole.choices[0].finish_reason == expected.finish_reason
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == 6
+    assert whole.usage.completion_tokens == len(expected.tokens)
+    stream = client.completions.create(
+        model="tiny",
+        prompt="def f(",
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected.text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == expected.finish_reason
+    assert [c.usage for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].usage == whole.usage
+    assert len({c.id for c in chunks}) == 1
+    assert len(chunks) == len(expected.tokens) + 1
+
+
+def test_chat_is_that_of_the_library_whole_and_streamed(client: openai.OpenAI, model: MoE) -> None:
+    expected = model.generate([CHAT], GREEDY)[0]
+    asked: Any = {"model": "tiny", "messages": CHAT, "temperature": 0}
+    whole = client.chat.completions.create(**asked, max_completion_tokens=12)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].message.role == "assistant"
+    chunks = list(client.chat.completions.create(**asked, max_tokens=12, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+    # What a client got it may send back as it is.
+    history: Any = [*CHAT, whole.choices[0].message, *CHAT]
+    client.chat.completions.create(model="tiny", messages=history, max_tokens=1)
+
+
+def test_content_in_parts_is_one_text(client: openai.OpenAI) -> None:
+    parts: Any = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "you"}]
+    answers = [
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": content}], max_tokens=8
+        )
+        for content in (parts, "Hello you")
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    assert answers[0].usage == answers[1].usage
+
+
+def test_prompts_of_every_kind_and_several_samples(client: openai.OpenAI, model: MoE) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=1.3, n=2, seed=4)
+    expected = [c.text for c in model.generate(["ab", "xyz"], params)]
+    ids = [model.codec.encode(text) for text in ("ab", "xyz")]
+    for prompt in (["ab", "xyz"], ids):
+        got = client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=5, temperature=1.3, n=2, seed=4
+        )
+        assert [choice.text for choice in got.choices] == expected
+        assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    one = client.completions.create(
+        model="tiny", prompt=ids[1], max_tokens=5, temperature=1.3, n=2, seed=4, stream=True
+    )
+    texts = ["", ""]
+    for chunk in one:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected[2:]
+
+
+def test_stop_and_penalties_are_those_of_the_library(client: openai.OpenAI, model: MoE) -> None:
+    text = model.generate("hello", GREEDY)[0].text
+    assert len(text) > 4
+    stop = text[2:4]
+    got = client.completions.create(model="tiny", prompt="hello", max_tokens=12, stop=stop)
+    assert got.choices[0].text == text[: text.index(stop)]
+    assert got.choices[0].finish_reason == "stop"
+    params = SamplingParams(
+        max_new_tokens=12,
+        temperature=0.7,
+        top_p=0.8,
+        seed=3,
+        presence_penalty=1.5,
+        frequency_penalty=-0.5,
+        top_k=30,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        ignore_eos=True,
+    )
+    got = client.completions.create(
+        model="tiny",
+        prompt="hello",
+        max_tokens=12,
+        temperature=0.7,
+        top_p=0.8,
+        seed=3,
+        presence_penalty=1.5,
+        frequency_penalty=-0.5,
+        extra_body={"top_k": 30, "min_p": 0.01, "repetition_penalty": 1.2, "ignore_eos": True},
+    )
+    assert got.choices[0].text == model.generate("hello", params)[0].text
+
+
+def test_logprobs_are_those_of_the_library(client: openai.OpenAI, model: MoE) -> None:
+    params = SamplingParams(max_new_tokens=4, temperature=0, logprobs=3)
+    expected = model.generate("hello", params)[0].tokens
+    completion = client.completions.create(model="tiny", prompt="hello", max_tokens=4, logprobs=3)
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [t.logprob for t in expected]
+    assert logprobs.top_logprobs is not None
+    assert [sorted(top.values()) for top in logprobs.top_logprobs] == [
+        sorted(value for _, value in t.top or ()) for t in expected
+    ]
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    ids: Any = model.codec.encode("hello")
+    streamed = client.completions.create(
+        model="tiny", prompt=ids, max_tokens=4, logprobs=3, stream=True
+    )
+    offsets = [c.choices[0].logprobs.text_offset for c in streamed if c.choices[0].logprobs]
+    assert offsets == [[0], [1], [2], [3]]
+    chat = client.chat.completions.create(
+        model="tiny", messages=CHAT, max_tokens=3, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
+    assert all(bytes(entry.bytes or []).decode() == entry.token for entry in content)
+    assert all(math.isfinite(entry.logprob) for entry in content)
+
+
+def test_without_max_tokens_the_default_is_cut_to_fit(client: openai.OpenAI) -> None:
+    got = client.completions.create(model="tiny", prompt=[7] * 250, extra_body={"ignore_eos": True})
+    assert got.usage is not None
+    assert got.usage.completion_tokens == 6

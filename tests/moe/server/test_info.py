@@ -1,0 +1,63 @@
+"""Routes about the model and the server itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+
+from moe import MoE, SamplingParams
+
+CHAT: Any = [{"role": "user", "content": "Hello"}]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+
+
+def test_models_tokenize_and_detokenize(client: openai.OpenAI, server: Any, model: MoE) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    ids = server.http.post("/tokenize", json={"prompt": "a b"}).json()
+    assert ids == {"tokens": model.codec.encode("a b"), "count": 3, "max_model_len": 256}
+    chat = server.http.post("/tokenize", json={"messages": CHAT}).json()
+    assert chat["tokens"] == model.codec.encode(CHAT)
+    text = server.http.post("/detokenize", json={"tokens": ids["tokens"]}).json()
+    assert text == {"prompt": "a b"}
+
+
+def test_status_and_metrics(client: openai.OpenAI, server: Any) -> None:
+    client.completions.create(model="tiny", prompt="hello", max_tokens=4)
+    status = server.http.get("/v1/status").json()
+    assert status["state"] == "ready"
+    assert status["profile"]["server.max_waiting"] == {"value": 256, "origin": "default"}
+    assert status["model"]["architecture"] == "Qwen3MoeForCausalLM"
+    assert status["stats"]["expert_bytes_read"] > 0
+    text = server.http.get("/metrics").text
+    samples = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            samples[name] = float(value)
+    assert samples['moe_http_requests_total{route="/v1/completions",status="200"}'] >= 1
+    assert samples["moe_requests_running"] == samples["moe_requests_waiting"] == 0
+    assert samples["moe_expert_bytes_read_total"] > 0
+    assert samples["moe_expert_loads_total"] > 0
+    assert samples["moe_generated_tokens_total"] >= 4
+    assert samples["moe_prompt_tokens_total"] >= 5
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {n for n in names if not n.endswith("_created")} == {  # a new metric is a decision
+        "moe_http_requests_total",
+        "moe_prompt_tokens_total",
+        "moe_generated_tokens_total",
+        "moe_time_to_first_token_seconds",
+        "moe_inter_token_seconds",
+        "moe_requests_waiting",
+        "moe_requests_running",
+        "moe_expert_bytes_read_total",
+        "moe_expert_loads_total",
+    }
+
+
+def test_the_description_names_every_route_and_field(server: Any) -> None:
+    description = server.http.get("/openapi.json").json()
+    assert "/v1/chat/completions" in description["paths"]
+    assert "$defs" not in json.dumps(description)

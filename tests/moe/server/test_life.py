@@ -1,0 +1,128 @@
+"""Loading, and failures of one request or of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from moe import MoE
+from moe.engine import Engine
+from moe.errors import MoEError
+from moe.profile import load_profile
+from moe.sequence import RunningSequence
+from moe.server.serve import Service, bind
+
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
+SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+URL = "/v1/completions"
+
+
+@contextmanager
+def loading(load: Callable[[], MoE]) -> Iterator[tuple[Service, list[Any]]]:
+    """A service that has begun to load, and what becomes of it: exit code or message."""
+    service = Service(load, "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(service.run(lambda: outcome.append("ready"))))
+        except MoEError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield service, outcome
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_while_loading_and_when_loading_fails() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def load() -> MoE:
+        asked.set()
+        assert go_on.wait(60)
+        raise MoEError("no such thing")
+
+    with loading(load) as (service, outcome):
+        assert asked.wait(20)
+        with httpx.Client(base_url=service.address) as http:
+            assert http.get("/health").status_code == 200
+            for answer in (http.get("/ready"), http.post(URL, json=SHORT)):
+                assert answer.status_code == 503
+                assert "the model is loading" in answer.json()["error"]["message"]
+            assert http.get("/v1/status").json()["state"] == "loading"
+            assert http.get("/metrics").status_code == 200
+        go_on.set()
+    assert outcome == ["no such thing"]
+
+
+def test_sigterm_while_loading_does_not_wait(model: MoE) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def load() -> MoE:
+        asked.set()
+        assert go_on.wait(60)
+        return model
+
+    with loading(load) as (service, outcome):
+        assert asked.wait(20)
+        service.stop()
+    go_on.set()
+    assert outcome == [0]
+    assert service.is_stuck
+
+
+def test_one_sequence_that_fails_concerns_nobody_else(
+    wait_for: Any,
+    serve: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    model: MoE,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    advance = RunningSequence.advance
+    secret = "what the client wrote"
+
+    def failing(sequence: RunningSequence, logits: Any) -> Any:
+        if sequence.prompt_token_ids == model.codec.encode("unlucky"):
+            raise RuntimeError(secret)
+        return advance(sequence, logits)
+
+    monkeypatch.setattr(RunningSequence, "advance", failing)
+    with serve() as server:
+        for stream in (False, True):
+            with server.in_flight({**SHORT, "prompt": ["hello", "unlucky"], "n": 2}):
+                bad = server.http.post(URL, json={**SHORT, "prompt": "unlucky", "stream": stream})
+            assert bad.status_code == (200 if stream else 500)
+            assert "its log has the details" in bad.text
+            assert secret not in bad.text
+            assert server.http.post(URL, json=SHORT).status_code == 200
+        wait_for(server.is_idle, "an idle engine")
+    assert "RuntimeError" in caplog.text
+    assert secret not in caplog.text
+
+
+def test_an_engine_that_fails_tells_everybody_and_ends_the_server(
+    wait_for: Any, serve: Any, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = Engine.step
+
+    def failing(engine: Engine) -> Any:
+        gated(engine)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Engine, "step", failing)
+    with serve() as server:
+        with server.in_flight(SHORT) as first, server.in_flight(LONG) as second:
+            wait_for(lambda: server.occupancy["waiting_requests"] == 2, "two waiting requests")
+            gate.open.set()
+            for connection in (first, second):
+                assert connection.recv(100).startswith(b"HTTP/1.1 500")
+        server.stop()
+        assert server.exit_code == 1

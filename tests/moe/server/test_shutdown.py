@@ -1,0 +1,108 @@
+"""SIGTERM and draining, and starts that cannot work."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe.cli import main
+from moe.server.serve import bind
+
+LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
+SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+URL = "/v1/completions"
+
+
+def start(checkpoint: Path, *options: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "moe", "serve", str(checkpoint), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environ
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.fullmatch(r"moe: serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
+    assert found, (line, process.communicate())
+    return process, found[1]
+
+
+def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path) -> None:
+    process, url = start(text_checkpoint, MOE_API_KEY="k")
+    headers = {"authorization": "Bearer k"}
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+            assert http.get("/ready", headers={"authorization": ""}).status_code == 200
+            assert http.get("/v1/models", headers={"authorization": ""}).status_code == 401
+            with http.stream("POST", URL, json={**LONG, "stream": True}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert sum(line.startswith("data: {") for line in rest) >= 100
+        assert process.wait(30) == 0
+        assert process.communicate() == ("", "")
+    finally:
+        process.kill()
+
+
+def test_draining_refuses_new_requests(wait_for: Any, serve: Any, gate: Any) -> None:
+    with serve() as server:
+        with server.in_flight(SHORT) as first:
+            assert gate.reached.wait(20)
+            server.service.stop()
+            wait_for(lambda: server.http.get("/ready").status_code == 503, "the drain")
+            refused = server.http.post(URL, json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["message"] == "the server is shutting down"
+            assert server.http.get("/health").status_code == 200
+            gate.open.set()
+            assert first.recv(100).startswith(b"HTTP/1.1 200")
+        server.stop()
+        assert server.exit_code == 0
+
+
+def test_a_drain_that_takes_too_long_ends_with_an_error(serve: Any, gate: Any) -> None:
+    with serve(drain_timeout_s=0.1) as server:
+        with server.in_flight(SHORT) as first:
+            assert gate.reached.wait(20)
+            server.service.stop()
+            assert first.recv(100).startswith(b"HTTP/1.1 503")
+            gate.open.set()
+        server.stop()
+        assert server.exit_code == 0
+
+
+def test_a_taken_port_is_a_clear_error(
+    text_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(text_checkpoint), "--port", port]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"moe: cannot listen on 127.0.0.1 port \d+: .*in use.*; choose .*\n", error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "70000"], "cannot listen on 127.0.0.1 port 70000"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid port 8000"),
+        (["--api-key", ""], "the API key is empty"),
+    ],
+)
+def test_mistakes_exit_with_2(
+    options: list[str],
+    message: str,
+    text_checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", str(text_checkpoint), *options]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""What comes before fields: bodies, headers and host names that are no good."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.fixture
+def http(server: Any) -> Iterator[httpx.Client]:
+    yield server.http
+    assert server.http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+        b"[" * 1_000_000,
+        b'{"model": "tiny", "prompt": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
+        b'{"model": "tiny", "prompt": "x", "n": ' + b"9" * 100_000 + b"}",
+        b'{"model": "tiny", "prompt": "\xff"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'\xef\xbb\xbf{"model": "tiny"}',
+    ],
+)
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_bodies_that_are_no_good_json(route: str, body: bytes, http: httpx.Client) -> None:
+    answer = http.post(route, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    error_of(answer)
+
+
+def test_nul_characters_are_text_like_any_other(http: httpx.Client) -> None:
+    body = GOOD | {"prompt": "a\0b"}
+    assert http.post(COMPLETIONS, json=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_other_content_types(kind: str, http: httpx.Client) -> None:
+    body = json.dumps(GOOD)
+    answer = http.post(COMPLETIONS, content=body, headers={"content-type": kind})
+    assert answer.status_code == 415
+    error_of(answer)
+
+
+def test_bodies_that_are_too_large_declared_and_counted(serve: Any) -> None:
+    small = 1000
+    long = json.dumps(GOOD | {"prompt": "x" * small})
+    kind = {"content-type": "application/json"}
+    with serve(max_body_bytes=small) as server:
+        declared = server.http.post(COMPLETIONS, content=long, headers=kind)
+        pieces = (long[i : i + 100].encode() for i in range(0, len(long), 100))
+        chunked = server.http.post(COMPLETIONS, content=pieces, headers=kind)
+        for answer in (declared, chunked):
+            assert answer.status_code == 413
+            assert "server.max_body_bytes" in error_of(answer)["message"]
+        assert server.http.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+def exchange(url: str, data: bytes) -> bytes:
+    """Send raw bytes; what comes back until the server closes or is silent for a second."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), timeout=1) as connection:
+        answer = b""
+        try:
+            connection.sendall(data)
+            while piece := connection.recv(65536):
+                answer += piece
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+def test_headers_have_a_limit(server: Any, http: httpx.Client) -> None:
+    data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 10**6
+    assert b" 200 " not in exchange(server.url, data)
+    data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000
+    assert exchange(server.url, data).startswith(b"HTTP/1.1 400")
+    assert http.get("/health").status_code == 200
+
+
+def test_garbage_is_not_http(server: Any, http: httpx.Client) -> None:
+    assert b" 400 " in exchange(server.url, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
+
+
+def test_a_foreign_host_name_is_refused(server: Any) -> None:
+    """A web page that points its own name at this machine (DNS rebinding) gets nothing."""
+    answer = server.http.get("/v1/models", headers={"host": "evil.example:8000"})
+    assert answer.status_code == 400
+    assert error_of(answer)["code"] == "wrong_host"
+    assert server.http.get("/health", headers={"host": "localhost:1"}).status_code == 200
