@@ -12,10 +12,7 @@ one). It resumes from the checkpoint in ``--work``; ``--quick --out DIR`` is a s
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import platform
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -31,10 +28,17 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from examples import demo_data as data
+from examples.demo_card import (
+    cpu_name,
+    expert_loads,
+    load_table,
+    measure,
+    quality_table,
+    table,
+    write_card,
+)
 
 REPO = Path(__file__).resolve().parent.parent
-CARD = REPO / "examples/demo-model/README.md"
-MARKS = ("<!-- measured by train_demo.py -->", "<!-- end of the measured part -->")
 BETAS = (0.9, 0.98)
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 100
@@ -103,13 +107,6 @@ def build_optimizer(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 def lr_scale(step: int, steps: int) -> float:
     """Warm up, stay, then decay linearly to zero."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps))
-
-
-def expert_loads(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
-    """Count the tokens each expert gets, as [layer, expert]."""
-    experts = router_logits[0].shape[-1]
-    chosen = [logits.topk(top_k).indices.flatten() for logits in router_logits]
-    return torch.stack([c.bincount(minlength=experts) for c in chosen])
 
 
 def losses(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -186,68 +183,6 @@ def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str
     return before + time.time() - start
 
 
-@torch.no_grad()
-def measure(
-    model: Any, corpus: data.Corpus, length: int, device: str
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return held-out nats and expert loads [layer, expert] by domain.
-
-    Windows do not overlap, and every token is predicted once: the first of a window from the
-    token before it alone, the first of all from ``<|endoftext|>``.
-    """
-    nats, loads = dict.fromkeys(corpus.heldout, 0.0), {}
-    for domain, tokens in corpus.heldout.items():
-        stream = tokens.roll(1).long().to(device)  # its last token is <|endoftext|>
-        counts = []
-        for x, y in zip(stream[:-1].split(length), stream[1:].split(length), strict=True):
-            out = model(input_ids=x[None], output_router_logits=True, use_cache=False)
-            nats[domain] += F.cross_entropy(out.logits[0], y, reduction="sum").item()
-            counts.append(expert_loads(out.router_logits, model.config.num_experts_per_tok))
-        loads[domain] = torch.stack(counts).sum(0).cpu()
-    return nats, loads
-
-
-def table(rows: list[list[Any]]) -> str:
-    """Format rows, the first of them the header, as a Markdown table."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows) + "\n"
-
-
-def quality_table(corpus: data.Corpus, nats: dict[str, float], seen: float) -> str:
-    """Tabulate text sizes, passes over the text (``seen`` tokens of each) and bits per byte."""
-    header = ["domain", "training MB", "tokens", "passes"]
-    rows: list[list[Any]] = [[*header, "held-out bytes", "lines copied", "bits per byte"]]
-    sizes = {d: int(s["heldout_bytes"]) for d, s in corpus.stats.items()}
-    for d, s in corpus.stats.items():
-        bits = nats[d] / math.log(2) / sizes[d]
-        tokens, copied = len(corpus.train[d]), f"{s['copied_lines']:.1%}"
-        row: list[Any] = [d, f"{s['bytes'] / 1e6:.1f}", tokens, f"{seen / tokens:.2f}"]
-        rows.append([*row, sizes[d], copied, f"{bits:.3f}"])
-    bits = sum(nats.values()) / math.log(2) / sum(sizes.values())
-    return table([*rows, ["**all**", "", "", "", sum(sizes.values()), "", f"**{bits:.3f}**"]])
-
-
-def load_table(loads: dict[str, Tensor]) -> str:
-    """Tabulate each layer's expert loads (1.00 = an even share) and each domain's specialist."""
-    of_domain = torch.stack([n / n.sum(1, keepdim=True) for n in loads.values()])
-    share = of_domain / of_domain.sum(0)  # [domain, layer, expert]
-    counts = torch.stack(list(loads.values())).sum(0).float()
-    header: list[Any] = ["layer", "least", "most", "below 0.1", *loads, "load of experts 0, 1, ..."]
-    rows = [header]
-    for layer, load in enumerate(counts / counts.mean(1, keepdim=True)):
-        row: list[Any] = [layer, f"{load.min():.2f}", f"{load.max():.2f}", int((load < 0.1).sum())]
-        row += [f"{int(s.argmax())} ({s.max():.0%})" for s in share[:, layer]]
-        rows.append([*row, " ".join(f"{x:.2f}" for x in load)])
-    return table(rows)
-
-
-def cpu_name() -> str:
-    """Return the processor's name where the system tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    found = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.machine()
-
-
 def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
     """Tabulate what the model is and how it was trained."""
     names = ("steps", "batch", "length", "lr", "seed", "threads")
@@ -266,14 +201,6 @@ def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
         "training time": f"{seconds / 60:.0f} min",
     }
     return table([["setting", "value"], *map(list, rows.items())])
-
-
-def write_card(path: Path, sections: dict[str, str]) -> None:
-    """Copy the shipped model card to ``path`` with its measured part replaced."""
-    text = CARD.read_text("utf-8")
-    head, tail = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
-    body = "\n".join(f"### {title}\n\n{rows}" for title, rows in sections.items())
-    path.write_text(f"{head}{MARKS[0]}\n{body}{MARKS[1]}{tail}", "utf-8")
 
 
 def main() -> None:
