@@ -24,7 +24,7 @@ from moe.completion import collect
 MODEL = Path(__file__).parent / "demo-model"
 PROMPTS = {
     "prose": "The :mod:`json` module provides functions to",
-    "python": "class Cache:\n    def __init__(self, maxsize):\n",
+    "python": 'def read(self, size=-1):\n    """',
     "cpp": "template <typename T>\nclass TORCH_API ",
 }
 TOP = 3
@@ -51,6 +51,7 @@ def stream(model: MoE, console: Console) -> tuple[list[Completion], float, float
             first = first or time.perf_counter() - start
             events.append(event)
             texts[event.prompt].append(event.delta.text, style="green")
+    console.print()
     return collect(events), first, time.perf_counter() - start
 
 
