@@ -104,7 +104,7 @@ def test_print_config_shows_origins(
         (["generate", DEMO, "--prompt", "@/no/file"], "moe: cannot read the prompt file /no/file"),
         (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
         (["generate", DEMO, "--prompt", "x", "--set", "engine.max=1"], "'engine.max_batch_size'?"),
-        (["generate", DEMO, "--prompt", "x", "--profile", "defualt"], "'default'"),
+        (["generate", DEMO, "--prompt", "x", "--profile", "defalt"], "'default'"),
         (["generate", DEMO, "--prompt", "x", "--max-new-tokens", "5000"], "more than the context"),
     ],
 )
