@@ -8,6 +8,7 @@ be read there without a copy. Everything else is converted whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -89,26 +90,30 @@ def _stacks_experts(converter: WeightConverter) -> bool:
 
 
 def expert_faults(transfer: Transfer, count: int) -> list[str]:
-    """Experts of a merged target that are absent, or more than the `count` it has, by name.
+    """Experts of a merged target that are absent, or not among the `count` it has, by name.
 
-    transformers stacks whatever is there: a shape mismatch would not say which expert is absent.
+    transformers stacks what is there in the order of its names, and its patterns take any character
+    for a dot: an absent or misspelt name could put experts in each other's place.
     """
-    if transfer.converter is None or not _stacks_experts(transfer.converter):
+    if transfer.converter is None or type(transfer.converter.operations[0]) is not MergeModulelist:
         return []
-    split = {name: name.split(".") for name in transfer.names}
-    varying = [
-        place
-        for place, parts in enumerate(zip(*split.values(), strict=False))
-        if len(set(parts)) > 1 and all(part.isdecimal() for part in parts)
-    ]
-    if len(varying) != 1:  # one expert only, or a layout that numbers something else
-        return []
-    place, faults = varying[0], []
+    faults = []
     for names in transfer.sources.values():
-        wanted = {
-            ".".join((*split[names[0]][:place], str(expert), *split[names[0]][place + 1 :]))
-            for expert in range(count)
-        }
-        faults += [f"missing: {name}" for name in sorted(wanted - set(names), key=dot_natural_key)]
+        before, after = _around_number(names)
+        wanted = {f"{before}{expert}{after}" for expert in range(count)}
+        missing = sorted(wanted - set(names), key=dot_natural_key)
+        faults += [f"missing: {name}" for name in missing]
         faults += [f"unexpected: {name}" for name in names if name not in wanted]
     return faults
+
+
+def _around_number(names: list[str]) -> tuple[str, str]:
+    """What stands before and after the expert's number in most of the names."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for name in names:
+        parts = name.split(".")
+        for place in reversed(range(len(parts))):  # of equal counts, the rightmost number
+            if parts[place].isdecimal():
+                before, after = [*parts[:place], ""], ["", *parts[place + 1 :]]
+                seen[".".join(before), ".".join(after)] += 1
+    return seen.most_common(1)[0][0] if seen else (names[0], "")
