@@ -5,13 +5,14 @@ Prompts are read in waves, one at a time. What a wave is depends on the prefill 
 - ``whole``: as many whole prompts as fit, all layers in one step.
 - ``chunked``: a token budget a step, shared with decoding; prompts are cut to fill it
   (Sarathi-Serve: decodes never wait, chunks re-read the experts).
-- ``auto``: layered or chunked, whichever is predicted to read fewer experts (`moe.prefill`).
 - ``layered``: whole prompts, but one group of layers a step, so each expert is read once a wave
   (arXiv 2510.08055, ``G = ceil(tokens / 512)`` groups); the wave sleeps in its lane in between.
+- ``auto``: layered or chunked, whichever is predicted to read fewer experts (`moe.prefill`).
 
 Every running sequence gets a token in every step. Memory is counted in tokens of keys and values:
 sequences are admitted while their prompts fit, and when a step does not fit, the youngest gives up
-its memory and is read again later: half-read prompts first, then the wave, then running sequences.
+its memory and is read again later: half-read prompts first, then the wave, then running sequences
+(known prefixes before all of them).
 The oldest running sequence is never preempted, so everybody finishes.
 """
 
@@ -204,7 +205,7 @@ class Scheduler:
         )
 
     def num_used_tokens(self) -> float:
-        """Tokens of memory that running sequences and the wave hold."""
+        """Tokens of memory held by running sequences, prompts being read and known prefixes."""
         pieces = self.wave.pieces if self.wave is not None else []
         running = sum(len(s.prompt_token_ids) + len(s.token_ids) - 1 for s in self.running)
         half_read = sum(group.num_read for group in self.waiting)
@@ -227,11 +228,15 @@ class Scheduler:
             group.cache, group.num_read = known, known.length
 
     def _give_up_youngest(self) -> bool:
-        """Free the memory of whoever came last; False if only the oldest sequence is left."""
+        """Free a known prefix, or else the memory of whoever came last.
+
+        Returns:
+            False if only the oldest running sequence is left.
+        """
         half_read = next((group for group in self.waiting if group.num_read), None)
-        if self.prefixes and self.prefixes.evict():
-            return True
-        if half_read is not None:
+        if self.prefixes is not None and self.prefixes.evict():
+            pass
+        elif half_read is not None:
             half_read.forget()
         elif self.wave is not None:
             for piece in reversed(self.wave.pieces):
