@@ -8,7 +8,8 @@ the lanes of a layered wave stay asleep from one step to the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +34,8 @@ class Reading:
     """A wave in flight: its lanes, asleep between stages."""
 
     wave: Wave
-    work: list[Work] = field(default_factory=list)
-    lanes: list[Lane[list[Tensor]]] = field(default_factory=list)
+    work: list[Work]
+    lanes: list[Lane[list[Tensor]]]
 
 
 class Engine:
@@ -44,16 +45,13 @@ class Engine:
         trunk: the model.
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
-
-    Attributes:
-        prefill_choice: what ``prefill.mode: auto`` chose for the latest wave, with predictions.
     """
 
     def __init__(self, trunk: Trunk, experts: MoELayers, profile: Profile) -> None:
         self.trunk = trunk
         self.experts = experts
         self.prefill = profile.prefill
-        self.prefill_choice: PrefillChoice | None = None
+        self._prefill_choice: PrefillChoice | None = None
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine.max_batch_size,
@@ -68,6 +66,20 @@ class Engine:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle
+
+    def status(self) -> dict[str, Any]:
+        """What ``prefill.mode: auto`` chose last, and what known prefixes saved; for JSON."""
+        prefixes, choice = self.scheduler.prefixes, self._prefill_choice
+        return {
+            "prefill": asdict(choice) if choice is not None else None,
+            "prefixes": None
+            if prefixes is None
+            else {
+                "held_tokens": prefixes.num_tokens,
+                "asked_tokens": prefixes.asked_tokens,
+                "hit_tokens": prefixes.hit_tokens,
+            },
+        }
 
     def submit(self, group: Group) -> None:
         """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
@@ -122,7 +134,7 @@ class Engine:
     def _choose_mode(self, num_tokens: int, num_decoding: int) -> Mode:
         frequencies = measured_frequencies(self.experts.statistics)
         choice = choose(self.prefill, frequencies, num_tokens, num_decoding)
-        self.prefill_choice = choice
+        self._prefill_choice = choice
         return choice.mode
 
     def _read(self, wave: Wave | None) -> Reading | None:

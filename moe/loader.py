@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from moe.errors import ProfileError
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config, resolve_model
-from moe.loading.load import DtypeFor, load_weights
+from moe.loading.load import DtypeFor, LoadReport, load_weights
 from moe.loading.meta_model import build_meta_model
 from moe.moe_layer import MoELayers
 from moe.packing import Packing, enable_packing
@@ -84,7 +84,7 @@ def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) 
         weight_bytes=report.weight_bytes,
         logits_size=network.get_output_embeddings().weight.shape[0],
         context_length=_context_length(config, profile),
-        notices=_notices(packing, codec),
+        notices=_notices(packing, codec, report),
     )
 
 
@@ -141,7 +141,7 @@ def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
     return min(limits) if limits else None
 
 
-def _notices(packing: Packing, codec: TextCodec) -> list[str]:
+def _notices(packing: Packing, codec: TextCodec, report: LoadReport) -> list[str]:
     notices = []
     if not packing.enabled:
         notices.append(
@@ -149,4 +149,13 @@ def _notices(packing: Packing, codec: TextCodec) -> list[str]:
         )
     if codec.tokenizer is None:
         notices.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
+    for names, what in (
+        (report.ignored, "in the checkpoint are not used by this architecture"),
+        (
+            report.computed,
+            "are not in the checkpoint and were filled by the architecture's own rule",
+        ),
+    ):
+        if names:
+            notices.append(f"{len(names)} tensors {what} (the first: {names[0]})")
     return notices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -150,7 +149,7 @@ def status(request: Request) -> Response:
         "state": runner.state,
         "seconds": round(runner.seconds, 1),
         "occupancy": runner.occupancy(),
-        "prefill": asdict(runner.prefill_choice) if runner.prefill_choice else None,
+        "engine": runner.engine_status,
     }
     if runner.model is not None:
         loaded = runner.model.profile

@@ -15,7 +15,6 @@ from moe.completion import StreamEvent
 from moe.engine import Engine
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.prefill import PrefillChoice
 from moe.sequence import RunningSequence
 from moe.server.job import Job
 
@@ -42,14 +41,14 @@ class EngineThread:
 
     Attributes:
         occupancy: of the engine after the last step or command; see the function of that name.
-        prefill_choice: what ``prefill.mode: auto`` chose last, with its predictions.
+        status: of the engine after the last step or command; see `Engine.status`.
     """
 
     def __init__(
         self, load: Callable[[], MoE], listener: Listener, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.occupancy: dict[str, int] = {}
-        self.prefill_choice: PrefillChoice | None = None
+        self.status: dict[str, Any] = {}
         self._load = load
         self._listener = listener
         self._loop = loop
@@ -82,7 +81,7 @@ class EngineThread:
                 if not engine.idle:
                     self._step(engine)
                 self.occupancy = occupancy(engine)
-                self.prefill_choice = engine.prefill_choice
+                self.status = engine.status()
         except BaseException as error:  # nobody else sees what ends a thread
             self._post(self._listener.on_failure, error)
 

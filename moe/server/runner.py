@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from moe.model import MoE
-from moe.prefill import PrefillChoice
 from moe.scheduler import Group
 from moe.server.engine_thread import EngineThread, Outcomes
 from moe.server.errors import GENERIC, APIError
@@ -57,9 +56,9 @@ class Runner:
         return time.monotonic() - self._start
 
     @property
-    def prefill_choice(self) -> PrefillChoice | None:
-        """What ``prefill.mode: auto`` chose for the latest wave."""
-        return self._engine.prefill_choice
+    def engine_status(self) -> dict[str, Any]:
+        """Prefill choice and known prefixes; see `Engine.status`. Empty while loading."""
+        return self._engine.status
 
     def occupancy(self) -> dict[str, int]:
         """Requests here, and sequences and tokens of keys and values in the engine."""

@@ -49,7 +49,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(capsys: pytest.CaptureFix
     text = json.loads(out)["text"]
     code, out, err = run(capsys, "generate", DEMO, "--prompt", "import os", *SHORT)
     assert (code, out) == (0, text + "\n")
-    assert "2 prompt tokens, 8 new tokens, first after " in err or "8 new tokens" in err
+    assert " prompt tokens, 8 new tokens, first after " in err
     assert "MB of experts read a token" in err
 
 

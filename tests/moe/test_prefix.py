@@ -126,5 +126,5 @@ def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) 
         tokens_read.append(model.stats()["layers"][0]["tokens"])
     new = 4  # tokens read back while decoding
     assert tokens_read == [50 + new, 50 - 48 + new, 50 + new]
-    assert engine.scheduler.prefixes is not None
-    assert engine.scheduler.prefixes.hit_tokens == 48
+    assert engine.status()["prefixes"]["hit_tokens"] == 48
+    assert engine.status()["prefixes"]["asked_tokens"] == 3 * 50

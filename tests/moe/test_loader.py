@@ -1,0 +1,29 @@
+"""What loading says about itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe.loader import _notices
+from moe.loading.load import LoadReport
+from moe.packing import Packing
+from moe.text import TextCodec
+
+
+@pytest.mark.parametrize(
+    ("ignored", "computed", "expected"),
+    [
+        (("mtp.0.w", "mtp.1.w"), (), "2 tensors in the checkpoint are not used"),
+        ((), ("rotary.scale",), "1 tensors are not in the checkpoint and were filled"),
+    ],
+)
+def test_tensors_left_out_or_filled_in_are_said(
+    ignored: tuple[str, ...], computed: tuple[str, ...], expected: str
+) -> None:
+    report = LoadReport(0, 0, 0.0, tied=(), ignored=ignored, computed=computed)
+    codec = TextCodec(None, vocab_size=10, no_tokenizer_reason="none was given")
+    packing, tokenizer, tensors = _notices(Packing(False, "a reason"), codec, report)
+    assert packing.endswith("prompts are not cut: a reason")
+    assert tokenizer == "prompts can only be token ids: none was given"
+    assert tensors.startswith(expected)
+    assert tensors.endswith(f"(the first: {(ignored + computed)[0]})")
