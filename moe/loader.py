@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kernels import backend_status
 from moe.errors import ProfileError
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config, resolve_model
@@ -59,6 +60,8 @@ def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) 
     if profile.threads is not None:
         torch.set_num_threads(profile.threads)
     path = resolve_model(path_or_hub_id)
+    if device.type == "cpu":
+        backend_status()  # compiles the kernel on its first use, so that no request waits for it
     config = read_config(path)
     network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
     dtype_for = _dtypes(network, profile, device)
