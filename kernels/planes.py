@@ -1,0 +1,185 @@
+"""Weights as nested bit planes: 8-bit codes whose first bits alone are a coarser weight.
+
+A weight is ``scale * (code - 128)`` with an unsigned code of 8 bits and one scale for each group of
+32 or 64 weights of a row (symmetric, round to nearest). The code is cut into planes of 2, 2 and 4
+bits, highest first, so that the first one, two or three planes are a weight of 2, 4 or 8 bits. A
+prefix stands for the middle of the codes that begin with it (half-step centring, ELMoE-3D's LSB
+augmentation, ALGORITHMS.md 4.1): truncation would bias every weight downwards.
+
+Layout, the one that the kernels read without moving anything: blocks of 16 rows; within a block,
+*steps* of 4 columns, each 64 codes (row by row, 4 columns of a row side by side): the operand of a
+vector dot product that gives 16 rows at once. A 64-byte vector of a 2-bit plane holds 4 steps, the
+first in the highest bits; one of the 4-bit plane holds 2, the first in the low half. Rows are
+padded to 16 and columns to whole groups, with code 128 and scale 0.
+
+Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+PLANE_BITS = (2, 2, 4)
+PREFIX_BITS = (2, 4, 8)
+GROUP_SIZES = (32, 64)
+BLOCK_ROWS = 16
+STEP_COLUMNS = 4
+ZERO_CODE = 128
+_MAX_CODE = 127
+_STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
+
+
+@dataclass(frozen=True)
+class PlaneLayout:
+    """Where the codes of an ``(N, K)`` matrix lie in its planes.
+
+    Raises:
+        ValueError: the group size is none of `GROUP_SIZES`, or a dimension is not positive.
+    """
+
+    rows: int
+    columns: int
+    group_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group size must be 32 or 64, got {self.group_size}")
+        if self.rows < 1 or self.columns < 1:
+            raise ValueError(
+                f"a matrix needs at least one row and column, got {self.rows}x{self.columns}"
+            )
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.rows // BLOCK_ROWS)
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.columns // self.group_size)
+
+    @property
+    def padded_rows(self) -> int:
+        return self.num_blocks * BLOCK_ROWS
+
+    @property
+    def padded_columns(self) -> int:
+        return self.num_groups * self.group_size
+
+    def plane_bytes(self, plane: int) -> int:
+        """Bytes of one plane; a multiple of 64."""
+        return self.padded_rows * self.padded_columns * PLANE_BITS[plane] // 8
+
+    @property
+    def num_scales(self) -> int:
+        return self.padded_rows * self.num_groups
+
+
+def num_planes(bits: int) -> int:
+    """How many planes a prefix of ``bits`` has. Raises ValueError for other widths than 2, 4, 8."""
+    if bits not in PREFIX_BITS:
+        raise ValueError(f"a prefix has 2, 4 or 8 bits, got {bits}")
+    return PREFIX_BITS.index(bits) + 1
+
+
+def quantize(weight_NK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights, round to nearest; any leading dimensions.
+
+    Args:
+        weight_NK: ``(..., N, K)`` floating point, finite.
+        group_size: columns that share a scale.
+
+    Returns:
+        ``(..., N, K)`` uint8 codes in [1, 255] and ``(..., N, D)`` float16 scales. A scale is
+        rounded up to float16, so that no code is clipped.
+
+    Raises:
+        ValueError: a weight is NaN, infinite or too large for a float16 scale.
+    """
+    columns = weight_NK.shape[-1]
+    weight = pad(weight_NK.float(), (0, -columns % group_size)).unflatten(-1, (-1, group_size))
+    exact = weight.abs().amax(-1) / _MAX_CODE
+    scale = exact.to(torch.float16)
+    scale = torch.where(scale.float() < exact, _next_float16(scale), scale)
+    if not bool(scale.isfinite().all()):
+        raise ValueError("weights must be finite and below 8e6 in size to be quantized")
+    divisor = scale.float().masked_fill(scale == 0, 1.0)[..., None]
+    codes = (weight / divisor).round().clamp(-_MAX_CODE, _MAX_CODE) + ZERO_CODE
+    return codes.to(torch.uint8).flatten(-2)[..., :columns], scale
+
+
+def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
+    """The planes of ``(..., N, K)`` uint8 codes: ``(..., plane_bytes(p))`` uint8 each."""
+    steps = _steps(codes_NK, layout)  # (..., B, padded K / 4, 64)
+    planes, shift = [], 8
+    for bits in PLANE_BITS:
+        shift -= bits
+        parts = ((steps >> shift) & (2**bits - 1)).unflatten(-2, (-1, 8 // bits))
+        vector = torch.zeros_like(parts[..., 0, :])
+        for index, position in enumerate(_positions(bits)):
+            vector |= parts[..., index, :] << position
+        planes.append(vector.flatten(-3))
+    return tuple(planes)
+
+
+def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
+    """``(..., N, K)`` uint8 codes of the first planes; the bits of missing planes are centred.
+
+    Three planes give the codes that were packed.
+    """
+    lead = planes[0].shape[:-1]
+    steps = torch.zeros(
+        *lead, layout.num_blocks, layout.padded_columns // STEP_COLUMNS, _STEP_CODES,
+        dtype=torch.uint8, device=planes[0].device,
+    )  # fmt: skip
+    shift = 8
+    for plane, bits in zip(planes, PLANE_BITS, strict=False):
+        shift -= bits
+        vectors = plane.view(*lead, layout.num_blocks, -1, 1, _STEP_CODES)
+        parts = [(vectors >> position) & (2**bits - 1) for position in _positions(bits)]
+        steps |= torch.cat(parts, -2).flatten(-3, -2) << shift
+    if shift:
+        steps |= 1 << (shift - 1)
+    blocks = steps.unflatten(-1, (BLOCK_ROWS, STEP_COLUMNS)).transpose(-3, -2)
+    codes = blocks.flatten(-2).flatten(-3, -2)
+    return codes[..., : layout.rows, : layout.columns]
+
+
+def pack_scales(scales_ND: Tensor, layout: PlaneLayout) -> Tensor:
+    """``(..., num_scales)`` float16, block by block, group by group, row by row."""
+    padded = pad(scales_ND, (0, 0, 0, layout.padded_rows - layout.rows))
+    return padded.unflatten(-2, (-1, BLOCK_ROWS)).transpose(-2, -1).flatten(-3)
+
+
+def unpack_scales(scales: Tensor, layout: PlaneLayout) -> Tensor:
+    """``(..., N, D)`` float16, the inverse of `pack_scales`."""
+    blocks = scales.unflatten(-1, (layout.num_blocks, layout.num_groups, BLOCK_ROWS))
+    return blocks.transpose(-2, -1).flatten(-3, -2)[..., : layout.rows, :]
+
+
+def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) -> Tensor:
+    """``(..., N, K)`` float32 weights that the first planes stand for."""
+    values = unpack(planes, layout).float() - ZERO_CODE
+    spread = unpack_scales(scales, layout).float().repeat_interleave(layout.group_size, -1)
+    return values * spread[..., : layout.columns]
+
+
+def _steps(codes_NK: Tensor, layout: PlaneLayout) -> Tensor:
+    rows, columns = layout.padded_rows - layout.rows, layout.padded_columns - layout.columns
+    codes = pad(codes_NK, (0, columns, 0, rows), value=ZERO_CODE)
+    blocks = codes.unflatten(-2, (-1, BLOCK_ROWS)).unflatten(-1, (-1, STEP_COLUMNS))
+    return blocks.transpose(-3, -2).flatten(-2)
+
+
+def _positions(bits: int) -> range:
+    """Lowest bit of each step within a byte of a plane, first step first."""
+    return range(6, -1, -2) if bits == 2 else range(0, 8, 4)
+
+
+def _next_float16(values: Tensor) -> Tensor:
+    """The next larger float16 of non-negative values."""
+    return (values.view(torch.int16) + 1).view(torch.float16)
