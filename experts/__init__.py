@@ -1,5 +1,5 @@
 """What an expert is, how small it is, and on which rank it lives.
 
-Above `kernels` and `routing`. Empty so far: whole experts need no more than
-`kernels.ExpertWeights`.
+`weights` makes nested bit planes of whole experts, `store` keeps them on disk so that any plane of
+any expert can be read alone, `linear` is a linear layer made of planes.
 """

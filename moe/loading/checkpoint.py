@@ -10,7 +10,6 @@ was rewritten in place.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,9 +18,10 @@ from types import MappingProxyType, TracebackType
 import torch
 from torch import Tensor
 
+from experts.header import HeaderError, TensorInfo, pread_exactly
+from experts.opening import OpenFile, contained, open_tensors
 from moe.errors import CheckpointError
-from moe.loading.files import INDEX_NAME, contained, weight_files
-from moe.loading.header import HeaderError, TensorInfo, pread_exactly, read_header
+from moe.loading.files import INDEX_NAME, weight_files
 
 MAX_LISTED = 50
 
@@ -41,16 +41,21 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tensors: dict[str, TensorInfo] = {}
-        self._open: dict[Path, tuple[int, os.stat_result]] = {}
+        self._open: dict[Path, OpenFile] = {}
         self._closing = ExitStack()
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open `path`, a model directory. Raises one `CheckpointError` naming every fault."""
+    def open(cls, path: Path, names: Sequence[str] | None = None) -> Checkpoint:
+        """Open `path`, a model directory, or only the files `names` in it.
+
+        Raises one `CheckpointError` naming every fault.
+        """
         checkpoint = cls(path)
         problems: list[str] = []
         try:
-            names, weight_map = weight_files(path, problems)
+            weight_map: dict[str, str] = {}
+            if names is None:
+                names, weight_map = weight_files(path, problems)
             for name in names:
                 checkpoint._add_file(name, problems)
             if not problems:
@@ -93,9 +98,8 @@ class Checkpoint:
         if out.numel() == 0:
             return
         view = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        fd, _ = self._open[info.file]
         try:
-            got = pread_exactly(fd, view, offset)
+            got = pread_exactly(self._open[info.file].fd, view, offset)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read tensor {name!r} from {info.file}: {error.strerror}"
@@ -106,13 +110,20 @@ class Checkpoint:
                 "the file was truncated after it was opened, load it again when it is complete"
             )
 
+    def fingerprint(self) -> list[list[object]]:
+        """Name, size and time of each file: what changes when the weights do. Ready for JSON."""
+        return [
+            [file.path.name, file.status.st_size, file.status.st_mtime_ns]
+            for file in self._open.values()
+        ]
+
     def verify_unchanged(self) -> None:
         """Raise `CheckpointError` where a file was rewritten in place since `open`."""
-        changed = []
-        for file, (fd, before) in self._open.items():
-            now = os.fstat(fd)
-            if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-                changed.append(f"{file.name} was changed while it was read; load it again")
+        changed = [
+            f"{file.path.name} was changed while it was read; load it again"
+            for file in self._open.values()
+            if not file.unchanged
+        ]
         if changed:
             raise CheckpointError(listing(f"the weights in {self.path} moved", changed))
 
@@ -132,26 +143,16 @@ class Checkpoint:
 
     def _add_file(self, name: str, problems: list[str]) -> None:
         try:
-            file = contained(self.path, name)
-            # O_NONBLOCK: a FIFO must be refused, not waited for
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            self._closing.callback(os.close, fd)
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise HeaderError("is not a regular file")
-            found = read_header(fd, status.st_size, file)
+            file = open_tensors(self.path, name)
         except HeaderError as error:
             problems.append(f"{name}: {error}")
             return
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: a NUL in a path
-            reason = getattr(error, "strerror", None) or error
-            problems.append(f"{name}: cannot be opened: {reason}")
-            return
-        for tensor in sorted(found.keys() & self._tensors.keys()):
+        self._closing.callback(os.close, file.fd)
+        for tensor in sorted(file.tensors.keys() & self._tensors.keys()):
             other = self._tensors[tensor].file.name
             problems.append(f"{name}: tensor {tensor!r} is also in {other}")
-        self._open[file] = (fd, status)
-        self._tensors |= found
+        self._open[file.path] = file
+        self._tensors |= file.tensors
 
     def _index_faults(self, weight_map: Mapping[str, str]) -> list[str]:
         """Tensors that the index promises and that are not in the file it names."""

@@ -1,8 +1,7 @@
-"""Which files of a model directory hold its weights, and that none of them lies outside it.
+"""Which files of a model directory hold its weights.
 
-The index of a sharded checkpoint comes from the same place as the weights, so its file names are
-treated as hostile: absolute paths, `..` and links that leave the directory are refused. The one
-link that may leave it is the hub cache's own ``snapshots/<revision>/x -> blobs/<hash>``.
+The index of a sharded checkpoint is no more to be trusted than the weights: its file names are
+only opened through `experts.opening`.
 """
 
 from __future__ import annotations
@@ -11,31 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experts.header import HeaderError
+from experts.opening import contained
 from moe.errors import CheckpointError
-from moe.loading.header import HeaderError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-def contained(directory: Path, name: str) -> Path:
-    """The real path of `name`, refused outside `directory` (the hub cache's own blobs excepted)."""
-    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise HeaderError("points outside the model directory; use plain file names")
-    root = directory.resolve()
-    try:
-        real = (root / name).resolve()
-    except RuntimeError as error:  # a loop of links, before Python 3.13
-        raise HeaderError("is a loop of links") from error
-    allowed = [root]
-    if root.parent.name == "snapshots":  # models--org--name/{blobs,snapshots/<revision>}
-        allowed.append(root.parent.parent / "blobs")
-    if not any(real.is_relative_to(base) for base in allowed):
-        raise HeaderError(
-            f"is a link out of the model directory (to {real}); pass the directory it points into"
-        )
-    return real
 
 
 def weight_files(path: Path, problems: list[str]) -> tuple[list[str], dict[str, str]]:

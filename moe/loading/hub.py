@@ -87,6 +87,12 @@ def resolve_model(model: str | Path) -> Path:
         ) from error
 
 
+def public_name(path_or_hub_id: str | Path) -> str:
+    """What clients call a model: its hub id, or the name of its directory."""
+    path = Path(path_or_hub_id)
+    return path.resolve().name if path.is_dir() else str(path_or_hub_id)
+
+
 def read_config(path: Path) -> PreTrainedConfig:
     """The configuration in `path`/config.json, as transformers' own class for its model_type.
 

@@ -24,10 +24,9 @@ def build_meta_model(
 
     `dtype` is what parameters are in unless the architecture asks for another one (a router bias
     in float32, say); by default the configuration's own, or float32. Raises
-    `UnsupportedModelError` where transformers has no such class, or where the weights are
-    quantised already.
+    `UnsupportedModelError` where transformers has no such class. Weights that are quantised are
+    planned as the floats that they stand for.
     """
-    _refuse_quantised(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{config.model_type} ({type(config).__name__}) has no "
@@ -40,6 +39,9 @@ def build_meta_model(
         model_class.config_class == config.sub_configs["text_config"]
     ):
         config = config.get_text_config()
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return _construct(model_class, config, dtype or _config_dtype(config))
 
 
@@ -71,15 +73,3 @@ def _config_dtype(config: PreTrainedConfig) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
-
-
-def _refuse_quantised(config: PreTrainedConfig) -> None:
-    for part in (config, config.get_text_config()):
-        quantisation = getattr(part, "quantization_config", None)
-        if quantisation:
-            known = quantisation if isinstance(quantisation, dict) else vars(quantisation)
-            method = known.get("quant_method", "unnamed method")
-            raise UnsupportedModelError(
-                f"{config.model_type}: the weights are already quantised ({method}), which is not "
-                "supported yet; use the bf16, fp16 or fp32 checkpoint of the same model"
-            )

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from moe.loading.header import TensorInfo
+from experts.header import TensorInfo
 from moe.loading.transfer import Transfer, expert_faults, expert_pieces
 
 
@@ -48,7 +48,7 @@ def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan
     produced = {name for transfer in transfers.values() for name in transfer.targets}
     tried = {transfer.first_target for transfer in transfers.values()}
     missing = expected.keys() - produced - tried
-    info = _adjusted(model, _without_tied(model, missing), set(unmatched))
+    info = adjusted(model, without_tied(model, missing), set(unmatched))
     problems += [
         f"missing: {name} {tuple(expected[name].shape)}"
         for name in sorted(info.missing_keys, key=dot_natural_key)
@@ -142,7 +142,7 @@ def _meta(info: TensorInfo) -> Tensor:
     return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
 
-def _without_tied(model: PreTrainedModel, missing: set[str]) -> set[str]:
+def without_tied(model: PreTrainedModel, missing: set[str]) -> set[str]:
     """`missing` without parameters that share memory with one that is there."""
     groups: dict[str, set[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
@@ -150,7 +150,7 @@ def _without_tied(model: PreTrainedModel, missing: set[str]) -> set[str]:
     return missing - {name for group in groups.values() if group - missing for name in group}
 
 
-def _adjusted(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> LoadStateDictInfo:
+def adjusted(model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> LoadStateDictInfo:
     """Both sets without what the model class itself says to ignore."""
     info = LoadStateDictInfo(
         missing_keys=missing,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from experts.header import TensorInfo
 from moe.loading.checkpoint import Checkpoint
-from moe.loading.header import TensorInfo
 from moe.loading.transfer import Transfer
 
 SLICE_BYTES = 16 << 20  # large enough for full disk speed, small beside any model

@@ -130,12 +130,6 @@ def test_no_causal_language_model() -> None:
         build_meta_model(T5Config())
 
 
-def test_quantised_weights_are_refused_by_method(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, quantization_config={"quant_method": "mxfp4"}))
-    with pytest.raises(UnsupportedModelError, match=r"already quantised \(mxfp4\)"):
-        build_meta_model(config)
-
-
 def test_sizes_that_the_architecture_itself_refuses() -> None:
     config = Qwen3MoeConfig(**{k: v for k, v in SMALL.items() if k != "model_type"})
     config.hidden_act = "no-such-activation"

@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import tiny_model
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
-from moe.loading.load import DtypeFor, LoadReport, load_weights
+from moe.loading.load import LoadReport, load_weights
 from moe.loading.meta_model import build_meta_model
+from moe.loading.weight_plan import DtypeFor, plan_weights
 
 
 def load(path: Path, dtype: torch.dtype, dtype_for: DtypeFor) -> tuple[PreTrainedModel, LoadReport]:
     model = build_meta_model(read_config(path), dtype=dtype)
     with Checkpoint.open(path) as checkpoint:
-        return model, load_weights(
-            model, checkpoint, device="cpu", dtype_for=dtype_for, progress=False
-        )
+        weights = plan_weights(model, checkpoint, dtype_for)
+        return model, load_weights(model, checkpoint, weights, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,8 @@ def test_modules_that_transformers_keeps_in_float32(saved: Path) -> None:
     model = build_meta_model(read_config(saved), dtype=torch.bfloat16)
     model._keep_in_fp32_modules_strict = {"q_norm"}
     with Checkpoint.open(saved) as checkpoint:
-        load_weights(
-            model, checkpoint, device="cpu", dtype_for=lambda *_: torch.bfloat16, progress=False
-        )
+        weights = plan_weights(model, checkpoint, lambda *_: torch.bfloat16)
+        load_weights(model, checkpoint, weights, device="cpu")
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     assert dtypes["model.layers.0.self_attn.q_norm.weight"] == torch.float32
     assert dtypes["model.layers.0.self_attn.k_norm.weight"] == torch.bfloat16

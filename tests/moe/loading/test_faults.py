@@ -19,6 +19,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import load_weights
 from moe.loading.meta_model import build_meta_model
+from moe.loading.weight_plan import plan_weights
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -26,14 +27,8 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 def load(path: Path, check_finite: bool = False) -> PreTrainedModel:
     model = build_meta_model(read_config(path))
     with Checkpoint.open(path) as checkpoint:
-        load_weights(
-            model,
-            checkpoint,
-            device="cpu",
-            dtype_for=lambda name, stored: torch.float32,
-            progress=False,
-            check_finite=check_finite,
-        )
+        weights = plan_weights(model, checkpoint, lambda name, stored: torch.float32)
+        load_weights(model, checkpoint, weights, device="cpu", check_finite=check_finite)
     return model
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from experts.header import DTYPES
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
-from moe.loading.header import DTYPES
 
 F32_2 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 

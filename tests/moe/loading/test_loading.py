@@ -18,6 +18,8 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import LoadReport, load_weights
 from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import LoadProgress, reporting
+from moe.loading.weight_plan import plan_weights
 
 ARCHITECTURES = [
     "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
@@ -34,14 +36,9 @@ def load(
 ) -> tuple[PreTrainedModel, LoadReport]:
     model = build_meta_model(read_config(path), dtype=dtype)
     with Checkpoint.open(path) as checkpoint:
-        report = load_weights(
-            model,
-            checkpoint,
-            device="cpu",
-            dtype_for=dtype_for or (lambda name, stored: dtype),
-            progress=False,
-            check_finite=check_finite,
-        )
+        weights = plan_weights(model, checkpoint, dtype_for or (lambda name, stored: dtype))
+        report = load_weights(model, checkpoint, weights, device="cpu", check_finite=check_finite)
+        assert sum(weights.nbytes.values()) == report.weight_bytes
     return model, report
 
 
@@ -150,8 +147,19 @@ def test_nothing_is_initialised_at_random(saved: Path) -> None:
 
 def test_the_bar_is_drawn_on_stderr_only(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = build_meta_model(read_config(saved))
-    with Checkpoint.open(saved) as checkpoint:
-        load_weights(
-            model, checkpoint, device="cpu", dtype_for=lambda _, dtype: dtype, progress=True
-        )
+    with Checkpoint.open(saved) as checkpoint, reporting(True) as report:
+        weights = plan_weights(model, checkpoint, lambda _, dtype: dtype)
+        load_weights(model, checkpoint, weights, device="cpu", report=report)
     assert capfd.readouterr().out == ""
+
+
+def test_progress_counts_every_byte_once(saved: Path) -> None:
+    model = build_meta_model(read_config(saved))
+    seen: list[LoadProgress] = []
+    with Checkpoint.open(saved) as checkpoint, reporting(seen.append) as report:
+        weights = plan_weights(model, checkpoint, lambda _, dtype: dtype)
+        load_weights(model, checkpoint, weights, device="cpu", report=report)
+    done = [now.done_bytes for now in seen]
+    assert done == sorted(done)
+    assert (seen[0].fraction, seen[-1].fraction) == (0.0, 1.0)
+    assert {now.total_bytes for now in seen} == {weights.bytes_to_read}

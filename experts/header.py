@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class HeaderError(Exception):
-    """Why one file is refused; `Checkpoint.open` gathers these into a single `CheckpointError`."""
+    """Why one file is refused; whoever opens it says which one, and what else is wrong."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def read_header(fd: int, size: int, file: Path) -> dict[str, TensorInfo]:
         )
     if 8 + length > size:
         raise HeaderError(f"is truncated: header of {length} bytes in a file of {size} bytes")
-    entries = _parse(_read(fd, length, 8))
+    entries = parse_json(_read(fd, length, 8), "a header")
     entries.pop("__metadata__", None)
     data_start = 8 + length
     infos = {name: _entry(name, entry, file, data_start) for name, entry in entries.items()}
@@ -99,14 +99,15 @@ def _read(fd: int, length: int, offset: int) -> bytes:
     return bytes(buffer)
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes, what: str) -> dict[str, Any]:
+    """A JSON object whose keys are unique. Raises `HeaderError`."""
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        content = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise HeaderError(f"has a header that is not valid JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise HeaderError(f"has a header that is a JSON {type(header).__name__}, not an object")
-    return header
+        raise HeaderError(f"has {what} that is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise HeaderError(f"has {what} that is a JSON {type(content).__name__}, not an object")
+    return content
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

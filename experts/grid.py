@@ -1,0 +1,83 @@
+"""Weights that lie on a grid already keep it: no second rounding of a quantised checkpoint.
+
+A checkpoint with 4-bit weights (MXFP4, GPTQ, AWQ, compressed-tensors) holds small whole multiples
+of one scale a group. The scale is found from the values alone, so it does not matter which format
+they came in, or whether somebody has saved them as bf16 since; and nothing has to follow a tensor
+through the conversions of transformers. Such a group gets that scale, divided by a power of two so
+that the multiples fill the 8 bits (coarse prefixes need the high bits), and no weight changes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels import planes
+
+MOST_STEPS = 16
+"""Largest multiple of a scale: 4-bit codes minus a zero point lie in [-16, 15]."""
+
+_SAMPLES = 32
+
+
+def quantize_exactly(weight_NK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """`kernels.planes.quantize`, but for groups on a grid, which come back exactly.
+
+    A group of float32, or of anything exact in float32, is on a grid when its values are whole
+    multiples, `MOST_STEPS` at most, of one float16 number.
+    """
+    codes, scales = planes.quantize(weight_NK, group_size)
+    rows = weight_NK.flatten(0, -2)
+    if not _on_a_grid(rows[:: max(1, rows.shape[0] // _SAMPLES)], group_size):
+        return codes, scales
+    groups = _groups(weight_NK, group_size)
+    flat = groups.flatten(0, -2)
+    step = _steps(flat)
+    on_grid = step > 0
+    fine = _fill(flat.abs().amax(-1), step)
+    exact = (flat / fine.masked_fill(~on_grid, 1.0)[:, None] + planes.ZERO_CODE).to(torch.uint8)
+    codes = pad(codes, (0, -codes.shape[-1] % group_size), value=planes.ZERO_CODE)
+    codes = torch.where(on_grid[:, None], exact, codes.reshape(exact.shape)).view(groups.shape)
+    scales = torch.where(on_grid.view(scales.shape), fine.view(scales.shape).half(), scales)
+    return codes.flatten(-2)[..., : weight_NK.shape[-1]].contiguous(), scales
+
+
+def _groups(weight_NK: Tensor, group_size: int) -> Tensor:
+    padding = (0, -weight_NK.shape[-1] % group_size)
+    return pad(weight_NK.float(), padding).unflatten(-1, (-1, group_size))
+
+
+def _on_a_grid(rows_RK: Tensor, group_size: int) -> bool:
+    """Whether any group of these rows is."""
+    flat = _groups(rows_RK, group_size).flatten(0, -2)
+    return bool((_steps(flat) > 0).any())
+
+
+def _steps(groups: Tensor) -> Tensor:
+    """``(R,)`` the largest grid step of each of ``(R, group)`` rows, 0 where there is none."""
+    largest = groups.abs().amax(-1)
+    found = torch.zeros_like(largest)
+    for count in range(1, MOST_STEPS + 1):
+        step = largest / count
+        # a wrong count rarely gives a float16: only the rows that pass are looked at in full
+        rows = ((found == 0) & (step > 0) & (step.half().float() == step)).nonzero().squeeze(1)
+        rows = rows[step[rows] * count == largest[rows]]
+        multiples = groups[rows] / step[rows, None]
+        whole = (multiples.round() * step[rows, None] == groups[rows]).all(-1)
+        found[rows[whole]] = step[rows[whole]]
+    return found
+
+
+def _fill(largest: Tensor, step: Tensor) -> Tensor:
+    """The step over the largest power of two that keeps codes below 128 and is a float16.
+
+    The largest code is then in [64, 127], but where float16 has no such small numbers.
+    """
+    count = (largest / step.masked_fill(step == 0, 1.0)).round()
+    fine = step
+    for power in range(1, 7):
+        finer = step / 2**power
+        fits = (count * 2**power < planes.ZERO_CODE) & (finer.half().float() == finer)
+        fine = torch.where(fits, finer, fine)
+    return fine

@@ -1,0 +1,96 @@
+"""A linear layer whose weight is nested bit planes: what takes the place of `torch.nn.Linear`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from experts.grid import quantize_exactly
+from kernels import PlaneMatrix, linear_forward
+from kernels.planes import PlaneLayout, dequantize, num_planes, pack, pack_scales
+
+
+class QuantizedLinear(nn.Module):
+    """``y = x W^T + b`` with the first planes of W; any leading dimensions.
+
+    Its state is ``plane0``, ``plane1``, ..., ``scales`` and ``bias``, so that a store's trunk is
+    read into it like any other parameter.
+
+    Attributes:
+        in_features, out_features: as of `torch.nn.Linear`.
+        reads: how often something used the weight without calling the layer.
+    """
+
+    scales: Tensor
+
+    def __init__(
+        self, layout: PlaneLayout, bits: int, bias: nn.Parameter | None, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.in_features, self.out_features = layout.columns, layout.rows
+        self.reads = 0
+        self._matrix: PlaneMatrix | None = None
+        self._planes = [f"plane{plane}" for plane in range(num_planes(bits))]
+        for plane, name in enumerate(self._planes):
+            blob = torch.empty(layout.plane_bytes(plane), dtype=torch.uint8, device=device)
+            self.register_buffer(name, blob)
+        scales = torch.empty(layout.num_scales, dtype=torch.float16, device=device)
+        self.register_buffer("scales", scales)
+        self.bias = bias
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, linear: nn.Linear, group_size: int, bits: int) -> QuantizedLinear:
+        """The layer quantized, or, from meta, one of its shape without values.
+
+        Raises:
+            ValueError: a weight is NaN, infinite or too large.
+        """
+        weight = linear.weight
+        layout = PlaneLayout(linear.out_features, linear.in_features, group_size)
+        made = cls(layout, bits, linear.bias, weight.device)
+        if not weight.is_meta:
+            codes, scales = quantize_exactly(weight, group_size)
+            for name, blob in zip(made._planes, pack(codes, layout), strict=False):
+                setattr(made, name, blob)
+            made.scales = pack_scales(scales, layout)
+        return made
+
+    @property
+    def matrix(self) -> PlaneMatrix:
+        """The same object while the tensors are the same: kernels keep what they know of it."""
+        known, buffers = self._matrix, self._buffers
+        if known is None or known.scales is not buffers["scales"] or known.bias is not self.bias:
+            planes = tuple(getattr(self, name) for name in self._planes)
+            known = self._matrix = PlaneMatrix(self.layout, planes, self.scales, self.bias)
+        return known
+
+    @property
+    def bits(self) -> Literal[2, 4, 8]:
+        widths: tuple[Literal[2, 4, 8], ...] = (2, 4, 8)
+        return widths[len(self._planes) - 1]
+
+    @property
+    def weight(self) -> Tensor:
+        """``(N, K)`` float32 that the planes stand for; made anew each time, so slow."""
+        self.reads += 1
+        planes = [getattr(self, name) for name in self._planes]
+        return dequantize(planes, self.scales, self.layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = linear_forward(x.reshape(-1, self.in_features), self.matrix)
+        return rows.view(*x.shape[:-1], self.out_features)
+
+    def whole(self) -> nn.Linear:
+        """An ordinary layer with the weights that the planes stand for."""
+        weight = self.weight
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        linear.register_parameter("bias", self.bias)
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}"

@@ -1,0 +1,130 @@
+"""What a store says about itself: ``moe-store.json``, written last and checked before use.
+
+It is read as hostile text: every value has a type and a range, file names are plain, and a digest
+over all of it tells an accident from what was written.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from experts.blobs import FileRecord, digest_of, write_bytes
+from experts.header import HeaderError, parse_json
+from experts.opening import contained
+from experts.weights import ExpertShape
+
+MANIFEST_NAME = "moe-store.json"
+TRUNK_NAME = "trunk.safetensors"
+JOURNAL_NAME = "conversion.jsonl"
+VERSION = 1
+MAX_MANIFEST_BYTES = 64 << 20
+
+Bits = Literal[2, 4, 8, 16]
+Size = Annotated[int, Field(ge=1, le=1 << 31)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors$")]
+FloatDtype = Literal["F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"]
+
+
+class StoreError(ValueError):
+    """A store is absent, unfinished, damaged, or does not hold what is asked for."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class LayerRecord(_Record):
+    """The experts of one MoE layer, in a file of their own."""
+
+    module: str
+    """Name of the experts module in the transformers model."""
+    file: FileName
+    experts: Annotated[int, Field(ge=1, le=1 << 16)]
+    hidden: Size
+    intermediate: Size
+    parts: Literal[1, 2]
+    interleaved: bool
+    dtype: FloatDtype
+    """Of whole weights, and of the weights before they were quantized."""
+    gate_up_bias: FloatDtype | None = None
+    down_bias: FloatDtype | None = None
+
+    def shape(self, group_size: int) -> ExpertShape:
+        return ExpertShape(self.hidden, self.intermediate, self.parts, group_size)
+
+
+class Manifest(_Record):
+    """Everything that a store holds, but for config.json and the tokenizer."""
+
+    format: Literal["moe-store"] = "moe-store"
+    version: Literal[1] = 1
+    source: str
+    """Name of the model that was converted; for people."""
+    bits: Bits
+    """Of the experts: how many bits of planes are stored; 16: whole weights."""
+    group_size: Literal[32, 64]
+    linears: dict[str, Literal[2, 4, 8]]
+    """Linear layers of the trunk that are stored as planes, and their bits."""
+    layers: tuple[LayerRecord, ...] = Field(min_length=1)
+    files: dict[FileName, FileRecord]
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Manifest:
+        wanted = [TRUNK_NAME, *(layer.file for layer in self.layers)]
+        if sorted(wanted) != sorted(self.files):
+            raise ValueError("each layer needs a file of its own, and nothing else is listed")
+        return self
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Make `directory` a store. Raises OSError."""
+    content = manifest.model_dump(mode="json")
+    text = json.dumps({"digest": _digest(content), "store": content}, indent=1)
+    write_bytes(directory / MANIFEST_NAME, f"{text}\n".encode())
+
+
+def is_store(directory: Path) -> bool:
+    """Whether this is a store, or what is left of one: `read_manifest` says which."""
+    return any((directory / name).exists() for name in (MANIFEST_NAME, TRUNK_NAME, JOURNAL_NAME))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Raises `StoreError` naming what is wrong."""
+    file = directory / MANIFEST_NAME
+    try:
+        path = contained(directory, MANIFEST_NAME)
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise StoreError(f"{file} is larger than {MAX_MANIFEST_BYTES} bytes: not a manifest")
+        content = parse_json(path.read_bytes(), "content")
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{directory} has no {MANIFEST_NAME}: its conversion did not finish, or it was copied "
+            "in part; run moe convert again or copy all of it"
+        ) from error
+    except (OSError, HeaderError) as error:
+        raise StoreError(f"{file} cannot be used: {error}") from error
+    store, digest = content.get("store"), content.get("digest")
+    if not isinstance(store, dict) or content.keys() != {"store", "digest"}:
+        raise StoreError(f"{file} needs exactly 'digest' and 'store'")
+    if store.get("version") != VERSION:
+        raise StoreError(
+            f"{file} has format version {str(store.get('version'))[:20]}, this program reads "
+            f"version {VERSION}; convert the model again"
+        )
+    if digest != _digest(store):
+        raise StoreError(f"{file} is damaged: its content does not have the digest it states")
+    try:
+        return Manifest.model_validate_json(json.dumps(store))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise StoreError(f"{file} is not valid: {where or 'store'}: {first['msg']}") from error
+
+
+def _digest(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return digest_of(canonical.encode()).hexdigest()

@@ -1,0 +1,191 @@
+"""Experts as nested bit planes: whole weights in, planes out, and back.
+
+The first projection of a gated expert is cut into its parts, gate and up, whichever way the
+architecture lays them out, so that a kernel finds the two rows it multiplies in equal places.
+Which layout it is, is found by trying the activation. Legend: E experts, F intermediate width,
+H hidden, G = parts * F rows of the first projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts.grid import quantize_exactly
+from kernels import ExpertWeights, QuantizedExperts
+from kernels.planes import PlaneLayout, dequantize, num_planes, pack, pack_scales
+
+
+@dataclass(frozen=True, order=True)
+class ExpertKey:
+    """Which expert: MoE layer (counted from 0, dense layers left out) and number in it."""
+
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one expert and of its blobs.
+
+    Attributes:
+        hidden, intermediate: H and F.
+        parts: 2 for gated experts, else 1.
+        group_size: columns that share a scale.
+    """
+
+    hidden: int
+    intermediate: int
+    parts: int
+    group_size: int
+
+    @property
+    def first(self) -> PlaneLayout:
+        """Layout of one part of the first projection, ``(F, H)``."""
+        return PlaneLayout(self.intermediate, self.hidden, self.group_size)
+
+    @property
+    def second(self) -> PlaneLayout:
+        """Layout of the second projection, ``(H, F)``."""
+        return PlaneLayout(self.hidden, self.intermediate, self.group_size)
+
+    def plane_bytes(self, plane: int) -> int:
+        """Bytes of one plane of one expert; a multiple of 64."""
+        return self.parts * self.first.plane_bytes(plane) + self.second.plane_bytes(plane)
+
+    @property
+    def num_scales(self) -> int:
+        return self.parts * self.first.num_scales + self.second.num_scales
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of the first ``bits`` of one expert, without biases."""
+        return sum(map(self.plane_bytes, range(num_planes(bits)))) + 2 * self.num_scales
+
+
+@torch.no_grad()
+def quantize_experts(
+    experts: ExpertWeights, group_size: int = 64, bits: int = 8
+) -> QuantizedExperts:
+    """The experts as planes, of which the first ``bits`` are kept.
+
+    Biases and the activation stay what they are. One expert is float32 at a time.
+
+    Raises:
+        ValueError: a weight is NaN, infinite or too large, or the activation pairs its columns in
+            a way that is neither concatenated nor interleaved.
+    """
+    count, rows = experts.gate_up_EGH.shape[:2]
+    width = experts.intermediate_size
+    shape = ExpertShape(experts.hidden_size, width, rows // width, group_size)
+    interleaved = shape.parts == 2 and is_interleaved(experts.activation, width)
+    device = experts.gate_up_EGH.device
+    kept = num_planes(bits)
+    blobs = [
+        torch.empty(count, shape.plane_bytes(plane), dtype=torch.uint8, device=device)
+        for plane in range(kept)
+    ]
+    scales = torch.empty(count, shape.num_scales, dtype=torch.float16, device=device)
+    for expert in range(count):
+        parts = split_parts(experts.gate_up_EGH[expert], shape.parts, interleaved)
+        second = experts.down_EHF[expert]
+        for layout, weight, place in (
+            (shape.first, parts, slice(0, shape.parts)),
+            (shape.second, second[None], slice(shape.parts, shape.parts + 1)),
+        ):
+            codes, spread = quantize_exactly(weight, group_size)
+            for plane, packed in enumerate(pack(codes, layout)[:kept]):
+                start = place.start * shape.first.plane_bytes(plane)
+                blobs[plane][expert, start : start + packed.numel()] = packed.flatten()
+            start = place.start * shape.first.num_scales
+            flat = pack_scales(spread, layout).flatten()
+            scales[expert, start : start + flat.numel()] = flat
+    return from_blobs(
+        shape,
+        blobs,
+        scales,
+        interleaved,
+        activation=experts.activation,
+        gate_up_bias_EG=experts.gate_up_bias_EG,
+        down_bias_EH=experts.down_bias_EH,
+        post_norm=experts.post_norm,
+    )
+
+
+def from_blobs(
+    shape: ExpertShape, blobs: Sequence[Tensor], scales: Tensor, interleaved: bool, **own: Any
+) -> QuantizedExperts:
+    """Experts over ``(E, plane_bytes)`` blobs of each plane and ``(E, num_scales)`` scales.
+
+    Nothing is copied. ``own``: the fields of `QuantizedExperts` that are not weights.
+    """
+    return QuantizedExperts(
+        first=shape.first,
+        parts=shape.parts,
+        second=shape.second,
+        planes=tuple(zip(*(blob.unbind() for blob in blobs), strict=True)),
+        scales=scales.unbind(),
+        interleaved=interleaved,
+        **own,
+    )
+
+
+def dequantize_experts(experts: QuantizedExperts) -> ExpertWeights:
+    """The float32 weights that the planes stand for, in the architecture's own order."""
+    first, second = [], []
+    for expert in range(experts.num_experts):
+        *parts, last = [
+            dequantize(matrix.planes, matrix.scales, matrix.layout)
+            for matrix in experts.matrices(expert)
+        ]
+        first.append(join_parts(torch.stack(parts), experts.interleaved))
+        second.append(last)
+    return ExpertWeights(
+        gate_up_EGH=torch.stack(first),
+        down_EHF=torch.stack(second),
+        activation=experts.activation,
+        gate_up_bias_EG=experts.gate_up_bias_EG,
+        down_bias_EH=experts.down_bias_EH,
+        post_norm=experts.post_norm,
+    )
+
+
+def split_parts(rows_GX: Tensor, parts: int, interleaved: bool) -> Tensor:
+    """``(parts, F, X)`` of ``(G, X)`` rows."""
+    if interleaved:
+        return rows_GX.unflatten(0, (-1, parts)).transpose(0, 1)
+    return rows_GX.unflatten(0, (parts, -1))
+
+
+def join_parts(parts_PFX: Tensor, interleaved: bool) -> Tensor:
+    """The inverse of `split_parts`."""
+    return (parts_PFX.transpose(0, 1) if interleaved else parts_PFX).flatten(0, 1)
+
+
+@torch.no_grad()
+def is_interleaved(activation: Callable[[Tensor], Tensor], width: int) -> bool:
+    """Whether output i of a gated activation comes of columns (2i, 2i + 1), not of (i, F + i).
+
+    Found by moving one column at a time and looking which output moves.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    base = torch.linspace(0.5, 1.0, 2 * width)[None]
+    before = activation(base)
+    fits = [True, True]  # concatenated, interleaved
+    for column in {0, 1, width - 1, width, width + 1, 2 * width - 1} & set(range(2 * width)):
+        moved = base.clone()
+        moved[0, column] += 0.25
+        outputs = (activation(moved) != before)[0].nonzero().flatten().tolist()
+        for index, output in enumerate((column % width, column // 2)):
+            fits[index] &= outputs == [output]
+    if not any(fits):
+        raise ValueError(
+            "the activation of these experts pairs the columns of gate and up neither side by "
+            "side nor one after the other, so they cannot be quantized; keep them whole"
+        )
+    return not fits[0]

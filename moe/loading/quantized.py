@@ -1,0 +1,172 @@
+"""Checkpoints whose weights are quantised already, read as if they were not.
+
+Each group of stored tensors (codes, scales, zero points) is presented as the one float tensor that
+they stand for, under its usual name. So transformers' conversions, plans and reports work as for
+any other checkpoint. Names and shapes are checked before anything is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from experts.header import TensorInfo
+from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading.checkpoint import Checkpoint, listing
+from moe.loading.float_schemes import fp8, mxfp4
+from moe.loading.integer_schemes import awq, compressed_tensors, gptq
+from moe.loading.schemes import Scheme, SchemeError
+
+METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+    "fp8": fp8,
+    "mxfp4": mxfp4,
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+}
+
+
+@contextmanager
+def open_checkpoint(
+    path: Path, config: PreTrainedConfig, *, exact: bool = False
+) -> Iterator[Checkpoint]:
+    """Open a model directory; quantised weights are decoded as they are read.
+
+    Args:
+        path: the directory.
+        config: its configuration, which names the method.
+        exact: present decoded weights in a dtype that holds them without rounding, not in the
+            configuration's.
+
+    Raises:
+        CheckpointError: files are damaged, or parts of a quantised weight are missing or do not
+            fit each other; lists all.
+        UnsupportedModelError: the method is not known.
+    """
+    scheme = scheme_of(config)
+    with Checkpoint.open(path) as checkpoint:
+        if scheme is None:
+            yield checkpoint
+        else:
+            dtype = torch.float32 if exact and not scheme.fits_bfloat16 else _dtype(config)
+            yield DecodedCheckpoint(checkpoint, scheme, dtype)
+
+
+def _dtype(config: PreTrainedConfig) -> torch.dtype:
+    dtype = config.get_text_config().dtype or config.dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def scheme_of(config: PreTrainedConfig) -> Scheme | None:
+    """How the checkpoint of this configuration is quantised; None where it is not.
+
+    Raises:
+        UnsupportedModelError: in a way that is not known.
+    """
+    for part in (config, config.get_text_config()):
+        stated = getattr(part, "quantization_config", None)
+        if stated:
+            known: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
+            method = str(getattr(known.get("quant_method"), "value", known.get("quant_method")))
+            make = METHODS.get(method)
+            reason = "only FP8, MXFP4, GPTQ, AWQ and compressed-tensors are"
+            if make is not None:
+                try:
+                    return make(known)
+                except (SchemeError, TypeError, ValueError, KeyError, AttributeError) as error:
+                    reason = str(error) or type(error).__name__
+            raise UnsupportedModelError(
+                f"{config.model_type}: weights quantised in this way ({method}) are not supported: "
+                f"{reason}; use another checkpoint of the same model"
+            )
+    return None
+
+
+def decoding_notices(config: PreTrainedConfig, expert_bits: int | None) -> list[str]:
+    """That weights were quantised already, and what became of them."""
+    scheme = scheme_of(config)
+    if scheme is None:
+        return []
+    became = "decoded while loading"
+    if expert_bits == 8 and scheme.few_values:
+        became += ", those of experts into 8-bit planes that hold the same numbers where groups fit"
+    elif expert_bits is not None and expert_bits <= 8:
+        became += f", those of experts rounded again, to {expert_bits} bits"
+    return [f"the checkpoint's weights are {scheme.name}: {became}"]
+
+
+class DecodedCheckpoint(Checkpoint):
+    """An open checkpoint, with weights in the place of their parts. Closed with `stored`.
+
+    `read` gives decoded weights in float32, so that they are rounded once, where they are kept.
+    """
+
+    def __init__(self, stored: Checkpoint, scheme: Scheme, dtype: torch.dtype) -> None:
+        super().__init__(stored.path)
+        self._open = stored._open
+        self._stored = stored
+        self._scheme = scheme
+        self._parts: dict[str, dict[str, str]] = {}
+        self._last: tuple[str, Tensor] | None = None
+        problems: list[str] = []
+        tensors = dict(stored.tensors)
+        for stem, parts in scheme.group(tensors).items():
+            try:
+                shape = scheme.shape({role: tensors[name] for role, name in parts.items()})
+            except SchemeError as error:
+                first = next(iter(parts.values()))
+                problems.append(f"{tensors[first].file.name}: {stem}: {error}")
+                continue
+            self._parts[f"{stem}{scheme.weight}"] = parts
+            self._tensors[f"{stem}{scheme.weight}"] = _stands_for(parts, tensors, dtype, shape)
+        used = {name for parts in self._parts.values() for name in parts.values()}
+        for name, info in tensors.items():
+            if name not in used and not name.endswith(scheme.ignored):
+                self._tensors.setdefault(name, info)
+                if info.dtype.is_floating_point and info.dtype.itemsize == 1:
+                    problems.append(f"{info.file.name}: {name} is {info.dtype} without a scale")
+        if problems:
+            title = f"cannot decode the {scheme.name} weights in {stored.path}"
+            raise CheckpointError(listing(title, problems))
+
+    def read(self, name: str, *, rows: slice | None = None) -> Tensor:
+        if name not in self._parts:
+            return super().read(name, rows=rows)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # one decoded weight at a time
+            parts = {role: self._stored.read(part) for role, part in self._parts[name].items()}
+            try:
+                decoded = self._scheme.decode(parts)
+            except SchemeError as error:
+                raise CheckpointError(f"{self.path}: {name}: {error}") from error
+            assert decoded.shape == self._tensors[name].shape, name
+            self._last = name, decoded
+        whole = self._last[1]
+        if rows is None or rows.indices(len(whole))[1] == len(whole):
+            self._last = None
+        return whole if rows is None else whole[rows]
+
+    def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:
+        if name in self._parts:
+            out.copy_(self.read(name, rows=rows))
+        else:
+            super().read_into(name, out, rows=rows)
+
+
+def _stands_for(
+    parts: Mapping[str, str],
+    tensors: Mapping[str, TensorInfo],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> TensorInfo:
+    """A header entry as of a float tensor that lies where the first part does."""
+    first = tensors[next(iter(parts.values()))]
+    nbytes = math.prod(shape) * dtype.itemsize
+    return TensorInfo(first.file, dtype, shape, first.start, first.start + nbytes)

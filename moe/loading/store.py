@@ -1,0 +1,186 @@
+"""A model from a store: nothing is converted, its bytes are read to where they stay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from experts.header import DTYPES, TensorInfo
+from experts.layer_file import WHOLE
+from experts.linear import QuantizedLinear
+from experts.manifest import TRUNK_NAME, LayerRecord, StoreError
+from experts.store import Store
+from experts.weights import is_interleaved
+from kernels import ExpertWeights
+from kernels.reference import AnyExperts
+from moe.errors import CheckpointError, ProfileError
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.plan import Plan, adjusted, without_tied
+from moe.loading.progress import LoadProgress, Report
+from moe.loading.transfer import Index, Transfer
+from moe.seam import experts_modules
+from moe.settings import ModelSettings
+from moe.takeover import expert_shape
+
+READERS = 2
+"""Threads that read; one waits for the disk while another's pages are being made."""
+
+
+@contextmanager
+def open_store(path: Path, *, verify: bool, report: Report) -> Iterator[Store]:
+    """Open and check a store. What is wrong with it comes out as `CheckpointError`."""
+    try:
+        with Store.open(path) as store:
+            if verify:
+                _verify(store, report)
+            yield store
+            store.verify_unchanged()
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _verify(store: Store, report: Report) -> None:
+    total = sum(record.nbytes for record in store.manifest.files.values())
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report(LoadProgress("verifying", done, total))
+
+    store.verify(advance)
+
+
+def open_trunk(store: Store) -> Checkpoint:
+    return Checkpoint.open(store.directory, [TRUNK_NAME])
+
+
+def stored_bits(store: Store, settings: ModelSettings, network: PreTrainedModel) -> dict[str, int]:
+    """Bits to be read of each linear layer that is stored as planes.
+
+    Raises:
+        ProfileError: the profile asks for more bits, of these or of the experts, than there are.
+    """
+    manifest = store.manifest
+    _at_most("model.expert_bits", settings.expert_bits, manifest.bits, store)
+    modules = {id(module): name for name, module in network.named_modules()}
+    head = modules.get(id(network.get_output_embeddings()))
+    bits: dict[str, int] = {}
+    for name, most in manifest.linears.items():
+        key, wanted = "trunk_bits", settings.trunk_bits
+        if name == head:
+            key, wanted = "head_bits", settings.head_bits
+        _at_most(f"model.{key}", wanted, most, store)
+        bits[name] = wanted or most
+    return bits
+
+
+def _at_most(key: str, wanted: int | None, most: int, store: Store) -> None:
+    if wanted is not None and wanted > most:
+        raise ProfileError(
+            f"{key} is {wanted}, and the store {store.directory} holds {most} bits; "
+            f"set it to {most} or less, or to null, or convert the model again with more bits"
+        )
+
+
+def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan:
+    """Every tensor of a trunk to the parameter of its name; experts are not among them."""
+    experts = {f"{name}.{w}" for name, m in experts_modules(model) for w in m._parameters}
+    expected = {name: t for name, t in model.state_dict().items() if name not in experts}
+    finer = tuple(  # planes that the profile does not want
+        f"{name}.plane" for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
+    )
+    problems, transfers = [], []
+    for name, tensor in tensors.items():
+        if name not in expected:
+            if not name.startswith(finer):
+                problems.append(f"unexpected: {name} {tensor.shape}")
+            continue
+        wanted = expected[name]
+        if wanted.shape != tensor.shape or (
+            wanted.is_floating_point() != tensor.dtype.is_floating_point
+        ):
+            problems.append(
+                f"wrong shape or dtype: {name} is {tensor.shape} {tensor.dtype}, the configuration "
+                f"says {tuple(wanted.shape)} {wanted.dtype}"
+            )
+        else:
+            pieces: list[tuple[str, Index]] = [(name, ())]
+            transfers.append(Transfer(name, None, {name: [name]}, {name: wanted.shape}, pieces))
+    missing = expected.keys() - tensors.keys()
+    absent = adjusted(model, without_tied(model, missing), set()).missing_keys
+    problems += [f"missing: {name}" for name in sorted(absent)]
+    return Plan(transfers, missing, [], problems)
+
+
+def layer_faults(records: Sequence[LayerRecord], network: PreTrainedModel) -> list[str]:
+    """Where the layers of a store are not those of the network."""
+    modules = experts_modules(network)
+    if len(records) != len(modules):
+        return [f"{len(records)} MoE layers, the configuration says {len(modules)}"]
+    faults = []
+    for record, (name, module) in zip(records, modules, strict=True):
+        own = expert_shape(module, 64)
+        stored = (record.module, record.experts, record.shape(64), record.gate_up_bias is not None)
+        if stored != (name, module.num_experts, own, bool(module.has_bias)):
+            faults.append(
+                f"{record.file}: {record.module} with {record.experts} experts, hidden "
+                f"{record.hidden}, intermediate {record.intermediate}; the configuration says "
+                f"{name} with {module.num_experts}, {own.hidden}, {own.intermediate}"
+            )
+    return faults
+
+
+def expert_parameters(
+    store: Store, network: PreTrainedModel
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Name, shape on meta and stored dtype of every parameter of the network's experts."""
+    records = store.manifest.layers
+    for record, (name, module) in zip(records, experts_modules(network), strict=True):
+        biases = {
+            ("gate_up_proj" if module.has_gate else "up_proj") + "_bias": record.gate_up_bias,
+            "down_proj_bias": record.down_bias,
+        }
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{own}", parameter, DTYPES[biases.get(own) or record.dtype]
+
+
+def read_layers(
+    store: Store,
+    like: Sequence[ExpertWeights],
+    bits: int,
+    keep: Callable[[AnyExperts], AnyExperts],
+    device: torch.device,
+    advance: Callable[[int], object],
+) -> list[AnyExperts]:
+    """The first ``bits`` of every layer; ``advance`` is told each number of bytes read."""
+    lock = threading.Lock()
+
+    def count(nbytes: int) -> None:
+        with lock:
+            advance(nbytes)
+
+    def one(index: int) -> AnyExperts:
+        record = store.manifest.layers[index]
+        if bits < WHOLE and record.parts == 2:
+            _check_order(store, record, like[index])
+        return keep(store.load_layer(index, bits, like[index], device, count))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return list(pool.map(one, range(len(like))))
+
+
+def _check_order(store: Store, record: LayerRecord, like: ExpertWeights) -> None:
+    if is_interleaved(like.activation, record.intermediate) != record.interleaved:
+        raise CheckpointError(
+            f"{store.directory / record.file}: gate and up of {record.module} are not in the order "
+            "of this architecture's activation; convert the model again"
+        )
