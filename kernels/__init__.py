@@ -1,7 +1,8 @@
-"""The experts' arithmetic: one entry point over the compiled CPU kernel and the reference.
+"""The experts' arithmetic: one entry point over the compiled CPU kernel, Triton and the reference.
 
-The reference (plain torch) serves what the compiled kernel does not: other devices, gradients,
-unusual dtypes or layouts. `backend_status()` says what the CPU uses and why.
+The reference (plain torch) serves what the others do not: gradients, unusual dtypes or layouts,
+other devices. `backend_status()` says what the CPU uses and why,
+`choose_backend` what a model uses.
 """
 
 from __future__ import annotations
@@ -9,15 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import reference
+from kernels import quantized, reference
+from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
-from kernels.reference import ExpertWeights
+from kernels.megablocks import BackendError
+from kernels.plane_weights import PlaneMatrix, QuantizedExperts
+from kernels.reference import AnyExperts, ExpertWeights
 
-__all__ = ["ExpertWeights", "backend_status", "experts_forward"]
+__all__ = [
+    "Backend",
+    "BackendError",
+    "ExpertWeights",
+    "Forward",
+    "PlaneMatrix",
+    "QuantizedExperts",
+    "backend_status",
+    "choose_backend",
+    "experts_forward",
+    "linear_forward",
+]
 
 
 def experts_forward(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
 ) -> Tensor:
     """Each token's weighted sum of its experts' outputs; see `kernels.reference.experts_forward`.
 
@@ -36,17 +51,37 @@ def experts_forward(
     if hidden_TH.device.type == "cpu" and not _needs_grad(hidden_TH, weights_TK, experts):
         native, _ = choose_kernel()
         if native is not None and native.supports(hidden_TH, experts):
-            return native(hidden_TH, expert_ids_TK, weights_TK, experts)
+            return native.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts)
+    if hidden_TH.device.type == "cuda" and not _needs_grad(hidden_TH, weights_TK, experts):
+        triton = triton_kernels()
+        if triton is not None and triton.supports(hidden_TH, experts):
+            output_TH: Tensor = triton.experts_forward(
+                hidden_TH, expert_ids_TK, weights_TK, experts
+            )
+            return output_TH
     return reference.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts)
 
 
-def _needs_grad(hidden_TH: Tensor, weights_TK: Tensor, experts: ExpertWeights) -> bool:
-    inputs = (
-        hidden_TH,
-        weights_TK,
-        experts.gate_up_EGH,
-        experts.down_EHF,
-        experts.gate_up_bias_EG,
-        experts.down_bias_EH,
-    )
+def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
+    """``x W^T + bias``: (T, N) in x's dtype; see kernels/quantized.py for the arithmetic.
+
+    Raises:
+        ValueError: x is not (T, K).
+    """
+    if x_TK.device.type == "cpu":
+        native, _ = choose_kernel()
+        if native is not None and native.planes.supports(x_TK, matrix.scales):
+            return native.planes.linear(x_TK, matrix)
+    if x_TK.device.type == "cuda":
+        triton = triton_kernels()
+        if triton is not None and triton.supports_matrix(x_TK, matrix):
+            output_TN: Tensor = triton.linear_forward(x_TK, matrix)
+            return output_TN
+    return quantized.linear_forward(x_TK, matrix)
+
+
+def _needs_grad(hidden_TH: Tensor, weights_TK: Tensor, experts: AnyExperts) -> bool:
+    inputs = [hidden_TH, weights_TK, experts.gate_up_bias_EG, experts.down_bias_EH]
+    if isinstance(experts, ExpertWeights):
+        inputs += [experts.gate_up_EGH, experts.down_EHF]
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)

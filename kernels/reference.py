@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels import quantized
+from kernels.plane_weights import QuantizedExperts
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
@@ -71,8 +74,11 @@ class ExpertWeights:
         return sum(part[0].numel() * part.element_size() for part in parts if part is not None)
 
 
+AnyExperts = ExpertWeights | QuantizedExperts
+
+
 def experts_forward(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
 ) -> Tensor:
     """Each token's weighted sum of its experts: `sum_k weights[t, k] * expert_k(hidden[t])`.
 
@@ -85,14 +91,14 @@ def experts_forward(
     Returns:
         (T, H) in hidden's dtype, zero where a token uses no slot. Projections run in the weights'
         dtype, except for half precision on the CPU, where each expert is upcast to float32 (half
-        arithmetic is slow there). The sum runs in float32 (float64 for float64 weights), in slot
-        order.
+        arithmetic is slow there), and for quantised experts (see kernels/quantized.py). The sum
+        runs in float32 (float64 for float64 weights), in slot order.
 
     Raises:
         ValueError: an expert id outside [-1, E) or shapes that do not fit.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
-    compute, accumulate = _dtypes(experts.gate_up_EGH)
+    compute, accumulate = _dtypes(experts)
     ids_S = expert_ids_TK.reshape(-1)
     used = torch.unique(ids_S).tolist()
     if used and not (used[0] >= -1 and used[-1] < experts.num_experts):
@@ -119,7 +125,7 @@ def experts_forward(
 
 
 def check_shapes(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
 ) -> None:
     """Raise ValueError where hidden, ids and weights do not belong together."""
     if hidden_TH.dim() != 2 or hidden_TH.shape[1] != experts.hidden_size:
@@ -135,7 +141,7 @@ def check_shapes(
         )
 
 
-def id_error(experts: ExpertWeights) -> ValueError:
+def id_error(experts: AnyExperts) -> ValueError:
     """The error for an expert id out of range."""
     return ValueError(
         f"expert ids must be in [0, {experts.num_experts}), or -1 for an unused slot; "
@@ -143,7 +149,10 @@ def id_error(experts: ExpertWeights) -> ValueError:
     )
 
 
-def _one_expert(row_RH: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
+def _one_expert(row_RH: Tensor, expert: int, experts: AnyExperts) -> Tensor:
+    if isinstance(experts, QuantizedExperts):
+        return quantized.one_expert(row_RH, expert, experts)
+
     def project(row_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None) -> Tensor:
         bias_Y = None if bias_EY is None else bias_EY[expert].to(row_RX.dtype)
         return linear(row_RX, weight_EYX[expert].to(row_RX.dtype), bias_Y)
@@ -153,8 +162,11 @@ def _one_expert(row_RH: Tensor, expert: int, experts: ExpertWeights) -> Tensor:
     return output_RH if experts.post_norm is None else experts.post_norm(output_RH)
 
 
-def _dtypes(weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(experts: AnyExperts) -> tuple[torch.dtype, torch.dtype]:
     """The dtypes of the projections and of the weighted sum."""
+    if isinstance(experts, QuantizedExperts):
+        return torch.float32, torch.float32
+    weight = experts.gate_up_EGH
     half = weight.dtype in (torch.float16, torch.bfloat16)
     compute = torch.float32 if half and weight.device.type == "cpu" else weight.dtype
     return compute, torch.promote_types(compute, torch.float32)

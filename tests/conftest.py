@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Triton's kernels run in its interpreter, which Triton decides when a kernel is defined. For a GPU:
+# TRITON_INTERPRET=0 python -m pytest -m gpu
+os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in list(os.environ):
     if name.startswith(ENVIRONMENT_PREFIX) and name not in OTHER_VARIABLES:
         del os.environ[name]

@@ -1,4 +1,4 @@
-"""Choice of the CPU kernel: compiled C++ where it builds, else the reference, and why.
+"""Choice of the CPU kernels: compiled C++ where it builds, else the reference, and why.
 
 `MOE_CPU_KERNEL=native` makes a failed build an error, `MOE_CPU_KERNEL=reference` skips the build.
 """
@@ -7,18 +7,48 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from functools import cache
 
+from torch import Tensor
+
 from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.decode import NativeDecode
 from kernels.cpu.native import NativeExperts
+from kernels.cpu.native_planes import NativePlanes
+from kernels.plane_weights import QuantizedExperts
+from kernels.reference import AnyExperts
 
 _ENVIRONMENT = "MOE_CPU_KERNEL"
 _logger = logging.getLogger("moe")
 
 
+@dataclass(frozen=True)
+class NativeKernels:
+    """The kernels of one compiled library: for whole weights, for bit planes, for decode steps."""
+
+    whole: NativeExperts
+    planes: NativePlanes
+    decode: NativeDecode
+
+    def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
+        """Whether `experts_forward` knows these activations and weights."""
+        if isinstance(experts, QuantizedExperts):
+            return self.planes.supports(hidden_TH, experts.scales[0])
+        return self.whole.supports(hidden_TH, experts)
+
+    def experts_forward(
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    ) -> Tensor:
+        """As kernels.reference.experts_forward, without gradients."""
+        if isinstance(experts, QuantizedExperts):
+            return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts)
+        return self.whole(hidden_TH, expert_ids_TK, weights_TK, experts)
+
+
 @cache
-def choose_kernel() -> tuple[NativeExperts | None, str]:
-    """The compiled experts, or None for the reference; and the reason. Builds on the first call.
+def choose_kernel() -> tuple[NativeKernels | None, str]:
+    """The compiled kernels, or None for the reference; and the reason. Builds on the first call.
 
     Raises:
         ValueError: MOE_CPU_KERNEL is neither "native" nor "reference".
@@ -30,12 +60,13 @@ def choose_kernel() -> tuple[NativeExperts | None, str]:
     if wanted == "reference":
         return None, f"{_ENVIRONMENT}=reference"
     try:
-        native = NativeExperts(load_library())
+        library = load_library()
     except BuildError as error:
         if wanted == "native":
             raise
         _logger.warning("CPU experts run on the slow reference kernel: %s", error)
         return None, str(error)
+    native = NativeKernels(NativeExperts(library), NativePlanes(library), NativeDecode(library))
     return native, "compiled for this CPU"
 
 

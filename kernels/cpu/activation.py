@@ -1,57 +1,125 @@
-"""The architecture's own activation beside the compiled kernel: recognised, or run in torch.
+"""The architecture's own activation beside the compiled kernels: recognised, or run in torch.
 
-silu(gate) * up is computed in C++; it is recognised by trying the callable, not by its name.
-Anything else (and a post norm) runs in torch, cut into blocks that keep a row's bits the same
-whatever other rows are in the call.
+The usual curves, gated or not, are computed in C++ (kernels/cpu/curves.h); a callable is recognised
+by trying it, not by its name. Anything else (and a post norm) runs in torch, cut into blocks that
+keep a row's bits the same whatever other rows are in the call.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
-
-from kernels.reference import ExpertWeights
+from torch.nn.functional import gelu
 
 # torch runs an elementwise operation of fewer elements than this on one thread, and whole vectors
 # of up to 64 elements at a time: blocks cut so give a row the same bits in any company.
 _TORCH_GRAIN = 32768
 _TORCH_VECTOR = 64
 
+_Function = Callable[[Tensor], Tensor]
+_HUGE = 1e6  # larger than any clamp
+# Said in full: the defaults may be another dtype or device just now.
+_PLACE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+
+
+class Activation(ctypes.Structure):
+    """(clamp(up, -limit, limit) + offset) * curve(min(gate, limit)), or curve(gate) alone."""
+
+    _fields_ = (
+        ("curve", ctypes.c_int32),  # index into _curves()
+        ("slope", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("offset", ctypes.c_float),
+    )
+
+
+def _curves(slope: float) -> list[_Function]:
+    return [
+        lambda x: x * torch.sigmoid(slope * x),
+        lambda x: gelu(x, approximate="tanh"),
+        gelu,
+        torch.relu,
+        lambda x: torch.relu(x) ** 2,
+    ]
+
 
 @torch.no_grad()
-def is_silu_gated(experts: ExpertWeights) -> bool:
-    """Whether the activation equals silu(gate) * up on concatenated halves, to 1e-6 relative.
+def recognise(
+    function: _Function, width: int, parts: int, interleaved: bool = False
+) -> Activation | None:
+    """The activation that `function` computes to 1e-6, or None for one that C++ does not know.
 
-    Tried on random rows from small to huge, so that a clamp or another curve shows.
+    Its numbers are read off single points; random rows from small to huge confirm them, so that
+    anything else about it shows.
+
+    Args:
+        function: (S, parts * width) -> (S, width).
+        parts: 2 for gate and up, 1 for the gate alone.
+        interleaved: gate and up take turns, instead of one after the other.
     """
-    rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
-    if rows != 2 * width:
-        return False
-    # Said in full: the defaults may be another dtype or device just now.
-    place: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    scale = torch.logspace(-2, 4, 32, **place)[:, None]
-    probe = torch.randn(32, rows, generator=torch.Generator("cpu").manual_seed(0), **place) * scale
-    expected = silu(probe[:, :width]) * probe[:, width:]
-    actual = experts.activation(probe)
-    return (
-        actual.dtype == expected.dtype
-        and actual.shape == expected.shape
-        and torch.allclose(actual, expected, rtol=1e-6, atol=1e-30)
-    )
+
+    def call(gate: Tensor, up: Tensor) -> Tensor:
+        if parts == 1:
+            return function(gate)
+        joined = torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)
+        return function(joined)
+
+    def at(gate: float, up: float) -> float:
+        shape = 2, width
+        return float(call(torch.full(shape, gate, **_PLACE), torch.full(shape, up, **_PLACE))[0, 0])
+
+    slope, limit, offset = _numbers(at, parts)
+    scale = torch.logspace(-2, 4, 32, **_PLACE)[:, None]
+    random = torch.Generator("cpu").manual_seed(0)
+    gate, up = (torch.randn(32, width, generator=random, **_PLACE) * scale for _ in range(2))
+    actual = call(gate, up)
+    if actual.dtype != torch.float32 or actual.shape != gate.shape:
+        return None
+    factor = up.clamp(-limit, limit) + offset if parts == 2 else torch.ones_like(up)
+    clamped = gate.clamp(max=limit)
+    for index, curve in enumerate(_curves(slope)):
+        expected = factor * curve(clamped)
+        # A curve's tail, the small difference of large numbers, is right to its argument only.
+        error = (actual - expected).abs()
+        scale = torch.maximum(expected.abs(), (factor * clamped).abs())
+        if bool((error <= 1e-6 * scale + 1e-30).all()):
+            return Activation(index, slope, limit, offset)
+    return None
+
+
+def _numbers(at: Callable[[float, float], float], parts: int) -> tuple[float, float, float]:
+    """Slope, limit and offset, if the function of (gate, up) is of our kind at all."""
+    limit, offset, curve = math.inf, 0.0, at(0.5, 0.25)
+    if parts == 2:
+        curve = (at(0.5, 0.25) - at(0.5, 0.0)) / 0.25
+        if not 1e-6 < abs(curve) < _HUGE:
+            return 1.0, limit, offset
+        offset = _rounded(at(0.5, 0.0) / curve)
+        largest = at(0.5, _HUGE) / curve - offset
+        limit = _rounded(largest) if 0 < largest < 0.99 * _HUGE else math.inf
+    sigmoid = curve / 0.5
+    slope = _rounded(2 * math.log(sigmoid / (1 - sigmoid))) if 0 < sigmoid < 1 else 1.0
+    return slope, limit, offset
+
+
+def _rounded(value: float) -> float:
+    """Without the last digits, which float32 arithmetic blurs."""
+    return float(f"{value:.5g}") if abs(value) > 1e-5 else 0.0
 
 
 def empty_rows(count: int, width: int) -> Tensor:
     """Uninitialised float32 rows for C++ to fill, whatever torch's defaults are."""
-    return torch.empty(count, width, dtype=torch.float32, device="cpu")
+    return torch.empty(count, width, **_PLACE)
 
 
-def by_blocks(function: Callable[[Tensor], Tensor], rows: Tensor, width: int) -> Tensor:
+def by_blocks(function: _Function, rows: Tensor, width: int) -> Tensor:
     """`function(rows)` in float32, in blocks that keep a row's bits free of its company."""
     block = max(1, (_TORCH_GRAIN - 1) // rows.shape[1]) if width % _TORCH_VECTOR == 0 else 1
     output = empty_rows(rows.shape[0], width)

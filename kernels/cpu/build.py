@@ -1,7 +1,7 @@
-"""Compile the C++ experts once and keep the library in the user's cache.
+"""Compile the C++ kernels once and keep the library in the user's cache.
 
-One compiler call on plain C++ (no torch headers: some six seconds, no build system) makes
-`moe-inference/<key>/experts.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
+One compiler call on plain C++ (no torch headers: some ten seconds, no build system) makes
+`moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
 machine code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its
 own and is renamed into place when complete, so concurrent builds are safe and a killed one leaves
 neither a lock nor half a library behind.
@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 _SOURCE_DIR = Path(__file__).parent
-_MAIN_SOURCE = "experts.cpp"
 # GCC's own AVX-512 header trips maybe-uninitialized.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-maybe-uninitialized")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -48,12 +47,16 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
     try:
         directory = _private_directory(_cache_root())
         directory = _private_directory(directory / _key(compiler, target))
-        library = directory / "experts.so"
+        library = directory / "kernels.so"
         if not library.exists():
             _compile(compiler, target, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCE_DIR.glob("*.cpp"))
 
 
 def _compiler() -> list[str]:
@@ -82,7 +85,7 @@ def _run(command: Sequence[str]) -> str:
 
 def _key(compiler: list[str], target: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for path in (*sorted(_SOURCE_DIR.glob("*.h")), _SOURCE_DIR / _MAIN_SOURCE):
+    for path in sorted(_SOURCE_DIR.glob("*.h")) + _sources():
         digest.update(path.read_bytes())
     facts = (*_FLAGS, *target, _run([*compiler, "--version"]), _cpu(), torch.__version__)
     digest.update("\n".join(facts).encode())
@@ -115,6 +118,5 @@ def _private_directory(path: Path) -> Path:
 def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        source = _SOURCE_DIR / _MAIN_SOURCE
-        _run([*compiler, *_FLAGS, *target, str(source), "-o", str(built)])
+        _run([*compiler, *_FLAGS, *target, *map(str, _sources()), "-o", str(built)])
         os.replace(built, library)

@@ -1,46 +1,8 @@
 // The C interface of the CPU experts, called through ctypes (which releases the GIL): raw pointers,
-// contiguous arrays. `forward` runs a whole layer with silu gating; the three steps beside it leave
-// room for an activation or norm of Python's between them. Letters as in grouped.h.
-#include <cstdlib>
-#include <memory>
-#include <type_traits>
-
+// contiguous arrays. `forward` runs a whole layer whose gate is known here; the three steps beside it
+// leave room for an activation or norm of Python's between them. Letters as in grouped.h.
+#include "calls.h"
 #include "grouped.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-namespace {
-
-enum Dtype : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
-
-// Scratch memory that outlives a call, so that a call pays no page faults; a huge call's is freed.
-struct Scratch {
-  std::unique_ptr<char, void (*)(void*)> memory{nullptr, free};
-  size_t size = 0;
-  char* reserve(size_t bytes) {
-    constexpr size_t page = 2 << 20;
-    if (bytes <= size) return memory.get();
-    memory.reset();
-    size = (bytes + page - 1) / page * page;
-    void* p = nullptr;
-    if (posix_memalign(&p, page, size)) p = nullptr, size = 0;
-#if defined(__linux__)
-    if (p) madvise(p, size, MADV_HUGEPAGE);
-#endif
-    memory.reset(static_cast<char*>(p));
-    return memory.get();
-  }
-  void trim() {
-    if (size > size_t{64} << 20) memory.reset(), size = 0;
-  }
-};
-thread_local Scratch scratch;
-
-size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-}  // namespace
 
 extern "C" {
 
@@ -55,11 +17,8 @@ struct Layer {
 
 namespace {
 
-// How many of `threads` have enough to do.
-int32_t team(const Layer& layer, long rows, int32_t threads) {
-  const long expert = layer.hidden * (layer.gate_up_rows + layer.width);
-  const long useful = 1 + rows * expert / THREAD_WEIGHTS;
-  return useful < threads ? useful : threads;
+int32_t layer_team(const Layer& layer, long rows, int32_t threads) {
+  return team(rows * layer.hidden * (layer.gate_up_rows + layer.width), threads);
 }
 
 // Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
@@ -72,16 +31,6 @@ void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& body) {
   if (hidden_dtype == BF16) return body(Bf16Pairs{});
 #endif
   body(Bf16{});
-}
-
-// Runs `body(pointer)` with the activations' own element type.
-template <class Void, class Body>
-void with_rows(Void* rows, int32_t dtype, const Body& body) {
-  constexpr bool is_const = std::is_const<Void>::value;
-  if (dtype == FP32)
-    body(static_cast<std::conditional_t<is_const, const float, float>*>(rows));
-  else
-    body(static_cast<std::conditional_t<is_const, const uint16_t, uint16_t>*>(rows));
 }
 
 }  // namespace
@@ -101,7 +50,7 @@ int64_t moe_route(const int64_t* ids, int64_t slots, int64_t experts, int32_t* n
 // out (A, G) fp32 = first projection of hidden (T, H) of `dtype` (FP32 or BF16).
 void moe_first(const Layer* layer, const Routing* routing, const void* hidden, int32_t dtype,
                int64_t slots, float* out, int32_t threads) {
-  threads = team(*layer, routing->rows, threads);
+  threads = layer_team(*layer, routing->rows, threads);
   Turns turns;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
     with_rows(hidden, dtype, [&](auto* x) {
@@ -115,7 +64,7 @@ void moe_first(const Layer* layer, const Routing* routing, const void* hidden, i
 // out (A, H) fp32 = second projection of inner (A, F) fp32; `dtype` is hidden's.
 void moe_second(const Layer* layer, const Routing* routing, const float* inner, int32_t dtype,
                 float* out, int32_t threads) {
-  threads = team(*layer, routing->rows, threads);
+  threads = layer_team(*layer, routing->rows, threads);
   Turns turns;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
 #pragma omp parallel num_threads(threads)
@@ -125,21 +74,20 @@ void moe_second(const Layer* layer, const Routing* routing, const float* inner, 
 }
 
 // out (T, H) of `dtype` = each token's weighted sum of its rows (A, H).
-void moe_combine(const Layer* layer, const Routing* routing, const float* rows,
-                 const float* weights, int64_t tokens, int64_t slots, void* out, int32_t dtype,
-                 int32_t threads) {
-  threads = team(*layer, routing->rows, threads);
+void moe_combine(const Routing* routing, const float* rows, const float* weights, int64_t tokens,
+                 int64_t slots, int64_t hidden, void* out, int32_t dtype, int32_t threads) {
+  threads = team(routing->rows * hidden, threads);
   Turns turns;
   with_rows(out, dtype, [&](auto* to) {
 #pragma omp parallel num_threads(threads)
-    combine(*routing, rows, weights, tokens, slots, layer->hidden, to, turns);
+    combine(*routing, rows, weights, tokens, slots, hidden, to, turns);
   });
 }
 
-// The whole layer, activation silu(gate) * up. 1: done, -1: an id outside [-1, E), 0: no memory.
-int32_t moe_forward(const Layer* layer, const void* hidden, int32_t dtype, const int64_t* ids,
-                    const float* weights, int64_t tokens, int64_t slots, void* out,
-                    int32_t threads) {
+// The whole layer, gate and up in halves. 1: done, -1: an id outside [-1, E), 0: no memory.
+int32_t moe_forward(const Layer* layer, const Activation* activation, const void* hidden,
+                    int32_t dtype, const int64_t* ids, const float* weights, int64_t tokens,
+                    int64_t slots, void* out, int32_t threads) {
   const long H = layer->hidden, F = layer->width, S = tokens * slots;
   const size_t routing_bytes = aligned(routing_numbers(S, layer->experts) * sizeof(int32_t));
   const size_t inner_bytes = aligned(S * F * sizeof(float));
@@ -148,7 +96,7 @@ int32_t moe_forward(const Layer* layer, const void* hidden, int32_t dtype, const
   Routing routing;
   if (!route(ids, S, layer->experts, reinterpret_cast<int32_t*>(memory), routing)) return -1;
   float* row = reinterpret_cast<float*>(memory + routing_bytes + inner_bytes);
-  threads = team(*layer, routing.rows, threads);
+  threads = layer_team(*layer, routing.rows, threads);
   Turns first, second, sum;
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
     using M = decltype(mode);
@@ -157,8 +105,8 @@ int32_t moe_forward(const Layer* layer, const void* hidden, int32_t dtype, const
       auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(x)>>*>(out);
 #pragma omp parallel num_threads(threads)
       {
-        project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, F, H, inner,
-                         threads, first);
+        project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, *activation, F, H,
+                         inner, threads, first);
         project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads, second);
         combine(routing, row, weights, tokens, slots, H, to, sum);
       }

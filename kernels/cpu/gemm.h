@@ -61,7 +61,7 @@ constexpr long BLOCK_BYTES = 4096;  // of an activation row at a time: a tile's 
 #else
 #define IN_REGISTER(v)
 #endif
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 
 // Activation rows as memory has them: element [begin, end) of row i at rows[i].
 template <class From>

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <thread>
 
+#include "curves.h"
 #include "gemm.h"
 
 struct Routing {             // views of one int32 buffer, see route()
@@ -19,22 +20,39 @@ struct Routing {             // views of one int32 buffer, see route()
 constexpr long PANEL_BYTES = 256 << 10;  // weights a task keeps in L2 while its rows pass
 constexpr long MIN_PANEL = 16;
 constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
-constexpr long THREAD_WEIGHTS = 1 << 17;  // fewer weights a thread do not pay for waking it
 
 // One stage's tasks, taken in turn. A stage is over when its tasks are done, not when all threads
 // have come by: one that the system has not scheduled yet holds nobody up.
-struct Turns {
-  std::atomic<long> taken{0}, done{0};
-
+class Turns {
+ public:
   template <class Task>
   void run(long count, const Task& task) {
-    for (long i; (i = taken.fetch_add(1, std::memory_order_relaxed)) < count;) {
+    for (long i; (i = take()) < count;) {
       task(i);
       done.fetch_add(1, std::memory_order_release);
     }
+    wait(count);
+  }
+
+  // The same, with task(i, next): the thread's next task, `count` or more for none.
+  template <class Task>
+  void run_ahead(long count, const Task& task) {
+    for (long i = take(), next; i < count; i = next) {
+      next = take();
+      task(i, next);
+      done.fetch_add(1, std::memory_order_release);
+    }
+    wait(count);
+  }
+
+ private:
+  long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
+  void wait(long count) const {
     for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins)
       if (spins > 1 << 14) std::this_thread::yield();
   }
+
+  std::atomic<long> taken{0}, done{0};
 };
 
 constexpr long routing_numbers(long slots, long experts) { return 2 * slots + 2 * experts + 1; }
@@ -107,11 +125,11 @@ void project(const Routing& routing, const From* x, long slots_a_row, const void
                 });
 }
 
-// inner (A, F) = silu(gate) * up, with gate and up the two halves of the projection's rows.
+// inner (A, F) = activation(gate, up), the two halves of the projection's rows.
 template <class M, class From>
 void project_gated(const Routing& routing, const From* x, long slots_a_row, const void* weights,
-                   const float* bias, long width, long hidden, typename M::X* inner, int threads,
-                   Turns& turns) {
+                   const float* bias, const Activation& activation, long width, long hidden,
+                   typename M::X* inner, int threads, Turns& turns) {
   grouped<M, 2>(routing, x, slots_a_row, weights, 2 * width, hidden, threads, turns,
                 [=](long e, long r, long g, long n, const float* gate, const float* up) {
                   typename M::X* to = inner + r * width + g;
@@ -122,7 +140,7 @@ void project_gated(const Routing& routing, const From* x, long slots_a_row, cons
                       a += load_as_fp32(b + j, n - j);
                       u += load_as_fp32(b + width + j, n - j);
                     }
-                    store_fp32_as(to + j, silu(a) * u, n - j);
+                    store_fp32_as(to + j, activate(activation, a, u), n - j);
                   }
                 });
 }

@@ -1,8 +1,8 @@
-"""The compiled experts behind torch tensors: argument checks, plans, and the calls.
+"""The compiled experts on whole weights: argument checks, plans, and the calls.
 
 A plan is what a layer's weights need once: their description for C++, biases in float32, and
-whether the activation is silu(gate) * up. Where it is, found by trying the callable on random
-input, the whole layer is one C++ call; otherwise the callable runs in torch between two calls.
+which activation they have. Where C++ knows it, the whole layer is one C++ call; otherwise the
+callable runs in torch between two calls.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
 """
@@ -16,11 +16,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kernels.cpu.activation import by_blocks, empty_rows, is_silu_gated
-from kernels.reference import ExpertWeights, check_shapes, id_error
+from kernels.cpu.activation import Activation, empty_rows, recognise
+from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, check_done, declare, in_steps
+from kernels.reference import ExpertWeights, check_shapes
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_NO_MEMORY = "no memory for the scratch rows of this call; use fewer tokens at once"
+_SIGNATURES = {
+    "moe_first": (None, (POINTER, POINTER, POINTER, NUMBER, SIZE, POINTER, NUMBER)),
+    "moe_second": (None, (POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER)),
+    "moe_forward": (
+        NUMBER,
+        (*(POINTER,) * 3, NUMBER, POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER),
+    ),
+}
 
 
 class _Layer(ctypes.Structure):
@@ -31,40 +38,19 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slot", "position", "begin", "active")),
-        *((name, ctypes.c_int64) for name in ("rows", "num_active")),
-    )
-
-
 @dataclass(frozen=True)
 class _Plan:
     key: tuple[object, ...]  # the storage that the plan points to
     layer: _Layer
     biases: tuple[Tensor | None, Tensor | None]  # kept alive: float32 copies
-    gated: bool  # the activation is silu(gate) * up on concatenated halves
+    activation: Activation | None  # of gate and up in halves, where C++ knows it
 
 
 class NativeExperts:
     """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, size, dtype = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        signatures = {
-            "moe_routing_numbers": (size, (size, size)),
-            "moe_route": (size, (pointer, size, size, pointer, pointer)),
-            "moe_first": (None, (pointer, pointer, pointer, dtype, size, pointer, dtype)),
-            "moe_second": (None, (pointer, pointer, pointer, dtype, pointer, dtype)),
-            "moe_combine": (None, (*(pointer,) * 4, size, size, pointer, dtype, dtype)),
-            "moe_forward": (
-                dtype,
-                (pointer, pointer, dtype, pointer, pointer, size, size, pointer, dtype),
-            ),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
+        declare(library, _SIGNATURES)
         self._library = library
         self._plans: WeakKeyDictionary[ExpertWeights, _Plan] = WeakKeyDictionary()
 
@@ -74,8 +60,8 @@ class NativeExperts:
         gate_up, down = experts.gate_up_EGH, experts.down_EHF
         return (
             hidden_TH.device.type == gate_up.device.type == down.device.type == "cpu"
-            and hidden_TH.dtype in _DTYPES
-            and gate_up.dtype in _DTYPES
+            and hidden_TH.dtype in DTYPES
+            and gate_up.dtype in DTYPES
             and gate_up.is_contiguous()
             and down.is_contiguous()
         )
@@ -99,23 +85,21 @@ class NativeExperts:
         ids_TK = expert_ids_TK.to(torch.int64).contiguous()
         weights_TK = weights_TK.to(torch.float32).contiguous()
         plan = self._plan(experts)
-        if not plan.gated or experts.post_norm is not None:
+        if plan.activation is None or experts.post_norm is not None:
             return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
         output_TH = torch.empty_like(hidden_TH)
         done = self._library.moe_forward(
             ctypes.addressof(plan.layer),
+            ctypes.addressof(plan.activation),
             hidden_TH.data_ptr(),
-            _DTYPES[hidden_TH.dtype],
+            DTYPES[hidden_TH.dtype],
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
             *ids_TK.shape,
             output_TH.data_ptr(),
             torch.get_num_threads(),
         )
-        if done < 0:
-            raise id_error(experts)
-        if not done:
-            raise MemoryError(_NO_MEMORY)
+        check_done(done, experts)
         return output_TH
 
     def _in_steps(
@@ -126,39 +110,20 @@ class NativeExperts:
         experts: ExpertWeights,
         plan: _Plan,
     ) -> Tensor:
-        """The layer with the architecture's own activation and norm between the C++ calls."""
         library, layer = self._library, ctypes.addressof(plan.layer)
-        dtype, threads, size = _DTYPES[hidden_TH.dtype], torch.get_num_threads(), ids_TK.numel()
-        numbers = torch.empty(
-            library.moe_routing_numbers(size, experts.num_experts), dtype=torch.int32, device="cpu"
-        )
-        record = _Routing()
-        routing = ctypes.addressof(record)
-        rows = library.moe_route(
-            ids_TK.data_ptr(), size, experts.num_experts, numbers.data_ptr(), routing
-        )
-        if rows < 0:
-            raise id_error(experts)
-        projected_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
-        hidden, slots = hidden_TH.data_ptr(), ids_TK.shape[1]
-        library.moe_first(layer, routing, hidden, dtype, slots, projected_AG.data_ptr(), threads)
-        inner_AF = by_blocks(experts.activation, projected_AG, experts.intermediate_size)
-        row_AH = empty_rows(rows, experts.hidden_size)
-        library.moe_second(layer, routing, inner_AF.data_ptr(), dtype, row_AH.data_ptr(), threads)
-        if experts.post_norm is not None:
-            row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
-        output_TH = torch.empty_like(hidden_TH)
-        library.moe_combine(
-            layer,
-            routing,
-            row_AH.data_ptr(),
-            weights_TK.data_ptr(),
-            *ids_TK.shape,
-            output_TH.data_ptr(),
-            dtype,
-            threads,
-        )
-        return output_TH
+        dtype, threads = DTYPES[hidden_TH.dtype], torch.get_num_threads()
+
+        def first(routing: int, rows: int) -> Tensor:
+            out_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
+            hidden, slots, out = hidden_TH.data_ptr(), ids_TK.shape[1], out_AG.data_ptr()
+            library.moe_first(layer, routing, hidden, dtype, slots, out, threads)
+            return out_AG
+
+        def second(routing: int, inner_AF: Tensor, out_AH: Tensor) -> None:
+            inner, out = inner_AF.data_ptr(), out_AH.data_ptr()
+            library.moe_second(layer, routing, inner, dtype, out, threads)
+
+        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, first, second)
 
     def _plan(self, experts: ExpertWeights) -> _Plan:
         # Parameters can be moved or converted in place under an unchanged object.
@@ -184,6 +149,7 @@ def _make_plan(experts: ExpertWeights, key: tuple[object, ...]) -> _Plan:
         return None if bias is None else bias.detach().float().contiguous()
 
     gate_up_bias, down_bias = float_copy(experts.gate_up_bias_EG), float_copy(experts.down_bias_EH)
+    rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
     layer = _Layer(
         experts.gate_up_EGH.data_ptr(),
         experts.down_EHF.data_ptr(),
@@ -191,8 +157,9 @@ def _make_plan(experts: ExpertWeights, key: tuple[object, ...]) -> _Plan:
         None if down_bias is None else down_bias.data_ptr(),
         experts.num_experts,
         experts.hidden_size,
-        experts.intermediate_size,
-        experts.gate_up_EGH.shape[1],
-        _DTYPES[experts.gate_up_EGH.dtype],
+        width,
+        rows,
+        DTYPES[experts.gate_up_EGH.dtype],
     )
-    return _Plan(key, layer, (gate_up_bias, down_bias), is_silu_gated(experts))
+    known = recognise(experts.activation, width, parts=2) if rows == 2 * width else None
+    return _Plan(key, layer, (gate_up_bias, down_bias), known)

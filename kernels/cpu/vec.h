@@ -31,6 +31,8 @@ typedef float v4 __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
+constexpr long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
+
 template <class V, class T>
 static inline V load(const T* p) {  // unaligned
   V v;
@@ -126,5 +128,3 @@ static inline vf exp_lanes(vf x) {
   p = p * r * r + r + 1.0f;
   return p * bits<vf>((bits<vi>(shifted) - 0x4b400000 + 127) << 23);
 }
-
-static inline vf silu(vf x) { return x / (1.0f + exp_lanes(-x)); }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -11,6 +13,11 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
 from kernels import ExpertWeights
+
+# The instruction sets that one source serves, by the flags that choose them.
+TARGETS = ["-march=native"]
+if platform.machine() == "x86_64":
+    TARGETS += ["-march=x86-64", "-march=x86-64-v3"]
 
 
 def _halves(curve: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -34,6 +41,8 @@ def _squared_relu(rows: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "silu gate": (_halves(silu), 2),
     "gelu gate": (_halves(gelu), 2),
+    "tanh gelu gate": (_halves(partial(gelu, approximate="tanh")), 2),
+    "relu gate": (_halves(torch.relu), 2),
     "clamped interleaved gate": (_interleaved_clamped, 2),
     "squared relu, no gate": (_squared_relu, 1),
 }

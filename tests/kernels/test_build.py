@@ -70,7 +70,7 @@ def test_two_processes_build_at_once_into_a_private_directory(tmp_path: Path) ->
     assert [process.wait() for process in both] == [0, 0]
     root = cache / "moe-inference"
     (directory,) = root.iterdir()
-    assert [path.name for path in directory.iterdir()] == ["experts.so"]
+    assert [path.name for path in directory.iterdir()] == ["kernels.so"]
     for path in (root, directory):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 

@@ -1,0 +1,77 @@
+"""What runs a model's experts: found out from a name and a device, once, while loading.
+
+CUDA tensors go to Triton where it can be used, and to the reference, with a notice, where it
+cannot. MegaBlocks runs only where it was asked for.
+
+Shape legend as in kernels/reference.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu import backend_status
+from kernels.megablocks import BackendError, MegaBlocksExperts
+from kernels.reference import AnyExperts
+from kernels.triton import triton_status
+
+_logger = logging.getLogger("moe")
+
+# (hidden_TH, expert_ids_TK, weights_TK, experts) -> (T, H)
+Forward = Callable[[Tensor, Tensor, Tensor, AnyExperts], Tensor]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Who runs the experts (`name`), why (`reason`), and how (`forward`)."""
+
+    name: str
+    reason: str
+    forward: Forward
+
+    def check(self, layers: Sequence[AnyExperts]) -> None:
+        """Raise BackendError where MegaBlocks was chosen and cannot multiply these weights."""
+        if isinstance(self.forward, MegaBlocksExperts):
+            self.forward.check(layers)
+
+
+def choose_backend(wanted: str, device: torch.device, auto: Forward) -> Backend:
+    """The backend called `wanted`: auto, triton, megablocks or reference.
+
+    Args:
+        device: where the model is.
+        auto: what decides for each call; `kernels.experts_forward`.
+
+    Raises:
+        BackendError: triton or megablocks was wanted and cannot run here.
+    """
+    if wanted == "reference":
+        return Backend("reference", "chosen in the profile", reference.experts_forward)
+    if wanted != "auto" and device.type != "cuda":
+        raise BackendError(f"{wanted} needs a CUDA device, and the model runs on '{device}'")
+    if wanted == "megablocks":
+        return Backend("megablocks", "chosen in the profile", MegaBlocksExperts())
+    status = backend_status() if device.type == "cpu" else triton_status()
+    if wanted == "triton" and status["name"] != "triton":
+        raise BackendError(f"triton cannot run here: {status['reason']}")
+    return Backend(status["name"], status["reason"], auto)
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """The kernels for CUDA tensors, or None (said once) where Triton cannot run them."""
+    status = triton_status()
+    if status["name"] != "triton":
+        _logger.warning("CUDA experts run on the slow reference kernel: %s", status["reason"])
+        return None
+    from kernels.triton import experts
+
+    return experts

@@ -1,0 +1,95 @@
+// The choice of experts from a router's logits, one row at a time; kernels of moe/fused/router.py.
+#pragma once
+#include <cfloat>
+
+#include "norms.h"
+
+namespace decode {
+
+enum Score : int32_t { SOFTMAX = 0, SIGMOID = 1, MIXER = 2 };
+
+struct Rule {
+  const float* correction;  // (experts,) added to scores for the choice, or null
+  int64_t experts, top_k, groups, groups_kept;
+  int32_t score, best_two, renormalise;  // best_two: groups by the sum of their two best scores
+  float scale, threshold;
+};
+
+// Index of the largest of n values; the first of equals, and a NaN before anything else.
+static inline long largest(const float* values, long n) {
+  long best = 0;
+  for (long e = 1; e < n; ++e)
+    if (!(values[e] <= values[best])) best = e;
+  return best;
+}
+
+static inline void keep_groups(const Rule& rule, float* choice) {
+  const long size = rule.experts / rule.groups;
+  float best[1024];
+  for (long g = 0; g < rule.groups; ++g) {
+    float first = -INFINITY, second = -INFINITY;
+    for (long e = g * size; e < (g + 1) * size; ++e) {
+      const float c = choice[e];
+      if (c > first) second = first, first = c;
+      else if (c > second) second = c;
+    }
+    best[g] = rule.best_two ? first + second : first;
+  }
+  bool kept[1024] = {};
+  for (long i = 0; i < rule.groups_kept; ++i) {
+    const long g = largest(best, rule.groups);
+    kept[g] = true;
+    best[g] = -INFINITY;
+  }
+  for (long e = 0; e < rule.experts; ++e)
+    if (!kept[e / size]) choice[e] = -INFINITY;
+}
+
+// One after the other, the largest logit left, weighted by a softmax over those left near it.
+static inline void mix(const Rule& rule, const float* logits, float* left, int64_t* ids,
+                       float* weights) {
+  memcpy(left, logits, rule.experts * sizeof(float));
+  for (long k = 0; k < rule.top_k; ++k) {
+    const long id = largest(left, rule.experts);
+    const float high = left[id];
+    float sum = 0;
+    for (long e = 0; e < rule.experts; ++e) {
+      const float size = std::fabs(logits[e]), factor = size > high ? size : high;
+      if (!((high - logits[e]) / factor > rule.threshold)) sum += std::exp(left[e] - high);
+    }
+    ids[k] = id;
+    weights[k] = rule.scale / sum;
+    left[id] = -INFINITY;
+  }
+}
+
+// ids and weights (top_k,) of one row's logits (experts,); overwrites both rows of scratch.
+static inline void choose_experts(const Rule& rule, float* logits, float* choice, int64_t* ids,
+                                  float* weights) {
+  const long E = rule.experts;
+  if (rule.score == MIXER) return mix(rule, logits, choice, ids, weights);
+  if (rule.score == SOFTMAX) {
+    const float high = logits[largest(logits, E)];
+    float sum = 0;
+    for (long e = 0; e < E; e += LANES)
+      store_fp32_as(logits + e, exp_lanes(load_as_fp32(logits + e, E - e) - high), E - e);
+    for (long e = 0; e < E; ++e) sum += logits[e];
+    for (long e = 0; e < E; ++e) logits[e] /= sum;
+  } else {
+    for (long e = 0; e < E; e += LANES)
+      store_fp32_as(logits + e, 1.0f / (1.0f + exp_lanes(-load_as_fp32(logits + e, E - e))), E - e);
+  }
+  for (long e = 0; e < E; ++e) choice[e] = logits[e] + (rule.correction ? rule.correction[e] : 0);
+  if (rule.groups > 1) keep_groups(rule, choice);
+  float sum = 0;
+  for (long k = 0; k < rule.top_k; ++k) {
+    const long id = largest(choice, E);
+    choice[id] = -INFINITY;
+    ids[k] = id;
+    sum += weights[k] = logits[id];
+  }
+  const float scale = rule.renormalise ? rule.scale / sum : rule.scale;
+  for (long k = 0; k < rule.top_k; ++k) weights[k] *= scale;
+}
+
+}  // namespace decode

@@ -1,0 +1,53 @@
+// The activations between an expert's projections: (min(up, limit) + offset) * curve(gate), which
+// covers SwiGLU, GeGLU, gpt-oss's clamped variant and plain curves without a gate.
+// kernels/cpu/activation.py finds out which one a Python callable is.
+#pragma once
+#include "vec.h"
+
+enum Curve : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU_SQUARED = 4 };
+
+extern "C" struct Activation {
+  int32_t curve;
+  float slope;   // SILU is x * sigmoid(slope * x)
+  float limit;   // gate <= limit, |up| <= limit; infinite for none
+  float offset;  // added to up
+};
+
+static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp_lanes(-x)); }
+
+// x * Phi(x); Phi's tail by Abramowitz and Stegun 7.1.26, within 1e-7.
+static inline vf gelu_erf(vf x) {
+  const vf size = (x < 0 ? -x : x) * 0.70710678118654752f;
+  const vf t = 1.0f / (1.0f + 0.3275911f * size);
+  vf p = splat(1.061405429f);
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const vf tail = 0.5f * x * (p * t * exp_lanes(-size * size));
+  return x < 0 ? tail : x - tail;
+}
+
+static inline vf curve(const Activation& a, vf x) {
+  switch (a.curve) {
+    case SILU:
+      return x / (1.0f + exp_lanes(-a.slope * x));
+    case GELU_TANH:  // (1 + tanh(y)) / 2 is sigmoid(2 y)
+      return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    case GELU_ERF:
+      return gelu_erf(x);
+    default: {
+      const vf positive = x > 0 ? x : vf{};
+      return a.curve == RELU ? positive : positive * positive;
+    }
+  }
+}
+
+static inline vf activate(const Activation& a, vf gate) { return curve(a, gate); }
+
+static inline vf activate(const Activation& a, vf gate, vf up) {
+  gate = gate > a.limit ? splat(a.limit) : gate;
+  up = up > a.limit ? splat(a.limit) : up;
+  up = up < -a.limit ? splat(-a.limit) : up;
+  return (up + a.offset) * curve(a, gate);
+}

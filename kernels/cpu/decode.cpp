@@ -1,0 +1,170 @@
+// A decode step's stages around attention, and its C interface, called through ctypes (which
+// releases the GIL). See decode.h.
+#include "decode_attention.h"
+
+#include <initializer_list>
+
+namespace decode {
+
+// Rows of `width` at `x` or in the arena, with codes if one of their readers is quantised.
+static Rows take_rows(Arena& arena, float* x, long rows, long width,
+                      std::initializer_list<const Matrix*> readers) {
+  Rows made{x ? x : arena.take(rows * width), width, 0, {}};
+  for (const Matrix* m : readers)
+    if (m->quantized()) made.group = m->planes.group_size;
+  if (made.group)
+    made.codes = place_rows(arena.take_bytes(rows_bytes(rows, width, made.group)), rows, width,
+                            made.group);
+  return made;
+}
+
+void Pass::place_attention(Arena& arena) {
+  const long Q = a().heads, size = a().expansion ? a().latent : a().value_dim;
+  low = take_rows(arena, nullptr, B, a().q_a.rows(), {&a().q});
+  heads = take_rows(arena, nullptr, B, Q * a().value_dim, {&a().o});
+  q = arena.take(B * a().q.rows());
+  k = arena.take(B * a().k.rows());
+  v = arena.take(B * a().v.rows());
+  inward = arena.take(a().expansion ? B * Q * size : 0);
+  partial = reinterpret_cast<Partial*>(arena.take_bytes(B * Q * longest * sizeof(Partial)));
+  sums = arena.take(B * Q * longest * size);
+}
+
+void Pass::place(Arena& arena) {
+  if (!layer) {
+    hidden = take_rows(arena, step.h, B, H, {head});
+    return;
+  }
+  const Layer& l = *layer;
+  hidden = take_rows(arena, step.h, B, H,
+                     {&a().q_a, &a().q, &a().k, &a().v, &l.router, &l.shared_gate, &l.gate, &l.up});
+  inner = take_rows(arena, nullptr, B, l.gate.rows(), {&l.down});
+  place_attention(arena);
+  made = arena.take(B * H);
+  up = arena.take(B * l.up.rows());
+  shared = arena.take(B);
+  logits = arena.take(B * l.router.rows());
+  choice = arena.take(B * l.router.rows());
+}
+
+// Products to be made, about.
+long Pass::work() const {
+  if (!layer) return B * head->size();
+  const Layer& l = *layer;
+  long weights = 0, keys = 0;
+  for (const Matrix* m : {&a().q_a, &a().q, &a().k, &a().v, &a().o, &l.router, &l.gate, &l.up,
+                          &l.down})
+    weights += m->size();
+  for (long b = 0; b < B; ++b) keys += length(b) - first_key(b);
+  const long a_key = a().expansion ? a().heads * 2 * a().latent
+                                   : a().kv_heads * (a().head_dim + a().value_dim);
+  return B * weights + keys * a_key;
+}
+
+bool Pass::go() {
+  if (layer)
+    for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
+  Arena counting{nullptr};
+  place(counting);
+  Arena arena{scratch.reserve(counting.used)};
+  if (!arena.memory) return false;
+  place(arena);
+  threads = team(work(), step.threads);
+#pragma omp parallel num_threads(threads)
+  run();
+  scratch.trim();
+  return true;
+}
+
+// The row that comes first: what the layer before gave is added to the residual, and normed.
+void Pass::begin(long b) {
+  float *x = step.x + b * H, *h = step.h + b * H, *given = step.beside + b * H;
+  if (before) {
+    if (routed) {
+      if (!before->down) memset(given, 0, H * sizeof(float));
+      add_scaled(routed + b * H, before->routed_scale, H, given);
+    }
+    if (before->feed_post.weight) normalise(before->feed_post, given, H, given);
+    add_scaled(given, before->feed_scale, H, x);
+  }
+  if (norm.weight) normalise(norm, x, H, h);
+  else memcpy(h, x, H * sizeof(float));
+  hidden.prepare(b);
+}
+
+void Pass::add_attention(long b) {
+  float *x = step.x + b * H, *h = step.h + b * H, *row = made + b * H;
+  if (layer->attention_post.weight) normalise(layer->attention_post, row, H, row);
+  add_scaled(row, layer->attention_scale, H, x);
+  if (layer->feed_norm.weight) normalise(layer->feed_norm, x, H, h);
+  else memcpy(h, x, H * sizeof(float));
+  hidden.prepare(b);
+}
+
+void Pass::route_row(long b) {
+  const Rule& rule = layer->rule;
+  if (layer->router)
+    choose_experts(rule, logits + b * rule.experts, choice + b * rule.experts,
+                   ids + b * rule.top_k, weights + b * rule.top_k);
+  float* x = inner.x + b * inner.width;
+  for (long c = 0; c < inner.width; c += LANES) {
+    const long left = inner.width - c;
+    store_fp32_as(x + c, activate(layer->activation, load_as_fp32(x + c, left),
+                                  load_as_fp32(up + b * inner.width + c, left)), left);
+  }
+  if (inner.width) inner.prepare(b);
+}
+
+void Pass::finish_feed(long b) {
+  const float weight = 1.0f / (1.0f + std::exp(-shared[b]));
+  float* given = step.beside + b * H;
+  for (long c = 0; c < H; ++c) given[c] *= weight;
+}
+
+void Pass::feed() {
+  const Layer& l = *layer;
+  const Product first[] = {{&l.router, &hidden, logits, l.router.rows()},
+                           {&l.shared_gate, &hidden, shared, 1},
+                           {&l.gate, &hidden, inner.x, inner.width},
+                           {&l.up, &hidden, up, inner.width}};
+  products(first, 4, B, threads, turns[10]);
+  turns[11].run(B, [&](long b) { route_row(b); });
+  const Product second[] = {{&l.down, &inner, step.beside, H}};
+  products(second, 1, B, threads, turns[12]);
+  if (l.shared_gate) turns[13].run(B, [&](long b) { finish_feed(b); });
+}
+
+void Pass::run() {
+  turns[0].run(B, [&](long b) { begin(b); });
+  if (!layer) {
+    const Product last[] = {{head, &hidden, out, head->rows()}};
+    return products(last, 1, B, threads, turns[1]);
+  }
+  a().expansion ? attend_latent_all() : attend_all();
+  if (heads.group) turns[7].run(B, [&](long b) { heads.prepare(b); });
+  const Product output[] = {{&a().o, &heads, made, H}};
+  products(output, 1, B, threads, turns[8]);
+  turns[9].run(B, [&](long b) { add_attention(b); });
+  feed();
+}
+
+}  // namespace decode
+
+extern "C" {
+
+// `layer` for the step's rows, once `before`'s feed-forward (`routed` of its experts) has been
+// added. Leaves in step->h the rows for its experts, whose ids and weights it gives if it has a
+// router. 0: no memory.
+int32_t moe_decode_layer(const decode::Step* step, const decode::Layer* before,
+                         const decode::Layer* layer, const float* routed, int64_t* ids,
+                         float* weights) {
+  return decode::Pass{*step, before, layer, routed, layer->attention_norm, ids, weights}.go();
+}
+
+// out (B, V) = the head's product with the normed output of the last layer, `before`.
+int32_t moe_decode_head(const decode::Step* step, const decode::Layer* before,
+                        const float* routed, const decode::Norm* norm, const decode::Matrix* head,
+                        float* out) {
+  return decode::Pass{*step, before, nullptr, routed, *norm, nullptr, nullptr, head, out}.go();
+}
+}

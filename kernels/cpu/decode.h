@@ -1,0 +1,107 @@
+// One decoder layer for one new token of each of B sequences: from the routed experts' rows of the
+// layer before to the rows that this layer's experts read, their ids and their weights.
+// Stages follow each other in one parallel region; a stage's tasks are rows, heads or panels of
+// weights. Sums of a row never depend on another row or on the number of threads.
+#pragma once
+#include "choice.h"
+#include "curves.h"
+#include "heads.h"
+#include "product.h"
+
+namespace decode {
+
+struct Attention {
+  Matrix q_a, q, k, v, o;  // latent attention: q_a before q or absent, k for latent and rotated key
+  Norm q_norm, k_norm;     // latent attention: of q_a's rows and of the latent
+  Rotation rotation;
+  const float* expansion;  // latent attention: (heads, plain + value, latent); else null
+  const float* sinks;      // (heads,) or null
+  int64_t cache;           // index of its keys and values
+  int64_t heads, kv_heads, head_dim, value_dim, plain_dim, latent;
+  int64_t window;  // keys that may be seen, 0: all
+  int32_t q_norm_per_head, k_norm_per_head, norm_after_rotation;
+  float scale, softcap;  // softcap 0: none
+};
+
+struct Layer {
+  Norm attention_norm, attention_post, feed_norm, feed_post;
+  Attention attention;
+  Matrix router, shared_gate, gate, up, down;  // the last three: feed-forward, or shared expert
+  Activation activation;
+  Rule rule;
+  float attention_scale, feed_scale, routed_scale;
+};
+
+struct Step {
+  int64_t rows, hidden, layers;  // B; H; layers that have a cache
+  float *x, *h, *beside;         // (B, H) residual; what a block reads; what `down` gave
+  const int64_t* position;       // (B,) of the new token
+  const int64_t* capacity;       // (B,) rows of its caches
+  float* const* cache;           // (B, layers, 2) keys and values, or latents and rotated keys
+  int32_t threads;
+};
+
+// A call's scratch memory, handed out in order; with null memory it only counts.
+struct Arena {
+  char* memory;
+  size_t used = 0;
+  char* take_bytes(size_t bytes) {
+    char* place = memory + used;
+    used += aligned(bytes) + 64;  // room for a vector behind the end
+    return place;
+  }
+  float* take(long count) { return reinterpret_cast<float*>(take_bytes(count * sizeof(float))); }
+};
+
+struct Pass {
+  const Step& step;
+  const Layer* before;  // whose feed-forward is still to be added; null at the first layer
+  const Layer* layer;   // null behind the last
+  const float* routed;  // (B, H) of `before`'s experts, or null
+  const Norm& norm;     // of the rows that come first
+  int64_t* ids;         // (B, top_k)
+  float* weights;       // (B, top_k)
+  const Matrix* head = nullptr;
+  float* out = nullptr;  // (B, rows of the head)
+
+  const long B = step.rows, H = step.hidden;
+  int threads = 1;
+  long longest = 1;  // splits of the longest sequence
+  Rows hidden, low, heads, inner;
+  float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
+  Partial* partial;
+  Turns turns[14];
+
+  bool go();
+  void place(Arena& arena);
+  void place_attention(Arena& arena);
+  long work() const;
+  void run();
+  void attend_all();
+  void attend_latent_all();
+  void feed();
+
+  const Attention& a() const { return layer->attention; }
+  long length(long b) const { return step.position[b] + 1; }
+  long first_key(long b) const {
+    return a().window && length(b) > a().window ? length(b) - a().window : 0;
+  }
+  long splits(long b) const { return (length(b) - first_key(b) + SPLIT - 1) / SPLIT; }
+  float* cached(long b, int which) const {
+    return step.cache[(b * step.layers + a().cache) * 2 + which];
+  }
+  void begin(long b);
+  void turn_queries(long b);
+  void turn_keys(long b);
+  void attend(long b, long kv_head, long split);
+  void merge_head(long b, long head);
+  void turn_latent(long b);
+  void inward_head(long head);
+  void attend_latent(long b, long first, long split);
+  void outward_head(long head);
+  void add_attention(long b);
+  void route_row(long b);
+  void finish_feed(long b);
+};
+
+}  // namespace decode

@@ -1,0 +1,126 @@
+"""The compiled decode step's records and calls; `kernels/cpu/decode.h` says what is computed.
+
+A record holds addresses: whoever fills it keeps the tensors alive. Legend as in decode.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from kernels.cpu.activation import Activation
+from kernels.cpu.calls import NUMBER, POINTER, check_done
+from kernels.cpu.plans import MatrixRecord
+
+ABSENT, BIT_PLANES = -1, 8
+SCORES = ("softmax", "sigmoid", "mixer")
+
+_Fields = tuple[tuple[str, Any], ...]
+
+
+def _pointers(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def _sizes(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def _numbers(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_int32) for name in names)
+
+
+def _floats(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_float) for name in names)
+
+
+class Norm(ctypes.Structure):
+    """Absent where the weight is null."""
+
+    _fields_ = (*_pointers("weight", "bias"), *_floats("eps"), *_numbers("centered"))
+
+
+class Matrix(ctypes.Structure):
+    """``format``: `ABSENT`, `BIT_PLANES` or the number of a dense dtype (`calls.DTYPES`)."""
+
+    _fields_ = (("planes", MatrixRecord), *_pointers("weight", "bias"), *_numbers("format"))
+
+
+class Rotation(ctypes.Structure):
+    _fields_ = (
+        *_pointers("cos", "sin"),
+        *_sizes("begin", "size"),
+        *_numbers("pairs_in", "pairs_out"),
+    )
+
+
+class Rule(ctypes.Structure):
+    _fields_ = (
+        *_pointers("correction"),
+        *_sizes("experts", "top_k", "groups", "groups_kept"),
+        *_numbers("score", "best_two", "renormalise"),
+        *_floats("scale", "threshold"),
+    )
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("q_a", "q", "k", "v", "o")),
+        *((name, Norm) for name in ("q_norm", "k_norm")),
+        ("rotation", Rotation),
+        *_pointers("expansion", "sinks"),
+        *_sizes("cache", "heads", "kv_heads", "head_dim", "value_dim", "plain_dim", "latent"),
+        *_sizes("window"),
+        *_numbers("q_norm_per_head", "k_norm_per_head", "norm_after_rotation"),
+        *_floats("scale", "softcap"),
+    )
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Norm) for name in ("attention_norm", "attention_post", "feed_norm", "feed_post")),
+        ("attention", Attention),
+        *((name, Matrix) for name in ("router", "shared_gate", "gate", "up", "down")),
+        ("activation", Activation),
+        ("rule", Rule),
+        *_floats("attention_scale", "feed_scale", "routed_scale"),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *_sizes("rows", "hidden", "layers"),
+        *_pointers("x", "h", "beside", "position", "capacity", "cache"),
+        *_numbers("threads"),
+    )
+
+
+class NativeDecode:
+    """Decode steps by a compiled library (see kernels/cpu/build.py); all arguments are addresses.
+
+    Raises `MemoryError` where there is no memory for the scratch rows of a call.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._layer, self._head = library.moe_decode_layer, library.moe_decode_head
+        for function in (self._layer, self._head):
+            function.restype, function.argtypes = NUMBER, (POINTER,) * 6
+
+    def layer(
+        self, step: int, before: int | None, layer: int, routed: int | None, ids: int, weights: int
+    ) -> None:
+        """One layer, after the feed-forward of the layer before has been added.
+
+        Args:
+            routed: (B, H) rows of that layer's experts, None if it has none.
+            ids, weights: (B, K) int64 and float32, filled if the layer's router is known here.
+        """
+        if not self._layer(step, before, layer, routed, ids, weights):
+            check_done(0)
+
+    def head(
+        self, step: int, before: int, routed: int | None, norm: int, head: int, logits: int
+    ) -> None:
+        """(B, V) logits from what the last layer, ``before``, leaves."""
+        if not self._head(step, before, routed, norm, head, logits):
+            check_done(0)

@@ -1,0 +1,122 @@
+// Attention of one new token over a sequence's cache, in float32: `GROUP` queries that share keys at
+// a time, a split of at most SPLIT keys at a time. Splits are as long whatever the threads or the
+// other sequences, so a row's bits do not depend on them; `merge` joins their partial sums.
+// Letters: D key size, V value size.
+#pragma once
+#include <cfloat>
+
+#include "norms.h"
+
+namespace decode {
+
+constexpr long SPLIT = 512;  // keys whose scores a task holds
+constexpr int GROUP = 4;     // queries that share a pass over keys
+
+struct Partial {  // of one query and split: sum of e^(score - high) and the highest score
+  float high, sum;
+};
+
+// score[t] (+)= q . k[t] for `count` keys that lie `stride` apart.
+static inline void scores_of(const float* q, const float* k, long stride, long count, long size,
+                             bool first, float* score) {
+  const long whole = size / LANES * LANES;
+  long t = 0;
+  for (; t + QUAD <= count; t += QUAD) {
+    vf sum[QUAD] = {};
+    for (long c = 0; c < whole; c += LANES) {
+      vf x = load<vf>(q + c);
+      UNROLL for (int j = 0; j < QUAD; ++j) sum[j] += x * load<vf>(k + (t + j) * stride + c);
+    }
+    v4 s = sum_lanes(sum[0], sum[1], sum[2], sum[3]);
+    for (int j = 0; j < QUAD; ++j) {
+      float left = s[j];
+      for (long c = whole; c < size; ++c) left += q[c] * k[(t + j) * stride + c];
+      score[t + j] = first ? left : score[t + j] + left;
+    }
+  }
+  for (; t < count; ++t) {
+    vf sum = {};
+    for (long c = 0; c < whole; c += LANES) sum += load<vf>(q + c) * load<vf>(k + t * stride + c);
+    float left = total(sum);
+    for (long c = whole; c < size; ++c) left += q[c] * k[t * stride + c];
+    score[t] = first ? left : score[t] + left;
+  }
+}
+
+// Scores to e^(score - high), after scale and soft cap (0: none).
+static inline Partial exponents(float* score, long count, float scale, float softcap) {
+  vf highest = splat(-FLT_MAX);
+  for (long t = count; t % LANES; ++t) score[t] = -FLT_MAX / scale;
+  for (long t = 0; t < count; t += LANES) {
+    vf s = load<vf>(score + t) * scale;
+    if (softcap > 0) s = softcap * (1.0f - 2.0f / (exp_lanes(2.0f / softcap * s) + 1.0f));
+    highest = s > highest ? s : highest;
+    store(score + t, s);
+  }
+  float high = -FLT_MAX;
+  for (int i = 0; i < LANES; ++i) high = highest[i] > high ? highest[i] : high;
+  vf sum = {};
+  for (long t = 0; t < count; t += LANES) {
+    vf e = exp_lanes(load<vf>(score + t) - high);
+    if (count - t < LANES)
+      for (int i = count - t; i < LANES; ++i) e[i] = 0;
+    store(score + t, e);
+    sum += e;
+  }
+  return {high, total(sum)};
+}
+
+// out[g] = sum over t of weight[g][t] * v[t], for N queries.
+template <int N>
+static inline void weighted(const float (*weight)[SPLIT], const float* v, long stride, long count,
+                            long size, float* const* out) {
+  constexpr int WIDE = 4;
+  long c = 0;
+  for (; c + WIDE * LANES <= size; c += WIDE * LANES) {
+    vf sum[N][WIDE] = {};
+    for (long t = 0; t < count; ++t)
+      UNROLL for (int i = 0; i < WIDE; ++i) {
+        vf x = load<vf>(v + t * stride + c + i * LANES);
+        UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][t] * x;
+      }
+    for (int g = 0; g < N; ++g)
+      for (int i = 0; i < WIDE; ++i) store(out[g] + c + i * LANES, sum[g][i]);
+  }
+  for (; c < size; c += LANES) {
+    vf sum[N] = {};
+    for (long t = 0; t < count; ++t) {
+      vf x = load_as_fp32(v + t * stride + c, size - c);
+      UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][t] * x;
+    }
+    for (int g = 0; g < N; ++g) store_fp32_as(out[g] + c, sum[g], size - c);
+  }
+}
+
+// One split for `queries` <= GROUP queries: partial sums of values into out[g].
+static inline void weighted_group(int queries, const float (*weight)[SPLIT], const float* v,
+                                  long stride, long count, long size, float* const* out) {
+  switch (queries) {
+    case 1: return weighted<1>(weight, v, stride, count, size, out);
+    case 2: return weighted<2>(weight, v, stride, count, size, out);
+    case 3: return weighted<3>(weight, v, stride, count, size, out);
+    default: return weighted<4>(weight, v, stride, count, size, out);
+  }
+}
+
+// The splits of one query, sums `stride` floats apart, to its output; a sink is a
+// key without a value.
+static inline void merge(const Partial* partial, const float* sums, long splits, long stride,
+                         long size, const float* sink, float* out) {
+  float high = sink ? *sink : -FLT_MAX;
+  for (long s = 0; s < splits; ++s) high = partial[s].high > high ? partial[s].high : high;
+  float sum = sink ? std::exp(*sink - high) : 0;
+  for (long s = 0; s < splits; ++s) sum += partial[s].sum * std::exp(partial[s].high - high);
+  for (long c = 0; c < size; c += LANES) {
+    vf x = {};
+    for (long s = 0; s < splits; ++s)
+      x += std::exp(partial[s].high - high) * load_as_fp32(sums + s * stride + c, size - c);
+    store_fp32_as(out + c, x / sum, size - c);
+  }
+}
+
+}  // namespace decode

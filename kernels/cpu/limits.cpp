@@ -1,0 +1,25 @@
+// What this CPU can multiply at most: the yardstick beside a benchmark's figures.
+#include "planes.h"
+
+extern "C" {
+
+// 8-bit products made by `threads` threads in `rounds` rounds on registers alone; into `sink` goes
+// what keeps the compiler from leaving them out.
+int64_t moe_dot_products(int64_t rounds, int32_t threads, int32_t* sink) {
+  constexpr int CHAINS = 8;  // more than an instruction's latency
+#pragma omp parallel num_threads(threads)
+  {
+    vi sum[CHAINS], all = {};
+    UNROLL for (int i = 0; i < CHAINS; ++i) sum[i] = vi{} + i;
+    for (int64_t round = 0; round < rounds; ++round)
+      UNROLL for (int i = 0; i < CHAINS; ++i) {
+        IN_REGISTER(sum[i]);
+        sum[i] = dot(sum[i], vu{} + 0x01020304u, 0x04030201);
+      }
+    UNROLL for (int i = 0; i < CHAINS; ++i) all += sum[i];
+#pragma omp atomic
+    *sink += all[0];
+  }
+  return rounds * threads * CHAINS * LANES * 4;
+}
+}

@@ -1,0 +1,98 @@
+// Products of a few rows with several matrices at once, dense or as nested bit planes, shared out
+// over the threads of a parallel region.
+#pragma once
+#include "calls.h"
+#include "linear.h"
+
+namespace decode {
+
+constexpr int32_t ABSENT = -1, BIT_PLANES = 8;  // beside Dtype, the element types of dense ones
+
+struct Matrix {
+  PlaneMatrix planes;  // rows and columns are said here for dense matrices too
+  const void* weight;  // dense: (rows, columns)
+  const float* bias;
+  int32_t format;
+
+  explicit operator bool() const { return format != ABSENT; }
+  bool quantized() const { return format == BIT_PLANES; }
+  long rows() const { return *this ? planes.rows : 0; }
+  long size() const { return rows() * planes.columns; }
+};
+
+// Rows that products read, and what their quantised matrices read instead.
+struct Rows {
+  float* x;  // (rows, width)
+  long width, group;
+  QuantizedRows codes;  // null where nothing quantised reads them
+
+  void prepare(long row) const {
+    if (group) quantize_row(x + row * width, width, group, codes.from(row));
+  }
+};
+
+struct Product {
+  const Matrix* matrix;
+  const Rows* from;
+  float* out;  // (rows, stride)
+  long stride;
+};
+
+constexpr long WIDEST = MAX_PANEL_BLOCKS * BLOCK_ROWS;
+static_assert(WIDEST <= MAX_PANEL, "a dense panel's sums");
+
+template <class M>
+static void dense_panel(const Product& p, long rows, long g, long count) {
+  const Matrix& m = *p.matrix;
+  const long width = m.planes.columns;
+  alignas(64) float sums[1][MAX_ROWS * MAX_PANEL];
+  const auto* w = static_cast<const typename M::W*>(m.weight) + g * width;
+  for (long r = 0; r < rows; r += MAX_ROWS) {
+    const long n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+    const float* from[MAX_ROWS];
+    for (long i = 0; i < n; ++i) from[i] = p.from->x + (r + i) * width;
+    multiply_rows<M>(n, from, w, 1, m.rows(), count, width, sums);
+    for (long i = 0; i < n; ++i)
+      store_sums(sums[0] + i * MAX_PANEL, m.bias ? m.bias + g : nullptr, count,
+                 p.out + (r + i) * p.stride + g);
+  }
+}
+
+static void panel(const Product& p, long rows, long g, long count) {
+  const Matrix& m = *p.matrix;
+  switch (m.format) {
+    case BIT_PLANES: {
+      const long blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+      const PlaneMatrix w = m.planes.from(g / BLOCK_ROWS);
+      return multiply_panel(w, w, m.bias ? m.bias + g : nullptr, blocks, p.from->codes, rows,
+                            p.out + g, p.stride, nullptr);
+    }
+    case FP32: return dense_panel<Fp32>(p, rows, g, count);
+    case BF16: return dense_panel<Bf16>(p, rows, g, count);
+    default: return dense_panel<Fp16>(p, rows, g, count);
+  }
+}
+
+// Weight rows a task takes, such that the tasks balance over the threads.
+static long panel_rows(const Product* list, int count, int threads) {
+  long rows = 0;
+  for (int i = 0; i < count; ++i) rows += list[i].matrix->rows();
+  const long share = rows / (threads * TASKS_A_THREAD) / BLOCK_ROWS * BLOCK_ROWS;
+  return share < BLOCK_ROWS ? BLOCK_ROWS : share > WIDEST ? WIDEST : share;
+}
+
+// Every product of the list whose matrix is there. A stage of a parallel region.
+static void products(const Product* list, int count, long rows, int threads, Turns& turns) {
+  const long step = panel_rows(list, count, threads);
+  long tasks = 0;
+  for (int i = 0; i < count; ++i) tasks += (list[i].matrix->rows() + step - 1) / step;
+  turns.run(tasks, [&](long task) {
+    for (int i = 0; i < count; ++i) {
+      const long all = list[i].matrix->rows(), panels = (all + step - 1) / step, g = task * step;
+      if (task < panels) return panel(list[i], rows, g, all - g < step ? all - g : step);
+      task -= panels;
+    }
+  });
+}
+
+}  // namespace decode

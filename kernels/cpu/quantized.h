@@ -1,0 +1,144 @@
+// One MoE layer on bit planes, in stages that all threads of a parallel region run one after the
+// other: quantise the tokens, first projection (with activation, and quantised again), second
+// projection; grouped.h has the routing before them and the weighted sum after them.
+// Letters as in grouped.h.
+#pragma once
+#include "curves.h"
+#include "linear.h"
+
+extern "C" struct QuantizedLayer {
+  const void* const* blobs;  // (E, 4): planes 0 to 2, scales; null for planes that are absent
+  const int32_t* planes;     // (E,): 1, 2 or 3
+  const float* first_bias;   // (E, parts, F padded to whole groups), gate before up; or null
+  const float* second_bias;  // (E, H), or null
+  int64_t experts, hidden, width;
+  int32_t first_group, second_group;  // columns of a group
+  int32_t parts;                      // 2: gate and up; 1: no gate
+
+  // Part 0 (gate) or 1 (up) of an expert's first projection, or `parts` for the second.
+  PlaneMatrix matrix(long expert, int index) const {
+    const PlaneMatrix first{{}, nullptr, width, hidden, first_group, planes[expert]};
+    PlaneMatrix w{{}, nullptr, hidden, width, second_group, planes[expert]};
+    if (index < parts) w = first;
+    const void* const* blob = blobs + 4 * expert;
+    for (int p = 0; p < w.planes; ++p)
+      w.plane[p] = static_cast<const uint8_t*>(blob[p]) + index * first.plane_bytes(p);
+    w.scales = static_cast<const uint16_t*>(blob[3]) + index * first.num_scales();
+    return w;
+  }
+
+  long panels() const { return (width + second_group - 1) / second_group; }  // of the first
+};
+
+// Bytes that each thread needs to unpack panels of an expert with `rows` rows.
+static inline long layer_unpack_bytes(const QuantizedLayer& layer, long rows) {
+  if (rows <= UNPACK_ROWS) return 0;
+  const long first = layer.parts * Panel::unpacked_bytes(layer.matrix(0, 0),
+                                                         layer.second_group / BLOCK_ROWS);
+  const long second = linear_unpack_bytes(layer.matrix(0, layer.parts), rows);
+  return first > second ? first : second;
+}
+
+// Sorted rows (A, H) of int8 from tokens x (T, H).
+template <class From>
+void quantize_tokens(const QuantizedLayer& layer, const Routing& routing, const From* x,
+                     long tokens, long slots, const QuantizedRows& to, Turns& turns) {
+  turns.run(tokens, [&](long t) {
+    long first = -1;
+    for (long s = t * slots; s < (t + 1) * slots; ++s) {
+      const long row = routing.position[s];
+      if (row < 0) continue;
+      if (first < 0)
+        quantize_row(x + t * layer.hidden, layer.hidden, layer.first_group, to.from(row));
+      else
+        copy_row(to.from(first), to.from(row));
+      if (first < 0) first = row;
+    }
+  });
+}
+
+// finish(e, r, panel, gate sums, up sums) for every sorted row r of expert e and every panel of
+// second_group columns of the inner activations; zeros stand for columns beyond the padded rows.
+template <class Finish>
+void first_projection(const QuantizedLayer& layer, const Routing& routing, const QuantizedRows& x,
+                      uint8_t* memory, Turns& turns, const Finish& finish) {
+  const long panels = layer.panels(), blocks = layer.second_group / BLOCK_ROWS;
+  alignas(64) float sums[2][TILE_ROWS][MAX_GROUP];
+  const auto weights = [&](long task, int part) {
+    return layer.matrix(routing.active[task / panels], part).from(task % panels * blocks);
+  };
+  const long tasks = panels * routing.num_active;
+  turns.run_ahead(tasks, [&](long task, long next) {
+    const long e = routing.active[task / panels], panel = task % panels, begin = routing.begin[e];
+    const PlaneMatrix gate = weights(task, 0), up = weights(task, layer.parts - 1);
+    const PlaneMatrix after = weights(next < tasks ? next : task, 0);
+    const long rows = routing.begin[e + 1] - begin;
+    const long count = gate.blocks() < blocks ? gate.blocks() : blocks;
+    if (count < blocks) memset(sums, 0, sizeof sums);
+    const Panel a(gate, layer.parts == 2 ? up : after, count, rows, memory);
+    const Panel b(up, after, layer.parts == 2 ? count : 0, rows,
+                  memory + Panel::unpacked_bytes(gate, count));
+    for (long row = 0, tile; row < rows; row += tile) {
+      tile = tile_rows(row, rows);
+      a.multiply(x.from(begin + row), tile, sums[0][0], MAX_GROUP);
+      b.multiply(x.from(begin + row), tile, sums[1][0], MAX_GROUP);
+      for (long i = 0; i < tile; ++i) finish(e, begin + row + i, panel, sums[0][i], sums[1][i]);
+    }
+  });
+}
+
+// Inner rows (A, F) of int8: the activation of the first projection, quantised by the way.
+static inline void project_first(const QuantizedLayer& layer, const Activation& activation,
+                                 const Routing& routing, const QuantizedRows& x,
+                                 const QuantizedRows& inner, uint8_t* memory, Turns& turns) {
+  const long group = layer.second_group, padded = layer.panels() * group;
+  first_projection(layer, routing, x, memory, turns,
+                   [&](long e, long r, long panel, const float* gate, const float* up) {
+    const float* bias = layer.first_bias;
+    if (bias) bias += e * layer.parts * padded + panel * group;
+    alignas(64) float values[MAX_GROUP];
+    for (long c = 0; c < group; c += LANES) {
+      vf g = load<vf>(gate + c), u = load<vf>(up + c);
+      if (bias) g += load<vf>(bias + c);
+      if (bias && layer.parts == 2) u += load<vf>(bias + padded + c);
+      store(values + c, layer.parts == 2 ? activate(activation, g, u) : activate(activation, g));
+    }
+    quantize_group(values, group, inner.from(r), panel);
+  });
+}
+
+// out (A, parts, F) = the first projection itself, for an activation of Python's.
+static inline void project_first_only(const QuantizedLayer& layer, const Routing& routing,
+                                      const QuantizedRows& x, float* out, uint8_t* memory,
+                                      Turns& turns) {
+  const long group = layer.second_group, padded = layer.panels() * group, width = layer.width;
+  first_projection(layer, routing, x, memory, turns,
+                   [&](long e, long r, long panel, const float* gate, const float* up) {
+    const long at = panel * group, count = width - at < group ? width - at : group;
+    for (int p = 0; p < layer.parts; ++p) {
+      const float* bias = layer.first_bias;
+      if (bias) bias += (e * layer.parts + p) * padded + at;
+      store_sums(p ? up : gate, bias, count, out + (r * layer.parts + p) * width + at);
+    }
+  });
+}
+
+// out (A, H) = second projection of the inner rows, plus bias.
+static inline void project_second(const QuantizedLayer& layer, const Routing& routing,
+                                  const QuantizedRows& inner, float* out, uint8_t* memory,
+                                  int threads, Turns& turns) {
+  const PlaneMatrix shape = layer.matrix(0, layer.parts);
+  const long blocks = panel_blocks(shape, routing.num_active, threads);
+  const long panels = (shape.blocks() + blocks - 1) / blocks;
+  const auto weights = [&](long task) {
+    return layer.matrix(routing.active[task / panels], layer.parts).from(task % panels * blocks);
+  };
+  const long tasks = panels * routing.num_active;
+  turns.run_ahead(tasks, [&](long task, long next) {
+    const long e = routing.active[task / panels], n = task % panels * blocks * BLOCK_ROWS;
+    const long begin = routing.begin[e], rows = routing.begin[e + 1] - begin;
+    const float* bias = layer.second_bias ? layer.second_bias + e * layer.hidden + n : nullptr;
+    multiply_panel(weights(task), weights(next < tasks ? next : task), bias, blocks,
+                   inner.from(begin), rows, out + begin * layer.hidden + n, layer.hidden, memory);
+  });
+}

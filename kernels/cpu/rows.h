@@ -1,0 +1,77 @@
+// Activation rows of int8 codes with a float scale for each group of columns, as the plane kernels
+// take them; kernels/quantized.py, quantize_rows, is the definition.
+#pragma once
+#include "planes.h"
+
+typedef int8_t vb __attribute__((vector_size(LANES)));
+
+constexpr int MAX_GROUP = 64;
+constexpr float MAX_CODE = 127, TINY = 0x1p-100f;
+
+// Bytes between rows. A line more than the codes: rows a power of two apart would share the few
+// places that a cache has for them.
+constexpr long row_stride(long columns, long group_size) {
+  return aligned((columns + group_size - 1) / group_size * group_size) + 64;
+}
+
+constexpr size_t rows_bytes(long rows, long columns, long group_size) {
+  const long groups = (columns + group_size - 1) / group_size;
+  return rows * row_stride(columns, group_size) + 2 * aligned(rows * groups * 4);
+}
+
+// Rows in `memory` of rows_bytes(), which is aligned to 64.
+static inline QuantizedRows place_rows(char* memory, long rows, long columns, long group_size) {
+  const long stride = row_stride(columns, group_size);
+  const long groups = (columns + group_size - 1) / group_size;
+  char* scale = memory + rows * stride;
+  return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(scale),
+          reinterpret_cast<int32_t*>(scale + aligned(rows * groups * 4)), stride, groups};
+}
+
+// One group of a row, `size` floats padded with zeros. NaN makes the scale NaN.
+static inline void quantize_group(const float* from, long size, const QuantizedRows& row,
+                                  long group) {
+  vi bound = {};  // magnitudes compare as the integers that their bits are, NaN above all
+  for (long c = 0; c < size; c += LANES) {
+    const vi magnitude = bits<vi>(load<vf>(from + c)) & 0x7fffffff;
+    bound = magnitude > bound ? magnitude : bound;
+  }
+  int32_t most = 0;
+  for (int lane = 0; lane < LANES; ++lane) most = bound[lane] > most ? bound[lane] : most;
+  float largest = bits<float>(most);
+  largest = largest < TINY ? 0 : largest;
+  const float inverse = largest > 0 ? MAX_CODE / largest : 0;
+  const float to_int = 12582912.0f;  // 1.5 * 2^23: rounds to nearest, ties to even
+  vi total = {};
+  for (long c = 0; c < size; c += LANES) {
+    vf product = load<vf>(from + c) * inverse;
+    IN_REGISTER(product);  // rounded by itself, never fused with the addition
+    const vi code = bits<vi>(product + to_int) - bits<int32_t>(to_int);
+    store(row.codes + group * size + c, __builtin_convertvector(code, vb));
+    total += code;
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
+  row.scale[group] = largest / MAX_CODE;
+  row.start[group] = -CODE_ZERO * sum;
+}
+
+// A whole row of floats or bf16.
+template <class From>
+static void quantize_row(const From* from, long columns, long group_size,
+                         const QuantizedRows& row) {
+  for (long group = 0; group < row.groups; ++group) {
+    alignas(64) float part[MAX_GROUP];
+    for (long c = 0; c < group_size; c += LANES) {
+      const long left = columns - group * group_size - c;
+      store(part + c, left > 0 ? load_as_fp32(from + group * group_size + c, left) : vf{});
+    }
+    quantize_group(part, group_size, row, group);
+  }
+}
+
+static inline void copy_row(const QuantizedRows& from, const QuantizedRows& to) {
+  memcpy(to.codes, from.codes, from.stride);
+  memcpy(to.scale, from.scale, from.groups * sizeof(float));
+  memcpy(to.start, from.start, from.groups * sizeof(int32_t));
+}

@@ -1,0 +1,111 @@
+"""MegaBlocks' grouped matrix products as a backend for bf16 experts on CUDA.
+
+Optional and imported late: none of MegaBlocks' modules import without its CUDA extension, and its
+pins (torch 2.7.0, numpy < 2.1) conflict with ours, so that it is installed with ``--no-deps``. We
+call what its dropless experts call, ``grouped_gemm_util.ops.gmm``, between our own gather and sum.
+The sizes of the groups are given on the host, so every layer waits for the GPU once.
+
+Shape legend as in kernels/reference.py; A is the number of slots in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from kernels.reference import AnyExperts, ExpertWeights, check_shapes, id_error
+
+_OLDEST, _NEWER = Version("0.7.0"), Version("0.11")
+_INSTALL = (
+    "on a machine with CUDA: pip install --no-deps --no-build-isolation "
+    "megablocks==0.10.0 grouped_gemm==0.3.0 stanford-stk==0.7.1"
+)
+
+
+class BackendError(ValueError):
+    """What was asked to run the experts cannot; the message says why and what to do."""
+
+
+class MegaBlocksExperts:
+    """`experts_forward` with MegaBlocks' grouped matrix products.
+
+    Raises:
+        BackendError: the package, its CUDA extension or grouped_gemm is absent, or the version
+            is one that this was not written for.
+    """
+
+    def __init__(self) -> None:
+        self._gmm = _load()
+
+    @staticmethod
+    def check(layers: Sequence[AnyExperts]) -> None:
+        """Raise BackendError for layers that are not whole bf16 weights."""
+        for index, layer in enumerate(layers):
+            held = layer.gate_up_EGH.dtype if isinstance(layer, ExpertWeights) else "bit planes"
+            if held != torch.bfloat16:
+                raise BackendError(
+                    f"MegaBlocks multiplies bfloat16 weights only, and the experts of MoE layer "
+                    f"{index} are {held}; load them as bfloat16 or choose another backend"
+                )
+
+    def __call__(
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    ) -> Tensor:
+        """As kernels.reference.experts_forward, without gradients; products are of bf16.
+
+        `check` must have accepted the experts.
+        """
+        assert isinstance(experts, ExpertWeights)
+        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+        tokens, slots = expert_ids_TK.shape
+        ids_S = expert_ids_TK.reshape(-1).cpu()
+        unused = int((ids_S == -1).sum())
+        used_A = ids_S[ids_S != -1]
+        if used_A.numel() == 0:
+            return torch.zeros_like(hidden_TH)
+        if int(used_A.min()) < 0 or int(used_A.max()) >= experts.num_experts:
+            raise id_error(experts)
+        sizes_E = torch.bincount(used_A, minlength=experts.num_experts)
+        order_A = ids_S.argsort(stable=True)[unused:]
+        expert_A, order_A = (x.to(hidden_TH.device) for x in (ids_S[order_A], order_A))
+        row_AH = hidden_TH[order_A // slots].to(torch.bfloat16)
+        inner_AG = self._gmm(row_AH, experts.gate_up_EGH, sizes_E, trans_b=True)
+        if experts.gate_up_bias_EG is not None:
+            inner_AG = inner_AG + experts.gate_up_bias_EG[expert_A]
+        inner_AF = experts.activation(inner_AG).to(torch.bfloat16).contiguous()
+        row_AH = self._gmm(inner_AF, experts.down_EHF, sizes_E, trans_b=True)
+        if experts.down_bias_EH is not None:
+            row_AH = row_AH + experts.down_bias_EH[expert_A]
+        if experts.post_norm is not None:
+            row_AH = experts.post_norm(row_AH)
+        row_SH = hidden_TH.new_zeros(tokens * slots, hidden_TH.shape[1], dtype=torch.float32)
+        row_TKH = row_SH.index_copy(0, order_A, row_AH.float()).unflatten(0, (tokens, slots))
+        weights_TK1 = weights_TK.float().masked_fill(expert_ids_TK < 0, 0.0)[..., None]
+        return (weights_TK1 * row_TKH).sum(1).to(hidden_TH.dtype)
+
+
+def _load() -> Callable[..., Tensor]:
+    try:
+        found = Version(version("megablocks"))
+    except PackageNotFoundError:
+        raise BackendError(f"MegaBlocks is not installed; {_INSTALL}") from None
+    if not _OLDEST <= found < _NEWER:
+        raise BackendError(
+            f"MegaBlocks must be >= {_OLDEST} and < {_NEWER}, found {found}; {_INSTALL}"
+        )
+    try:
+        util = import_module("megablocks.grouped_gemm_util")
+    except ImportError as error:
+        raise BackendError(
+            f"MegaBlocks {found} is installed, but cannot be imported: {error} (megablocks_ops is "
+            f"its CUDA extension, built when it is installed); {_INSTALL}"
+        ) from error
+    if not util.grouped_gemm_is_available():
+        raise BackendError(f"MegaBlocks {found} needs the package grouped_gemm; {_INSTALL}")
+    gmm: Callable[..., Tensor] = util.ops.gmm
+    return gmm

@@ -1,0 +1,31 @@
+"""The experts' arithmetic on NVIDIA GPUs, in Triton. This package's modules need Triton to import.
+
+Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_80 and sm_90 without one.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+_OLDEST_CAPABILITY = (8, 0)  # bf16 matrix instructions
+
+
+def triton_status() -> dict[str, str]:
+    """`name` ("triton" or "reference") and `reason` of what CUDA tensors run on."""
+    if find_spec("triton") is None:
+        return _reference("the package triton is not installed")
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return {"name": "triton", "reason": "interpreted on the CPU (TRITON_INTERPRET=1)"}
+    if not torch.cuda.is_available():
+        return _reference("torch finds no CUDA device")
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST_CAPABILITY:
+        return _reference(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    return {"name": "triton", "reason": f"compiled for {torch.cuda.get_device_name()}"}
+
+
+def _reference(reason: str) -> dict[str, str]:
+    return {"name": "reference", "reason": reason}

@@ -1,0 +1,118 @@
+"""What the kernels share: data types, the rows of a block, and whether Triton is interpreting.
+
+`TRITON_INTERPRET=1` runs the kernels on CPU tensors. bf16 arithmetic is silently wrong there
+(numpy has no such type), so that everything is computed in float32 right after the load.
+
+A program of a grouped kernel works on a block: `ROWS` slots of one expert. The grid has as many
+blocks as any routing of so many slots could need (see routing.py); those without work return.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from kernels.cpu.activation import Activation
+
+INTERPRETED: bool = knobs.runtime.interpret
+
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+DTYPES = frozenset(_TYPES)
+
+
+class Gate(NamedTuple):
+    """How the outputs of a first projection lie, and what becomes of them.
+
+    Attributes:
+        parts: 2 for gate and up, 1 for a matrix without a gate.
+        interleaved: the parts' outputs take turns, instead of one part after the other.
+        activation: applied before anything is written; None writes the projection itself.
+    """
+
+    parts: int = 1
+    interleaved: bool = False
+    activation: Activation | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.activation is not None and self.parts == 2
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        known = self.activation
+        return (1.0, 0.0, 0.0) if known is None else (known.slope, known.limit, known.offset)
+
+    @property
+    def curve(self) -> int:
+        """The activation's number, -1 for none."""
+        return -1 if self.activation is None else int(self.activation.curve)
+
+    def strides(self, units: int) -> tuple[int, int]:
+        """Outputs from unit to unit, and from part to part."""
+        return (self.parts, 1) if self.interleaved else (1, units)
+
+
+def compute_type(*dtypes: torch.dtype) -> Any:
+    """Triton's type of the products of operands of these dtypes (sums are float32 always)."""
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return tl.float32 if INTERPRETED else _TYPES[widest]
+
+
+@triton.jit
+def block_slots(order, offsets, expert, first, ROWS: tl.constexpr):
+    """The slots of a block and which of its rows are in use."""
+    position = first + tl.arange(0, ROWS)
+    used = position < tl.load(offsets + expert + 1)
+    return tl.load(order + position, mask=used, other=0), used
+
+
+@triton.jit
+def add_bias(sums, bias, expert, columns, width, inside, HAS_BIAS: tl.constexpr):
+    """``sums`` plus the expert's bias, where it has one."""
+    if HAS_BIAS:
+        at = expert.to(tl.int64) * width + columns
+        sums += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return sums
+
+
+@triton.jit
+def masked_by(mask, scalar):
+    """``mask & scalar``; the interpreter turns a spread scalar comparison into a number."""
+    return (mask & scalar) != 0
+
+
+@triton.jit
+def curve(x, slope, CURVE: tl.constexpr):
+    """The curve of that number in kernels/cpu/activation.py."""
+    if CURVE == 0:
+        y = x / (1.0 + tl.exp(-slope * x))
+    elif CURVE == 1:  # (1 + tanh(y)) / 2 is sigmoid(2 y)
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif CURVE == 2:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if CURVE == 4:
+            y = y * y
+    return y
+
+
+@triton.jit
+def activate(gate, up, slope, limit, offset, CURVE: tl.constexpr, GATED: tl.constexpr):
+    """``(clamp(up, -limit, limit) + offset) * curve(min(gate, limit))``, or ``curve(gate)``."""
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    y = curve(gate, slope, CURVE)
+    if GATED:
+        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+        y *= tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL) + offset
+    return y

@@ -1,0 +1,83 @@
+"""Slots sorted by expert and cut into blocks, on the device: nothing is read back to the host.
+
+Every shape depends on the number of slots only, so that the calls can be captured in a CUDA graph
+and replayed with other routings.
+
+Shape legend: T tokens, K slots a token, S = T*K slots, E experts, B blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which slots each program works on.
+
+    Attributes:
+        order_S: slots sorted by expert, in their own order within an expert; unused ones last.
+        offsets_E1: (E + 1,) where each expert's slots begin in ``order_S``; the last is their end.
+        expert_B: expert of each block, -1 for a block without work.
+        first_B: place in ``order_S`` of each block's first slot.
+        rows: most slots of a block.
+    """
+
+    order_S: Tensor
+    offsets_E1: Tensor
+    expert_B: Tensor
+    first_B: Tensor
+    rows: int
+
+    @property
+    def count(self) -> int:
+        return self.expert_B.shape[0]
+
+
+def most_blocks(slots: int, experts: int, rows: int) -> int:
+    """The number of blocks that the worst routing needs: every expert ends in a broken block."""
+    begun = min(slots, experts)
+    return begun + (slots - begun) // rows
+
+
+def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
+    """Sort slots and cut them into blocks of one expert each; all int32.
+
+    Args:
+        expert_ids_TK: (T, K) integers, at least one slot; outside [0, experts) a slot is unused.
+        experts: E.
+        rows: most slots of a block.
+    """
+    ids_S = expert_ids_TK.reshape(-1)
+    ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
+    sorted_S, order_S = ids_S.sort(stable=True)
+    bounds_E1 = torch.arange(experts + 1, device=ids_S.device, dtype=ids_S.dtype)
+    offsets_E1 = torch.searchsorted(sorted_S, bounds_E1, out_int32=True)
+    blocks_E = (offsets_E1.diff() + (rows - 1)) // rows
+    end_E = blocks_E.cumsum(0, dtype=torch.int32)
+    index_B = torch.arange(
+        most_blocks(ids_S.shape[0], experts, rows), device=ids_S.device, dtype=torch.int32
+    )
+    expert_B = torch.searchsorted(end_E, index_B, right=True, out_int32=True)
+    unused_B = expert_B >= experts
+    known_B = expert_B.masked_fill(unused_B, 0)
+    within_B = index_B - (end_E - blocks_E)[known_B]
+    return Blocks(
+        order_S.to(torch.int32),
+        offsets_E1,
+        expert_B.masked_fill(unused_B, -1),
+        offsets_E1[known_B] + within_B * rows,
+        rows,
+    )
+
+
+def one_group(count: int, rows: int, device: torch.device) -> Blocks:
+    """`count` rows of one matrix, in order: what a linear layer needs."""
+    place: dict[str, object] = {"device": device, "dtype": torch.int32}
+    first_B = torch.arange(0, count, rows, **place)  # type: ignore[call-overload]
+    offsets = torch.arange(0, 2 * count, count, **place)  # type: ignore[call-overload]
+    order = torch.arange(count, **place)  # type: ignore[call-overload]
+    return Blocks(order, offsets, torch.zeros_like(first_B), first_B, rows)

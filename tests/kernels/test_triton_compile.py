@@ -1,0 +1,55 @@
+"""The kernels compile for real GPUs, without one: down to machine code, in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+_PROGRAM = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.triton.combine import combine_kernel
+from kernels.triton.planes import planes_kernel
+from kernels.triton.tiles import DECODE, PREFILL
+from kernels.triton.whole import whole_kernel
+
+POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
+POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}
+POINTERS |= {"table": "*i64", "ids": "*i64", "weights": "*fp32"}
+FLOATS = {name: "fp32" for name in ("slope", "limit", "offset")}
+
+def build(architecture, kernel, options, **constants):
+    names = {n: "constexpr" if n in constants else (POINTERS | FLOATS).get(n, "i32")
+             for n in kernel.arg_names}
+    target = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(ASTSource(kernel, names, constants), target=target, options=options)
+    assert "mma" in built.asm["ptx"] or kernel is combine_kernel
+    print(kernel.__name__, len(built.asm["cubin"]), built.metadata.shared)
+
+# Triton makes constants of arguments that are 1.
+ONES = {"share": 1, "part_stride": 1}
+SHAPE = {"HAS_BIAS": True, "COMPUTE": tl.bfloat16}
+for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
+    shape = SHAPE | {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    build(architecture, whole_kernel, tile.options, CURVE=0, GATED=True, DEPTH=64, **shape,
+          **(ONES if architecture == 80 else {}))
+    build(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256)
+build(80, planes_kernel, DECODE[0].options, CURVE=2, GATED=True, GROUP=32,
+      ROWS=16, COLUMNS=64, **SHAPE)
+build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
+      ROWS=64, COLUMNS=64, **SHAPE, **ONES)
+"""
+
+
+def test_kernels_compile() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 6

@@ -1,0 +1,116 @@
+"""The Triton kernels on a real GPU: TRITON_INTERPRET=0 python -m pytest -m gpu tests/kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import ExpertWeights
+from kernels.quantized import quantize_matrix
+from kernels.reference import AnyExperts
+from kernels.triton.experts import experts_forward
+from kernels.triton.language import INTERPRETED
+from tests.kernels.dequantized_cases import quantize_case
+from tests.kernels.kernel_cases import ACTIVATIONS, DTYPES, Case, assert_close, make_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and TRITON_INTERPRET=0"
+    ),
+]
+DEVICE = torch.device("cuda")
+
+
+def on_gpu(experts: AnyExperts) -> AnyExperts:
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(DEVICE)
+
+    first_bias, second_bias = move(experts.gate_up_bias_EG), move(experts.down_bias_EH)
+    experts = replace(experts, gate_up_bias_EG=first_bias, down_bias_EH=second_bias)
+    if isinstance(experts, ExpertWeights):
+        first, second = experts.gate_up_EGH.to(DEVICE), experts.down_EHF.to(DEVICE)
+        return replace(experts, gate_up_EGH=first, down_EHF=second)
+    planes = tuple(tuple(blob.to(DEVICE) for blob in own) for own in experts.planes)
+    return replace(experts, planes=planes, scales=tuple(s.to(DEVICE) for s in experts.scales))
+
+
+def to_gpu(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    return case.hidden.to(DEVICE), case.ids.to(DEVICE), case.weights.to(DEVICE)
+
+
+def run(case: Case, experts: AnyExperts) -> Tensor:
+    """Through the entry point; also asks for the same bits of smaller batches."""
+    hidden, ids, weights = to_gpu(case)
+    output = kernels.experts_forward(hidden, ids, weights, experts)
+    for count in (1, 3, 17):
+        part = kernels.experts_forward(hidden[:count], ids[:count], weights[:count], experts)
+        assert torch.equal(part, output[:count])
+    return output.cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_whole_weights(dtype: torch.dtype, activation: str, tokens: int) -> None:
+    case = make_case(
+        tokens, 6, 2, hidden=200, width=136, dtype=dtype, activation=activation, biased=True
+    )
+    assert_close(run(case, on_gpu(case.experts)), case)
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_planes_of_mixed_widths(group_size: int, activation: str, tokens: int) -> None:
+    case = make_case(
+        tokens, 6, 2, 200, 136, torch.bfloat16, activation=activation, biased=True, unused=0.2
+    )
+    layer, whole = quantize_case(case, group_size, [2, 4, 8, 2, 4, 8], "interleaved" in activation)
+    assert_close(run(case, on_gpu(layer)), whole)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_captured_graph_follows_the_routing(quantized: bool) -> None:
+    case = make_case(4, 8, 2, hidden=256, width=128, dtype=torch.bfloat16)
+    layer: AnyExperts = quantize_case(case, 64, [4] * 8)[0] if quantized else case.experts
+    layer = on_gpu(layer)
+    hidden, ids, weights = to_gpu(case)
+    experts_forward(hidden, ids, weights, layer)  # compiles and measures
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = experts_forward(hidden, ids, weights, layer)
+    for shift in range(3):
+        ids.copy_((ids + shift) % 8)
+        graph.replay()
+        assert torch.equal(output, experts_forward(hidden, ids, weights, layer))
+
+
+def test_no_call_waits_for_the_host() -> None:
+    case = make_case(4, 8, 2, hidden=256, width=128, dtype=torch.bfloat16)
+    layer = on_gpu(case.experts)
+    hidden, ids, weights = to_gpu(case)
+    experts_forward(hidden, ids, weights, layer)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts_forward(hidden, ids, weights, layer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_linear_layers() -> None:
+    random = torch.Generator().manual_seed(0)
+    matrix = quantize_matrix(torch.randn(3000, 520, generator=random), 64)
+    planes = tuple(plane.to(DEVICE) for plane in matrix.planes)
+    matrix_on_gpu = replace(matrix, planes=planes, scales=matrix.scales.to(DEVICE))
+    x = torch.randn(700, 520, generator=random)
+    actual = kernels.linear_forward(x.to(DEVICE), matrix_on_gpu)
+    expected = kernels.linear_forward(x, matrix)
+    assert (actual.cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
+    for count in (1, 16, 100):
+        part = kernels.linear_forward(x[:count].to(DEVICE), matrix_on_gpu)
+        assert torch.equal(part, actual[:count])
