@@ -1,4 +1,4 @@
-# make demo | test | check | lint | types | format | venv
+# make demo | test | check | lint | types | format | soak | venv
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check lint types format venv
+.PHONY: demo test check lint types format soak venv
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -39,6 +39,9 @@ types: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+soak: $(DEV)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 venv: $(DEV)
 

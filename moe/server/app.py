@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from moe import __version__
 from moe.errors import RequestError
-from moe.model import MoE
 from moe.profile import KEYS, value_of
-from moe.server import generation
-from moe.server.bodies import json_body, nested_schemas, schema_of
-from moe.server.errors import GENERIC, APIError
+from moe.server import generation, texts
+from moe.server.bodies import nested_schemas
+from moe.server.errors import ERROR_SCHEMA, GENERIC, APIError
 from moe.server.guard import Guard
-from moe.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from moe.server.protocol import ChatRequest
 from moe.server.runner import Runner
 from moe.settings import ServerSettings
 
@@ -40,20 +40,30 @@ def create_app(
     app.state.settings = settings
     app.include_router(router)
     app.include_router(generation.router)
+    app.include_router(texts.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        description = describe()
-        schemas = description.setdefault("components", {}).setdefault("schemas", {})
-        schemas |= nested_schemas(ChatRequest, TokenizeRequest)
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
     return Guard(app, runner.metrics, api_key, host_names)
+
+
+def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """FastAPI's description, with what it does not know: our bodies and our errors."""
+    description = describe()
+    description["components"] = {
+        "schemas": {"Error": ERROR_SCHEMA, **nested_schemas(ChatRequest, texts.TokenizeRequest)}
+    }
+    error = {"schema": {"$ref": "#/components/schemas/Error"}}
+    for operations in description["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {
+                "description": "Why there is no other answer",
+                "content": {"application/json": error},
+            }
+    return description
 
 
 async def _answer(_: Request, error: Exception) -> Response:
@@ -73,10 +83,17 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/ready")
-async def ready(request: Request) -> dict[str, str]:
-    """Requests are taken; 503 with the reason while they are not."""
-    request.app.state.runner.ready_model()
-    return {"status": "ready"}
+async def ready(request: Request) -> Response:
+    """Requests are taken; 503 with the reason, and how far loading is, while they are not."""
+    runner: Runner = request.app.state.runner
+    try:
+        runner.ready_model()
+    except APIError as error:
+        about: dict[str, Any] = {"status": runner.state}
+        if runner.state == "loading":
+            about["progress"] = runner.progress.as_dict()
+        return error.response(about)
+    return JSONResponse({"status": "ready"})
 
 
 @router.get("/v1/models")
@@ -103,39 +120,7 @@ def _model_card(request: Request) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
-async def tokenize(
-    request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
-) -> dict[str, Any]:
-    """Token ids of a text, or of messages put through the chat template."""
-    generation.check_model(request, body.model)
-
-    def work(model: MoE) -> dict[str, Any]:
-        messages = [message.model_dump() for message in body.messages or ()]
-        ids = model.codec.encode(body.prompt if body.prompt is not None else messages)
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
-
-    runner: Runner = request.app.state.runner
-    return await runner.text(work)
-
-
-@router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
-async def detokenize(
-    request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
-) -> dict[str, Any]:
-    """Text of token ids, special tokens included."""
-    generation.check_model(request, body.model)
-
-    def work(model: MoE) -> dict[str, Any]:
-        tokenizer = model.codec.require_tokenizer("texts of token ids")
-        ids = model.codec.encode(body.tokens)
-        return {"prompt": tokenizer.decode(ids, clean_up_tokenization_spaces=False)}
-
-    runner: Runner = request.app.state.runner
-    return await runner.text(work)
-
-
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 def metrics(request: Request) -> Response:
     runner: Runner = request.app.state.runner
     return Response(runner.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
@@ -158,4 +143,5 @@ def status(request: Request) -> Response:
             for key in KEYS.leaves
         }
         about |= {"model": runner.model.status(), "stats": runner.model.stats()}
+        about["memory_plan"] = runner.model.memory_plan.as_dict()
     return JSONResponse(about)

@@ -16,8 +16,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from moe.server.errors import APIError, ClientGone
+from moe.settings import ServerSettings
 
-BODY_TIMEOUT_S = 60.0  # for the whole body, however it drips
 _REFERENCE = "#/components/schemas/{model}"
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -29,7 +29,8 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, "the Content-Type must be application/json")
-        data = await _read(request, request.app.state.settings.max_body_bytes)
+        settings: ServerSettings = request.app.state.settings
+        data = await _read(request, settings.max_body_bytes, settings.read_timeout_s)
         return await run_in_threadpool(parse, model, data)
 
     return read
@@ -65,7 +66,7 @@ def _refusal(error: ValidationError) -> APIError:
     return APIError(400, f"{where}: {rule}{got}" if where else rule, param=where or None)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
     too_large = APIError(413, f"the body may have {limit} bytes; send less (server.max_body_bytes)")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
@@ -80,11 +81,12 @@ async def _read(request: Request, limit: int) -> bytes:
         return bytes(data)
 
     try:
-        return await asyncio.wait_for(collect(), BODY_TIMEOUT_S)
+        return await asyncio.wait_for(collect(), timeout_s)
     except ClientDisconnect:
         raise ClientGone from None
     except (TimeoutError, asyncio.TimeoutError):
-        raise APIError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from None
+        message = f"the body did not come within {timeout_s:g} s (server.read_timeout_s)"
+        raise APIError(408, message) from None
 
 
 def schema_of(model: type[BaseModel]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It obeys commands between steps, and hands the tokens of a whole step to the eve
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -41,7 +42,7 @@ class EngineThread:
 
     Attributes:
         occupancy: of the engine after the last step or command; see the function of that name.
-        status: of the engine after the last step or command; see `Engine.status`.
+        status: of the engine then; see `Engine.status`, and ``kv_tokens_limit``.
     """
 
     def __init__(
@@ -75,15 +76,21 @@ class EngineThread:
         try:
             model = self._load()
             engine = model.engine()
-            self.occupancy = occupancy(engine)
+            self._look(engine)
             self._post(self._listener.on_loaded, model)
             while self._obey(engine):
                 if not engine.idle:
                     self._step(engine)
-                self.occupancy = occupancy(engine)
-                self.status = engine.status()
+                self._look(engine)
         except BaseException as error:  # nobody else sees what ends a thread
             self._post(self._listener.on_failure, error)
+
+    def _look(self, engine: Engine) -> None:
+        limit = engine.scheduler.kv_tokens
+        self.occupancy = occupancy(engine)
+        self.status = engine.status() | {
+            "kv_tokens_limit": int(limit) if math.isfinite(limit) else None
+        }
 
     def _obey(self, engine: Engine) -> bool:
         """Carry out the commands there are; wait for one when idle. False: it was the last."""
@@ -138,11 +145,15 @@ class EngineThread:
 
 
 def occupancy(engine: Engine) -> dict[str, int]:
-    """Who is in an engine between two steps; all zero when it is idle."""
+    """Who is in an engine between two steps; all zero when it is idle.
+
+    Known prefixes are nobody's: they give way to requests.
+    """
     scheduler = engine.scheduler
+    known = scheduler.prefixes.num_tokens if scheduler.prefixes else 0
     return {
         "waiting_prompts": len(scheduler.waiting),
         "prompts_being_read": len(scheduler.wave.pieces) if scheduler.wave else 0,
         "running_sequences": len(scheduler.running),
-        "kv_tokens": int(scheduler.num_used_tokens()),
+        "kv_tokens": int(scheduler.num_used_tokens()) - known,
     }

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 GENERIC = "the server failed to answer this request; its log has the details"
+
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _TEXT_OR_NULL,
+                "code": _TEXT_OR_NULL,
+            },
+        }
+    },
+}
 
 
 class APIError(Exception):
@@ -48,13 +67,14 @@ class APIError(Exception):
             }
         }
 
-    def response(self) -> JSONResponse:
+    def response(self, more: Mapping[str, Any] | None = None) -> JSONResponse:
+        """The answer; `more` is said beside the error."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse({**(more or {}), **self.body()}, self.status, headers)
 
 
 class ClientGone(APIError):

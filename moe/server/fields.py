@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
 from moe.sampling_params import MAX_SEQUENCES
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_BIASES = 1024
 MAX_INT = 2**31 - 1
+MAX_MESSAGES = 4096
 
 
 def _as_list(value: Any) -> Any:
@@ -49,6 +60,16 @@ def _text(content: Any) -> Any:
     return "".join(texts)
 
 
+def _token_keys(value: Any) -> Any:
+    """A JSON object's keys are strings; here they are token ids."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if type(key) is not int and not re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)):
+            raise ValueError("the keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
 PromptList = Annotated[
     list[str | list[int]],
     BeforeValidator(_prompts),
@@ -80,4 +101,46 @@ StopList = Annotated[
 ]
 Text = Annotated[str, BeforeValidator(_text)]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(max_length=MAX_SEQUENCES)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_SEQUENCES)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_token_keys),
+    Field(max_length=MAX_BIASES),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASES,
+        }
+    ),
+]
+
+
+class RequestBody(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Message(RequestBody):
+    """One turn of a chat. Its other fields in OpenAI's API are refused unless null."""
+
+    role: str = Field(min_length=1, max_length=64)
+    """Who speaks; the model's chat template decides which roles there are."""
+    content: Text
+    """Text, or a list of ``{"type": "text", "text": ...}``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        """OpenAI's clients send back the null fields of messages that they got."""
+        if isinstance(value, dict):
+            return {key: v for key, v in value.items() if v is not None}
+        return value
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    """End the stream with a chunk that has the token counts."""

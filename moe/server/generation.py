@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from moe.completion import StreamEvent, collect
+from moe.completion import Completion, StreamEvent, collect
+from moe.errors import RequestError
 from moe.model import MoE
-from moe.scheduler import Group
 from moe.server.bodies import json_body, schema_of
 from moe.server.errors import APIError
 from moe.server.job import Job
-from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape, TokenText, usage
+from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape, usage
 from moe.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from moe.server.runner import Runner
 from moe.server.streams import EventStream, while_connected
 from moe.text import Prompt, TextCodec
+from moe.wave import Group
 
+MAX_ECHO_LOGPROBS = 2**20
+STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
+Body = TypeVar("Body", bound=GenerationRequest)
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest), responses=STREAMS)
 async def chat(
     request: Request, body: Annotated[ChatRequest, Depends(json_body(ChatRequest))]
 ) -> Response:
@@ -34,7 +41,7 @@ async def chat(
     return await _generate(request, body, [messages], ChatShape)
 
 
-@router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest), responses=STREAMS)
 async def completions(
     request: Request, body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 ) -> Response:
@@ -44,7 +51,11 @@ async def completions(
 
 def check_model(request: Request, name: str | None) -> None:
     """Raises `APIError` 404 unless this is the model that is served, or none was named."""
-    served: str = request.app.state.model_name
+    check_name(request.app.state.model_name, name)
+
+
+def check_name(served: str, name: str | None) -> None:
+    """Raises `APIError` 404 unless this is the model that is served, or none was named."""
     if name not in (None, served):
         raise APIError(
             404,
@@ -56,17 +67,21 @@ def check_model(request: Request, name: str | None) -> None:
 
 async def _generate(
     request: Request,
-    body: GenerationRequest,
+    body: Body,
     prompts: Sequence[Prompt],
-    shape: Callable[[TokenText], Shape],
+    shape: Callable[[TextCodec, Body], Shape],
 ) -> Response:
     check_model(request, body.model)
     runner: Runner = request.app.state.runner
-    work = runner.submit(partial(_groups, body=body, prompts=prompts))
+    work = runner.submit(partial(make_groups, body=body, prompts=prompts))
     job = await while_connected(request.receive, work)
     assert runner.model is not None
-    text = token_text(runner.model.codec)
-    answer = Answer(shape(text), request.scope["request_id"], request.app.state.model_name)
+    answer = Answer(
+        shape(runner.model.codec, body),
+        request.scope["request_id"],
+        request.app.state.model_name,
+        body.n,
+    )
     if body.stream:
         close = partial(runner.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
@@ -75,29 +90,55 @@ async def _generate(
         events = await while_connected(request.receive, _all(job))
     finally:
         runner.close(job)
-    done = collect(events)
-    num_new = sum(len(completion.tokens) for completion in done)
-    return JSONResponse(answer.whole(done, usage(job.num_prompt_tokens, num_new)))
+    # The texts of a long prompt's tokens take a while.
+    return await run_in_threadpool(_whole, answer, job, body, events)
 
 
-def _groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) -> list[Group]:
+def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) -> list[Group]:
     """Runs beside the event loop. Without a number of new tokens the default is cut to fit."""
     defaults = model.profile.profile.generation
+    batch = [model.codec.encode(prompt, model.context_length) for prompt in prompts]
+    _check_echo(body, sum(map(len, batch)))
     groups = []
-    for prompt in prompts:
-        token_ids = model.codec.encode(prompt)
+    for token_ids in batch:
         num_new = body.max_new_tokens
         if num_new is None:
-            room = (model.context_length or len(token_ids) + defaults.max_new_tokens) - len(
-                token_ids
-            )
-            num_new = max(min(defaults.max_new_tokens, room), 1)
-        groups.append(model.request(token_ids, body.sampling(defaults, num_new)))
+            room = (model.context_length or math.inf) - len(token_ids)
+            num_new = max(int(min(defaults.max_new_tokens, room)), 1)
+        params = body.sampling(defaults, num_new)
+        groups.append(model.request(token_ids, params, body.cache_salt, body.priority))
     return groups
+
+
+def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
+    if body.num_prompt_logprobs is None:
+        return
+    num_logprobs = num_tokens * body.n * (body.num_prompt_logprobs + 1)
+    if num_logprobs > MAX_ECHO_LOGPROBS:
+        raise RequestError(
+            f"echo of {num_tokens} prompt tokens with n = {body.n} and logprobs = "
+            f"{body.num_prompt_logprobs} asks for {num_logprobs} log probabilities, more than "
+            f"{MAX_ECHO_LOGPROBS}; send several requests"
+        )
 
 
 async def _all(job: Job) -> list[StreamEvent]:
     return [event async for event in job.events()]
+
+
+def _whole(
+    answer: Answer, job: Job, body: GenerationRequest, events: Sequence[StreamEvent]
+) -> Response:
+    return JSONResponse(whole_answer(answer, body, job.num_prompt_tokens, events))
+
+
+def whole_answer(
+    answer: Answer, body: GenerationRequest, num_prompt: int, events: Sequence[StreamEvent]
+) -> Json:
+    """The answer of a request whose sequences have all ended."""
+    done = [_reported(body, completion) for completion in collect(events)]
+    num_new = sum(len(completion.tokens) for completion in done)
+    return answer.whole(done, usage(num_prompt, num_new))
 
 
 async def _chunks(answer: Answer, job: Job, body: GenerationRequest) -> AsyncIterator[Json]:
@@ -109,16 +150,18 @@ async def _chunks(answer: Answer, job: Job, body: GenerationRequest) -> AsyncIte
         if (opening := answer.opening(index)) is not None:
             yield opening | more
     async for event in job.events():
-        num_new += 1
-        yield answer.delta(event.prompt * body.n + event.sample, event.delta) | more
+        part = _reported(body, *collect([event]))
+        num_new += len(part.tokens)
+        if part.prompt_logprobs is None:
+            yield answer.delta(part) | more
+        else:
+            yield await run_in_threadpool(answer.delta, part) | more
     if with_usage:
         yield answer.usage(usage(job.num_prompt_tokens, num_new))
 
 
-def token_text(codec: TextCodec) -> TokenText:
-    """The text of a token by itself; ``token_id:N`` for a model without tokenizer."""
-    tokenizer = codec.tokenizer
-    if tokenizer is None:
-        return lambda token_id: f"token_id:{token_id}"
-    decode = partial(cast(Any, tokenizer).decode, clean_up_tokenization_spaces=False)
-    return lambda token_id: str(decode([token_id]))
+def _reported(body: GenerationRequest, part: Completion) -> Completion:
+    """What the client gets to see: the token that was generated to score a prompt is left out."""
+    if not body.scores_only:
+        return part
+    return replace(part, text="", tokens=[], finish_reason="length")

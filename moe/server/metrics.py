@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+Readings = Mapping[str, Mapping[str, Any]]
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
 
@@ -17,10 +19,11 @@ class Metrics:
     """What is counted.
 
     Args:
-        read_model: `MoE.stats` of the loaded model; empty before it is loaded.
+        read: what others count: ``stats`` (`MoE.stats`), ``engine`` (`Engine.status`) and
+            ``occupancy``; empty before the model is loaded.
     """
 
-    def __init__(self, read_model: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, read: Callable[[], Readings]) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "moe_http_requests",
@@ -38,7 +41,7 @@ class Metrics:
         )
         self.waiting = self._gauge("moe_requests_waiting", "Requests without a first token yet")
         self.running = self._gauge("moe_requests_running", "Requests that are being answered")
-        self.registry.register(_ExpertCollector(read_model))
+        self.registry.register(_Readings(read))
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -72,20 +75,46 @@ class TokenClock:
         self._last[prompt, sample] = now
 
 
-class _ExpertCollector(Collector):
-    """The model's own counters, read when somebody asks."""
+class _Readings(Collector):
+    """What the model and its engine count, read when somebody asks."""
 
-    def __init__(self, read_model: Callable[[], Mapping[str, Any]]) -> None:
-        self._read_model = read_model
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._read_model()
-        loads = sum(layer["expert_loads"] for layer in stats.get("layers", ()))
-        yield CounterMetricFamily(
-            "moe_expert_bytes_read",
-            "Bytes of the distinct experts of every step",
-            value=stats.get("expert_bytes_read", 0),
-        )
-        yield CounterMetricFamily(
-            "moe_expert_loads", "Distinct experts of every layer and step", value=loads
-        )
+        readings = self._read()
+        yield from _experts(readings["stats"])
+        yield from _prefixes(readings["engine"].get("prefixes") or {})
+        for name, text, key in (
+            ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
+            ("moe_sequences_running", "Sequences that are decoded", "running_sequences"),
+            ("moe_kv_tokens", "Tokens whose keys and values requests hold", "kv_tokens"),
+        ):
+            yield GaugeMetricFamily(name, text, value=readings["occupancy"].get(key, 0))
+        limit = readings["engine"].get("kv_tokens_limit")
+        text = "Most tokens whose keys and values may be held"
+        yield GaugeMetricFamily("moe_kv_tokens_limit", text, value=limit or math.inf)
+
+
+def _experts(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """By what read them: steps of prompts alone, of decoding alone, or both at once."""
+    for name, text, key in (
+        ("moe_expert_bytes_read", "Bytes of the distinct experts of every step", "bytes_read"),
+        ("moe_expert_loads", "Distinct experts of every layer and step", "loads"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["phase"])
+        by_phase = stats.get(f"expert_{key}_by", {})
+        for phase in ("prefill", "decode", "both"):
+            family.add_metric([phase], by_phase.get(phase, 0))
+        yield family
+
+
+def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:
+    for name, text, key in (
+        ("moe_prefix_asked_tokens", "Prompt tokens looked up", "asked_tokens"),
+        ("moe_prefix_hit_tokens", "Prompt tokens that were known already", "hit_tokens"),
+        ("moe_prefix_evictions", "Known prefixes given up", "evictions"),
+    ):
+        yield CounterMetricFamily(name, text, value=prefixes.get(key, 0))
+    held = prefixes.get("held_tokens", 0)
+    yield GaugeMetricFamily("moe_prefix_tokens", "Tokens of known prefixes held", value=held)

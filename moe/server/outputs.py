@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
 from moe.completion import Completion
 from moe.sampling import Token
-from moe.sequence import Delta
+from moe.server.protocol import ChatRequest, CompletionRequest
+from moe.text import TextCodec
 
 Json = dict[str, Any]
-TokenText = Callable[[int], str]
-"""The text of one token by itself."""
 
 
 class Shape(Protocol):
@@ -29,36 +28,37 @@ class Shape(Protocol):
     whole_object: str
     chunk_object: str
 
-    def choice(self, index: int, completion: Completion) -> Json:
+    def choice(self, index: int, whole: Completion) -> Json:
         """A finished sequence."""
 
     def opening(self) -> Json | None:
         """The first chunk of a sequence, if there is one before its first token."""
 
-    def delta(self, index: int, delta: Delta) -> Json:
+    def delta(self, index: int, part: Completion) -> Json:
         """What a new token adds."""
 
 
 class ChatShape:
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
+    def __init__(self, codec: TextCodec, body: ChatRequest) -> None:
+        self._token_text = token_text(codec)
+        self._with_logprobs = body.logprobs
 
-    def choice(self, index: int, completion: Completion) -> Json:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(completion.tokens)}
+    def choice(self, index: int, whole: Completion) -> Json:
+        message = {"role": "assistant", "content": whole.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(whole.tokens)}
 
     def opening(self) -> Json | None:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return {"delta": delta, "logprobs": None}
 
-    def delta(self, index: int, delta: Delta) -> Json:
-        content = {"content": delta.text} if delta.text else {}
-        return {"delta": content, "logprobs": self._logprobs([delta.token])}
+    def delta(self, index: int, part: Completion) -> Json:
+        content = {"content": part.text} if part.text else {}
+        return {"delta": content, "logprobs": self._logprobs(part.tokens)}
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
-        if not tokens or tokens[0].logprob is None:
+        if not self._with_logprobs:
             return None
         content = []
         for token in tokens:
@@ -72,43 +72,64 @@ class ChatShape:
 
 
 class CompletionShape:
+    """Whole choices and deltas look alike. With ``echo`` the prompt comes before the first part."""
+
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, token_text: TokenText) -> None:
-        self._token_text = token_text
-        self._offsets: Counter[int] = Counter()  # characters of each sequence's tokens so far
+    def __init__(self, codec: TextCodec, body: CompletionRequest) -> None:
+        self._codec = codec
+        self._body = body
+        self._token_text = token_text(codec)
+        self._offsets: dict[int, int] = {}  # characters of each sequence's tokens so far
 
-    def choice(self, index: int, completion: Completion) -> Json:
-        return {"text": completion.text, "logprobs": self._logprobs(index, completion.tokens)}
+    def choice(self, index: int, whole: Completion) -> Json:
+        is_first = index not in self._offsets
+        text = whole.text
+        tokens: list[tuple[int, Token | None]] = [(token.id, token) for token in whole.tokens]
+        if self._body.echo and is_first:
+            text = self._prompt_text(whole) + text
+            prompt = whole.prompt_logprobs or ()
+            tokens = [*zip(whole.prompt_token_ids, prompt, strict=False), *tokens]
+        self._offsets.setdefault(index, 0)
+        with_logprobs = self._body.logprobs is not None
+        return {"text": text, "logprobs": self._logprobs(index, tokens) if with_logprobs else None}
+
+    delta = choice
 
     def opening(self) -> Json | None:
         return None
 
-    def delta(self, index: int, delta: Delta) -> Json:
-        return {"text": delta.text, "logprobs": self._logprobs(index, [delta.token])}
+    def _prompt_text(self, part: Completion) -> str:
+        prompt = self._body.prompt[part.prompt]
+        if isinstance(prompt, str):
+            return prompt
+        return self._codec.decode(prompt) if self._codec.tokenizer is not None else ""
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> Json | None:
-        if not tokens or tokens[0].logprob is None:
-            return None
-        texts = [self._token_text(token.id) for token in tokens]
+    def _logprobs(self, index: int, tokens: Iterable[tuple[int, Token | None]]) -> Json:
+        """Of token ids, with None for the first one of a prompt: nothing predicts it."""
+        ids, scores = zip(*tokens, strict=True) if tokens else ((), ())
+        texts = [self._token_text(token_id) for token_id in ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
-        tops = [
-            {self._token_text(i): finite(logprob) for i, logprob in token.top or ()}
-            for token in tokens
-        ]
         return {
             "tokens": texts,
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": tops,
+            "token_logprobs": [score and finite(score.logprob) for score in scores],
+            "top_logprobs": [score and self._top(score) for score in scores],
             "text_offset": offsets,
         }
+
+    def _top(self, token: Token) -> dict[str, float | None]:
+        top: dict[str, float | None] = {}
+        for token_id, logprob in token.top or ():  # of tokens with the same text, the likeliest
+            top.setdefault(self._token_text(token_id), finite(logprob))
+        return top
 
 
 class Answer:
     """One answer under construction: what all of its parts have in common."""
 
-    def __init__(self, shape: Shape, request_id: str, model: str) -> None:
+    def __init__(self, shape: Shape, request_id: str, model: str, num_samples: int) -> None:
         self._shape = shape
+        self._num_samples = num_samples
         self._common = {
             "id": f"{shape.prefix}-{request_id}",
             "created": int(time.time()),
@@ -116,10 +137,7 @@ class Answer:
         }
 
     def whole(self, completions: Sequence[Completion], usage: Json) -> Json:
-        choices = [
-            self._shape.choice(index, c) | {"index": index, "finish_reason": c.finish_reason}
-            for index, c in enumerate(completions)
-        ]
+        choices = [self._ended(self._shape.choice, completion) for completion in completions]
         return {**self._common, "object": self._shape.whole_object, "choices": choices} | {
             "usage": usage
         }
@@ -128,12 +146,15 @@ class Answer:
         choice = self._shape.opening()
         return self._chunk([choice | {"index": index, "finish_reason": None}]) if choice else None
 
-    def delta(self, index: int, delta: Delta) -> Json:
-        ending = {"index": index, "finish_reason": delta.finish_reason}
-        return self._chunk([self._shape.delta(index, delta) | ending])
+    def delta(self, part: Completion) -> Json:
+        return self._chunk([self._ended(self._shape.delta, part)])
 
     def usage(self, usage: Json) -> Json:
         return self._chunk([]) | {"usage": usage}
+
+    def _ended(self, shape: Callable[[int, Completion], Json], part: Completion) -> Json:
+        index = part.prompt * self._num_samples + part.sample
+        return shape(index, part) | {"index": index, "finish_reason": part.finish_reason}
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._common, "object": self._shape.chunk_object, "choices": choices}
@@ -150,3 +171,10 @@ def usage(num_prompt: int, num_new: int) -> Json:
 def finite(logprob: float | None) -> float | None:
     """JSON has no infinity: a token that cannot come gets what OpenAI uses for that."""
     return None if logprob is None else max(logprob, -9999.0)
+
+
+def token_text(codec: TextCodec) -> Callable[[int], str]:
+    """The text of a token by itself; ``token_id:N`` for a model without tokenizer."""
+    if codec.tokenizer is None:
+        return lambda token_id: f"token_id:{token_id}"
+    return lru_cache(4096)(lambda token_id: codec.decode([token_id]))

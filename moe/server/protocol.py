@@ -6,50 +6,32 @@ those of OpenAI's API; `top_k` and the fields below it are our own additions, na
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from moe.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, SamplingParams
-from moe.server.fields import MAX_INT, PromptList, StopList, Text, TokenCount, TokenIds
-from moe.server.unsupported import NEUTRAL, NEUTRAL_CHAT, NEUTRAL_COMPLETIONS, supported
+from moe.sequence import MAX_PRIORITY
+from moe.server.fields import (
+    MAX_INT,
+    MAX_MESSAGES,
+    LogitBias,
+    Message,
+    PromptList,
+    RequestBody,
+    StopList,
+    StreamOptions,
+    TokenCount,
+    TokenIds,
+)
+from moe.server.unsupported import NEUTRAL_CHAT, NEUTRAL_COMPLETIONS, Neutral, supported
 from moe.settings import GenerationSettings
 
-MAX_MESSAGES = 4096
 
-
-class _Body(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class Message(_Body):
-    """One turn of a chat. Its other fields in OpenAI's API are refused unless null."""
-
-    role: str = Field(min_length=1, max_length=64)
-    """Who speaks; the model's chat template decides which roles there are."""
-    content: Text
-    """Text, or a list of ``{"type": "text", "text": ...}``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        """OpenAI's clients send back the null fields of messages that they got."""
-        if isinstance(value, dict):
-            return {key: v for key, v in value.items() if v is not None}
-        return value
-
-
-class StreamOptions(_Body):
-    include_usage: bool = False
-    """End the stream with a chunk that has the token counts."""
-
-
-class GenerationRequest(_Body):
+class GenerationRequest(RequestBody):
     """What chats and completions have in common."""
 
-    neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL
+    neutral: ClassVar[Neutral]
 
     model: str
     max_tokens: TokenCount | None = None
@@ -59,8 +41,10 @@ class GenerationRequest(_Body):
     top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: LogitBias = Field(default_factory=dict)
+    """Token id -> what is added to its logit, from -100 to 100."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    stop: StopList = []
+    stop: StopList = Field(default_factory=list)
     """A string or a list of strings; text ends before the first of them."""
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -70,8 +54,12 @@ class GenerationRequest(_Body):
     top_k: int | None = Field(default=None, ge=0, le=MAX_INT)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, gt=0, le=100)
-    stop_token_ids: TokenIds = []
+    stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
+    cache_salt: str = Field(default="", max_length=512)
+    """Requests share known prefixes of their prompts only with requests of the same salt."""
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Of the requests that wait, lower numbers go first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +73,11 @@ class GenerationRequest(_Body):
         return self
 
     @property
+    def scores_only(self) -> bool:
+        """The prompt is to be reported, and nothing new."""
+        return False
+
+    @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -93,29 +86,32 @@ class GenerationRequest(_Body):
         """Number of likely tokens to report beside the chosen one; None for nothing."""
         return None
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
     def sampling(self, defaults: GenerationSettings, max_new_tokens: int) -> SamplingParams:
         """Raises `RequestError` where a value is not valid."""
-        chosen: dict[str, Any] = {
+        with_default = ("temperature", "top_p", "top_k", "seed")
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+        values: dict[str, Any] = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
-            for name in ("temperature", "top_p", "top_k", "seed")
+            for name in with_default
         }
+        values |= {name: getattr(self, name) for name in (*penalties, "min_p", "ignore_eos", "n")}
         return SamplingParams(
-            **chosen,
+            **values,
             max_new_tokens=max_new_tokens,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
-            n=self.n,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
 class ChatRequest(GenerationRequest):
-    neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL | NEUTRAL_CHAT
+    neutral = NEUTRAL_CHAT
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: TokenCount | None = None
@@ -142,13 +138,20 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    neutral: ClassVar[dict[str, tuple[object, ...]]] = NEUTRAL | NEUTRAL_COMPLETIONS
+    neutral = NEUTRAL_COMPLETIONS
 
     prompt: PromptList
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """Most tokens to generate; 0 only with echo."""
+    echo: bool = False
+    """Begin the text with the prompt, and the logprobs with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Report the log probability of every token, and so many of the likeliest tokens."""
 
     @model_validator(mode="after")
-    def _check_size(self) -> CompletionRequest:
+    def _check_pairs(self) -> CompletionRequest:
+        if self.scores_only and not self.echo:
+            raise ValueError("max_tokens may be 0 only with echo: true")
         if len(self.prompt) * self.n > MAX_SEQUENCES:
             raise ValueError(
                 f"{len(self.prompt)} prompts with n = {self.n} are more than {MAX_SEQUENCES} "
@@ -157,24 +160,17 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
+    def scores_only(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.scores_only else self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-
-class TokenizeRequest(_Body):
-    """A prompt or messages, as one of the two routes above would read them."""
-
-    model: str | None = None
-    prompt: str | None = Field(default=None, min_length=1)
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
-
-    @model_validator(mode="after")
-    def _check_one(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages, one of them")
-        return self
-
-
-class DetokenizeRequest(_Body):
-    model: str | None = None
-    tokens: list[int]
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
+from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.scheduler import Group
 from moe.server.engine_thread import EngineThread, Outcomes
@@ -25,22 +26,24 @@ class Runner:
     """Runs requests through one model. Made and called in the event loop.
 
     Args:
-        load: makes the model; called in the engine thread.
+        load: makes the model, and reports how far it is; called in the engine thread.
         max_waiting: requests without a first token; more are refused with 429.
 
     Attributes:
         state: ``loading``, ``ready``, ``draining`` (no new requests) or ``failed`` (for good).
+        progress: of loading.
         model: the loaded model.
         failure: why it failed.
         changed: set when the model is loaded; set again when the state becomes ``failed``.
     """
 
-    def __init__(self, load: Callable[[], MoE], max_waiting: int) -> None:
+    def __init__(self, load: Callable[[Report], MoE], max_waiting: int) -> None:
         self.state: State = "loading"
+        self.progress = LoadProgress("starting")
         self.model: MoE | None = None
         self.failure: BaseException | None = None
         self.changed = asyncio.Event()
-        self.metrics = Metrics(lambda: self.model.stats() if self.model else {})
+        self.metrics = Metrics(self._readings)
         self._max_waiting = max_waiting
         self._waiting: set[Job] = set()
         self._running: set[Job] = set()
@@ -48,7 +51,8 @@ class Runner:
         self._start = time.monotonic()
         # One thread: tokenizers are not made for several at once.
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="moe-text")
-        self._engine = EngineThread(load, self, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self._engine = EngineThread(lambda: load(self._on_progress), self, loop)
 
     @property
     def seconds(self) -> float:
@@ -160,6 +164,13 @@ class Runner:
         self.state, self.failure = "failed", error
         self._fail_all(APIError(500, GENERIC, code="engine_failed"))
         self.changed.set()
+
+    def _on_progress(self, progress: LoadProgress) -> None:
+        self.progress = progress
+
+    def _readings(self) -> dict[str, dict[str, Any]]:
+        stats = self.model.stats() if self.model else {}
+        return {"stats": stats, "engine": self.engine_status, "occupancy": self.occupancy()}
 
     def _fail_all(self, error: Exception) -> None:
         for job in [*self._waiting, *self._running]:

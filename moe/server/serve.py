@@ -11,10 +11,14 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from moe.errors import MoEError
+from moe.loading.hub import public_name
+from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
+from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile
 from moe.server.service import MAX_CONNECTIONS, Service
 
@@ -43,8 +47,8 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
     service = Service(
-        load=lambda: MoE.from_pretrained(name, profile, progress=sys.stderr.isatty()),
-        model_name=Path(name).resolve().name if Path(name).is_dir() else str(name),
+        load=partial(_load, name, profile),
+        model_name=public_name(name),
         profile=profile,
         listener=bind(host, port),
         api_key=api_key,
@@ -72,6 +76,22 @@ def serve(
     if service.is_stuck:  # the interpreter would wait for the thread, or crash with it
         os._exit(code)
     return code
+
+
+def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
+    """Load for the server and for whoever watches the terminal."""
+
+    def say_plan(plan: MemoryPlan) -> None:
+        if plan.fits:  # or the error shows it
+            print(f"moe: {plan}", file=sys.stderr)
+
+    with reporting(sys.stderr.isatty()) as show:
+
+        def both(progress: LoadProgress) -> None:
+            report(progress)
+            show(progress)
+
+        return MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
 
 
 def _on_signal(service: Service) -> None:

@@ -7,12 +7,16 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
+from moe.loading.progress import Report
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.server.app import create_app
+from moe.server.connection import TimedProtocol
 from moe.server.guard import LOOPBACK_NAMES, Guard
 from moe.server.runner import Runner
 
@@ -34,7 +38,7 @@ class Service:
     """A model behind a bound socket.
 
     Args:
-        load: makes the model.
+        load: makes the model, and reports how far it is.
         model_name: what clients call it.
         profile: its ``server`` section is used here.
         listener: bound; closed in the end.
@@ -46,7 +50,7 @@ class Service:
         is_stuck: the engine thread did not end in time.
     """
 
-    load: Callable[[], MoE]
+    load: Callable[[Report], MoE]
     model_name: str
     profile: LoadedProfile
     listener: socket.socket
@@ -73,7 +77,7 @@ class Service:
         settings = self.profile.profile.server
         self.runner = runner = Runner(self.load, settings.max_waiting)
         app = create_app(runner, self.model_name, settings, self.api_key, self._host_names())
-        server = _Server(_uvicorn_config(app))
+        server = _Server(_uvicorn_config(app, settings.read_timeout_s))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
             await self._first(runner.changed.wait(), self._stop.wait())
@@ -119,10 +123,10 @@ class Service:
             task.cancel()
 
 
-def _uvicorn_config(app: Guard) -> uvicorn.Config:
+def _uvicorn_config(app: Guard, read_timeout_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s)),
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -9,7 +9,6 @@ from pydantic_core import PydanticCustomError
 
 Neutral = dict[str, tuple[object, ...]]
 
-NEUTRAL: Neutral = {"logit_bias": ({},)}
 NEUTRAL_CHAT: Neutral = {
     "audio": (),
     "function_call": ("none",),
@@ -29,7 +28,7 @@ NEUTRAL_CHAT: Neutral = {
     "verbosity": (),
     "web_search_options": (),
 }
-NEUTRAL_COMPLETIONS: Neutral = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NEUTRAL_COMPLETIONS: Neutral = {"best_of": (1,), "suffix": ("",)}
 
 
 def supported(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:

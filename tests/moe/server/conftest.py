@@ -59,9 +59,13 @@ class Running:
         head = "\r\n".join(["POST /v1/completions HTTP/1.1", *lines, "", ""])
         return head.encode() + request.content
 
-    def connect(self) -> socket.socket:
-        host, port = self.service.listener.getsockname()
-        return socket.create_connection((host, port), timeout=20)
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        connection = socket.socket()
+        connection.settimeout(20)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(self.service.listener.getsockname())
+        return connection
 
     @contextmanager
     def in_flight(self, body: dict[str, Any]) -> Iterator[socket.socket]:
@@ -153,7 +157,9 @@ def serve(model: MoE) -> Serve:
     ) -> Iterator[Running]:
         profile = load_profile({"server": limits}, environ={})
         listener = bind("127.0.0.1", 0)
-        running = Running(Service(load or (lambda: model), NAME, profile, listener, api_key))
+        running = Running(
+            Service(lambda _: load() if load else model, NAME, profile, listener, api_key)
+        )
         yield running
         running.stop()
 

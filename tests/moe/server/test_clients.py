@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ URL = "/v1/completions"
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_before_its_first_token(
+def test_c20_a_client_that_leaves_before_its_first_token(
     wait_for: Any, stream: bool, n: int, serve: Any, gate: Any
 ) -> None:
     with serve() as server:
@@ -33,7 +32,7 @@ def test_a_client_that_leaves_before_its_first_token(
         assert 'status="499"' in server.http.get("/metrics").text or stream
 
 
-def test_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any) -> None:
+def test_c20_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any) -> None:
     with serve() as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         body: Any = {key: value for key, value in LONG.items() if key != "ignore_eos"}
@@ -46,13 +45,10 @@ def test_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any) -> None:
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 
-def test_a_client_that_does_not_read_is_given_up(wait_for: Any, serve: Any, model: MoE) -> None:
+def test_c20_a_client_that_does_not_read_is_given_up(wait_for: Any, serve: Any, model: MoE) -> None:
     """The engine goes on meanwhile; what was generated waits in bounded buffers."""
     with serve(send_timeout_s=0.2) as server:
-        address = httpx.URL(server.url)
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        connection.connect((address.host, address.port))
+        connection = server.connect(receive_buffer=1024)
         many = {**LONG, "prompt": ["hello"] * 8, "n": 8, "logprobs": 20, "stream": True}
         connection.sendall(server.raw(many))
         wait_for(lambda: server.occupancy["running_requests"] == 1, "the request to run")
@@ -61,7 +57,7 @@ def test_a_client_that_does_not_read_is_given_up(wait_for: Any, serve: Any, mode
         connection.close()
 
 
-def test_a_full_queue_refuses_with_429(wait_for: Any, serve: Any, gate: Any) -> None:
+def test_d1_a_full_queue_refuses_with_429(wait_for: Any, serve: Any, gate: Any) -> None:
     with serve(max_waiting=2) as server:
         with server.in_flight(SHORT) as first, server.in_flight(SHORT) as second:
             wait_for(lambda: server.occupancy["waiting_requests"] == 2, "two waiting requests")
@@ -76,7 +72,7 @@ def test_a_full_queue_refuses_with_429(wait_for: Any, serve: Any, gate: Any) -> 
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 
-def test_every_route_but_the_public_ones_needs_the_key(serve: Any) -> None:
+def test_c15_c16_every_route_but_the_public_ones_needs_the_key(serve: Any) -> None:
     with serve(api_key="s3cret") as server:
         paths = server.http.get("/openapi.json", headers={"authorization": "Bearer s3cret"})
         routes = [(m, p) for p, methods in paths.json()["paths"].items() for m in methods]
@@ -100,7 +96,7 @@ def test_every_route_but_the_public_ones_needs_the_key(serve: Any) -> None:
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="no").models.list()
 
 
-def test_a_request_that_can_never_fit_is_refused(serve: Any, text_checkpoint: Path) -> None:
+def test_c8_a_request_that_can_never_fit_is_refused(serve: Any, text_checkpoint: Path) -> None:
     def load() -> MoE:
         return MoE.from_pretrained(text_checkpoint, memory={"kv_tokens": 20})
 
@@ -112,19 +108,7 @@ def test_a_request_that_can_never_fit_is_refused(serve: Any, text_checkpoint: Pa
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 
-def test_a_body_that_drips_is_cut_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.server.bodies.BODY_TIMEOUT_S", 0.1)
-    with serve() as server:
-        address = httpx.URL(server.url)
-        kind = "Content-Type: application/json\r\nContent-Length: 100"
-        with socket.create_connection((address.host, address.port or 80), timeout=20) as drip:
-            drip.sendall(f"POST {URL} HTTP/1.1\r\nHost: localhost\r\n{kind}\r\n\r\n{{".encode())
-            assert drip.recv(100).startswith(b"HTTP/1.1 408")
-        assert server.is_idle()
-        assert server.http.post(URL, json=SHORT).status_code == 200
-
-
-def test_many_requests_at_once_get_their_own_answers(
+def test_d6_many_requests_at_once_get_their_own_answers(
     wait_for: Any, server: Any, model: MoE
 ) -> None:
     prompts = ["a", "hello", "def f(", "x" * 50, "12 34", "zz"] * 2

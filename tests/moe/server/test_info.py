@@ -24,8 +24,9 @@ def test_models_tokenize_and_detokenize(client: openai.OpenAI, server: Any, mode
     assert text == {"prompt": "a b"}
 
 
-def test_status_and_metrics(client: openai.OpenAI, server: Any) -> None:
+def test_status_and_metrics(wait_for: Any, client: openai.OpenAI, server: Any) -> None:
     client.completions.create(model="tiny", prompt="hello", max_tokens=4)
+    wait_for(server.is_idle, "an idle engine")
     status = server.http.get("/v1/status").json()
     assert status["state"] == "ready"
     assert status["profile"]["server.max_waiting"] == {"value": 256, "origin": "default"}
@@ -39,8 +40,11 @@ def test_status_and_metrics(client: openai.OpenAI, server: Any) -> None:
             samples[name] = float(value)
     assert samples['moe_http_requests_total{route="/v1/completions",status="200"}'] >= 1
     assert samples["moe_requests_running"] == samples["moe_requests_waiting"] == 0
-    assert samples["moe_expert_bytes_read_total"] > 0
-    assert samples["moe_expert_loads_total"] > 0
+    for phase in ("prefill", "decode"):
+        assert samples[f'moe_expert_bytes_read_total{{phase="{phase}"}}'] > 0
+        assert samples[f'moe_expert_loads_total{{phase="{phase}"}}'] > 0
+    assert samples["moe_kv_tokens"] == 0
+    assert samples["moe_kv_tokens_limit"] == status["engine"]["kv_tokens_limit"]
     assert samples["moe_generated_tokens_total"] >= 4
     assert samples["moe_prompt_tokens_total"] >= 5
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
@@ -54,6 +58,14 @@ def test_status_and_metrics(client: openai.OpenAI, server: Any) -> None:
         "moe_requests_running",
         "moe_expert_bytes_read_total",
         "moe_expert_loads_total",
+        "moe_prefix_asked_tokens_total",
+        "moe_prefix_hit_tokens_total",
+        "moe_prefix_evictions_total",
+        "moe_prefix_tokens",
+        "moe_prompts_waiting",
+        "moe_sequences_running",
+        "moe_kv_tokens",
+        "moe_kv_tokens_limit",
     }
 
 

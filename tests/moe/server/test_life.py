@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,9 +15,10 @@ import pytest
 from moe import MoE
 from moe.engine import Engine
 from moe.errors import MoEError
+from moe.loading.progress import LoadProgress
 from moe.profile import load_profile
 from moe.sequence import RunningSequence
-from moe.server.serve import Service, bind
+from moe.server.serve import Service, _load, bind
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
@@ -25,8 +27,15 @@ URL = "/v1/completions"
 
 @contextmanager
 def loading(load: Callable[[], MoE]) -> Iterator[tuple[Service, list[Any]]]:
-    """A service that has begun to load, and what becomes of it: exit code or message."""
-    service = Service(load, "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    """A service that has begun to load, and what becomes of it."""
+    service = Service(lambda _: load(), "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    with running(service) as outcome:
+        yield service, outcome
+
+
+@contextmanager
+def running(service: Service) -> Iterator[list[Any]]:
+    """What becomes of a service: ``ready``, its exit code or why it could not load."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -37,7 +46,7 @@ def loading(load: Callable[[], MoE]) -> Iterator[tuple[Service, list[Any]]]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    yield service, outcome
+    yield outcome
     thread.join(20)
     assert not thread.is_alive()
 
@@ -61,6 +70,51 @@ def test_while_loading_and_when_loading_fails() -> None:
             assert http.get("/metrics").status_code == 200
         go_on.set()
     assert outcome == ["no such thing"]
+
+
+def test_ready_says_how_far_loading_is() -> None:
+    moment, go_on = threading.Event(), threading.Event()
+
+    def load(report: Any) -> MoE:
+        report(LoadProgress("loading weights", 300, 1000))
+        moment.set()
+        assert go_on.wait(60)
+        raise MoEError("enough")
+
+    service = Service(load, "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    with running(service) as outcome:
+        assert moment.wait(20)
+        answer = httpx.get(f"{service.address}/ready")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "5"
+        said = answer.json()
+        assert said["status"] == said["error"]["code"] == "loading"
+        assert said["progress"] == {
+            "phase": "loading weights",
+            "done_bytes": 300,
+            "total_bytes": 1000,
+            "fraction": 0.3,
+        }
+        go_on.set()
+    assert outcome == ["enough"]
+
+
+def test_a_model_reports_while_it_is_loaded_for_a_server(
+    text_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[LoadProgress] = []
+    model = _load(text_checkpoint, load_profile({}, environ={}), seen.append)
+    assert seen[0].phase == "planning"
+    assert seen[-1].phase == "preparing"
+    assert seen[-1].fraction == 1.0
+    assert len({now.done_bytes for now in seen}) > 3
+    assert str(model.memory_plan) in capsys.readouterr().err
+
+
+def test_the_status_has_the_memory_plan(server: Any, model: MoE) -> None:
+    planned = server.http.get("/v1/status").json()["memory_plan"]
+    assert planned["kv_tokens"] == model.memory_plan.kv_tokens
+    assert sum(line["bytes"] for line in planned["lines"]) == planned["needed_bytes"]
 
 
 def test_sigterm_while_loading_does_not_wait(model: MoE) -> None:

@@ -48,7 +48,10 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path) -> N
         assert rest[-2:] == ["data: [DONE]", ""]
         assert sum(line.startswith("data: {") for line in rest) >= 100
         assert process.wait(30) == 0
-        assert process.communicate() == ("", "")
+        out, err = process.communicate()
+        assert out == ""
+        assert err.startswith("moe: memory:\n  trunk ")
+        assert len(err.splitlines()) == 8, "the memory plan and nothing else"
     finally:
         process.kill()
 

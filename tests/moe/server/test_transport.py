@@ -29,20 +29,22 @@ def http(server: Any) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"3",
-        b"null",
-        b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-        b"[" * 1_000_000,
-        b'{"model": "tiny", "prompt": NaN}',
-        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
-        b'{"model": "tiny", "prompt": "x", "temperature": 1e999}',
-        b'{"model": "tiny", "prompt": "x", "n": ' + b"9" * 100_000 + b"}",
-        b'{"model": "tiny", "prompt": "\xff"}',
-        b'{"model": "tiny", "prompt": "\\ud800"}',
-        b'\xef\xbb\xbf{"model": "tiny"}',
+        pytest.param(b"", id="C3-empty"),
+        pytest.param(b"{", id="C3-open-brace"),
+        pytest.param(b"[]", id="C3-list"),
+        pytest.param(b"3", id="C3-number"),
+        pytest.param(b"null", id="C3-null"),
+        pytest.param(b'{"a":' * 50_000 + b"1" + b"}" * 50_000, id="C3-deep-objects"),
+        pytest.param(b"[" * 1_000_000, id="C3-deep-lists"),
+        pytest.param(b'{"model": "tiny", "prompt": NaN}', id="C3-nan"),
+        pytest.param(b'{"model": "tiny", "prompt": "x", "temperature": NaN}', id="C3-nan-number"),
+        pytest.param(b'{"model": "tiny", "prompt": "x", "temperature": 1e999}', id="C3-exponent"),
+        pytest.param(
+            b'{"model": "tiny", "prompt": "x", "n": ' + b"9" * 100_000 + b"}", id="C3-digits"
+        ),
+        pytest.param(b'{"model": "tiny", "prompt": "\xff"}', id="C3-utf8"),
+        pytest.param(b'{"model": "tiny", "prompt": "\\ud800"}', id="C3-surrogate"),
+        pytest.param(b'\xef\xbb\xbf{"model": "tiny"}', id="C3-bom"),
     ],
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
@@ -52,20 +54,20 @@ def test_bodies_that_are_no_good_json(route: str, body: bytes, http: httpx.Clien
     error_of(answer)
 
 
-def test_nul_characters_are_text_like_any_other(http: httpx.Client) -> None:
+def test_c3_nul_characters_are_text_like_any_other(http: httpx.Client) -> None:
     body = GOOD | {"prompt": "a\0b"}
     assert http.post(COMPLETIONS, json=body).status_code in (200, 400)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_other_content_types(kind: str, http: httpx.Client) -> None:
+def test_c24_other_content_types(kind: str, http: httpx.Client) -> None:
     body = json.dumps(GOOD)
     answer = http.post(COMPLETIONS, content=body, headers={"content-type": kind})
     assert answer.status_code == 415
     error_of(answer)
 
 
-def test_bodies_that_are_too_large_declared_and_counted(serve: Any) -> None:
+def test_c2_bodies_that_are_too_large_declared_and_counted(serve: Any) -> None:
     small = 1000
     long = json.dumps(GOOD | {"prompt": "x" * small})
     kind = {"content-type": "application/json"}
@@ -93,7 +95,7 @@ def exchange(url: str, data: bytes) -> bytes:
         return answer
 
 
-def test_headers_have_a_limit(server: Any, http: httpx.Client) -> None:
+def test_c1_headers_have_a_limit(server: Any, http: httpx.Client) -> None:
     data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 10**6
     assert b" 200 " not in exchange(server.url, data)
     data = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000
@@ -105,7 +107,7 @@ def test_garbage_is_not_http(server: Any, http: httpx.Client) -> None:
     assert b" 400 " in exchange(server.url, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
 
 
-def test_a_foreign_host_name_is_refused(server: Any) -> None:
+def test_c23_a_foreign_host_name_is_refused(server: Any) -> None:
     """A web page that points its own name at this machine (DNS rebinding) gets nothing."""
     answer = server.http.get("/v1/models", headers={"host": "evil.example:8000"})
     assert answer.status_code == 400

@@ -1,0 +1,1 @@
+"""``moe generate --batch``: many requests from a file, without a server."""

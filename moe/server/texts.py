@@ -1,0 +1,66 @@
+"""``/tokenize`` and ``/detokenize``: prompts to token ids and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import Field, model_validator
+from starlette.requests import Request
+
+from moe.model import MoE
+from moe.server.bodies import json_body, schema_of
+from moe.server.fields import MAX_MESSAGES, Message, RequestBody
+from moe.server.generation import check_model
+from moe.server.runner import Runner
+
+router = APIRouter()
+
+
+class TokenizeRequest(RequestBody):
+    """A prompt or messages, as one of the two routes above would read them."""
+
+    model: str | None = None
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | None = None
+    tokens: list[int]
+
+
+@router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+async def tokenize(
+    request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
+) -> dict[str, Any]:
+    """Token ids of a text, or of messages put through the chat template."""
+    check_model(request, body.model)
+
+    def work(model: MoE) -> dict[str, Any]:
+        messages = [message.model_dump() for message in body.messages or ()]
+        ids = model.codec.encode(body.prompt if body.prompt is not None else messages)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
+
+    runner: Runner = request.app.state.runner
+    return await runner.text(work)
+
+
+@router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+async def detokenize(
+    request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
+) -> dict[str, Any]:
+    """Text of token ids, special tokens included."""
+    check_model(request, body.model)
+
+    def work(model: MoE) -> dict[str, Any]:
+        return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
+
+    runner: Runner = request.app.state.runner
+    return await runner.text(work)

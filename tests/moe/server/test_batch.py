@@ -1,0 +1,216 @@
+"""Offline batches: the server's answers, one line's mistakes, and kills at any byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe import MoE
+from moe.batch.files import open_files
+from moe.batch.run import Batch, run_batch
+from moe.errors import RequestError
+from moe.sequence import RunningSequence
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": "hello", "max_tokens": 6}),
+    (COMPLETIONS, {"prompt": ["one", "two"], "max_tokens": 4, "n": 2, "logprobs": 3}),
+    (COMPLETIONS, {"prompt": [[40, 41], [42]], "max_tokens": 4}),
+    (COMPLETIONS, {"prompt": "hi", "max_tokens": 9, "temperature": 1.0, "seed": 7, "n": 3}),
+    (COMPLETIONS, {"prompt": "stop", "max_tokens": 30, "stop": ["a", "e", "o"]}),
+    (COMPLETIONS, {"prompt": "echo", "max_tokens": 3, "echo": True, "logprobs": 1}),
+    (CHAT, {"messages": HELLO, "max_tokens": 5}),
+    (CHAT, {"messages": HELLO, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 4, "logit_bias": {"50": 100}}),
+]
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
+    request = {"custom_id": custom_id, "method": "POST", "url": url}
+    return json.dumps(request | {"body": {"model": "tiny"} | body}).encode() + b"\n"
+
+
+LINES = [line(f"r{i}", url, **body) for i, (url, body) in enumerate(BODIES)]
+
+
+class Files:
+    """A pair of files in a folder of their own."""
+
+    def __init__(self, folder: Path, content: bytes) -> None:
+        self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
+        self.source.write_bytes(content)
+
+    def run(self, model: MoE) -> list[dict[str, Any]]:
+        with open_files(self.source, self.target) as files:
+            run_batch(model, "tiny", files)
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.target.read_bytes().splitlines()]
+
+
+def by_id(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Choices of each answer, or its message."""
+    assert len({answer["id"] for answer in answers}) == len(answers)
+    return {
+        answer["id"]: answer["error"] or answer["response"]["body"]["choices"] for answer in answers
+    }
+
+
+def test_answers_are_those_of_the_server(model: MoE, server: Any, tmp_path: Path) -> None:
+    answers = Files(tmp_path, b"".join(LINES)).run(model)
+    assert {answer["custom_id"] for answer in answers} == {f"r{i}" for i in range(len(BODIES))}
+    for answer in answers:
+        url, body = BODIES[int(answer["custom_id"][1:])]
+        expected = server.http.post(url, json={"model": "tiny"} | body).json()
+        got = answer["response"]["body"]
+        assert (answer["response"]["status_code"], answer["error"]) == (200, None)
+        assert got.keys() == expected.keys()
+        for key in got.keys() - {"id", "created"}:
+            assert got[key] == approximately(expected[key]), (body, key)
+
+
+def approximately(value: Any) -> Any:
+    """Log probabilities may differ in their last bits."""
+    if isinstance(value, dict):
+        return {key: approximately(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [approximately(item) for item in value]
+    return pytest.approx(value, rel=1e-3, abs=1e-5) if isinstance(value, float) else value
+
+
+MISTAKES = [
+    (b"{nonsense\n", 400, "not valid JSON"),
+    (b"[1]\n", 400, "must be a JSON object"),
+    (b"\xff\xfe\n", 400, "not valid JSON"),
+    (b'{"method": "POST", "url": "/v1/completions", "body": {}}\n', 400, "'custom_id' is missing"),
+    (line("x", "/v1/embeddings", prompt="x"), 400, "url: Input should be"),
+    (line("x").replace(b"POST", b"GET"), 400, "method: Input should be 'POST'"),
+    (line("x"), 400, "'prompt' is missing"),
+    (line("x", prompt="x", nonsense=1), 400, "unknown field 'nonsense'"),
+    (line("x", prompt="x", temperature=9), 400, "temperature"),
+    (line("x", prompt="x", stream=True), 400, "a batch cannot stream"),
+    (line("x", prompt="x" * 500), 400, "more than the context of 256 tokens"),
+    (line("x", prompt="x", model="other"), 404, "no such model"),
+    (line("good", prompt="x"), 400, "an earlier line has custom_id 'good'"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "status", "message"), MISTAKES)
+def test_a_line_that_is_wrong_stops_no_other(
+    model: MoE, tmp_path: Path, mistake: bytes, status: int, message: str
+) -> None:
+    good = [line("good", prompt="a", max_tokens=2), line("last", prompt="b", max_tokens=2)]
+    files = Files(tmp_path, good[0] + b"\n" + mistake + good[1])
+    answers = {answer["id"]: answer for answer in files.run(model)}
+    assert answers.keys() == {"batch_req_1", "batch_req_3", "batch_req_4"}
+    refused = answers["batch_req_3"]
+    assert refused["response"]["status_code"] == status
+    assert message in refused["error"]["message"]
+    assert refused["response"]["body"]["error"]["message"] == refused["error"]["message"]
+    assert answers["batch_req_1"]["error"] is answers["batch_req_4"]["error"] is None
+    assert len(files.run(model)) == 3, "a second run has nothing to do"
+
+
+@pytest.fixture(scope="module")
+def mixed(model: MoE, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
+    """An input with all kinds of lines, and its whole output."""
+    repeated = line("r0", prompt="again")
+    content = b"".join([*LINES[:4], b"{nonsense\n", repeated, *LINES[4:]])
+    files = Files(tmp_path_factory.mktemp("whole"), content)
+    files.run(model)
+    return content, files.target.read_bytes()
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.floats(0, 1))
+def test_a_kill_at_any_byte_changes_nothing_in_the_end(
+    model: MoE, tmp_path_factory: pytest.TempPathFactory, mixed: tuple[bytes, bytes], cut: float
+) -> None:
+    content, whole = mixed
+    files = Files(tmp_path_factory.mktemp("cut"), content)
+    files.target.write_bytes(whole[: int(cut * len(whole))])
+    kept = files.target.read_bytes().rpartition(b"\n")[0]
+    answers = files.run(model)
+    assert files.target.read_bytes().startswith(kept)
+    expected = [json.loads(text) for text in whole.splitlines()]
+    assert len(answers) == len(expected)
+    assert by_id(answers) == approximately(by_id(expected))
+
+
+def test_an_interrupt_keeps_what_is_done(
+    model: MoE, tmp_path: Path, mixed: tuple[bytes, bytes]
+) -> None:
+    files = Files(tmp_path, mixed[0])
+
+    def interrupt(tally: Any) -> None:
+        if tally.answered == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), open_files(files.source, files.target) as opened:
+        run_batch(model, "tiny", opened, interrupt)
+    assert 2 <= len(files.answers()) < len(BODIES) + 2
+    assert len(files.run(model)) == len(BODIES) + 2
+
+
+def test_lines_are_read_as_they_are_needed(text_checkpoint: Path) -> None:
+    model = MoE.from_pretrained(text_checkpoint, engine={"max_batch_size": 2})
+    read = written = furthest = 0
+
+    def lines() -> Iterator[tuple[int, bytes]]:
+        nonlocal read
+        for read in range(1, 31):
+            yield read, line(f"r{read}", prompt="x", max_tokens=2)
+
+    def write(_: Any) -> None:
+        nonlocal written, furthest
+        written += 1
+        furthest = max(furthest, read - written)
+
+    Batch(model, "tiny", write).run(lines(), set())
+    assert written == 30
+    assert furthest <= 4
+
+
+def test_a_sequence_that_fails_concerns_its_line_only(
+    model: MoE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    advance = RunningSequence.advance
+
+    def failing(sequence: RunningSequence, logits: Any) -> Any:
+        if sequence.prompt_token_ids == model.codec.encode("unlucky"):
+            raise RuntimeError("broken")
+        return advance(sequence, logits)
+
+    monkeypatch.setattr(RunningSequence, "advance", failing)
+    unlucky = line("bad", prompt=["fine", "unlucky"], n=2, max_tokens=3)
+    files = Files(tmp_path, unlucky + line("good", prompt="fine", max_tokens=3))
+    answers = {answer["custom_id"]: answer for answer in files.run(model)}
+    assert answers["bad"]["response"]["status_code"] == 500
+    assert answers["good"]["error"] is None
+    assert "line 1 failed" in caplog.text
+
+
+def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path) -> None:
+    files = Files(tmp_path, LINES[0])
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes\n")
+
+    def refused(source: Path, target: Path, why: str) -> None:
+        with pytest.raises(RequestError, match=why), open_files(source, target):
+            pass
+
+    refused(files.source, files.source, "are the same file")
+    refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
+    refused(tmp_path / "absent", files.target, r"cannot use .*absent: No such file")
+    with open_files(files.source, files.target):
+        refused(files.source, files.target, "another batch is writing")
+    assert notes.read_text() == "my notes\n"
+    assert files.source.read_bytes() == LINES[0]

@@ -1,0 +1,163 @@
+"""Rows of the list of faults seen in other servers that need time, a crowd or a log to show.
+
+Bad values are in `test_refusals.py`, bad transport in `test_transport.py`, slow clients in
+`test_connections.py`. The name or id of each test begins with its row, so that ``pytest -k c21``
+runs all of one row.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe import MoE
+from moe.text import TextCodec
+
+URL = "/v1/completions"
+SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}] * 3000, "max_tokens": 1}
+ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+CUBIC = "{% for a in messages %}{% for b in messages %}{% for c in messages %}" + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(ENDLESS, id="C11-endless-template"),
+        pytest.param(CUBIC, id="C11-cubic-template"),
+    ],
+)
+def test_templates_have_a_time_limit(
+    template: str, serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe.text.TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(model.codec.tokenizer, "chat_template", template)
+    with serve() as server:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.http.post("/v1/chat/completions", json=CHAT))
+        )
+        asking.start()
+        while asking.is_alive():  # the event loop is free meanwhile
+            assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+        assert answers[0].status_code == 400
+        assert "chat template took more than 0.3 s" in answers[0].json()["error"]["message"]
+        assert server.http.post(URL, json=SHORT).status_code == 200
+
+
+@pytest.mark.parametrize("route", [URL, "/v1/chat/completions"], ids=["C11-text", "C11-chat"])
+def test_text_that_cannot_fit_is_not_tokenised(
+    route: str, server: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        pytest.fail("was tokenised")
+
+    huge = "x" * 2_000_000
+    prompt = {"prompt": huge} if route == URL else {"messages": [{"role": "user", "content": huge}]}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.codec.tokenizer), "encode", never)
+        refused = server.http.post(route, json={"model": "tiny", **prompt})
+    assert refused.status_code == 400
+    assert re.search(
+        r"the prompt has 2\d+ characters, more than 256 tokens can have \(5 each at most\)",
+        refused.json()["error"]["message"],
+    )
+    assert server.http.post(URL, json=SHORT).status_code == 200
+
+
+def test_c19_request_ids_are_made_here(server: Any) -> None:
+    same = {"x-request-id": "mine"}
+    answers = [server.http.post(URL, json=SHORT, headers=same) for _ in range(2)]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 2
+    assert "mine" not in ids
+    assert {a.json()["id"].removeprefix("cmpl-") for a in answers} == ids
+
+
+@contextmanager
+def tokenising(model: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Tokenisation that waits to be let go; the event says that it has begun."""
+    encode: Callable[..., list[int]] = TextCodec.encode
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(codec: TextCodec, *args: Any) -> list[int]:
+        begun.set()
+        assert go_on.wait(60)
+        return encode(codec, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextCodec, "encode", slow)
+        yield begun
+        go_on.set()
+
+
+def test_c20_a_client_that_leaves_while_its_prompt_is_tokenised(
+    wait_for: Any, serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve() as server:
+        with tokenising(model, monkeypatch) as begun:
+            with server.in_flight(SHORT):
+                assert begun.wait(20)
+            wait_for(lambda: server.occupancy["waiting_requests"] == 0, "it to be forgotten")
+        wait_for(server.is_idle, "an idle engine")
+        assert server.http.post(URL, json=SHORT).status_code == 200
+
+
+def test_c22_nothing_that_clients_write_gets_into_logs_or_other_answers(
+    server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "s3cret\nmoe: a line of its own\x1b[31m"
+    for body in (SHORT | {"prompt": secret}, SHORT | {secret: 1}, SHORT | {"user": secret}):
+        server.http.post(URL, json=body, headers={"authorization": "Bearer s3cret"})
+    server.http.get("/" + secret.replace("\n", "%0a").replace("\x1b", "%1b"))
+    assert "s3cret" not in caplog.text
+    assert "s3cret" not in server.http.get("/metrics").text
+    assert "s3cret" not in server.http.get("/v1/status").text
+
+
+def test_d4_prefixes_are_shared_within_one_salt_only(
+    wait_for: Any, serve: Any, text_checkpoint: Path
+) -> None:
+    def load() -> MoE:
+        return MoE.from_pretrained(text_checkpoint, memory={"prefix_tokens": 1000})
+
+    with serve(load=load) as server:
+
+        def hits(salt: str | None) -> int:
+            before = server.http.get("/v1/status").json()["engine"]["prefixes"]["hit_tokens"]
+            body = {**SHORT, "prompt": "x" * 100, "cache_salt": salt}
+            assert server.http.post(URL, json=body).status_code == 200
+            wait_for(server.is_idle, "an idle engine")  # known prefixes do not count
+            after = server.http.get("/v1/status").json()["engine"]["prefixes"]["hit_tokens"]
+            return int(after - before)
+
+        assert [hits(salt) for salt in (None, None, "a", "b", "a")] == [0, 96, 0, 0, 96]
+        text = server.http.get("/metrics").text
+        assert "moe_prefix_hit_tokens_total 192.0" in text
+        assert "moe_prefix_asked_tokens_total 500.0" in text
+
+
+NOT_HERE = {
+    "C13": "no grammars",
+    "C14": "no parsers of what the model says",
+    "C17": "no static files",
+    "D2": "tests/moe/test_scheduler.py: everybody finishes",
+    "D3": "tests/moe/test_engine.py: cancelled in every state, and idle means empty",
+    "D5": "known prefixes have no quota for each salt",
+    "D7": "benchmarks/soak.py: memory stays flat",
+}
+
+
+def test_every_row_of_the_list_has_a_test_or_a_reason() -> None:
+    text = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    tested = {row.upper() for row in re.findall(r"(?i)(?<=[_\"])[cd]\d+(?=[-_]|\"\))", text)}
+    rows = {f"C{n}" for n in range(1, 25)} | {f"D{n}" for n in range(1, 8)}
+    assert tested | set(NOT_HERE) == rows
+    assert not tested & set(NOT_HERE)
