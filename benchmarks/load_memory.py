@@ -32,6 +32,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import load_weights
 from moe.loading.meta_model import build_meta_model
+from moe.loading.weight_plan import plan_weights
 
 SHARD_BYTES = 200 << 20
 LOADERS = ("ours", "transformers")
@@ -118,9 +119,8 @@ def load_and_measure(loader: str, path: Path) -> dict[str, float]:
     if loader == "ours":
         model = build_meta_model(read_config(path))
         with Checkpoint.open(path) as checkpoint:
-            load_weights(
-                model, checkpoint, device="cpu", dtype_for=lambda _, dtype: dtype, progress=False
-            )
+            weights = plan_weights(model, checkpoint, lambda _, dtype: dtype)
+            load_weights(model, checkpoint, weights, device="cpu")
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     seconds = time.perf_counter() - started

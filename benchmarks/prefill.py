@@ -1,180 +1,166 @@
 """Whole, chunked and layered prefill on the same arrivals, in one engine.
 
-    python -m benchmarks.prefill [--quick] [--model PATH] [--chunk 512]
+    python -m benchmarks.prefill [--quick] [--model 2b|demo|PATH] [--chunk 512] [--prompts N]
+                                 [--lengths 2048 8192] [--decoding 1 16]
 
 Sequences decode all the time while prompts arrive one after the other. For each mode it counts
 expert loads (distinct experts of every layer and step) and bytes from a prompt's arrival to its
 first token, and measures time to first token (TTFT), time between tokens of the decoding sequences
-(TBT) and the time to the end of a short answer. The modes alternate prompt by prompt.
+(TBT) and the time to the end of a short answer. The modes alternate prompt by prompt. The random 2B
+model (`benchmarks.random_models`) reads random tokens, others read held-out text.
 
-Predicted loads are those of ALGORITHMS.md 2.3, a layer: chunked ``sum N(c_i + B)``, layered
-``N(P + B) + (G - 1) N(B)``, with N from the model's own expert frequencies p measured in the same
-run: ``N(t) = sum_e 1 - (1 - p_e)^t``. The last line is one JSON object.
+Predicted loads are those of ALGORITHMS.md 2.3 with the model's own expert frequencies measured in
+the same run. Beside each time stands the least that bytes and operations allow
+(`benchmarks.prefill_cost`). The last line is one JSON object: the figures of every point of the
+sweep, and at its top level those of all points together.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, print_header, print_json, print_table
-from moe import MoE, SamplingParams
-from moe.engine import Engine
-from moe.prefill import Frequencies, choose, distinct_experts, measured_frequencies
-from moe.scheduler import Group
-from moe.settings import PrefillSettings
+from benchmarks.common import environment, print_header, print_json, print_table, read_bandwidth
+from benchmarks.prefill_cost import Machine, Shape, bounds, matmul_rate, parts_of, predicted_loads
+from benchmarks.prefill_modes import MODES, Figures, Mode, savings
+from benchmarks.random_models import random_2b
+from moe import MoE
 
 ROOT = Path(__file__).parents[1]
-MODES = ("whole", "chunked", "layered")
-ANSWER = 8  # tokens of the answer to each prompt that arrives
+
+MakePrompt = Callable[[int], list[int]]
+"""Token ids of a new prompt of so many tokens."""
 
 
-@dataclass
-class Figures:
-    """What one mode needed for one point of the sweep; a list entry a prompt or token."""
+@dataclass(frozen=True)
+class Run:
+    """What all points of a sweep share."""
 
-    ttft_s: list[float] = field(default_factory=list)
-    tbt_s: list[float] = field(default_factory=list)
-    e2e_s: list[float] = field(default_factory=list)
-    loads: int = 0
-    bytes_read: int = 0
-    stalled_steps: int = 0
+    model: MoE
+    machine: Machine
+    chunk: int
+    prompts: int
+    make_prompt: MakePrompt
 
-    def summary(self) -> dict[str, float]:
-        def at(values: list[float], percent: int) -> float:
-            return float(np.percentile(values, percent))
-
-        return {
-            "ttft_p50_s": at(self.ttft_s, 50),
-            "ttft_p99_s": at(self.ttft_s, 99),
-            "tbt_p50_s": at(self.tbt_s, 50),
-            "tbt_p99_s": at(self.tbt_s, 99),
-            "e2e_p50_s": at(self.e2e_s, 50),
-            "expert_bytes": self.bytes_read,
-            "expert_loads": self.loads,
-            "stalled_steps": self.stalled_steps,
-        }
-
-
-class Mode:
-    """One prefill mode with its own copy of nothing but settings: weights are shared."""
-
-    def __init__(self, model: MoE, mode: str, chunk: int, decoding: list[list[int]]) -> None:
-        profile = model.profile.profile
-        prefill = profile.prefill.model_copy(
-            update={"mode": mode, "chunk_tokens": chunk, "group_tokens": chunk}
-        )
-        engine = model.engine()
-        self.engine = Engine(
-            engine.trunk, engine.experts, profile.model_copy(update={"prefill": prefill})
-        )
-        self.model = model
-        self.figures = Figures()
-        endless = SamplingParams(max_new_tokens=600, temperature=1.0, seed=1, ignore_eos=True)
-        for prompt in decoding:
-            self.engine.submit(model.request(prompt, endless))
-        while len(self.engine.scheduler.running) < len(decoding):
-            self.engine.step()
-
-    def answer(self, prompt: list[int]) -> None:
-        """One prompt arrives and gets its answer while the others go on."""
-        params = SamplingParams(max_new_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        group = self.model.request(prompt, params)
-        self.model.reset_stats()
-        start = time.perf_counter()
-        self.engine.submit(group)
-        self._steps(group, until=1)
-        self.figures.ttft_s.append(time.perf_counter() - start)
-        stats = self.model.stats()
-        self.figures.loads += sum(layer["expert_loads"] for layer in stats["layers"])
-        self.figures.bytes_read += stats["expert_bytes_read"]
-        self._steps(group, until=ANSWER)
-        self.figures.e2e_s.append(time.perf_counter() - start)
-
-    def _steps(self, group: Group, until: int) -> None:
-        sequence = group.sequences[0]
-        while len(sequence.token_ids) < until:
-            decoding = set(self.engine.scheduler.running) - {sequence}
-            start = time.perf_counter()
-            outcomes = self.engine.step()
-            self.figures.tbt_s.append(time.perf_counter() - start)
-            self.figures.stalled_steps += not decoding <= {s for s, _ in outcomes}
+    def point(self, length: int, decoding: int) -> tuple[dict[str, Any], dict[str, Figures]]:
+        """Figures of every mode for prompts of one length beside so many decoding sequences."""
+        running = [self.make_prompt(32) for _ in range(decoding)]
+        modes = {name: Mode(self.model, name, self.chunk, running) for name in MODES}
+        for turn in range(self.prompts):
+            prompt = self.make_prompt(length)
+            for name in MODES if turn % 2 == 0 else MODES[::-1]:
+                modes[name].answer(prompt)
+        frequencies = [
+            np.mean(layer, axis=0) for layer in zip(*modes["whole"].frequencies, strict=True)
+        ]
+        shape = Shape.of(self.model)
+        result: dict[str, Any] = {"prompt_tokens": length, "decoding": decoding}
+        for name, mode in modes.items():
+            parts = parts_of(name, length, decoding, self.chunk, shape.layers)
+            loads = predicted_loads(frequencies, parts, decoding)
+            mode.figures.predicted_loads = loads * self.prompts
+            least = bounds(shape, self.machine, frequencies, parts, decoding)
+            result[name] = mode.figures.summary() | {"least": least}
+        result |= savings({name: result[name] for name in MODES})
+        return result, {name: mode.figures for name, mode in modes.items()}
 
 
-def predicted_loads(
-    length: int, decoding: int, chunk: int, frequencies: Frequencies
-) -> dict[str, float]:
-    """Expert loads of one prompt in each mode, summed over layers."""
-    settings = PrefillSettings(chunk_tokens=chunk, group_tokens=chunk)
-    choice = choose(settings, frequencies, length, decoding)
-    return {
-        "whole": distinct_experts(frequencies, length + decoding),
-        "chunked": choice.chunked_loads,
-        "layered": choice.layered_loads,
-    }
+def held_out_text(model: MoE) -> MakePrompt:
+    """Excerpts of text that the shipped model was not trained on, from a random domain each."""
+    choose = random.Random(0)
+
+    def excerpt(length: int) -> list[int]:
+        domain = choose.choice(("prose", "python", "cpp"))
+        text = (ROOT / f"tests/data/heldout_{domain}.txt").read_text()
+        start = choose.randrange(max(len(text) - 8 * length, 1))
+        return model.codec.encode(text[start : start + 8 * length])[:length]
+
+    return excerpt
 
 
-def excerpt(model: MoE, length: int, choose: random.Random) -> list[int]:
-    """Token ids from the middle of held-out text of a random domain."""
-    domain = choose.choice(("prose", "python", "cpp"))
-    text = (ROOT / f"tests/data/heldout_{domain}.txt").read_text()
-    start = choose.randrange(max(len(text) - 8 * length, 1))
-    return model.codec.encode(text[start : start + 8 * length])[:length]
-
-
-def sweep_point(model: MoE, length: int, decoding: int, chunk: int, prompts: int) -> dict[str, Any]:
-    choose = random.Random(length + decoding)
-    running = [excerpt(model, 32, choose) for _ in range(decoding)]
-    modes = {name: Mode(model, name, chunk, running) for name in MODES}
-    arrivals = [excerpt(model, length, choose) for _ in range(prompts)]
-    model.reset_stats()
-    model.batch_logits(arrivals)
-    frequencies = measured_frequencies(model.engine().experts.statistics)
-    for turn, prompt in enumerate(arrivals):
-        order = MODES if turn % 2 == 0 else MODES[::-1]
-        for name in order:
-            modes[name].answer(prompt)
-    predicted = predicted_loads(length, decoding, chunk, frequencies)
-    result: dict[str, Any] = {"prompt_tokens": length, "decoding": decoding, "chunk": chunk}
-    for name, mode in modes.items():
-        result[name] = mode.figures.summary() | {"predicted_loads": predicted[name] * prompts}
-    loads = {name: result[name]["expert_loads"] for name in MODES}
-    result["predicted_saving"] = 1 - predicted["layered"] / predicted["chunked"]
-    result["measured_saving"] = 1 - loads["layered"] / loads["chunked"]
-    return result
+def random_tokens(model: MoE) -> MakePrompt:
+    choose = random.Random(0)
+    return lambda length: choose.choices(range(model.codec.vocab_size), k=length)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare prefill modes.")
-    parser.add_argument("--quick", action="store_true", help="one small point of the sweep")
-    parser.add_argument("--model", default=str(ROOT / "examples/demo-model"))
-    parser.add_argument("--chunk", type=int, default=512)
-    arguments = parser.parse_args()
-    model = MoE.from_pretrained(arguments.model)
-    print_header(environment() | {"model": arguments.model})
-    sweep = [(1024, 4)] if arguments.quick else [(n, b) for n in (1024, 1920) for b in (1, 4, 16)]
-    prompts = 3 if arguments.quick else 5
-    points = [sweep_point(model, n, b, arguments.chunk, prompts) for n, b in sweep]
-    columns = ("prompt", "decoding", "mode", "expert loads", "predicted", "TTFT p50", "TBT p99")
-    print_table(
-        "prefill",
-        (*columns, "answer p50", "stalls"),
-        [_row(point, name) for point in points for name in MODES],
+    options = _parser().parse_args()
+    is_2b = options.model == "2b" and not options.quick
+    path = random_2b() if is_2b else _folder(options.model)
+    if path is None:
+        return
+    model = MoE.from_pretrained(path)
+    machine = Machine(read_bandwidth() * 1e9, matmul_rate())
+    run = Run(
+        model,
+        machine,
+        options.chunk,
+        options.prompts or (2 if is_2b else 3 if options.quick else 5),
+        random_tokens(model) if is_2b else held_out_text(model),
     )
-    print_json({"points": points} | (points[0] if arguments.quick else {}))
+    lengths = options.lengths or ((2048, 4096, 8192) if is_2b else (1024, 1920))
+    sweep = [(n, b) for n in lengths for b in options.decoding]
+    facts = {"model": path.name, "GB/s": machine.bytes_per_s / 1e9}
+    print_header(environment() | facts | {"GFLOP/s": machine.operations_per_s / 1e9})
+    points, figures = [], []
+    for length, decoding in [(1024, 4)] if options.quick else sweep:
+        point, one = run.point(length, decoding)
+        print_table(
+            f"{length} tokens, {decoding} decoding: {point['measured_saving']:.0%} fewer loads",
+            (
+                "ms",
+                "loads",
+                "predicted",
+                "TTFT p50",
+                "least",
+                "TBT p99",
+                "least",
+                "answer",
+                "stalls",
+            ),
+            [_row(name, point[name], run.prompts) for name in MODES],
+        )
+        points.append(point)
+        figures.append(one)
+    together = {name: Figures.together([f[name] for f in figures]).summary() for name in MODES}
+    print_json(
+        together
+        | savings(together)
+        | {"points": points, "prompts_a_point": run.prompts}
+        | {"chunk": run.chunk, "machine": vars(machine)}
+        | {"model": path.name, "environment": environment()}
+    )
 
 
-def _row(point: dict[str, Any], name: str) -> list[object]:
-    mode = point[name]
-    times = [f"{mode[key] * 1e3:.0f} ms" for key in ("ttft_p50_s", "tbt_p99_s", "e2e_p50_s")]
-    loads = (f"{mode['expert_loads']:,}", f"{mode['predicted_loads']:,.0f}")
-    return [point["prompt_tokens"], point["decoding"], name, *loads, *times, mode["stalled_steps"]]
+def _folder(name: str) -> Path:
+    return ROOT / "examples/demo-model" if name in ("demo", "2b") else Path(name)
+
+
+def _row(name: str, mode: dict[str, Any], prompts: int) -> list[str]:
+    times = (
+        *(mode["ttft_p50_s"], mode["least"]["ttft_s"]),
+        *(mode["tbt_p99_s"], mode["least"]["longest_step_s"], mode["e2e_p50_s"]),
+    )
+    loads = [f"{mode[key] / prompts:,.0f}" for key in ("expert_loads", "predicted_loads")]
+    return [name, *loads, *(f"{s * 1e3:,.0f}" for s in times), str(mode["stalled_steps"])]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare prefill modes.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the shipped model, one small point of the sweep")
+    add("--model", default="2b", help="2b (random), demo or a folder (%(default)s)")
+    add("--chunk", type=int, default=512, help="tokens of a chunk, and of a layer group")
+    add("--prompts", type=int, help="prompts a point")
+    add("--lengths", type=int, nargs="+", help="tokens of a prompt, one or several")
+    add("--decoding", type=int, nargs="+", default=(1, 4, 16), help="sequences, one or several")
+    return parser
 
 
 if __name__ == "__main__":

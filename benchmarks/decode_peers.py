@@ -1,0 +1,209 @@
+"""Others that decode the same random weights: transformers, and llama.cpp where it is installed.
+
+llama.cpp runs through the ``llama-cpp-python`` package, on GGUF files written here with the
+``gguf`` package from the same checkpoint, quantised by llama.cpp's own rules (Q8_0, Q4_0).
+
+Every contender reads given tokens into fresh sequences and then decodes: the next tokens are given
+too, different ones for each sequence, so that all contenders do the same work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Tokens = list[list[int]]
+"""Token ids of each sequence."""
+
+
+class Contender(Protocol):
+    """Reads prompts and decodes."""
+
+    name: str
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds to the logits after a prompt."""
+
+    def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
+        """Seconds of each step in which every sequence reads one of its following tokens."""
+
+
+class Transformers:
+    """transformers' own forward with one of its implementations of experts."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, implementation: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        self.name = f"transformers {short} {implementation}"
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, experts_implementation=implementation
+        ).eval()
+
+    @torch.inference_mode()
+    def prefill(self, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - start
+
+    @torch.inference_mode()
+    def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
+        cache = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1).past_key_values
+        times = []
+        for step in zip(*following, strict=True):
+            start = time.perf_counter()
+            output = self.model(
+                torch.tensor(step)[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+            output.logits.argmax(-1)
+            times.append(time.perf_counter() - start)
+        return times
+
+
+class LlamaCpp:
+    """llama.cpp's C interface, called as its own benchmarks do."""
+
+    def __init__(self, path: Path, kind: str, threads: int) -> None:
+        import llama_cpp as c
+
+        self.name = f"llama.cpp {kind}"
+        self._c = c
+        log = c.llama_log_callback(lambda *_: None)
+        c.llama_log_set(log, ctypes.c_void_p())
+        self._keep = log
+        options = c.llama_model_default_params()
+        options.use_mmap = False
+        self._model = c.llama_model_load_from_file(str(path).encode(), options)
+        self._threads = threads
+
+    def _context(self, sequences: int, tokens: int) -> Any:
+        options = self._c.llama_context_default_params()
+        options.n_ctx = sequences * (-(-tokens // 256) * 256)
+        options.n_batch = 2048
+        options.n_ubatch = 512
+        options.n_seq_max = sequences
+        options.n_threads = options.n_threads_batch = self._threads
+        return self._c.llama_init_from_model(self._model, options)
+
+    def _read(self, context: Any, rows: Tokens, position: int) -> None:
+        """Every sequence reads its row, from ``position`` on; logits after the last tokens only."""
+        total = sum(map(len, rows))
+        batch = self._c.llama_batch_init(total, 0, 1)
+        batch.n_tokens = total
+        index = 0
+        for sequence, row in enumerate(rows):
+            for offset, token in enumerate(row):
+                batch.token[index] = token
+                batch.pos[index] = position + offset
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = sequence
+                batch.logits[index] = offset == len(row) - 1
+                index += 1
+        if self._c.llama_decode(context, batch) != 0:
+            raise RuntimeError("llama.cpp could not run this batch")
+        self._c.llama_synchronize(context)
+        self._c.llama_batch_free(batch)
+
+    def prefill(self, prompt: list[int]) -> float:
+        context = self._context(1, len(prompt) + 1)
+        try:
+            start = time.perf_counter()
+            self._read(context, [prompt], 0)
+            return time.perf_counter() - start
+        finally:
+            self._c.llama_free(context)
+
+    def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
+        context = self._context(len(prompts), len(prompts[0]) + len(following[0]))
+        times = []
+        try:
+            self._read(context, prompts, 0)
+            for index, step in enumerate(zip(*following, strict=True)):
+                start = time.perf_counter()
+                self._read(context, [[token] for token in step], len(prompts[0]) + index)
+                times.append(time.perf_counter() - start)
+        finally:
+            self._c.llama_free(context)
+        return times
+
+
+def write_gguf(checkpoint: Path, kind: str, out: Path) -> None:
+    """The Qwen3-MoE checkpoint in a folder as a GGUF file; norms and routers stay in float32."""
+    import gguf
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    quantized = gguf.GGMLQuantizationType[kind]
+    unfinished = out.with_suffix(".unfinished")
+    writer = gguf.GGUFWriter(unfinished, "qwen3moe")
+    head = config.head_dim
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    for name, tensor in _gguf_tensors(checkpoint, config, safe_open):
+        array = tensor.float().numpy()
+        if array.ndim == 1 or "ffn_gate_inp" in name:
+            writer.add_tensor(name, array)
+        else:
+            data = gguf.quants.quantize(array, quantized)
+            writer.add_tensor(name, data, raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(out)
+
+
+def _gguf_tensors(checkpoint: Path, config: Any, safe_open: Any) -> Any:
+    """``(name, tensor)`` of every tensor under llama.cpp's names, experts of a layer in one."""
+    where: dict[str, Any] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        handle = safe_open(file, framework="pt")
+        where |= dict.fromkeys(handle.keys(), handle)
+
+    def read(name: str) -> Tensor:
+        tensor: Tensor = where[name].get_tensor(name)
+        return tensor
+
+    yield "token_embd.weight", read("model.embed_tokens.weight")
+    yield "output_norm.weight", read("model.norm.weight")
+    yield "output.weight", read("lm_head.weight")
+    names = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.gate",
+    }
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}."
+        for ours, theirs in names.items():
+            yield f"blk.{layer}.{ours}.weight", read(f"{at}{theirs}.weight")
+        for part in ("gate", "up", "down"):
+            experts = [
+                read(f"{at}mlp.experts.{expert}.{part}_proj.weight")
+                for expert in range(config.num_experts)
+            ]
+            yield f"blk.{layer}.ffn_{part}_exps.weight", torch.stack(experts)
