@@ -45,6 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file"
     )
+    generate.add_argument(
+        "--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)"
+    )
+    generate.add_argument(
+        "--out", metavar="FILE", help="answers of the batch; those there are not done again"
+    )
     _add_sampling(generate)
     generate.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the text"
@@ -70,6 +76,33 @@ def build_parser() -> argparse.ArgumentParser:
         help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
     )
     serve.set_defaults(run=_serve)
+
+    convert = commands.add_parser("convert", help="write a model as a store, which loads at once")
+    convert.add_argument("model", help="model directory or Hugging Face hub id")
+    convert.add_argument("out", help="directory of the store, made here")
+    convert.add_argument(
+        "--bits",
+        type=int,
+        choices=(2, 4, 8, 16),
+        default=8,
+        help="of experts; fewer can be chosen when loading; 16: whole (%(default)s)",
+    )
+    for name, what in (("trunk", "other linear layers"), ("head", "the output head")):
+        convert.add_argument(
+            f"--{name}-bits",
+            type=int,
+            choices=(4, 8, 16),
+            default=8,
+            help=f"of {what} (%(default)s)",
+        )
+    convert.add_argument(
+        "--group-size",
+        type=int,
+        choices=(32, 64),
+        default=64,
+        help="weights that share a scale (%(default)s)",
+    )
+    convert.set_defaults(run=_convert)
 
     doctor = commands.add_parser("doctor", help="check this machine: what works, what is missing")
     doctor.set_defaults(run=_doctor)
@@ -132,10 +165,22 @@ def _generate(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ProfileError("no model was given; write moe generate MODEL --prompt TEXT")
+    if options.batch is not None or options.out is not None:
+        return _batch(options, profile)
     prompt = read_prompt(options.prompt)
     from moe.terminal import generate
 
     return generate(options.model, profile, prompt, as_json=options.json)
+
+
+def _batch(options: argparse.Namespace, profile: Any) -> int:
+    if options.batch is None or options.out is None:
+        raise RequestError("--batch and --out belong together: give both files")
+    if options.prompt is not None or options.json:
+        raise RequestError("--batch takes its prompts from the file; leave out --prompt and --json")
+    from moe.terminal import batch
+
+    return batch(options.model, profile, Path(options.batch), Path(options.out))
 
 
 def _chat(options: argparse.Namespace) -> int:
@@ -150,6 +195,20 @@ def _serve(options: argparse.Namespace) -> int:
     from moe.server.serve import serve
 
     return serve(options.model, profile, options.host, options.port, options.api_key)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from moe.convert import convert
+    from moe.settings import ModelSettings
+
+    settings = ModelSettings(
+        expert_bits=options.bits,
+        trunk_bits=options.trunk_bits,
+        head_bits=options.head_bits,
+        group_size=options.group_size,
+    )
+    print(convert(options.model, options.out, settings, progress=True))
+    return 0
 
 
 def _doctor(_: argparse.Namespace) -> int:

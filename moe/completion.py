@@ -37,6 +37,8 @@ class Completion:
         tokens: every token generated, the one that ended it included, with log probabilities
             where asked for.
         finish_reason: ``stop`` or ``length``.
+        prompt_logprobs: the prompt's tokens with their log probabilities, where asked for; None
+            stands for the first token, which follows nothing.
     """
 
     prompt: int
@@ -45,6 +47,7 @@ class Completion:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[Token | None] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -54,6 +57,7 @@ class Completion:
         self.text += delta.text
         self.tokens.append(delta.token)
         self.finish_reason = delta.finish_reason
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
 
 
 def collect(events: Iterable[StreamEvent]) -> list[Completion]:

@@ -7,35 +7,22 @@ the lanes of a layered wave stay asleep from one step to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from moe.kv import SequenceCache, SequenceKV, Work
-from moe.lanes import Lane, run_lanes
+from moe.kv import SequenceKV, Work
+from moe.lanes import run_lanes
 from moe.moe_layer import MoELayers
 from moe.prefill import Mode, PrefillChoice, choose, measured_frequencies
 from moe.prefix import PrefixCache
-from moe.scheduler import Group, Scheduler, Wave
-from moe.sequence import Delta, RunningSequence
+from moe.reading import Outcome, Reading, advance, lane_logits
+from moe.scheduler import Scheduler
+from moe.sequence import Delta
 from moe.settings import Profile
 from moe.trunk import Trunk
-
-Outcome = tuple[RunningSequence, Delta | Exception]
-"""A sequence and what the step brought it."""
-
-
-@dataclass
-class Reading:
-    """A wave in flight: its lanes, asleep between stages."""
-
-    wave: Wave
-    work: list[Work]
-    lanes: list[Lane[list[Tensor]]]
+from moe.wave import Group, Wave
 
 
 class Engine:
@@ -54,7 +41,7 @@ class Engine:
         self._prefill_choice: PrefillChoice | None = None
         self.scheduler = Scheduler(
             profile.prefill,
-            profile.engine.max_batch_size,
+            profile.engine,
             profile.memory.kv_tokens,
             len(experts.layers),
             can_cut=trunk.packed,
@@ -68,7 +55,11 @@ class Engine:
         return self.scheduler.idle
 
     def status(self) -> dict[str, Any]:
-        """What ``prefill.mode: auto`` chose last, and what known prefixes saved; for JSON."""
+        """What ``prefill.mode: auto`` chose last, and what known prefixes saved; for JSON.
+
+        Numbers only, so it may be called from any thread. Of the prefixes, ``held_tokens`` goes up
+        and down and the others only up.
+        """
         prefixes, choice = self.scheduler.prefixes, self._prefill_choice
         return {
             "prefill": asdict(choice) if choice is not None else None,
@@ -78,6 +69,7 @@ class Engine:
                 "held_tokens": prefixes.num_tokens,
                 "asked_tokens": prefixes.asked_tokens,
                 "hit_tokens": prefixes.hit_tokens,
+                "evictions": prefixes.evictions,
             },
         }
 
@@ -88,8 +80,10 @@ class Engine:
     def cancel(self, group: Group) -> None:
         """Forget sequences between steps; what they held is freed."""
         self.scheduler.drop(group)
+        group.forget()
         for sequence in group.sequences:
             sequence.cache = None
+        self._follow(self.scheduler.wave)
 
     @torch.inference_mode()
     def step(self) -> list[Outcome]:
@@ -100,20 +94,23 @@ class Engine:
             raised is dropped and its exception is its outcome; the others are not concerned.
         """
         step = self.scheduler.plan()
-        reading = self._read(step.wave)
+        self._follow(step.wave)
+        if step.wave is not None and self._reading is None:
+            self._reading = Reading(step.wave, self.trunk)
+        reading = self._reading
         tokens = [Work(s.token_ids[-1:], s.cache) for s in step.decode if s.cache is not None]
-        token_lanes = self.trunk.lanes(tokens)
+        lanes = self.trunk.lanes(tokens, "decode")
         run_lanes(
-            [*reading.lanes, *token_lanes] if reading else token_lanes,
+            [*reading.lanes, *lanes] if reading else lanes,
             self.experts.run,
-            pause_at=self._pauses(reading),
+            pause_at=reading.pauses(len(self.experts.layers)) if reading else None,
         )
-        outcomes = [
-            (sequence, _advance(sequence, rows))
-            for sequence, rows in zip(step.decode, _logits(token_lanes, len(tokens)), strict=True)
+        outcomes: list[Outcome] = [
+            (sequence, advance(sequence, rows))
+            for sequence, rows in zip(step.decode, lane_logits(lanes, len(tokens)), strict=True)
         ]
         if reading is not None and reading.wave.is_last_stage:
-            outcomes += self._finish_reading(reading)
+            outcomes += reading.finish()
             self._reading = None
         gone = {sequence for sequence, outcome in outcomes if not _goes_on(outcome)}
         self._keep_prefixes(outcomes)
@@ -121,6 +118,12 @@ class Engine:
             sequence.cache = None
         self.scheduler.finish(gone)
         return outcomes
+
+    def _follow(self, wave: Wave | None) -> None:
+        """Stop reading what the scheduler has given up."""
+        if self._reading is not None and self._reading.wave is not wave:
+            self._reading.cancel()
+            self._reading = None
 
     def _keep_prefixes(self, outcomes: list[Outcome]) -> None:
         prefixes = self.scheduler.prefixes
@@ -136,68 +139,6 @@ class Engine:
         choice = choose(self.prefill, frequencies, num_tokens, num_decoding)
         self._prefill_choice = choice
         return choice.mode
-
-    def _read(self, wave: Wave | None) -> Reading | None:
-        """The lanes of a wave: made for a new one, those of the last step for one in flight."""
-        if self._reading is not None and self._reading.wave is not wave:
-            for lane in self._reading.lanes:
-                lane.cancel()
-            self._reading = None
-        if wave is not None and self._reading is None:
-            work = [Work(piece.token_ids, self._cache(piece.group)) for piece in wave.pieces]
-            self._reading = Reading(wave, work, self.trunk.lanes(work))
-        return self._reading
-
-    def _cache(self, group: Group) -> SequenceCache:
-        if group.cache is None:
-            group.cache = self.trunk.new_cache(group.sequences[0].capacity)
-        return group.cache
-
-    def _pauses(self, reading: Reading | None) -> dict[Lane[list[Tensor]], int]:
-        """Where the lanes of a wave go to sleep: at the first layer of the next stage."""
-        if reading is None or reading.wave.is_last_stage:
-            return {}
-        stages = np.array_split(range(len(self.experts.layers)), reading.wave.num_stages)
-        return dict.fromkeys(reading.lanes, int(stages[reading.wave.stage + 1][0]))
-
-    def _finish_reading(self, reading: Reading) -> list[Outcome]:
-        """First tokens of the prompts that have been read to the end."""
-        outcomes: list[Outcome] = []
-        logits = _logits(reading.lanes, len(reading.work))
-        for piece, work, rows in zip(reading.wave.pieces, reading.work, logits, strict=True):
-            group = piece.group
-            if group.cancelled or not (piece.is_last or isinstance(rows, Exception)):
-                continue
-            group.cache = None
-            for sequence in group.sequences:
-                is_first = sequence is group.sequences[0]
-                sequence.cache = (
-                    work.cache
-                    if is_first
-                    else work.cache.fork(sequence.capacity, work.cache.length)
-                )
-            outcomes += [(sequence, _advance(sequence, rows)) for sequence in group.sequences]
-        return outcomes
-
-
-def _logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
-    """``(1, V)`` logits of each piece of work, or the exception that ended its lane."""
-    rows: list[Tensor | Exception] = []
-    for lane in lanes:
-        try:
-            rows += lane.result()
-        except Exception as error:
-            rows += [error] * (num_work // len(lanes))
-    return rows
-
-
-def _advance(sequence: RunningSequence, logits: Tensor | Exception) -> Delta | Exception:
-    if isinstance(logits, Exception):
-        return logits
-    try:
-        return sequence.advance(logits[0])
-    except Exception as error:
-        return error
 
 
 def _goes_on(outcome: Delta | Exception) -> bool:

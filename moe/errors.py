@@ -23,5 +23,9 @@ class ProfileError(MoEError):
     """A profile file, environment variable or override is not valid."""
 
 
+class DoesNotFitError(MoEError):
+    """The model does not fit into the memory there is."""
+
+
 class RequestError(MoEError):
     """A prompt or a sampling parameter is not valid for the loaded model."""

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -32,6 +33,7 @@ class SequenceKV:
         self.capacity = capacity
         self.length = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._addresses: np.ndarray | None = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store ``(1, N, T, D)`` rows at positions ``length .. length + T``."""
@@ -46,6 +48,13 @@ class SequenceKV:
         """Views ``(1, N, end, D)`` of keys and values."""
         keys, values = self._layers[layer]
         return keys[:, :, :end], values[:, :, :end]
+
+    def addresses(self, layers: int) -> np.ndarray:
+        """``(layers, 2)`` int64: where keys and values of each layer begin, all written before."""
+        if self._addresses is None:
+            buffers = [self._layers[layer] for layer in range(layers)]
+            self._addresses = np.array([[b.data_ptr() for b in pair] for pair in buffers], np.int64)
+        return self._addresses
 
     def fork(self, capacity: int, length: int) -> SequenceKV:
         """A sequence of its own that has read the first ``length`` tokens of this one."""

@@ -12,17 +12,16 @@ run on). Lanes belong to the thread that made them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
-import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from routing.routing import Routing
+from moe.visit import ExpertsRunner, GradMode, Visit
+from routing import Phase
 
 Result = TypeVar("Result")
 
@@ -39,49 +38,16 @@ class LaneState(Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True)
-class Visit:
-    """What a lane brings to an MoE layer.
-
-    Attributes:
-        layer: index of the MoE layer, counted over MoE layers only.
-        hidden_states: ``(T, H)``, the rows to run through experts.
-        routing: T rows of expert ids and weights.
-    """
-
-    layer: int
-    hidden_states: Tensor
-    routing: Routing
-
-
-class GradMode(NamedTuple):
-    """The thread-local modes of torch that a sleeping lane must not leak to others."""
-
-    grad: bool
-    inference: bool
-
-    @classmethod
-    def current(cls) -> GradMode:
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
-            yield
-
-
-ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor]]
-"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``."""
-
-
 class Lane(Generic[Result]):
     """One forward pass that can sleep. Starts in the grad and inference mode it was made in.
 
     Args:
         forward: takes no arguments; its return value is the lane's result.
+        phase: what its tokens are read for; every `Visit` of the lane says so.
     """
 
-    def __init__(self, forward: Callable[[], Result]) -> None:
+    def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
+        self.phase = phase
         self.state = LaneState.READY
         self.visit: Visit | None = None
         self.mode = GradMode.current()
@@ -97,6 +63,16 @@ class Lane(Generic[Result]):
         """Run up to the first MoE layer, or to the end."""
         assert self.state is LaneState.READY, self.state
         self._enter(lambda: self._greenlet.switch())
+
+    def run_alone(self, run_experts: ExpertsRunner) -> None:
+        """Run to the end where nobody else will wait at an MoE layer: no stack is changed."""
+        assert self.state is LaneState.READY, self.state
+        token = _alone.set((self, run_experts))
+        try:
+            with self.mode.active():
+                self._greenlet.run()
+        finally:
+            _alone.reset(token)
 
     def resume(self, rows: Tensor) -> None:
         """Wake with the rows of the layer waited for; run up to the next MoE layer or the end."""
@@ -142,6 +118,10 @@ class Lane(Generic[Result]):
         self.state = LaneState.DONE if error is None else LaneState.FAILED
 
 
+_alone: ContextVar[tuple[Lane, ExpertsRunner] | None] = ContextVar("_alone", default=None)
+"""The lane that runs on its caller's stack, and who serves it."""
+
+
 class _LaneGreenlet(greenlet):
     """The stack of a lane; `visit_experts` finds its lane through it."""
 
@@ -152,16 +132,22 @@ class _LaneGreenlet(greenlet):
 
     def drop(self) -> None:
         self._forward = None
+        del self.lane
 
     def run(self) -> None:
         forward, self._forward = self._forward, None
+        lane = self.lane
         assert forward is not None
         try:
             result = forward()
         except Exception as error:
-            self.lane._finish(None, error)
+            lane._finish(None, error)
         else:
-            self.lane._finish(result, None)
+            lane._finish(result, None)
+        finally:
+            # Lane and stack would keep each other, and all tensors of the pass, until Python's
+            # collector comes, which is seldom: it counts objects and not bytes.
+            del self.lane
 
 
 def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
@@ -172,9 +158,12 @@ def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
     """
     stack = getcurrent()
     if not isinstance(stack, _LaneGreenlet):
+        if (alone := _alone.get()) is not None:
+            visit.phase, run_experts = alone[0].phase, alone[1]
         return run_experts(visit.layer, [visit])[0]
     lane, parent = stack.lane, stack.parent
     assert parent is not None
+    visit.phase = lane.phase
     lane.visit, lane.state, lane.mode = visit, LaneState.WAITING, GradMode.current()
     return parent.switch()
 
@@ -194,6 +183,9 @@ def run_lanes(
         pause_at: a lane named here stays asleep at its first MoE layer of this index or above.
     """
     pauses = pause_at or {}
+    if len(lanes) == 1 and lanes[0].state is LaneState.READY and not pauses:
+        lanes[0].run_alone(run_experts)
+        return
     for lane in lanes:
         if lane.state is LaneState.READY:
             lane.start()

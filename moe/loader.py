@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kernels import backend_status
+from kernels import Backend, BackendError, choose_backend, experts_forward
+from kernels.reference import AnyExperts
 from moe.errors import ProfileError
-from moe.loading.checkpoint import Checkpoint
+from moe.footprint import measure_footprint
+from moe.fused import FUSED_OFF, Fused, enable_fused
+from moe.linears import mend_linears
 from moe.loading.hub import read_config, resolve_model
-from moe.loading.load import DtypeFor, LoadReport, load_weights
+from moe.loading.load import LoadReport
 from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import LoadProgress, Report, reporting
+from moe.loading.quantized import decoding_notices
+from moe.loading.weight_plan import DtypeFor, WeightPlan
+from moe.machine import memory_available
 from moe.moe_layer import MoELayers
 from moe.packing import Packing, enable_packing
+from moe.plan import MemoryPlan, check_fit, plan_memory, wave_tokens
 from moe.profile import Profile
-from moe.seam import attach, experts_modules, take_experts
+from moe.seam import attach, experts_modules
+from moe.sources import open_source, total_bytes
+from moe.takeover import precision_notices
 from moe.text import TextCodec
 from moe.trunk import Trunk
 from routing import PolicyChain, RoutingError, parse_policies
@@ -30,8 +41,11 @@ class LoadedModel:
     Attributes:
         trunk: the model without its experts.
         experts: its MoE layers.
+        backend: what runs them.
         codec: tokenizer and vocabulary rules.
         packing: whether sequences share a forward pass, and why.
+        fused: whether decode steps bypass transformers' forward, and why.
+        memory_plan: what was planned before loading.
         weight_bytes: memory of all weights.
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
         context_length: most tokens of a sequence, None where nothing limits it.
@@ -40,54 +54,106 @@ class LoadedModel:
 
     trunk: Trunk
     experts: MoELayers
+    backend: Backend
     codec: TextCodec
     packing: Packing
+    fused: Fused
+    memory_plan: MemoryPlan
     weight_bytes: int
     logits_size: int
     context_length: int | None
     notices: list[str] = field(default_factory=list)
 
 
-def load_model(path_or_hub_id: str | Path, profile: Profile, *, progress: bool) -> LoadedModel:
+def load_model(
+    path_or_hub_id: str | Path,
+    profile: Profile,
+    *,
+    progress: bool | Report = False,
+    on_plan: Callable[[MemoryPlan], object] = lambda _: None,
+) -> LoadedModel:
     """Load, take the experts over, and find out how the rest may run.
+
+    Args:
+        progress: see `moe.loading.progress.reporting`.
+        on_plan: hears of the memory plan before it is checked and anything is read.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
-        ProfileError: the device is absent, or a routing policy is not valid for this profile.
+        DoesNotFitError: the memory plan says so; nothing has been read.
+        ProfileError: the device or the kernels' backend is absent, or a routing policy is not valid
+            for this profile.
     """
+    with reporting(progress) as report:
+        report(LoadProgress("planning"))
+        return _load(path_or_hub_id, profile, report, on_plan)
+
+
+def _load(
+    path_or_hub_id: str | Path,
+    profile: Profile,
+    report: Report,
+    on_plan: Callable[[MemoryPlan], object],
+) -> LoadedModel:
     policies = _policies(profile)
     device = _device(profile)
     if profile.threads is not None:
         torch.set_num_threads(profile.threads)
     path = resolve_model(path_or_hub_id)
-    if device.type == "cpu":
-        backend_status()  # compiles the kernel on its first use, so that no request waits for it
+    backend = _backend(profile, device)  # compiles kernels on their first use: no request waits
     config = read_config(path)
     network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
-    dtype_for = _dtypes(network, profile, device)
-    with Checkpoint.open(path) as checkpoint:
-        report = load_weights(
-            network,
-            checkpoint,
-            device=device,
-            dtype_for=dtype_for,
-            progress=progress,
-            check_finite=profile.model.check_finite,
-        )
-    experts = MoELayers(take_experts(network), policies)
+    logits_size = network.get_output_embeddings().weight.shape[0]
+    with open_source(path, config, network, profile.model, report) as source:
+        weights = source.plan(_dtypes(network, profile, device))
+        plan = _plan(network, weights, profile, device)
+        on_plan(plan)
+        check_fit(plan, profile)
+        layers, loaded = source.load(weights, device, report)
+    _check_backend(backend, layers)
+    report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
+    experts = MoELayers(layers, policies, backend.forward)
     attach(network, experts.layers, experts.run)
     trunk = Trunk(network)
     packing = enable_packing(trunk)
+    mended = mend_linears(network)
+    fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
     codec = TextCodec.from_directory(path, config)
     return LoadedModel(
         trunk=trunk,
         experts=experts,
+        backend=backend,
         codec=codec,
         packing=packing,
-        weight_bytes=report.weight_bytes,
-        logits_size=network.get_output_embeddings().weight.shape[0],
+        fused=fused,
+        memory_plan=plan,
+        weight_bytes=total_bytes(network, layers),
+        logits_size=logits_size,
         context_length=_context_length(config, profile),
-        notices=_notices(packing, codec, report),
+        notices=[
+            *_notices(packing, fused, codec, loaded),
+            *decoding_notices(config, profile.model.expert_bits),
+            *precision_notices(network, layers, mended),
+        ],
+    )
+
+
+def _plan(
+    network: PreTrainedModel, weights: WeightPlan, profile: Profile, device: torch.device
+) -> MemoryPlan:
+    prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
+    experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
+    context = _context_length(network.config, profile)
+    wave = wave_tokens(profile)
+    on_cuda = device.type == "cuda"
+    return plan_memory(
+        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
+        measure_footprint(network, wave, min(context or wave, wave), on_cuda=on_cuda),
+        profile,
+        place=str(device) if on_cuda else "memory",
+        available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
+        context_length=context,
+        logits_size=network.get_output_embeddings().weight.shape[0],
     )
 
 
@@ -96,6 +162,20 @@ def _policies(profile: Profile) -> PolicyChain:
         return parse_policies(profile.routing.policies, lossless=profile.lossless)
     except RoutingError as error:
         raise ProfileError(f"routing.policies: {error}") from error
+
+
+def _backend(profile: Profile, device: torch.device) -> Backend:
+    try:
+        return choose_backend(profile.kernels.backend, device, experts_forward)
+    except BackendError as error:
+        raise ProfileError(f"kernels.backend: {error}; or set it to auto") from error
+
+
+def _check_backend(backend: Backend, layers: Sequence[AnyExperts]) -> None:
+    try:
+        backend.check(layers)
+    except BackendError as error:
+        raise ProfileError(f"kernels.backend: {error}") from error
 
 
 def _device(profile: Profile) -> torch.device:
@@ -144,12 +224,14 @@ def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
     return min(limits) if limits else None
 
 
-def _notices(packing: Packing, codec: TextCodec, report: LoadReport) -> list[str]:
+def _notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
     notices = []
     if not packing.enabled:
         notices.append(
             f"each sequence runs in a pass of its own and prompts are not cut: {packing.reason}"
         )
+    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
+        notices.append(f"decode steps run through transformers' own layers: {fused.reason}")
     if codec.tokenizer is None:
         notices.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
     for names, what in (

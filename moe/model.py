@@ -8,25 +8,27 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import backend_status
 from moe.completion import Completion, StreamEvent, collect
 from moe.engine import Engine
 from moe.errors import RequestError
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.loader import LoadedModel, load_model
+from moe.loading.progress import Report
+from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.sampling import Sampler, SamplingParams
-from moe.scheduler import Group
-from moe.sequence import RunningSequence
+from moe.sequence import RunningSequence, check_priority
 from moe.text import Prompt, StopStrings
+from moe.wave import Group
+from routing import READERS
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 
@@ -55,7 +57,8 @@ class MoE:
         profile: ProfileSource = None,
         *,
         device: str | None = None,
-        progress: bool = False,
+        progress: bool | Report = False,
+        on_plan: Callable[[MemoryPlan], object] = lambda _: None,
         **overrides: Any,
     ) -> MoE:
         """Load a model from a directory or a Hugging Face hub id.
@@ -64,19 +67,23 @@ class MoE:
             path_or_hub_id: directory with config.json and safetensors, or ``organisation/name``.
             profile: name of a profile, path of a YAML file, a mapping or a `Profile`.
             device: overrides ``device`` of the profile: ``cpu``, ``cuda``, ``cuda:N`` or ``auto``.
-            progress: show a progress bar on stderr.
+            progress: True shows a bar on stderr; a function is called with a `LoadProgress` for
+                every slice that is read.
+            on_plan: called with the memory plan before anything is read.
             **overrides: keys of the profile, nested (``model={"dtype": "float32"}``).
 
         Raises:
             CheckpointError: files are missing, damaged or do not fit the configuration; lists all.
             UnsupportedModelError: the architecture is unknown or has nothing to take over.
+            DoesNotFitError: there is not enough memory, by the memory plan; nothing was read.
             ProfileError: a setting is not valid.
         """
         settings = overrides if device is None else {**overrides, "device": device}
         loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
-        return cls(
-            load_model(path_or_hub_id, loaded_profile.profile, progress=progress), loaded_profile
+        loaded = load_model(
+            path_or_hub_id, loaded_profile.profile, progress=progress, on_plan=on_plan
         )
+        return cls(loaded, loaded_profile)
 
     @property
     def config(self) -> Any:
@@ -87,6 +94,11 @@ class MoE:
     def context_length(self) -> int | None:
         """Most tokens a sequence may have, prompt and new ones; None where nothing limits it."""
         return self._loaded.context_length
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        """What was planned before loading."""
+        return self._loaded.memory_plan
 
     def generate(
         self,
@@ -140,18 +152,29 @@ class MoE:
 
     def engine(self) -> Engine:
         """A step loop of its own over this model, for callers that drive the steps themselves."""
-        return Engine(self._trunk, self._experts, self.profile.profile)
+        profile = self.profile.profile
+        pool = {"kv_tokens": self.memory_plan.kv_tokens, "kv_gib": None}
+        memory = profile.memory.model_copy(update=pool)
+        return Engine(self._trunk, self._experts, profile.model_copy(update={"memory": memory}))
 
-    def request(self, prompt: Prompt, params: SamplingParams, salt: str = "") -> Group:
+    def request(
+        self, prompt: Prompt, params: SamplingParams, salt: str = "", priority: int = 0
+    ) -> Group:
         """Check one prompt and its parameters and make the sequences for an `engine`.
 
-        Requests with different salts never share known prefixes (``memory.prefix_tokens``).
+        Args:
+            salt: requests with different salts never share known prefixes
+                (``memory.prefix_tokens``).
+            priority: in [-100, 100]; lower numbers go first, and waiting makes up for higher ones
+                (``engine.priority_steps``).
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
         """
         ids = self.codec.encode(prompt)
         self._check_length(len(ids), params.max_new_tokens)
+        self._check_token_ids("logit_bias", params.logit_bias)
+        check_priority(priority)
         if params.stop:
             self.codec.require_tokenizer("stop strings")
         stop_token_ids = set(params.stop_token_ids)
@@ -166,18 +189,30 @@ class MoE:
                 stop_token_ids,
                 params.max_new_tokens,
                 salt,
+                priority,
             )
             for index in range(params.n)
         ]
-        return Group(sequences)
+        return Group(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
 
     def stats(self) -> dict[str, Any]:
-        """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer."""
+        """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer.
+
+        An expert that a step reads is counted once a layer, and ``..._by`` says for whom: for
+        ``prefill`` (tokens of prompts), for ``decode`` (running sequences) or for ``both``.
+        """
+        bytes_by = self._experts.expert_bytes_read_by
+        layers = self._experts.statistics.snapshot()
         return {
             "weight_bytes": self._loaded.weight_bytes,
             "expert_bytes": self._experts.expert_bytes,
-            "expert_bytes_read": self._experts.expert_bytes_read,
-            "layers": self._experts.statistics.snapshot(),
+            "expert_bytes_read": sum(bytes_by.values()),
+            "expert_bytes_read_by": bytes_by,
+            "expert_loads_by": {
+                reader: sum(layer["expert_loads_by"][reader] for layer in layers)
+                for reader in READERS
+            },
+            "layers": layers,
         }
 
     def reset_stats(self) -> None:
@@ -192,7 +227,14 @@ class MoE:
                 "enabled": self._loaded.packing.enabled,
                 "why": self._loaded.packing.reason,
             },
-            "expert_kernel": backend_status(),
+            "fused": {
+                "enabled": self._loaded.fused.enabled,
+                "why": self._loaded.fused.reason,
+            },
+            "expert_kernel": {
+                "name": self._loaded.backend.name,
+                "reason": self._loaded.backend.reason,
+            },
             "notices": list(self.notices),
         }
 
@@ -219,6 +261,11 @@ class MoE:
                 f"more than the context of {limit} tokens; shorten the prompt or lower "
                 "max_new_tokens"
             )
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        size = self._loaded.logits_size
+        if (largest := max(token_ids, default=0)) >= size:
+            raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
 
     def _default_params(self) -> SamplingParams:
         return SamplingParams(**self.profile.profile.generation.model_dump())

@@ -39,6 +39,7 @@ class PrefixCache:
         num_tokens: tokens of memory held.
         hit_tokens: tokens that requests did not have to read again, so far.
         asked_tokens: tokens of all requests that asked, so far.
+        evictions: entries freed to make room, so far.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -46,6 +47,7 @@ class PrefixCache:
         self.num_tokens = 0
         self.hit_tokens = 0
         self.asked_tokens = 0
+        self.evictions = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._index: dict[bytes, _Entry] = {}
 
@@ -87,6 +89,7 @@ class PrefixCache:
             return False
         _, entry = self._entries.popitem(last=False)
         self.num_tokens -= entry.kv.length
+        self.evictions += 1
         for digest in entry.hashes:
             if self._index.get(digest) is entry:
                 del self._index[digest]

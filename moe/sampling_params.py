@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, SupportsIndex
 
 from moe.errors import RequestError
@@ -19,8 +19,8 @@ MAX_SEED = 2**63 - 1
 class SamplingParams:
     """How tokens are chosen and when generation ends; the defaults change nothing about the model.
 
-    Whole numbers, `stop` and `stop_token_ids` are normalised to int, float and tuples, so that
-    equal requests compare equal. Raises `RequestError` naming the field, the rule and the value.
+    Numbers and collections are normalised to int, float, tuples and dictionaries, so that equal
+    requests compare equal. Raises `RequestError` naming the field, the rule and the value.
     """
 
     max_new_tokens: int = 128
@@ -50,6 +50,10 @@ class SamplingParams:
     logprobs: int | None = None
     """Most likely tokens reported with their log-probabilities, in [0, 20]; 0 reports the chosen
     token's alone, None nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, each given those before it; None: nothing."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these token ids before anything else; each in [-100, 100]."""
     n: int = 1
     """Sequences generated for the prompt, in [1, 128]."""
 
@@ -67,17 +71,18 @@ class SamplingParams:
             "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2, 2),
             "stop": _stop_strings(self.stop),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
+            "logit_bias": _logit_bias(self.logit_bias),
             "n": _whole("n", self.n, 1, MAX_SEQUENCES),
         }
         if self.seed is not None:
             checked["seed"] = _whole("seed", self.seed, 0, MAX_SEED, hint="None picks one")
-        if self.logprobs is not None:
-            checked["logprobs"] = _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                checked[name] = _whole(name, count, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        for field in fields(self):
-            if field.name in checked:
-                object.__setattr__(self, field.name, checked[field.name])
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def _whole(
@@ -138,6 +143,15 @@ def _stop_strings(stop: str | Iterable[Any]) -> tuple[str, ...]:
 def _stop_token_ids(ids: Iterable[Any]) -> tuple[int, ...]:
     rule = "stop_token_ids must be a list of whole numbers >= 0"
     return tuple(_whole("stop_token_ids entries", item, 0) for item in _items(ids, rule))
+
+
+def _logit_bias(biases: Mapping[Any, Any]) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {biases!r}")
+    return {
+        _whole("logit_bias token ids", token_id, 0): _real("logit_bias values", bias, -100, 100)
+        for token_id, bias in biases.items()
+    }
 
 
 def _items(values: object, rule: str) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import ExpertWeights
+from kernels.reference import AnyExperts
 from moe.errors import UnsupportedModelError
 from moe.lanes import ExpertsRunner, Visit, visit_experts
 from routing import Routing
@@ -56,6 +57,16 @@ def experts_modules(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+def check_experts(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModelError` where no experts dispatch through the registry."""
+    if not experts_modules(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no experts that dispatch through transformers' experts "
+            "interface, so there is nothing for this engine to take over; dense models and "
+            "architectures with expert modules of their own are not supported"
+        )
+
+
 def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
     """Take the weights out of every experts module, in canonical layout, in forward order.
 
@@ -64,30 +75,26 @@ def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
     Raises:
         UnsupportedModelError: the model has no experts module that dispatches through the registry.
     """
-    modules = experts_modules(model)
-    if not modules:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no experts that dispatch through transformers' experts "
-            "interface, so there is nothing for this engine to take over; dense models and "
-            "architectures with expert modules of their own are not supported"
-        )
-    return [_take_weights(module) for _, module in modules]
+    check_experts(model)
+    return [take_weights(module) for _, module in experts_modules(model)]
 
 
-def attach(model: PreTrainedModel, layers: Sequence[ExpertWeights], run: ExpertsRunner) -> None:
+def attach(model: PreTrainedModel, layers: Sequence[AnyExperts], run: ExpertsRunner) -> None:
     """Send the tokens of every experts module of the model to ``run``."""
     for index, (_, module) in enumerate(experts_modules(model)):
         module.config._experts_implementation = SEAM
         module.expert_seat = ExpertSeat(index, layers[index].num_experts, run)
 
 
-def _take_weights(module: Any) -> ExpertWeights:
+def take_weights(module: Any) -> ExpertWeights:
+    """The weights of one experts module, in canonical layout; it keeps none."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     parameters = {
         name: module._parameters.pop(name).detach()
         for name in (first, "down_proj", f"{first}_bias", "down_proj_bias")
         if module._parameters.get(name) is not None
     }
+    module._is_hf_initialized = True  # or transformers would fill in what it misses
 
     def canonical(name: str) -> Tensor:
         weight = parameters.pop(name)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from moe.errors import RequestError
 from moe.kv import SequenceCache
 from moe.sampling import Sampler, Token
 from moe.text import IncrementalDecoder, StopStrings
 
 FinishReason = Literal["stop", "length"]
+
+
+MAX_PRIORITY = 100
+
+
+def check_priority(priority: int) -> None:
+    """Raises `RequestError` unless it is a whole number in [-100, 100]."""
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be a whole number in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got "
+            f"{priority!r}; lower numbers go first"
+        )
 
 
 @dataclass(frozen=True)
@@ -23,11 +36,14 @@ class Delta:
         token: the sampled token, with its log probability where asked for.
         text: text that became final; may be empty, and may span earlier tokens.
         finish_reason: set on the last delta of a sequence.
+        prompt_logprobs: on the first delta of a sequence, where asked for: the prompt's tokens with
+            their log probabilities; None stands for the first token, which follows nothing.
     """
 
     token: Token
     text: str
     finish_reason: FinishReason | None
+    prompt_logprobs: list[Token | None] | None = None
 
 
 class RunningSequence:
@@ -41,8 +57,11 @@ class RunningSequence:
         stop_token_ids: a token of these ends the sequence; it counts, and adds no text.
         max_new_tokens: tokens to generate at most.
         salt: prompts share known prefixes within one salt only.
+        priority: lower numbers go first.
 
     Attributes:
+        turn: its place among all sequences, sooner ones first; set by the scheduler.
+        prompt_logprobs: handed over with the first token.
         token_ids: tokens generated so far.
         cache: the sequence's state once its prompt has been read.
         cancelled: nobody waits for it any more.
@@ -57,10 +76,14 @@ class RunningSequence:
         stop_token_ids: Collection[int],
         max_new_tokens: int,
         salt: str = "",
+        priority: int = 0,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.max_new_tokens = max_new_tokens
         self.salt = salt
+        self.priority = priority
+        self.turn = (0, 0)
+        self.prompt_logprobs: list[Token | None] | None = None
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
@@ -83,7 +106,12 @@ class RunningSequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
-        return Delta(token, self._new_text(token.id), self.finish_reason)
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return Delta(token, self._new_text(token.id), self.finish_reason, prompt_logprobs)
+
+    def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
+        """Prompt tokens with their log probabilities; token i follows row i of the logits."""
+        return self._sampler.score(token_ids, logits_TV)
 
     def _new_text(self, token_id: int) -> str:
         if self._decoder is None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -45,8 +52,34 @@ class ModelSettings(_Settings):
     """Most tokens a sequence may have, prompt and new ones together.
     null: the model's own max_position_embeddings."""
 
+    expert_bits: Literal[2, 4, 8, 16] | None = None
+    """Bits of expert weights: 8, or the first 4 or 2 of them. 16: whole, in expert_dtype.
+    null: as the files have them."""
+
+    trunk_bits: Literal[4, 8, 16] | None = None
+    """Bits of the other linear layers: attention, shared experts, dense layers. Routers, norms and
+    embeddings stay whole. 16: whole. null: as the files have them."""
+
+    head_bits: Literal[4, 8, 16] | None = None
+    """Bits of the output head, in the same way."""
+
+    group_size: Literal[32, 64] = 64
+    """Weights that share a scale when they are quantized while loading. A store has its own."""
+
     check_finite: bool = False
     """Refuse weights that hold NaN or infinity. Costs one more pass over them while loading."""
+
+    verify: bool = False
+    """Compare a store's files with their checksums. Costs one more pass over them."""
+
+
+class KernelSettings(_Settings):
+    """What multiplies the experts."""
+
+    backend: Literal["auto", "triton", "megablocks", "reference"] = "auto"
+    """auto: the compiled kernel on the CPU, Triton on CUDA, plain torch where neither can be had.
+    triton, megablocks: that or an error (CUDA; megablocks wants bfloat16 experts and the package).
+    reference: plain torch, slow, to compare with."""
 
 
 class RoutingSettings(_Settings):
@@ -82,6 +115,13 @@ class EngineSettings(_Settings):
     max_batch_size: int = Field(default=64, ge=1)
     """Most sequences decoded together."""
 
+    priority_steps: int = Field(default=64, ge=0)
+    """Steps of waiting that outweigh one level of priority. 0: first come, first served."""
+
+    fused: Literal["auto", "off"] = "auto"
+    """auto: decode steps run by compiled code wherever a probe at load time shows that it equals
+    transformers' own layers. off: transformers' layers always, for comparison."""
+
 
 class PrefillSettings(_Settings):
     """How prompts are read beside running sequences."""
@@ -106,11 +146,27 @@ class MemorySettings(_Settings):
 
     kv_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of all sequences whose keys and values are in memory at once.
-    null: no limit."""
+    null: as many as kv_gib holds, or else as fit beside the weights."""
+
+    kv_gib: float | None = Field(default=None, gt=0.0)
+    """The same limit in GiB; give one of the two."""
+
+    reserve_gib: float | None = Field(default=None, ge=0.0)
+    """GiB that the memory plan leaves free.
+    null: a twentieth of what is available, at most 1 GiB."""
 
     prefix_tokens: int = Field(default=0, ge=0)
     """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
     0: every prompt is read from its start."""
+
+    @field_validator("kv_gib")
+    @classmethod
+    def _check_one(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("kv_tokens") is not None:
+            raise PydanticCustomError(
+                "both", "and memory.kv_tokens are two ways to set one limit: give one of them"
+            )
+        return value
 
 
 class ServerSettings(_Settings):
@@ -121,6 +177,9 @@ class ServerSettings(_Settings):
 
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     """Most bytes of a request's body; more are refused with status 413."""
+
+    read_timeout_s: float = Field(default=60.0, gt=0.0)
+    """Seconds in which a request's headers, and after them its body, must have come."""
 
     send_timeout_s: float = Field(default=60.0, gt=0.0)
     """Seconds that a client may take none of its stream before the request is cancelled."""
@@ -143,6 +202,9 @@ class Profile(_Settings):
 
     model: ModelSettings = ModelSettings()
     """How the weights are held."""
+
+    kernels: KernelSettings = KernelSettings()
+    """What multiplies the experts."""
 
     routing: RoutingSettings = RoutingSettings()
     """Which experts a token goes to."""

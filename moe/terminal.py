@@ -6,13 +6,26 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from moe.batch.files import Tally, open_files
+from moe.batch.run import run_batch
 from moe.completion import Completion, collect
 from moe.errors import RequestError
+from moe.loading.hub import public_name
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.text import Prompt
@@ -76,6 +89,34 @@ def generate(name: str | Path, profile: LoadedProfile, prompt: str, *, as_json: 
     print()
     print(stats.summary(), file=sys.stderr)
     return 0
+
+
+def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
+    """``moe generate --batch``: 0 if every line was answered, 1 if some could not be."""
+    with open_files(source, target) as files:
+        model = _load(name, profile)
+        with _answers_bar(sum(1 for line in files.source if line.strip())) as show:
+            files.source.seek(0)
+            tally = run_batch(model, public_name(name), files, show)
+    failed = f", {tally.failed} failed: their lines say why" if tally.failed else ""
+    print(f"moe: {tally.answered} answered{failed}; see {target}", file=sys.stderr)
+    return 1 if tally.failed else 0
+
+
+@contextmanager
+def _answers_bar(total: int) -> Iterator[Callable[[Tally], None]]:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+    )
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=total, failed=0)
+        yield lambda tally: bar.update(
+            task, completed=tally.answered + tally.failed, failed=tally.failed
+        )
 
 
 def chat(name: str | Path, profile: LoadedProfile) -> int:

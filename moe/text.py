@@ -2,16 +2,18 @@
 
 A model without a usable tokenizer still runs on token ids; what needs text is then refused with
 the reason. Chat templates are programs that come with a model: transformers runs them in jinja2's
-immutable sandbox.
+immutable sandbox, and here they have a time limit.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moe.deadline import DeadlineError, deadline
 from moe.detokenize import IncrementalDecoder, StopStrings
 from moe.errors import RequestError
 from moe.loading.tokenizer import eos_token_ids, load_tokenizer
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 __all__ = ["IncrementalDecoder", "Prompt", "StopStrings", "TextCodec"]
+
+TEMPLATE_SECONDS = 5.0
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """Text, token ids, or chat messages with `role` and `content`."""
@@ -58,11 +62,12 @@ class TextCodec:
         eos = eos_token_ids(directory, config, tokenizer)
         return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
         """Token ids of a prompt, at least one.
 
         Text gets the special tokens that the tokenizer adds by itself; chat messages go through
-        the model's chat template, which opens the assistant's turn. Raises `RequestError`.
+        the model's chat template, which opens the assistant's turn. Text that is certain to have
+        more than `max_tokens` is refused before any time is spent on it. Raises `RequestError`.
         """
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(
@@ -72,9 +77,9 @@ class TextCodec:
         if len(prompt) == 0:
             raise RequestError("the prompt is empty; give at least one character, id or message")
         if isinstance(prompt, str):
-            token_ids = self._encode_text(prompt)
+            token_ids = self._encode_text(prompt, max_tokens)
         elif any(isinstance(item, Mapping) for item in prompt):
-            token_ids = self._encode_chat(prompt)
+            token_ids = self._encode_chat(prompt, max_tokens)
         else:
             token_ids = prompt  # type: ignore[assignment]
         return self._checked(token_ids)
@@ -87,11 +92,16 @@ class TextCodec:
             )
         return self.tokenizer
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
+        tokenizer = self.require_tokenizer("texts of token ids")
+        return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
     def decoder(self) -> IncrementalDecoder | None:
         """A new decoder for one sequence; None without a tokenizer."""
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: str, max_tokens: int | None) -> list[int]:
         tokenizer = self.require_tokenizer("text prompts")
         try:
             text.encode()
@@ -100,9 +110,10 @@ class TextCodec:
                 f"a text prompt must be valid Unicode, got the lone surrogate "
                 f"{text[error.start]!r} at position {error.start}; remove it"
             ) from error
+        self._check_size(text, max_tokens)
         return list(tokenizer.encode(text, verbose=False))
 
-    def _encode_chat(self, messages: Sequence[Any]) -> list[int]:
+    def _encode_chat(self, messages: Sequence[Any], max_tokens: int | None) -> list[int]:
         tokenizer = self.require_tokenizer("chat prompts")
         for position, message in enumerate(messages):
             _check_message(position, message)
@@ -111,17 +122,37 @@ class TextCodec:
                 "chat prompts need a chat template, and the model's tokenizer has none; "
                 "give the prompt as text"
             )
+        plain = [dict(message) for message in messages]
         try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
+            with deadline(TEMPLATE_SECONDS, "<template>"):
+                text = tokenizer.apply_chat_template(
+                    plain, add_generation_prompt=True, tokenize=False
+                )
+        except DeadlineError:
+            raise RequestError(
+                f"the model's chat template took more than {TEMPLATE_SECONDS:g} s; "
+                "send fewer or shorter messages"
+            ) from None
         except Exception as error:  # a template may fail in any way a program can
             raise RequestError(
                 f"the model's chat template refused the messages: {error}; "
                 "check their roles and order"
             ) from error
         assert isinstance(text, str)
+        self._check_size(text, max_tokens)
         return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def _check_size(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
+                f"({self._longest_token} each at most); shorten it"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.require_tokenizer("text prompts").get_vocab()))
 
     def _checked(self, token_ids: Iterable[Any]) -> list[int]:
         checked: list[int] = []

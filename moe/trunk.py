@@ -10,7 +10,7 @@ still meet at the MoE layers. Legend: T new tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,10 @@ from transformers import PreTrainedModel
 from moe.attention import PACKED, current_pass
 from moe.kv import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
 from moe.lanes import Lane
+from routing import Phase
+
+_SHORT = 16
+"""Most new tokens of a sequence that are read as single rows and not as a block."""
 
 
 class Trunk:
@@ -29,8 +33,10 @@ class Trunk:
     Attributes:
         packed: several sequences share a pass, and a prompt may be read in several passes (with
             its own cache, an architecture's recurrent state is only right for whole prompts).
+        fused: reads a few new tokens of each sequence instead of transformers' forward, where this
+            has been proven to be the same.
 
-    Starts with one lane a sequence; `moe.packing.enable_packing` finds out if more is possible.
+    Starts with one lane a sequence; `moe.packing` and `moe.fused` find out if more is possible.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -39,6 +45,7 @@ class Trunk:
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
+        self.fused: Callable[[Sequence[Work]], list[Tensor]] | None = None
         self.set_packed(False)
 
     def set_packed(self, packed: bool) -> None:
@@ -52,14 +59,17 @@ class Trunk:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
         return SequenceKV(capacity) if self.packed else OwnCache()
 
-    def lanes(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
-        """One lane for all of the work, or one each.
+    def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
+        """One lane for all of the work, or one each; ``phase`` is what the tokens are read for.
 
         Joined in order, the results of the lanes are the float32 logits of each piece of work.
         """
         if not self.packed:
-            return [Lane(partial(self._forward_own, item)) for item in work]
-        return [Lane(partial(self._forward_packed, work))] if work else []
+            return [Lane(partial(self._forward_own, item), phase) for item in work]
+        if not work:
+            return []
+        fused = self.fused if all(map(_is_short, work)) else None
+        return [Lane(partial(fused or self._forward_packed, work), phase)]
 
     def _forward_packed(self, work: Sequence[Work]) -> list[Tensor]:
         sizes = [len(item.token_ids) for item in work]
@@ -96,3 +106,7 @@ class Trunk:
         output = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
         logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]
         return output, list(logits.float().split([len(kept) for kept in rows]))
+
+
+def _is_short(item: Work) -> bool:
+    return item.cache.length > 0 and len(item.token_ids) <= _SHORT

@@ -5,11 +5,15 @@ Ground floor: imports nothing of ours.
 
 from routing.policies import Policy, PolicyChain, RoutingContext, parse_policies
 from routing.routing import Routing, RoutingError
-from routing.statistics import RoutingStatistics
+from routing.statistics import PHASES, READERS, Phase, Reader, RoutingStatistics
 
 __all__ = [
+    "PHASES",
+    "READERS",
+    "Phase",
     "Policy",
     "PolicyChain",
+    "Reader",
     "Routing",
     "RoutingContext",
     "RoutingError",

@@ -1,17 +1,31 @@
 """What the routers decided, counted per layer: the numbers behind balance, caching and prediction.
 
-Counting is one `bincount` a layer and step and no host synchronisation: totals stay on the device
-of the routing until someone asks.
+A step of a layer only keeps its expert ids; they are counted many steps at a time, or when someone
+asks. Counting synchronises nothing with the host: totals stay on the device of the routing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from threading import Lock
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from routing.routing import Routing
+
+Phase = Literal["prefill", "decode"]
+"""What a token is read for: the prompt it belongs to, or the next token of a running sequence."""
+
+Reader = Literal["prefill", "decode", "both"]
+"""Whose tokens visited an expert in one step of a layer; each read expert has exactly one."""
+
+_MAX_STEPS, _MAX_SLOTS = 64, 1 << 14
+"""Most steps of a layer, and most ids of them, that wait to be counted."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+READERS: tuple[Reader, ...] = get_args(Reader)
 
 
 class RoutingStatistics:
@@ -19,32 +33,86 @@ class RoutingStatistics:
 
     A *step* of a layer is one run of its experts, whatever number of lanes met there. Distinct
     experts a step is the number that costs bytes (ALGORITHMS.md 0.3: unique experts per forward).
+
+    Attributes:
+        steps: of each layer.
+        tokens: of each layer, all phases together.
     """
 
     def __init__(self, experts_per_layer: list[int]) -> None:
         self.num_experts = experts_per_layer
+        self._counting = Lock()  # whoever asks may be another thread than the one that records
         self.reset()
 
     def reset(self) -> None:
         self.steps = [0] * len(self.num_experts)
         self.tokens = [0] * len(self.num_experts)
+        self._tokens_by = [dict.fromkeys(PHASES, 0) for _ in self.num_experts]
         self._tokens_per_expert = [torch.zeros(e, dtype=torch.int64) for e in self.num_experts]
-        self._distinct = [torch.zeros((), dtype=torch.int64) for _ in self.num_experts]
+        zero = torch.zeros((), dtype=torch.int64)
+        self._loads = [dict.fromkeys(READERS, zero) for _ in self.num_experts]
+        self._waiting: list[list[dict[Phase, Tensor]]] = [[] for _ in self.num_experts]
+        self._slots = [0] * len(self.num_experts)
 
-    def record(self, layer: int, routing: Routing) -> None:
-        counts = routing.tokens_per_expert(self.num_experts[layer])
+    def record(self, layer: int, routings: Mapping[Phase, Routing]) -> None:
+        """Count one step of a layer: the tokens of each phase that took part in it."""
         self.steps[layer] += 1
-        self.tokens[layer] += routing.num_tokens
-        self._tokens_per_expert[layer] = self._tokens_per_expert[layer].to(counts.device) + counts
-        self._distinct[layer] = self._distinct[layer].to(counts.device) + (counts > 0).sum()
+        for phase, routing in routings.items():
+            tokens = routing.num_tokens
+            self.tokens[layer] += tokens
+            self._tokens_by[layer][phase] += tokens
+            self._slots[layer] += tokens * routing.top_k
+        self._waiting[layer].append({phase: r.expert_ids for phase, r in routings.items()})
+        if len(self._waiting[layer]) >= _MAX_STEPS or self._slots[layer] >= _MAX_SLOTS:
+            self._count(layer)
+
+    def _count(self, layer: int) -> None:
+        """Add the steps that wait to the totals."""
+        with self._counting:
+            steps, self._waiting[layer], self._slots[layer] = self._waiting[layer], [], 0
+            if not steps:
+                return
+            counts = {phase: self._count_phase(layer, steps, phase) for phase in PHASES}
+            touched = {phase: count > 0 for phase, count in counts.items()}
+            shared = touched["prefill"] & touched["decode"]
+            self._add_loads(layer, "both", shared)
+            for phase in PHASES:
+                self._add_loads(layer, phase, touched[phase] & ~shared)
+                total = self._tokens_per_expert[layer].to(counts[phase].device)
+                self._tokens_per_expert[layer] = total + counts[phase].sum(0)
+
+    def _count_phase(self, layer: int, steps: list[dict[Phase, Tensor]], phase: Phase) -> Tensor:
+        """``(steps, E)`` int64: tokens of a phase that visited each expert in each step."""
+        num_experts, device = self.num_experts[layer], next(iter(steps[0].values())).device
+        ids = [step[phase].flatten() for step in steps if phase in step]
+        if not ids:
+            return torch.zeros(len(steps), num_experts, dtype=torch.int64, device=device)
+        sizes = torch.tensor([step[phase].numel() if phase in step else 0 for step in steps])
+        places = torch.arange(len(steps)).repeat_interleave(sizes) * (num_experts + 1) + 1
+        slots = torch.cat(ids) + places.to(device)
+        counts = torch.bincount(slots, minlength=len(steps) * (num_experts + 1))
+        return counts.view(len(steps), -1)[:, 1:]
+
+    def _add_loads(self, layer: int, reader: Reader, touched: Tensor) -> None:
+        self._loads[layer][reader] = self._loads[layer][reader].to(touched.device) + touched.sum()
+
+    def tokens_by(self, layer: int) -> dict[Phase, int]:
+        """Tokens of the layer by what they were read for; they add up to ``tokens``."""
+        return dict(self._tokens_by[layer])
 
     def tokens_per_expert(self, layer: int) -> Tensor:
         """``(E,)`` int64 on the CPU: tokens that visited each expert of the layer so far."""
+        self._count(layer)
         return self._tokens_per_expert[layer].cpu().clone()
+
+    def expert_loads_by(self, layer: int) -> dict[Reader, int]:
+        """`expert_loads` by who needed them; an expert is counted once a step, under one reader."""
+        self._count(layer)
+        return {reader: int(loads) for reader, loads in self._loads[layer].items()}
 
     def expert_loads(self, layer: int) -> int:
         """Distinct experts summed over the layer's steps: how often an expert had to be read."""
-        return int(self._distinct[layer])
+        return sum(self.expert_loads_by(layer).values())
 
     def max_violation(self, layer: int) -> float:
         """MaxVio of arXiv 2408.15664: heaviest expert's load over the mean load, minus 1."""
@@ -59,8 +127,10 @@ class RoutingStatistics:
                 "num_experts": self.num_experts[layer],
                 "steps": self.steps[layer],
                 "tokens": self.tokens[layer],
+                "tokens_by": self.tokens_by(layer),
                 "tokens_per_expert": self.tokens_per_expert(layer).tolist(),
                 "expert_loads": self.expert_loads(layer),
+                "expert_loads_by": self.expert_loads_by(layer),
                 "distinct_experts_per_step": self.expert_loads(layer) / max(self.steps[layer], 1),
                 "max_violation": self.max_violation(layer),
             }

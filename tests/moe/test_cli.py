@@ -100,6 +100,9 @@ def test_print_config_shows_origins(
         (["generate", "/no/such/model", "--prompt", "x"], "moe: no model directory '/no/such/mod"),
         (["generate", "--prompt", "x"], "moe: no model was given"),
         (["generate", DEMO], "moe: no prompt was given"),
+        (["generate", DEMO, "--batch", "x"], "moe: --batch and --out belong together"),
+        (["generate", DEMO, "--batch", "x", "--out", "y", "--prompt", "z"], "leave out --prompt"),
+        (["generate", DEMO, "--batch", "/no/x", "--out", "y"], "moe: cannot use /no/x: No such"),
         (["generate", DEMO, "--prompt", ""], "moe: the prompt is empty"),
         (["generate", DEMO, "--prompt", "@/no/file"], "moe: cannot read the prompt file /no/file"),
         (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
@@ -128,6 +131,23 @@ def test_chat_keeps_history_and_obeys_commands(
     assert "(conversation forgotten)" in out
 
 
+def test_a_batch_counts_what_failed_and_goes_on_where_it_was(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    body = {"model": "demo-model", "prompt": "import os", "max_tokens": 4}
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(f"{json.dumps(good)}\n")
+    command = ["generate", DEMO, "--batch", str(source), "--out", str(target)]
+    assert run(capsys, *command) == (0, "", f"moe: 1 answered; see {target}\n")
+    with source.open("a") as lines:
+        lines.write("{wrong\n")
+    code, out, err = run(capsys, *command)
+    assert (code, out) == (1, "")
+    assert "moe: 1 answered, 1 failed: their lines say why" in err
+    assert len(target.read_text().splitlines()) == 2
+
+
 def test_module_and_version() -> None:
     command = [sys.executable, "-m", "moe", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -145,8 +165,11 @@ def test_the_command_line_is_frozen() -> None:
     sampling = ["--max-new-tokens", "--seed", "--temperature"]
     usual = ["--help", "-h"]
     assert options == {
-        "generate": sorted([*model, *sampling, *usual, "--json", "--print-config", "--prompt"]),
+        "generate": sorted(
+            [*model, *sampling, *usual, "--batch", "--json", "--out", "--print-config", "--prompt"]
+        ),
         "chat": sorted([*model, *sampling, *usual]),
         "serve": sorted([*model, *sampling, *usual, "--api-key", "--host", "--port"]),
+        "convert": sorted([*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]),
         "doctor": usual,
     }

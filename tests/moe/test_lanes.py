@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.lanes import Lane, LaneCancelled, LaneState, Visit, run_lanes, visit_experts
+from moe.lanes import Lane, LaneCancelled, LaneState, run_lanes, visit_experts
+from moe.visit import Visit
 from routing import Routing
 
 
@@ -54,6 +55,36 @@ def test_lanes_share_one_run_of_a_layer() -> None:
     assert experts.meetings == [(0, 2), (1, 2), (2, 2)]
     for lane, start in zip(lanes, (1.0, 5.0), strict=True):
         assert torch.equal(lane.result(), alone(start, range(3)))
+
+
+def test_a_lane_alone_is_served_without_sleeping() -> None:
+    experts, others = Experts(), Experts()
+    lane = Lane(forward(1.0, range(3), others), "decode")
+    phases = []
+
+    def serve(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        phases.append(visits[0].phase)
+        return experts(layer, visits)
+
+    run_lanes([lane], serve)
+    assert experts.meetings == [(0, 1), (1, 1), (2, 1)]
+    assert others.meetings == []
+    assert phases == ["decode"] * 3
+    assert torch.equal(lane.result(), alone(1.0, range(3)))
+    # Whoever visits outside of a lane afterwards is served by its own experts again.
+    visit(torch.ones(2, 3), 0, others)
+    assert others.meetings == [(0, 1)]
+
+
+def test_what_experts_raise_reaches_a_lane_alone() -> None:
+    def broken(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+        raise ValueError(f"layer {layer}")
+
+    lane = Lane(forward(1.0, range(3), Experts()))
+    run_lanes([lane], broken)
+    assert lane.state is LaneState.FAILED
+    with pytest.raises(ValueError, match="layer 0"):
+        lane.result()
 
 
 def test_a_late_lane_catches_up_with_a_sleeping_one() -> None:
@@ -204,3 +235,21 @@ def test_outside_of_a_lane_experts_run_at_once() -> None:
     experts = Experts()
     assert torch.equal(visit(torch.zeros(2, 3), 4, experts), torch.full((2, 3), 5.0))
     assert experts.meetings == [(4, 1)]
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "never started"])
+def test_a_lane_that_ended_is_freed_at_once(end: str) -> None:
+    """Not when Python's collector comes: it counts objects, and these hold tensors."""
+
+    experts = Experts()
+    gc.disable()
+    try:
+        lane = Lane(forward(1.0, [0], experts))
+        if end != "never started":
+            run_lanes([lane], experts, pause_at={} if end == "done" else {lane: 0})
+        lane.cancel()
+        freed = weakref.ref(lane)
+        del lane
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -49,7 +49,7 @@ def test_auto_takes_layers_while_decoding_leaves_experts_unread() -> None:
 def test_frequencies_are_counts_over_tokens() -> None:
     statistics = RoutingStatistics([4, 2])
     assert [p.tolist() for p in measured_frequencies(statistics)] == [[0.25] * 4, [0.5] * 2]
-    statistics.record(0, Routing(torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2)))
+    statistics.record(0, {"prefill": Routing(torch.tensor([[0, 1], [0, 2]]), torch.ones(2, 2))})
     assert measured_frequencies(statistics)[0].tolist() == [1.0, 0.5, 0.5, 0.0]
 
 

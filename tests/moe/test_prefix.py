@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
@@ -67,51 +65,13 @@ def test_the_least_recently_used_makes_room() -> None:
     assert cache.take("", [*second, 9], 99) is None
     assert cache.take("", [*first, 9], 99) is not None
     assert cache.take("", [*third, 9], 99) is not None
+    assert cache.evictions == 1
 
 
 def test_one_token_is_always_left_to_read() -> None:
     cache, ids = PrefixCache(100), [1] * BLOCK
     cache.add("", ids, stored(ids))
     assert cache.take("", ids, 99) is None
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-@settings(max_examples=8)
-@given(
-    seed=st.integers(0, 2**32),
-    mode=st.sampled_from(["whole", "chunked", "layered"]),
-    kv_tokens=st.sampled_from([None, 150]),
-)
-def test_prefix_hits_never_change_tokens(
-    model_type: str,
-    seed: int,
-    mode: str,
-    kv_tokens: int | None,
-    tiny_moe: Callable[[str], MoE],
-    tiny_checkpoint: Callable[[str], Path],
-) -> None:
-    choose = random.Random(seed)
-    common = choose.choices(range(3, 128), k=40)
-    prompts = [
-        common[: choose.randint(1, 40)] + choose.choices(range(3, 128), k=choose.randint(1, 12))
-        for _ in range(6)
-    ]
-    plain = tiny_moe(model_type)
-    model = MoE.from_pretrained(
-        tiny_checkpoint(model_type),
-        prefill={"mode": mode, "wave_tokens": 64, "chunk_tokens": 16, "group_tokens": 16},
-        memory={"kv_tokens": kv_tokens, "prefix_tokens": 90},
-    )
-    engine = model.engine()
-    groups = [model.request(prompt, GREEDY) for prompt in prompts]
-    for group in groups:
-        engine.submit(group)
-        for _ in range(choose.randint(0, 8)):
-            engine.step()
-    while not engine.idle:
-        engine.step()
-    for prompt, group in zip(prompts, groups, strict=True):
-        assert group.sequences[0].token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 
 def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) -> None:
@@ -126,5 +86,6 @@ def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) 
         tokens_read.append(model.stats()["layers"][0]["tokens"])
     new = 4  # tokens read back while decoding
     assert tokens_read == [50 + new, 50 - 48 + new, 50 + new]
-    assert engine.status()["prefixes"]["hit_tokens"] == 48
-    assert engine.status()["prefixes"]["asked_tokens"] == 3 * 50
+    counters = {"asked_tokens": 3 * 50, "hit_tokens": 48, "evictions": 1}
+    held = {"held_tokens": 50 + new}  # of the last one, once the first has made room
+    assert engine.status()["prefixes"] == counters | held

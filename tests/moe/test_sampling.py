@@ -1,8 +1,6 @@
-"""Sampling against a plain numpy implementation, by distribution and by candidate set."""
+"""Samplers: penalties, bias, log-probabilities, seeds and logits that cannot be used."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,89 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare  # type: ignore[import-untyped]
 
-from moe.sampling import LogitsError, Sampler, _draw, candidates
+from moe.sampling import LogitsError, Sampler
 from moe.sampling_params import SamplingParams
 
 INF = float("inf")
-
-# Few distinct values, so that ties are common.
-LOGITS = st.lists(st.sampled_from([-INF, -2.5, -1.0, 0.0, 0.0, 0.5, 2.0, 7.0]), min_size=1).filter(
-    lambda row: max(row) > -INF
-)
-FILTERS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.1, 0.7, 1.0, 3.0, 1e-300, 1e300]),
-        "top_k": st.integers(0, 12),
-        "top_p": st.sampled_from([1.0, 0.97, 0.6, 0.31, 1e-6]),
-        "min_p": st.sampled_from([0.0, 0.013, 0.4, 1.0]),
-    }
-)
-
-
-def expected_probabilities(scores: Sequence[float], params: SamplingParams) -> np.ndarray:
-    """(V,) float64 probabilities after every filter, one token after the other."""
-    x = np.array(scores, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        weights = np.exp((x - x.max()) / params.temperature)
-    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    total, mass, nucleus = sum(weights[order]), 0.0, []
-    for i in order:
-        if params.top_p == 1.0 or mass < params.top_p * total - 1e-12:
-            nucleus.append(i)
-        mass += weights[i]
-    kept = [i for i in nucleus if weights[i] >= params.min_p and weights[i] > 0]
-    probabilities = np.zeros(len(x))
-    probabilities[kept] = weights[kept] / sum(weights[kept])
-    return probabilities
-
-
-def scores_of(logits: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(logits, dtype=torch.float64)
-
-
-@given(LOGITS, FILTERS)
-def test_candidates_are_those_of_the_brute_force(
-    logits: list[float], filters: dict[str, float]
-) -> None:
-    params = SamplingParams(**filters)  # type: ignore[arg-type]
-    ids, weights = candidates(scores_of(logits), params)
-    got = np.zeros(len(logits))
-    got[ids.numpy()] = (weights / weights.sum()).numpy()
-    np.testing.assert_allclose(got, expected_probabilities(logits, params), atol=1e-12)
-
-
-@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.999])
-def test_top_p_over_a_vocabulary_larger_than_the_first_guess(top_p: float) -> None:
-    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0)).double()
-    params = SamplingParams(top_p=top_p)
-    ids, _ = candidates(logits, params)
-    assert set(ids.tolist()) == set(expected_probabilities(logits.tolist(), params).nonzero()[0])
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(seed=1, temperature=1.7),
-        SamplingParams(seed=4, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
-    ],
-)
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    logits = [0.0, 1.5, -INF, 0.3, 0.3, -1.0, 2.0, 1.1, -3.0, 0.9, -0.2, 1.8]
-    sampler = Sampler(params, [], len(logits))
-    row = torch.tensor(logits)
-    draws = [sampler.sample(row).id for _ in range(20_000)]
-    seen = np.bincount(draws, minlength=len(logits))
-    expected = expected_probabilities(torch.tensor(logits).tolist(), params) * len(draws)
-    possible = expected > 0
-    assert not seen[~possible].any()
-    assert chisquare(seen[possible], expected[possible]).pvalue > 1e-3
-
-
-def test_the_ends_of_the_uniform_never_draw_a_token_of_weight_zero() -> None:
-    weights = torch.tensor([0.0, 0.1, 0.0, 0.2, 0.0], dtype=torch.float64)
-    assert [_draw(weights, u) for u in (0.0, 0.2, 0.5, 1 - 2**-53, 1.0)] == [1, 1, 3, 3, 3]
 
 
 @given(
@@ -197,3 +116,36 @@ def test_every_bit_of_the_seed_and_every_index_counts() -> None:
 def test_unusable_logits_raise(options: dict[str, float], row: list[float], message: str) -> None:
     with pytest.raises(LogitsError, match=message):
         Sampler(SamplingParams(**options), [], 3).sample(torch.tensor(row))  # type: ignore[arg-type]
+
+
+def test_bias_moves_the_choice_and_not_the_reported_log_probability() -> None:
+    logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    plain = logits.double().log_softmax(0)
+    for bias, expected in (({0: 4.0}, 0), ({1: -100.0}, 3), ({2: 1.0}, 1), ({3: 100.0}, 3)):
+        for temperature in (0.0, 1e-3):
+            params = SamplingParams(temperature=temperature, logit_bias=bias, logprobs=1)
+            token = Sampler(params, [1], 4).sample(logits)
+            assert token.id == expected
+            assert token.logprob == pytest.approx(float(plain[expected]))
+            assert token.top == ((1, pytest.approx(float(plain[1]))),)
+    assert not Sampler(SamplingParams(temperature=0.0, logit_bias={0: 1.0}), [1], 4).is_argmax
+
+
+def test_biased_tokens_are_drawn_with_the_probabilities_of_biased_logits() -> None:
+    logits, bias = torch.tensor([0.0, 1.0, -1.0]), {0: 0.5, 2: 1.5}
+    sampler = Sampler(SamplingParams(logit_bias=bias, seed=1), [1], 3)
+    counts = np.bincount([sampler.sample(logits).id for _ in range(4000)], minlength=3)
+    expected = torch.tensor([0.5, 1.0, 0.5]).double().softmax(0).numpy()
+    assert chisquare(counts, 4000 * expected).pvalue > 1e-3
+
+
+def test_given_tokens_are_scored_and_broken_logits_refused() -> None:
+    sampler = Sampler(SamplingParams(prompt_logprobs=2), [1], 3)
+    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, -INF, 0.0]])
+    first, second = sampler.score([0, 1], logits)
+    rows = logits.double().log_softmax(1)
+    assert first.logprob == pytest.approx(float(rows[0, 0]))
+    assert [token_id for token_id, _ in first.top or ()] == [1, 2]  # a tie: the lower id first
+    assert second.logprob == -INF
+    with pytest.raises(LogitsError, match="the logits hold NaN"):
+        sampler.score([0], logits.new_full((1, 3), float("nan")))

@@ -41,6 +41,12 @@ REFUSED = [
     ("stop_token_ids", "12", "must be a list of whole numbers >= 0, got '12'"),
     ("ignore_eos", 1, "must be true or false, got 1"),
     ("logprobs", 21, "must be a whole number in [0, 20], got 21"),
+    ("prompt_logprobs", -1, "must be a whole number in [0, 20], got -1"),
+    ("logit_bias", [1], "must map token ids to numbers, got [1]"),
+    ("logit_bias", {-1: 0}, "token ids must be a whole number >= 0, got -1"),
+    ("logit_bias", {"5": 0}, "token ids must be a whole number >= 0, got '5'"),
+    ("logit_bias", {5: 101}, "values must be a finite number in [-100, 100], got 101"),
+    ("logit_bias", {5: NAN}, "values must be a finite number in [-100, 100], got nan"),
     ("n", 0, "must be a whole number in [1, 128], got 0"),
     ("n", 129, "must be a whole number in [1, 128], got 129"),
 ]
@@ -63,6 +69,9 @@ def test_equal_requests_compare_equal_however_they_were_written() -> None:
     assert type(written.temperature) is float
     assert type(written.seed) is int
     assert hash(written) == hash(dataclasses.replace(written))
+    biased = SamplingParams(logit_bias={np.int64(5): 1})  # type: ignore[dict-item]
+    assert biased == SamplingParams(logit_bias={5: 1.0})
+    assert hash(biased) == hash(dataclasses.replace(biased))
 
 
 def test_unknown_names_and_later_changes_are_refused() -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from routing import Routing, RoutingStatistics
+from routing import PHASES, Phase, Routing, RoutingStatistics
+
+TOKENS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=4)
+STEPS = st.lists(
+    st.dictionaries(st.sampled_from(PHASES), TOKENS, min_size=1), min_size=1, max_size=5
+)
 
 
 def route(ids: list[list[int]]) -> Routing:
@@ -14,9 +21,9 @@ def route(ids: list[list[int]]) -> Routing:
 
 def test_totals_over_steps_and_layers() -> None:
     statistics = RoutingStatistics([4, 2])
-    statistics.record(0, route([[0, 1], [0, -1]]))
-    statistics.record(0, route([[3, 0]]))
-    statistics.record(1, route([[1], [1], [1]]))
+    statistics.record(0, {"prefill": route([[0, 1], [0, -1]])})
+    statistics.record(0, {"decode": route([[3, 0]])})
+    statistics.record(1, {"prefill": route([[1], [1], [1]])})
     assert statistics.tokens_per_expert(0).tolist() == [3, 1, 0, 1]
     assert statistics.expert_loads(0) == 2 + 2
     first, second = statistics.snapshot()
@@ -26,9 +33,41 @@ def test_totals_over_steps_and_layers() -> None:
     assert second["max_violation"] == 1.0
 
 
+def test_more_steps_than_wait_to_be_counted() -> None:
+    statistics = RoutingStatistics([4])
+    for index in range(300):
+        both = {"prefill": route([[0, 1]]), "decode": route([[1, 2], [2, -1]])}
+        steps: list[dict[Phase, Routing]] = [{"decode": route([[3, -1]])}, both]  # type: ignore[list-item]
+        statistics.record(0, steps[index % 2])
+    assert statistics.tokens_per_expert(0).tolist() == [150, 300, 300, 150]
+    assert statistics.expert_loads_by(0) == {"prefill": 150, "decode": 300, "both": 150}
+
+
 def test_reset_forgets_everything() -> None:
     statistics = RoutingStatistics([2])
-    statistics.record(0, route([[0, 1]]))
+    statistics.record(0, {"decode": route([[0, 1]])})
     statistics.reset()
     assert statistics.expert_loads(0) == 0
     assert statistics.snapshot()[0]["max_violation"] == 0.0
+
+
+@given(STEPS)
+def test_every_load_has_one_reader(steps: list[dict[Phase, list[list[int]]]]) -> None:
+    """Against sets: experts of prompts only, of decoding only, and of both in one step."""
+    statistics = RoutingStatistics([5])
+    expected, tokens = {"prefill": 0, "decode": 0, "both": 0}, {"prefill": 0, "decode": 0}
+    for step in steps:
+        statistics.record(0, {phase: route(ids) for phase, ids in step.items()})
+        prompts, decoding = (
+            {expert for ids in step.get(phase, []) for expert in ids} - {-1} for phase in PHASES
+        )
+        expected["prefill"] += len(prompts - decoding)
+        expected["decode"] += len(decoding - prompts)
+        expected["both"] += len(prompts & decoding)
+        for phase, ids in step.items():
+            tokens[phase] += len(ids)
+    (layer,) = statistics.snapshot()
+    assert layer["expert_loads_by"] == expected
+    assert layer["expert_loads"] == sum(expected.values())
+    assert layer["tokens_by"] == tokens
+    assert layer["tokens"] == sum(tokens.values())

@@ -1,0 +1,159 @@
+"""What an attention module does, from its leaves' names and what one observed pass made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.attention import MaskRule
+from moe.fused.description import (
+    Attention,
+    HeadNorm,
+    NotDescribed,
+    Projection,
+    Rotation,
+    View,
+)
+from moe.fused.observe import AttentionCall, Observation
+from moe.fused.parts import child_of, describe_norm, describe_projection, describe_rotation, same
+from moe.fused.rotaries import Rotaries
+from moe.fused.rotary import RotaryTable
+
+_FAR = 1 << 20
+"""A position far beyond any window."""
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
+_Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
+_K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
+
+
+def describe_attention(call: AttentionCall, seen: Observation, rotaries: Rotaries) -> Attention:
+    """Raises `NotDescribed` where the module does something that descriptions have no words for."""
+    module = call.module
+    heads, head_dim = call.query.shape[1], call.query.shape[3]
+    kv_heads, value_dim = call.value.shape[1], call.value.shape[3]
+    q, k, v = _queries_keys_values(module, heads * head_dim, kv_heads * head_dim)
+    embeddings = rotaries.table(position_embeddings(seen, module))
+    query, key, value = (_rows(tensor) for tensor in (call.query, call.key, call.value))
+    if not same(_output(seen, v), value):
+        raise NotDescribed("values are not what the value projection gives")
+    positions = seen.positions[0]
+    q_norm, q_turn = _chain(module, _Q_NORMS, _output(seen, q), query, seen, embeddings, positions)
+    k_norm, k_turn = _chain(module, _K_NORMS, _output(seen, k), key, seen, embeddings, positions)
+    if q_turn != k_turn:
+        raise NotDescribed("queries and keys are rotated differently")
+    return Attention(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        q=q, k=k, v=v, o=describe_output(call, seen),
+        q_norm=q_norm, k_norm=k_norm, rotation=q_turn, view=describe_view(call),
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+    )  # fmt: skip
+
+
+def describe_output(call: AttentionCall, seen: Observation) -> Projection:
+    """The projection of the heads' outputs, which must be all that comes behind them."""
+    leaf = child_of(call.module, OUTPUTS)
+    made, whole = (seen.call(m) if m is not None else None for m in (leaf, call.module))
+    if leaf is None or made is None or whole is None:
+        raise NotDescribed(f"no output projection among {', '.join(OUTPUTS)}")
+    if not same(made.hidden, call.output) or not same(made.output, whole.output):
+        raise NotDescribed("more than a projection lies between the heads and the layer")
+    return describe_projection(leaf)
+
+
+def describe_view(call: AttentionCall) -> View:
+    """Scale, caps and sinks as handed over; the mask's rule, asked at far positions."""
+    sinks, softcap = call.options.get("s_aux"), call.options.get("softcap")
+    scale = call.options.get("scaling")
+    view = View(
+        scale=float(call.query.shape[-1] ** -0.5 if scale is None else scale),
+        softcap=None if softcap is None else float(softcap),
+        sinks=None if sinks is None else sinks.detach().float().reshape(-1).clone(),
+    )
+    spans = [(at, _visible(call.rule, at)) for at in (_FAR, _FAR + 1, _FAR + 777, 1000, 3)]
+    if all(begin == 0 for _, begin in spans):
+        return view
+    window = _FAR - spans[0][1] + 1
+    if all(begin == max(0, at - window + 1) for at, begin in spans):
+        return replace(view, window=window)
+    raise NotDescribed("which keys a query sees follows no window")
+
+
+def position_embeddings(seen: Observation, module: nn.Module) -> Any:
+    """What the attention module was given beside the hidden state."""
+    call = seen.call(module)
+    if call is None:
+        raise NotDescribed("the attention module is called more than once a pass")
+    return call.kwargs.get("position_embeddings", call.inputs[1] if len(call.inputs) > 1 else None)
+
+
+def _visible(rule: MaskRule, position: int) -> int:
+    """First key that a query at ``position`` sees; it must see all from there to itself."""
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(position + 1)
+    seen = rule.allows(zero, zero, torch.tensor([[position]]), keys[None]).reshape(-1)
+    seen = seen.expand(position + 1)
+    first = int(seen.int().argmax())
+    if not bool(seen[first:].all()):
+        raise NotDescribed("a query sees keys with gaps between them")
+    return first
+
+
+def _chain(
+    module: nn.Module, names: Sequence[str], projected: Tensor, final: Tensor, seen: Observation,
+    table: RotaryTable | None, positions: Tensor,
+) -> tuple[HeadNorm | None, Rotation | None]:  # fmt: skip
+    """Norm and rotation between a projection's rows and the ``(T, heads, D)`` that attend."""
+    child = child_of(module, names)
+    norm_call = seen.call(child) if child is not None else None
+    before, norm = projected.reshape(final.shape), None
+    after = final
+    if child is not None and norm_call is not None:
+        size = norm_call.hidden.shape[-1]
+        norm = HeadNorm(describe_norm(child, size), per_head=size == final.shape[-1])
+        if same(_as_rows(norm_call.hidden, final), projected):
+            before = _as_rows(norm_call.output, final)
+        elif same(_as_rows(norm_call.output, final), final):
+            norm = replace(norm, after_rotation=True)
+            after = _as_rows(norm_call.hidden, final)
+        else:
+            raise NotDescribed("a query or key norm is neither first nor last")
+    if table is None:
+        if not same(before, after):
+            raise NotDescribed("queries or keys change without position embeddings")
+        return norm, None
+    return norm, describe_rotation(before, after, table, positions)
+
+
+def _queries_keys_values(
+    module: nn.Module, q_rows: int, k_rows: int
+) -> tuple[Projection, Projection, Projection]:
+    leaves = [child_of(module, (name,)) for name in ("q_proj", "k_proj", "v_proj")]
+    if any(leaf is None for leaf in leaves):
+        raise NotDescribed("no q_proj, k_proj and v_proj")
+    q, k, v = (describe_projection(leaf) for leaf in leaves if leaf is not None)
+    if q.rows != q_rows or k.rows != k_rows:
+        raise NotDescribed("queries or keys are not what their projections give")
+    return q, k, v
+
+
+def _output(seen: Observation, projection: Projection) -> Tensor:
+    call = seen.call(projection.leaf)
+    if call is None:
+        raise NotDescribed("a projection is used more than once a pass")
+    return call.output
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """``(1, heads, T, D)`` to ``(T, heads, D)``."""
+    return heads[0].transpose(0, 1)
+
+
+def _as_rows(states: Tensor, final: Tensor) -> Tensor:
+    """What a norm saw, ``(1, heads, T, D)`` or rows already, as ``(T, heads, D)``."""
+    heads_first = states.ndim == 4 and states.shape[1] == final.shape[1] != states.shape[2]
+    return _rows(states) if heads_first else states.reshape(final.shape)

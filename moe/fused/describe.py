@@ -1,0 +1,194 @@
+"""From one observed pass to a `Description`: which tensor became which.
+
+The wiring of a layer is not read off names. Its norms, attention and feed-forward are the modules
+that were called; what each of them read and what became of its output is found by comparing
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from moe.fused.attention import describe_attention
+from moe.fused.description import Description, Layer, Norm, NotDescribed
+from moe.fused.feed import describe_feed, ratio
+from moe.fused.latent import describe_latent, is_latent
+from moe.fused.observe import AttentionCall, Call, Observation
+from moe.fused.parts import close, describe_norm, describe_projection, same
+from moe.fused.rotaries import Rotaries
+
+_REFUSED = ("clip_qkv",)
+"""Settings that change results only where a probe may not reach; a model that has one is left."""
+
+
+@torch.inference_mode()
+def describe(model: nn.Module, seen: Observation) -> Description:
+    """The model, as far as one pass shows it; a probe has to confirm it.
+
+    Raises:
+        NotDescribed: which part is not understood, and why.
+    """
+    for name in _REFUSED:
+        if getattr(model.config, name, None) is not None:
+            raise NotDescribed(f"'{name}' is set")
+    modules = decoder_layers(model, seen)
+    rotaries = Rotaries(seen)
+    layers = []
+    for index, (module, attention) in enumerate(modules):
+        try:
+            layers.append(_describe_layer(module, attention, seen, rotaries))
+        except NotDescribed as error:
+            raise NotDescribed(f"layer {index}: {error}") from error
+    first, last = (_call(seen, modules[i][0]) for i in (0, -1))
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedded = ratio(first.hidden, _call(seen, embedding).output)
+    if embedded is None:
+        raise NotDescribed("the first layer reads something else than scaled embeddings")
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    scale, softcap = _logits(model, _call(seen, head), seen.logits)
+    return Description(
+        embedding=embedding,
+        embedding_scale=embedded,
+        layers=tuple(layers),
+        norm=_final_norm(seen, last.output, _call(seen, head).hidden),
+        head=describe_projection(head),
+        logit_scale=scale,
+        logit_softcap=softcap,
+    )
+
+
+def decoder_layers(model: nn.Module, seen: Observation) -> list[tuple[nn.Module, AttentionCall]]:
+    """Decoder layers in order, each with its attention."""
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    found = []
+    for call in seen.attention:
+        module = call.module
+        while module in parents and not isinstance(parents[module], nn.ModuleList):
+            module = parents[module]
+        found.append((module, call))
+    stacks = {parents.get(module) for module, _ in found}
+    stack = next(iter(stacks)) if len(stacks) == 1 else None
+    if not isinstance(stack, nn.ModuleList):
+        raise NotDescribed("the layers with attention are no single stack")
+    for index, layer in enumerate(stack):
+        if index >= len(found) or found[index][0] is not layer:
+            raise NotDescribed(f"layer {index} has no attention, or more than one")
+    if any(
+        not same(_call(seen, a).output, _call(seen, b).hidden) for (a, _), (b, _) in pairwise(found)
+    ):
+        raise NotDescribed("something lies between the layers")
+    return found
+
+
+def _describe_layer(
+    layer: nn.Module, attention: AttentionCall, seen: Observation, rotaries: Rotaries
+) -> Layer:
+    whole = _call(seen, layer)
+    children = [child for child in layer.children() if seen.call(child) is not None]
+    norms = [child for child in children if _is_norm(child)]
+    attentions = [child for child in children if attention.module in child.modules()]
+    blocks = [child for child in children if child not in norms and child not in attentions]
+    if len(attentions) != 1 or not blocks:
+        raise NotDescribed("no attention and feed-forward block side by side")
+    attend = _call(seen, attentions[0])
+    attention_norm = _before(seen, norms, whole.hidden, attend.hidden)
+    feed_calls = [_call(seen, block) for block in blocks]
+    if not all(same(call.hidden, feed_calls[0].hidden) for call in feed_calls):
+        raise NotDescribed("its feed-forward blocks read different rows")
+    middle, feed_norm = _source(seen, norms, feed_calls[0].hidden)
+    attention_scale, attention_post_norm = _added(
+        seen, norms, whole.hidden, attend.output, middle, "attention"
+    )
+    made = torch.stack([call.output.float().reshape(-1) for call in feed_calls]).sum(0)
+    if len(feed_calls) == 1:
+        made = feed_calls[0].output
+    feed_scale, feed_post_norm = _added(seen, norms, middle, made, whole.output, "feed-forward")
+    describe = describe_latent if is_latent(attention.module) else describe_attention
+    return Layer(
+        attention=describe(attention, seen, rotaries),
+        feed=describe_feed(blocks, seen),
+        attention_norm=attention_norm,
+        attention_post_norm=attention_post_norm,
+        feed_norm=feed_norm,
+        feed_post_norm=feed_post_norm,
+        attention_scale=attention_scale,
+        feed_scale=feed_scale,
+    )
+
+
+def _before(seen: Observation, norms: Sequence[nn.Module], x: Tensor, read: Tensor) -> Norm | None:
+    """The norm between ``x`` and what a block read; None where it read ``x`` itself."""
+    source, norm = _source(seen, norms, read)
+    if not same(source, x):
+        raise NotDescribed("its attention reads something else than the layer's normed input")
+    return norm
+
+
+def _source(
+    seen: Observation, norms: Sequence[nn.Module], read: Tensor
+) -> tuple[Tensor, Norm | None]:
+    """What became ``read``: the input of the norm that gave it, or it itself."""
+    for module in norms:
+        call = _call(seen, module)
+        if same(call.output, read):
+            return call.hidden, describe_norm(module, call.hidden.shape[-1])
+    return read, None
+
+
+def _added(
+    seen: Observation, norms: Sequence[nn.Module], x: Tensor, branch: Tensor, total: Tensor,
+    what: str,
+) -> tuple[float, Norm | None]:  # fmt: skip
+    """Scale and norm with which ``branch`` was added to ``x`` to give ``total``."""
+    norm = None
+    for module in norms:
+        call = _call(seen, module)
+        if same(call.hidden, branch) or close(call.hidden, branch, 1e-6):
+            branch, norm = call.output, describe_norm(module, call.hidden.shape[-1])
+            break
+    added = total.float().reshape(-1) - x.float().reshape(-1)
+    scale = ratio(added, branch.float(), total.float())
+    if scale is None:
+        raise NotDescribed(f"its {what} is not simply added to what it read")
+    return scale, norm
+
+
+def _final_norm(seen: Observation, x: Tensor, read: Tensor) -> Norm:
+    for module, calls in seen.calls.items():
+        made = calls[0].output if _is_norm(module) and same(calls[0].hidden, x) else None
+        if made is not None and same(made, read):
+            return describe_norm(module, x.shape[-1])
+    raise NotDescribed("the head reads something else than the normed output of the last layer")
+
+
+def _logits(model: nn.Module, head: Call, logits: Tensor) -> tuple[float, float | None]:
+    """Scale and soft cap between the head's rows and the logits."""
+    scale = ratio(logits, head.output.float())
+    if scale is not None:
+        return scale, None
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if softcap is not None and close(
+        softcap * torch.tanh(head.output.float() / softcap), logits, 1e-5
+    ):
+        return 1.0, float(softcap)
+    raise NotDescribed("logits are not what the head gives, scaled or capped")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return (
+        not any(True for _ in module.children())
+        and len(own) <= 2
+        and all(parameter.ndim == 1 for parameter in own)
+    )
+
+
+def _call(seen: Observation, module: nn.Module) -> Call:
+    call = seen.call(module)
+    if call is None:
+        raise NotDescribed(f"{type(module).__name__} is called more than once a pass")
+    return call

@@ -1,0 +1,137 @@
+"""One packed pass of transformers' forward, watched: what went into and came out of every module.
+
+The experts are replaced by a cheap stand-in, so that watching a large model reads its trunk only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from moe.attention import MaskRule, packed_attention, packed_mask
+from moe.kv import SequenceKV, Work
+from moe.lanes import run_lanes
+from moe.trunk import Trunk
+from moe.visit import Visit
+
+WATCHED = "moe_watched"
+"""Name of the watched packed attention in transformers' registries."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module; tensors as they were then."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first tensor that went in."""
+        values = (*self.inputs, self.kwargs.get("hidden_states"), *self.kwargs.values())
+        return next(value for value in values if isinstance(value, Tensor))
+
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a module handed to transformers' attention interface, ``(1, heads, T, size)`` each."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rule: MaskRule
+    options: dict[str, Any]
+    output: Tensor  # (1, T, heads, size)
+
+
+@dataclass
+class Observation:
+    """What one pass over all sequences did."""
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    attention: list[AttentionCall] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # (T, V)
+    positions: Tensor = field(default_factory=lambda: torch.empty(0))  # (1, T)
+    sequences: list[SequenceKV] = field(default_factory=list)
+
+    def call(self, module: nn.Module) -> Call | None:
+        """The module's only call; None if there was none, or several."""
+        calls = self.calls.get(module, [])
+        return calls[0] if len(calls) == 1 else None
+
+
+def observe(trunk: Trunk, prompts: Sequence[list[int]]) -> Observation:
+    """Read prompts in one packed pass and keep what every module took and gave."""
+    seen = Observation()
+    with torch.inference_mode(), _watched(trunk, seen):
+        work = [Work(tokens, trunk.new_cache(len(tokens)), all_logits=True) for tokens in prompts]
+        lanes = trunk.lanes(work)
+        run_lanes(lanes, stand_in)
+        seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
+    seen.sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+    seen.positions = torch.cat([torch.arange(len(tokens)) for tokens in prompts])[None]
+    return seen
+
+
+def stand_in(_layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+    """Rows that cost nothing and hardly change where two experts are nearly equally good."""
+    return [
+        visit.hidden_states * (0.25 + visit.routing.weights.sum(1, keepdim=True))
+        for visit in visits
+    ]
+
+
+@contextmanager
+def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                  attention_mask: MaskRule, **options: Any) -> tuple[Tensor, None]:  # fmt: skip
+        output, _ = packed_attention(module, query, key, value, attention_mask, **options)
+        seen.attention.append(
+            AttentionCall(module, query.clone(), key.clone(), value.clone(), attention_mask,
+                          options, output.clone())
+        )  # fmt: skip
+        return output, None
+
+    def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
+        flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        call = Call(
+            tuple(_copy(value) for value in inputs),
+            {name: _copy(value) for name, value in kwargs.items()},
+            tuple(_copy(value) for value in flat),
+        )
+        seen.calls.setdefault(module, []).append(call)
+
+    AttentionInterface.register(WATCHED, attention)
+    AttentionMaskInterface.register(WATCHED, packed_mask)
+    hooks = [
+        module.register_forward_hook(keep, with_kwargs=True) for module in trunk.model.modules()
+    ]
+    for module in trunk.model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = WATCHED
+    try:
+        yield
+    finally:
+        trunk.set_packed(trunk.packed)
+        for hook in hooks:
+            hook.remove()
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return tuple(_copy(item) for item in value)
+    return value

@@ -1,0 +1,156 @@
+"""Is a fused decode step right for a model? Decided by trying it beside transformers' forward.
+
+Sequences of different lengths are read by transformers; then both read the same further tokens.
+Logits, expert choices, their weights and the caches must agree. The tolerance allows for another
+order of sums. Where weights are quantized, activations are rounded to 8 bits inside, so that tiny
+differences become larger ones: what is compared then is coarser, and still far from what a wrong
+description gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kernels import PlaneMatrix
+from moe.fused.agreement import EXACT, QUANTIZED, Run, Tolerance, compare, difference
+from moe.fused.describe import decoder_layers
+from moe.fused.description import Description, LatentAttention, NotDescribed
+from moe.fused.observe import observe
+from moe.fused.reference import Visitor, reference_step
+from moe.kv import SequenceCache, SequenceKV, Work
+from moe.lanes import run_lanes
+from moe.trunk import Trunk
+
+PROMPT_LENGTHS = (9, 4, 13)
+STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
+"""Tokens that each sequence gets in each step."""
+
+TRIES = 2
+"""A choice between two equal experts may fall either way; it will not do so twice."""
+
+StepFunction = Callable[[Sequence[Work], Visitor], list[Tensor]]
+
+
+@torch.inference_mode()
+def prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+    """How well the step agrees with transformers' forward, for people.
+
+    Raises:
+        NotDescribed: it does not; the message says where.
+    """
+    with _whole_expansions(trunk, description):
+        return _prove(trunk, description, step)
+
+
+def _prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+    tolerance = QUANTIZED if any(_quantized(description)) else EXACT
+    layers = [layer.attention.layer for layer in description.layers]
+    for attempt in range(TRIES):
+        theirs, ours, tokens = _read(trunk, step, seed=attempt)
+        try:
+            worst = compare(theirs, ours, layers, tolerance)
+            return f"equal to transformers' forward (difference {worst:.1e})"
+        except NotDescribed as error:
+            failure = error
+    layer = _first_difference(trunk, description, tokens, tolerance)
+    where = "" if layer is None else f"; the first to differ is layer {layer}"
+    raise NotDescribed(f"{failure}{where}") from failure
+
+
+@contextmanager
+def _whole_expansions(trunk: Trunk, description: Description) -> Iterator[None]:
+    """Let transformers expand latents as the step does: unquantized, whatever its leaf is."""
+    attentions = [layer.attention for layer in description.layers]
+    whole = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
+    places = [
+        (parent, name, child)
+        for parent in trunk.model.modules()
+        for name, child in parent.named_children()
+        if child in whole
+    ]
+    for parent, name, child in places:
+        weight = whole[child].flatten(0, 1)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        setattr(parent, name, linear)
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)
+
+
+def _read(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[list[int]]]:
+    """The same tokens read both ways, and the tokens of each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = trunk.model.get_input_embeddings().num_embeddings
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    tokens = [draw(length) for length in PROMPT_LENGTHS]
+    room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
+    theirs = Run([_kv(trunk.new_cache(room)) for _ in tokens])
+    _by_transformers(trunk, tokens, theirs)
+    ours = Run([cache.fork(room + 1, cache.length) for cache in theirs.caches])
+    theirs.logits.clear()
+    theirs.routings.clear()
+    for counts in STEPS:
+        new = [draw(count) for count in counts]
+        _by_transformers(trunk, new, theirs)
+        work = [Work(t, c, all_logits=True) for t, c in zip(new, ours.caches, strict=True)]
+        ours.logits += step(work, ours.visit)
+        tokens = [old + more for old, more in zip(tokens, new, strict=True)]
+    return theirs, ours, tokens
+
+
+def _by_transformers(trunk: Trunk, tokens: Sequence[list[int]], run: Run) -> None:
+    work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
+    lanes = trunk.lanes(work)
+    run_lanes(lanes, run.experts)
+    run.logits += [rows for lane in lanes for rows in lane.result()]
+
+
+def _first_difference(
+    trunk: Trunk, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
+) -> int | None:
+    """The first layer whose output differs when the last tokens are read by description."""
+    run = Run([_kv(trunk.new_cache(len(ids))) for ids in tokens])
+    _by_transformers(trunk, [ids[:-1] for ids in tokens], run)
+    outputs: list[Tensor] = []
+    reference_step(
+        description, [ids[-1] for ids in tokens], run.caches, run.visit,
+        lambda _layer, rows: outputs.append(rows),
+    )  # fmt: skip
+    seen = observe(trunk, tokens)
+    modules = [module for module, _ in decoder_layers(trunk.model, seen)]
+    last = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1
+    for index, (module, rows) in enumerate(zip(modules, outputs, strict=True)):
+        call = seen.call(module)
+        assert call is not None
+        expected = call.output.reshape(-1, rows.shape[1])[last]
+        if not difference(rows, expected) <= tolerance.values:
+            return index
+    return None
+
+
+def _kv(cache: SequenceCache) -> SequenceKV:
+    assert isinstance(cache, SequenceKV)
+    return cache
+
+
+def _quantized(part: object) -> Iterator[bool]:
+    """One True for each matrix of bit planes in a description."""
+    if isinstance(part, PlaneMatrix):
+        yield True
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _quantized(item)
+    elif is_dataclass(part):
+        for item in fields(part):
+            yield from _quantized(getattr(part, item.name))

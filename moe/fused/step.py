@@ -1,0 +1,131 @@
+"""A decode step by description, compiled: one C++ call a layer between runs of its experts.
+
+Legend: B rows, each one new token; a sequence may have several, at successive positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import addressof
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import decode as native
+from moe.fused.description import Description, Experts, NotDescribed, RouterRule
+from moe.fused.records import Keeper, point
+from moe.fused.reference import Visitor
+from moe.kv import SequenceKV, Work
+from routing import Routing
+
+_ANY = 1 << 62
+"""More positions than there are."""
+
+
+class FusedStep:
+    """Runs a described model on the CPU.
+
+    Raises:
+        NotDescribed: the compiled step does not take a size or dtype of the description.
+    """
+
+    def __init__(self, description: Description, kernel: native.NativeDecode) -> None:
+        keeper = Keeper()
+        self._description, self._kernel, self._keeper = description, kernel, keeper
+        self._records = [keeper.layer(layer) for layer in description.layers]
+        self._norm, self._head = keeper.norm(description.norm), keeper.matrix(description.head)
+        self._layers = [
+            (addressof(record), layer.feed if isinstance(layer.feed, Experts) else None)
+            for record, layer in zip(self._records, description.layers, strict=True)
+        ]
+        routers = [experts.router for _, experts in self._layers if experts is not None]
+        chosen = {router.top_k for router in routers if isinstance(router, RouterRule)}
+        if len(chosen) > 1:
+            raise NotDescribed("layers choose different numbers of experts")
+        self._num_moe_layers, self._top_k = len(routers), max(chosen, default=0)
+        self._caches = 1 + max(layer.attention.layer for layer in description.layers)
+        self._reserved = 0
+
+    def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
+        """Logits as of `moe.trunk.Trunk.lanes`; the sequences grow by the tokens read."""
+        description = self._description
+        x = description.embedding(
+            torch.tensor([token for item in work for token in item.token_ids])
+        )
+        x = x * description.embedding_scale if description.embedding_scale != 1.0 else x.clone()
+        h, beside = torch.empty_like(x), torch.empty_like(x)
+        positions, capacities, addresses = self._places(work)
+        step = native.Step(
+            x.shape[0], x.shape[1], self._caches, x.data_ptr(), h.data_ptr(), beside.data_ptr(),
+            positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        logits = self._run(addressof(step), h, visit)
+        for item in work:
+            item.cache.length += len(item.token_ids)
+        parts = logits.split([len(item.token_ids) for item in work])
+        return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]
+
+    def _run(self, step: int, h: Tensor, visit: Visitor) -> Tensor:
+        """Every layer and the head: ``(B, V)``."""
+        run, before, routed, due = self._kernel.layer, None, None, None
+        routings = self._routings(h.shape[0])
+        for layer, experts in self._layers:
+            if experts is None:
+                run(step, before, layer, due, 0, 0)
+                routed = due = None
+            else:
+                ids, weights = next(routings)
+                run(step, before, layer, due, ids.data_ptr(), weights.data_ptr())
+                own = experts.router
+                routing = (
+                    Routing(ids, weights)
+                    if isinstance(own, RouterRule)
+                    else Routing.from_router(*own.forward(h), experts.num_experts)
+                )
+                routed = visit(experts.layer, h, routing).contiguous()
+                due = routed.data_ptr()
+            before = layer
+        logits = torch.empty(h.shape[0], self._description.head.rows)
+        assert before is not None
+        norm, head = addressof(self._norm), addressof(self._head)
+        self._kernel.head(step, before, due, norm, head, logits.data_ptr())
+        scale, softcap = self._description.logit_scale, self._description.logit_softcap
+        if scale != 1.0:
+            logits *= scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def _routings(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Room for ids and weights of each MoE layer: new each step, so that they may be kept."""
+        shape = self._num_moe_layers, rows, self._top_k
+        ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        return zip(ids.unbind(), weights.unbind(), strict=True)
+
+    def _places(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each row its position, and its caches' capacities and ``(layers, 2)`` addresses."""
+        positions: list[int] = []
+        capacities: list[int] = []
+        addresses: list[np.ndarray] = []
+        for item in work:
+            cache, count = item.cache, len(item.token_ids)
+            assert isinstance(cache, SequenceKV)
+            assert cache.length + count <= cache.capacity
+            positions += range(cache.length, cache.length + count)
+            capacities += [cache.capacity] * count
+            addresses += [cache.addresses(self._caches)] * count
+        self._reserve(max(positions) + 1)
+        tables = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
+        return np.array(positions, np.int64), np.array(capacities, np.int64), tables
+
+    def _reserve(self, positions: int) -> None:
+        """Make the rotary tables long enough."""
+        if positions <= self._reserved:
+            return
+        self._reserved = _ANY
+        for record, layer in zip(self._records, self._description.layers, strict=True):
+            rotation = layer.attention.rotation
+            if rotation is not None:
+                rotation.table.reserve(positions)
+                point(record.attention, rotation)
+                self._reserved = min(self._reserved, rotation.table.cos.shape[0])

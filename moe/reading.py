@@ -1,0 +1,106 @@
+"""Lanes that read a wave of prompts, over one step or several, and what comes of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from moe.kv import SequenceCache, Work
+from moe.lanes import Lane
+from moe.sequence import Delta, RunningSequence
+from moe.trunk import Trunk
+from moe.wave import Group, Piece, Wave
+
+Outcome = tuple[RunningSequence, Delta | Exception]
+"""A sequence and what the step brought it."""
+
+
+class Reading:
+    """A wave in flight; its lanes are asleep between stages.
+
+    Args:
+        wave: what is read.
+        trunk: reads it.
+    """
+
+    def __init__(self, wave: Wave, trunk: Trunk) -> None:
+        self.wave = wave
+        self._work = [_work(piece, trunk) for piece in wave.pieces]
+        self.lanes = trunk.lanes(self._work, "prefill")
+
+    def pauses(self, num_layers: int) -> dict[Lane[list[Tensor]], int]:
+        """Where the lanes go to sleep: at the first layer of the next stage."""
+        if self.wave.is_last_stage:
+            return {}
+        stages = np.array_split(range(num_layers), self.wave.num_stages)
+        return dict.fromkeys(self.lanes, int(stages[self.wave.stage + 1][0]))
+
+    def cancel(self) -> None:
+        """Free what the lanes hold."""
+        for lane in self.lanes:
+            lane.cancel()
+
+    def finish(self) -> list[Outcome]:
+        """First tokens of the prompts that have been read to the end, and failures."""
+        outcomes: list[Outcome] = []
+        logits = lane_logits(self.lanes, len(self._work))
+        for piece, work, rows in zip(self.wave.pieces, self._work, logits, strict=True):
+            if not piece.group.cancelled:
+                outcomes += _finish_piece(piece, work.cache, _score(piece.group, rows))
+        return outcomes
+
+
+def _work(piece: Piece, trunk: Trunk) -> Work:
+    group = piece.group
+    if group.cache is None:
+        group.cache = trunk.new_cache(group.sequences[0].capacity)
+    return Work(piece.token_ids, group.cache, all_logits=group.prompt_logprobs is not None)
+
+
+def _score(group: Group, rows: Tensor | Exception) -> Tensor | Exception:
+    """Keep the log probabilities of the prompt's tokens, where somebody wants them."""
+    if group.prompt_logprobs is None or isinstance(rows, Exception):
+        return rows
+    try:
+        group.score(rows)
+    except Exception as error:
+        return error
+    return rows
+
+
+def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) -> list[Outcome]:
+    group = piece.group
+    if isinstance(rows, Exception):
+        group.cache = None
+        return [(sequence, rows) for sequence in group.sequences]
+    if not piece.is_last:
+        return []
+    group.cache = None
+    for sequence in group.sequences:
+        is_first = sequence is group.sequences[0]
+        sequence.cache = cache if is_first else cache.fork(sequence.capacity, cache.length)
+        sequence.prompt_logprobs = group.prompt_logprobs
+    return [(sequence, advance(sequence, rows)) for sequence in group.sequences]
+
+
+def lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
+    """Logits of each piece of work as `Trunk.lanes` gives them, or what ended its lane."""
+    rows: list[Tensor | Exception] = []
+    for lane in lanes:
+        try:
+            rows += lane.result()
+        except Exception as error:
+            rows += [error] * (num_work // len(lanes))
+    return rows
+
+
+def advance(sequence: RunningSequence, rows: Tensor | Exception) -> Delta | Exception:
+    """Sample the next token from the last row of ``(T, V)`` logits."""
+    if isinstance(rows, Exception):
+        return rows
+    try:
+        return sequence.advance(rows[-1])
+    except Exception as error:
+        return error

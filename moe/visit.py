@@ -1,0 +1,50 @@
+"""What a lane brings to an MoE layer, who serves it there, and torch's modes while it sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from routing import Phase, Routing
+
+
+@dataclass(eq=False)
+class Visit:
+    """Tokens at an MoE layer.
+
+    Attributes:
+        layer: index of the MoE layer, counted over MoE layers only.
+        hidden_states: ``(T, H)``, the rows to run through experts.
+        routing: T rows of expert ids and weights.
+        phase: what the tokens are read for; set by the lane that brings them.
+    """
+
+    layer: int
+    hidden_states: Tensor
+    routing: Routing
+    phase: Phase = "prefill"
+
+
+ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor]]
+"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``."""
+
+
+class GradMode(NamedTuple):
+    """The thread-local modes of torch that a sleeping lane must not leak to others."""
+
+    grad: bool
+    inference: bool
+
+    @classmethod
+    def current(cls) -> GradMode:
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            yield

@@ -1,0 +1,59 @@
+"""Sequences without a model, and the steps of an engine without one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe.prefill import Mode
+from moe.scheduler import Scheduler
+from moe.sequence import RunningSequence
+from moe.settings import EngineSettings, PrefillSettings
+
+AGE = 5
+"""Steps of waiting that outweigh a level of priority."""
+
+
+@dataclass(eq=False)
+class FakeSequence:
+    """Stands for a sequence that wants ``max_new_tokens`` tokens."""
+
+    prompt_token_ids: list[int]
+    max_new_tokens: int
+    priority: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    turn: tuple[int, int] = (0, 0)
+    cache: Any = None
+    cancelled: bool = False
+
+
+def scheduler(
+    mode: Mode, kv_tokens: int | None = None, batch: int = 4, age: int = AGE
+) -> Scheduler:
+    prefill = PrefillSettings(mode=mode, wave_tokens=12, chunk_tokens=6, group_tokens=4)
+    engine = EngineSettings(max_batch_size=batch, priority_steps=age)
+    return Scheduler(prefill, engine, kv_tokens, num_layers=6)
+
+
+def is_done(sequence: RunningSequence) -> bool:
+    return len(sequence.token_ids) >= sequence.max_new_tokens
+
+
+def run_step(planner: Scheduler) -> Counter[RunningSequence]:
+    """What the engine does in a step; tokens that each sequence got. Memory is counted anew."""
+    step = planner.plan()
+    held = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in step.decode)
+    held += sum(group.num_read for group in planner.waiting)
+    served = list(step.decode)
+    for piece in step.wave.pieces if step.wave is not None else ():
+        held += piece.group.num_kv
+        assert piece.token_ids, "a piece without tokens"
+        assert step.wave is not None
+        if step.wave.is_last_stage and piece.is_last and not piece.group.cancelled:
+            served += piece.group.sequences
+    assert held <= planner.kv_tokens
+    for sequence in served:
+        sequence.token_ids.append(0)
+    planner.finish([sequence for sequence in served if is_done(sequence)])
+    return Counter(served)
