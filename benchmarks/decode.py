@@ -2,10 +2,11 @@
 
     python -m benchmarks.decode [--quick] [--model 2b|demo|PATH] [--peer transformers,llama.cpp]
 
-Contenders hold the same random weights and take turns in one process: tokens a second at batch 1,
-4 and 16, and for prompts of 512 and 2048 tokens. Every sequence reads different random tokens (the
-same token everywhere would choose the same experts and flatter everybody). Ours is the whole engine
-with scheduling, statistics and the choice of tokens; the peers run their forward pass only.
+Contenders hold the same random weights, all matrices at one width (ours at 2 bits: the experts, the
+rest at 4), and take turns in one process: tokens a second at batch 1, 4 and 16, and for prompts of
+512 and 2048 tokens. Every sequence reads different random tokens (the same token everywhere would
+choose the same experts and flatter everybody). Ours is the whole engine with scheduling, statistics
+and the choice of tokens; the peers run their forward pass only.
 
 ``bandwidth_fraction`` is bytes read a step (weights of the trunk, distinct experts, keys and
 values) over the step's time and the read bandwidth measured in the same run. llama.cpp is measured
@@ -59,7 +60,8 @@ class Ours:
 
     def __init__(self, path: Path, bits: int | None) -> None:
         self.name = f"moe {bits} bits" if bits else "moe as it is"
-        settings = {"expert_bits": bits, "trunk_bits": bits} if bits else {}
+        trunk = max(bits or 16, 4)  # the trunk has no 2 bits
+        settings = {"expert_bits": bits or 16, "trunk_bits": trunk, "head_bits": trunk}
         self.model = MoE.from_pretrained(path, model=settings, prefill={"mode": "whole"})
         self.bytes_a_step = 0.0
 

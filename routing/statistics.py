@@ -6,6 +6,7 @@ asks. Counting synchronises nothing with the host: totals stay on the device of 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from threading import Lock
 from typing import Any, Literal, get_args
@@ -51,7 +52,8 @@ class RoutingStatistics:
         self._tokens_per_expert = [torch.zeros(e, dtype=torch.int64) for e in self.num_experts]
         zero = torch.zeros((), dtype=torch.int64)
         self._loads = [dict.fromkeys(READERS, zero) for _ in self.num_experts]
-        self._waiting: list[list[dict[Phase, Tensor]]] = [[] for _ in self.num_experts]
+        # Taken out one by one: a step that is recorded meanwhile stays in.
+        self._waiting: list[deque[dict[Phase, Tensor]]] = [deque() for _ in self.num_experts]
         self._slots = [0] * len(self.num_experts)
 
     def record(self, layer: int, routings: Mapping[Phase, Routing]) -> None:
@@ -69,7 +71,9 @@ class RoutingStatistics:
     def _count(self, layer: int) -> None:
         """Add the steps that wait to the totals."""
         with self._counting:
-            steps, self._waiting[layer], self._slots[layer] = self._waiting[layer], [], 0
+            waiting = self._waiting[layer]
+            steps = [waiting.popleft() for _ in range(len(waiting))]
+            self._slots[layer] = 0
             if not steps:
                 return
             counts = {phase: self._count_phase(layer, steps, phase) for phase in PHASES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ def position_embeddings(seen: Observation, module: nn.Module) -> Any:
     return call.kwargs.get("position_embeddings", call.inputs[1] if len(call.inputs) > 1 else None)
 
 
+@lru_cache(maxsize=64)  # layers share rules, and far positions take a while
 def _visible(rule: MaskRule, position: int) -> int:
     """First key that a query at ``position`` sees; it must see all from there to itself."""
     zero = torch.zeros((), dtype=torch.long)

@@ -17,8 +17,6 @@ from moe.sequence import check_priority
 from moe.wave import Group
 from tests.moe.fake_sequences import AGE, FakeSequence, run_step, scheduler
 
-MODES: tuple[Mode, ...] = ("whole", "chunked", "layered")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -59,13 +57,12 @@ def fits(request: Request, kv_tokens: int) -> bool:
     return max(request.prompt + request.new, request.n * (request.prompt + 1)) <= kv_tokens
 
 
-@given(st.sampled_from(MODES), REQUESTS, st.integers(40, 90))
+@given(st.sampled_from(["whole", "chunked", "layered"]), REQUESTS, st.integers(40, 90))
 def test_random_arrivals_priorities_and_cancellations(
     mode: Mode, requests: list[Request], kv_tokens: int
 ) -> None:
     planner = scheduler(mode, kv_tokens)
     groups = {request.group(): request for request in requests if fits(request, kv_tokens)}
-    begun: list[Group] = []  # in order of their first tokens, or of the wave that brings them
     for clock in range(3000):
         for group, request in groups.items():
             if request.arrives == clock:
@@ -87,7 +84,6 @@ def test_random_arrivals_priorities_and_cancellations(
         left = [g for g in waiting if g not in started]
         # Sooner turns first: nobody who waits is overtaken by a later turn.
         assert all(g.turn < other.turn for g in started for other in left)
-        begun += started
     assert planner.idle, "somebody starves"
     assert planner.num_used_tokens() == 0
     for group, request in groups.items():

@@ -11,8 +11,16 @@ import torch
 
 from benchmarks.architectures import tiny_model
 from kernels.cpu import choose_kernel
+from moe.fused import router
 from moe.fused.describe import describe
-from moe.fused.description import Description, Experts, Layer, NotDescribed, RouterRule
+from moe.fused.description import (
+    Description,
+    Experts,
+    Layer,
+    NotDescribed,
+    OwnRouter,
+    RouterRule,
+)
 from moe.fused.observe import WATCHED, observe
 from moe.fused.probe import prove
 from moe.fused.step import FusedStep
@@ -144,6 +152,18 @@ def test_a_step_that_computes_something_else_is_found() -> None:
         prove(trunk, right, lambda work, visit: [rows * 1.0005 for rows in step(work, visit)])
     with pytest.raises(NotDescribed, match="logits differ by nan"):
         prove(trunk, right, lambda work, visit: [rows * torch.nan for rows in step(work, visit)])
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "dots1", "phimoe"])
+def test_a_router_without_a_known_rule_is_called_itself(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "_rules", lambda *_: [])
+    trunk = trunk_of(architecture)
+    right = described(trunk)
+    feeds = [layer.feed for layer in right.layers if isinstance(layer.feed, Experts)]
+    assert all(isinstance(feed.router, OwnRouter) for feed in feeds)
+    assert "equal to transformers' forward" in proof(trunk, right)
 
 
 def test_watching_leaves_the_model_as_it_was() -> None:
