@@ -62,7 +62,7 @@ class Run:
         shape = Shape.of(self.model)
         result: dict[str, Any] = {"prompt_tokens": length, "decoding": decoding}
         for name, mode in modes.items():
-            parts = parts_of(name, length, decoding, self.chunk, shape.layers)
+            parts = parts_of(name, length, decoding, self.chunk, frequencies, shape.work)
             loads = predicted_loads(frequencies, parts, decoding)
             mode.figures.predicted_loads = loads * self.prompts
             least = bounds(shape, self.machine, frequencies, parts, decoding)

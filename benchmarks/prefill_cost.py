@@ -11,13 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from moe import MoE
-from moe.prefill import Frequencies, chunk_sizes, distinct_experts, num_stages
+from moe.prefill import Frequencies, chunk_sizes, distinct_experts, pauses
 from moe.settings import PrefillSettings
+from moe.stages import LayerWork, trunk_weights
 
 
 @dataclass(frozen=True)
@@ -34,50 +36,44 @@ class Shape:
 
     Attributes:
         layers: MoE layers; every layer is taken to be one.
+        work: operations of a layer.
         expert_bytes: of one expert.
         trunk_bytes: of all layers without experts, and of the output matrix.
-        expert_operations, trunk_operations: for one token in one layer.
-        pair_operations: for one query and one key in one layer.
         head_operations: for one row of logits.
     """
 
     layers: int
+    work: LayerWork
     expert_bytes: float
     trunk_bytes: float
-    expert_operations: float
-    trunk_operations: float
-    pair_operations: float
     head_operations: float
 
     @classmethod
     def of(cls, model: MoE) -> Shape:
-        network, config = model._trunk.model, model.config
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        experts, layers = model._experts.layers[0], len(model._experts.layers)
+        network, layers = model._trunk.model, model._experts.layers
         head = network.get_output_embeddings().weight
-        embedding = network.get_input_embeddings().weight
-        trunk = sum(p.numel() for p in network.parameters() if p.dim() == 2)
-        trunk -= head.numel() + (embedding.numel() if embedding is not head else 0)
-        expert = 3 * config.hidden_size * config.moe_intermediate_size
         return cls(
-            layers=layers,
-            expert_bytes=experts.expert_bytes,
-            trunk_bytes=(trunk + head.numel()) * head.element_size(),
-            expert_operations=2.0 * expert * config.num_experts_per_tok,
-            trunk_operations=2.0 * trunk / layers,
-            pair_operations=4.0 * heads * head_size,
+            layers=len(layers),
+            work=LayerWork.of(network, layers),
+            expert_bytes=layers[0].expert_bytes,
+            trunk_bytes=(trunk_weights(network) + head.numel()) * head.element_size(),
             head_operations=2.0 * head.numel(),
         )
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one step reads of a prompt: positions ``start`` to ``end`` through some layers."""
+    """What one step reads of a prompt: positions ``start`` to ``end`` through some layers.
+
+    Attributes:
+        attentions: layers whose attention it computes.
+        experts: layers whose experts it computes.
+    """
 
     start: int
     end: int
-    layers: int
+    attentions: int
+    experts: int
 
     @property
     def tokens(self) -> int:
@@ -88,17 +84,32 @@ class Part:
         return (self.end**2 - self.start**2) / 2
 
 
-def parts_of(mode: str, prompt: int, decoding: int, chunk: int, layers: int) -> list[Part]:
+def parts_of(
+    mode: str,
+    prompt: int,
+    decoding: int,
+    chunk: int,
+    frequencies: Frequencies,
+    work: LayerWork,
+) -> list[Part]:
     """The steps in which a mode reads a prompt, as `moe.prefill` would cut it."""
     settings = PrefillSettings(chunk_tokens=chunk, group_tokens=chunk)
+    layers = len(frequencies)
     if mode == "whole":
-        return [Part(0, prompt, layers)]
+        return [Part(0, prompt, layers, layers)]
     if mode == "chunked":
         chunks = chunk_sizes(settings, prompt, decoding)
         ends = np.cumsum(chunks).tolist()
-        return [Part(end - size, end, layers) for end, size in zip(ends, chunks, strict=True)]
-    groups = np.array_split(range(layers), num_stages(settings, prompt, layers))
-    return [Part(0, prompt, len(group)) for group in groups]
+        return [
+            Part(end - size, end, layers, layers) for end, size in zip(ends, chunks, strict=True)
+        ]
+    asleep = pauses(settings, frequencies, work, [range(prompt)])
+    attentions = pairwise([0, *(layer + 1 for layer in asleep), layers])
+    experts = pairwise([0, *asleep, layers])
+    return [
+        Part(0, prompt, last - first, end - start)
+        for (first, last), (start, end) in zip(attentions, experts, strict=True)
+    ]
 
 
 def predicted_loads(frequencies: Frequencies, parts: Sequence[Part], decoding: int) -> float:
@@ -106,8 +117,8 @@ def predicted_loads(frequencies: Frequencies, parts: Sequence[Part], decoding: i
     layers = len(frequencies)
     alone = distinct_experts(frequencies, decoding)
     return sum(
-        part.layers / layers * distinct_experts(frequencies, part.tokens + decoding)
-        + (1 - part.layers / layers) * alone
+        part.experts / layers * distinct_experts(frequencies, part.tokens + decoding)
+        + (1 - part.experts / layers) * alone
         for part in parts
     )
 
@@ -119,13 +130,15 @@ def bounds(
 
     Frequencies are those of every layer; a stage of a wave touches its mean layer.
     """
+    work = shape.work
     times, all_bytes, all_operations = [], 0.0, 0.0
     for part in parts:
         loads = predicted_loads(frequencies, [part], decoding)
         read = loads * shape.expert_bytes + shape.trunk_bytes
-        row_layers = part.tokens * part.layers + decoding * shape.layers
-        operations = row_layers * (shape.expert_operations + shape.trunk_operations)
-        operations += part.pairs * part.layers * shape.pair_operations
+        rows = decoding * shape.layers
+        operations = (part.tokens * part.experts + rows) * work.experts
+        operations += (part.tokens * part.attentions + rows) * work.trunk
+        operations += part.pairs * part.attentions * work.pair
         operations += decoding * shape.head_operations
         times.append(max(read / machine.bytes_per_s, operations / machine.operations_per_s))
         all_bytes += read

@@ -15,12 +15,13 @@ import torch
 from moe.kv import SequenceKV, Work
 from moe.lanes import run_lanes
 from moe.moe_layer import MoELayers
-from moe.prefill import Mode, PrefillChoice, choose, measured_frequencies
+from moe.prefill import PrefillPlanner
 from moe.prefix import PrefixCache
 from moe.reading import Outcome, Reading, advance, lane_logits
 from moe.scheduler import Scheduler
 from moe.sequence import Delta
 from moe.settings import Profile
+from moe.stages import LayerWork
 from moe.trunk import Trunk
 from moe.wave import Group, Wave
 
@@ -37,15 +38,15 @@ class Engine:
     def __init__(self, trunk: Trunk, experts: MoELayers, profile: Profile) -> None:
         self.trunk = trunk
         self.experts = experts
-        self.prefill = profile.prefill
-        self._prefill_choice: PrefillChoice | None = None
+        work = LayerWork.of(trunk.model, experts.layers)
+        self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine,
             profile.memory.kv_tokens,
-            len(experts.layers),
+            self.planner.pauses,
             can_cut=trunk.packed,
-            choose_mode=self._choose_mode if profile.prefill.mode == "auto" else None,
+            choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
         )
         self._reading: Reading | None = None
@@ -60,7 +61,7 @@ class Engine:
         Numbers only, so it may be called from any thread. Of the prefixes, ``held_tokens`` goes up
         and down and the others only up.
         """
-        prefixes, choice = self.scheduler.prefixes, self._prefill_choice
+        prefixes, choice = self.scheduler.prefixes, self.planner.last_choice
         return {
             "prefill": asdict(choice) if choice is not None else None,
             "prefixes": None
@@ -103,7 +104,7 @@ class Engine:
         run_lanes(
             [*reading.lanes, *lanes] if reading else lanes,
             self.experts.run,
-            pause_at=reading.pauses(len(self.experts.layers)) if reading else None,
+            pause_at=reading.pauses() if reading else None,
         )
         outcomes: list[Outcome] = [
             (sequence, advance(sequence, rows))
@@ -133,12 +134,6 @@ class Engine:
             if isinstance(sequence.cache, SequenceKV):
                 token_ids = sequence.prompt_token_ids + sequence.token_ids
                 prefixes.add(sequence.salt, token_ids, sequence.cache)
-
-    def _choose_mode(self, num_tokens: int, num_decoding: int) -> Mode:
-        frequencies = measured_frequencies(self.experts.statistics)
-        choice = choose(self.prefill, frequencies, num_tokens, num_decoding)
-        self._prefill_choice = choice
-        return choice.mode
 
 
 def _goes_on(outcome: Delta | Exception) -> bool:

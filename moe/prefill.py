@@ -8,15 +8,15 @@ distinct experts of t tokens. N comes from the model's own measured expert frequ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe.settings import PrefillSettings
+from moe.stages import LayerWork, Prompts, stage_pauses
 from routing import RoutingStatistics
 
 Mode = Literal["whole", "chunked", "layered"]
@@ -54,21 +54,18 @@ def layered_loads(
     return wave + (num_stages - 1) * distinct_experts(frequencies, num_decoding)
 
 
-def measured_frequencies(statistics: RoutingStatistics) -> list[NDArray[np.float64]]:
-    """Expert frequencies of each layer so far; before any token, uniform and one expert a token."""
+def measured_frequencies(
+    statistics: RoutingStatistics, top_k: float = 1.0
+) -> list[NDArray[np.float64]]:
+    """Expert frequencies of each layer so far; before any token, ``top_k`` experts evenly."""
     frequencies = []
     for layer, num_experts in enumerate(statistics.num_experts):
         if statistics.tokens[layer]:
             counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
             frequencies.append(counts / statistics.tokens[layer])
         else:
-            frequencies.append(np.full(num_experts, 1 / num_experts))
+            frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
     return frequencies
-
-
-def num_stages(settings: PrefillSettings, num_tokens: int, num_layers: int) -> int:
-    """Groups of layers for a wave: ``ceil(tokens / group_tokens)``, at most one a layer."""
-    return min(math.ceil(num_tokens / settings.group_tokens), num_layers)
 
 
 def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -> list[int]:
@@ -77,17 +74,59 @@ def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -
     return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
 
 
+def pauses(
+    settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
+) -> tuple[int, ...]:
+    """`stage_pauses` of a layered wave, with the experts a token visits by their frequencies."""
+    visits = sum(float(layer.sum()) for layer in frequencies)
+    measured = replace(work, top_k=visits / len(frequencies))
+    return stage_pauses(measured, settings.group_tokens, prompts, len(frequencies))
+
+
 def choose(
-    settings: PrefillSettings, frequencies: Frequencies, num_tokens: int, num_decoding: int
+    settings: PrefillSettings,
+    frequencies: Frequencies,
+    work: LayerWork,
+    num_tokens: int,
+    num_decoding: int,
 ) -> PrefillChoice:
-    """The mode for the next ``num_tokens`` prompt tokens; ``auto`` takes the fewer loads."""
-    stages = num_stages(settings, num_tokens, len(frequencies))
-    layered = layered_loads(frequencies, num_tokens, stages, num_decoding)
+    """What ``auto`` takes for the next prompt tokens, as if of one prompt: the fewer loads."""
+    num_stages = len(pauses(settings, frequencies, work, [range(num_tokens)])) + 1
+    layered = layered_loads(frequencies, num_tokens, num_stages, num_decoding)
     chunks = chunk_sizes(settings, num_tokens, num_decoding)
     chunked = chunked_loads(frequencies, chunks, num_decoding)
-    mode: Mode
-    if settings.mode != "auto":
-        mode = settings.mode
-    else:
-        mode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
+    mode: Mode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
     return PrefillChoice(mode, chunked, layered)
+
+
+class PrefillPlanner:
+    """How the next prompts are read, from what the router has done so far.
+
+    Args:
+        settings: modes and sizes.
+        work: what a layer costs.
+        statistics: of the model, growing.
+
+    Attributes:
+        last_choice: what `choose` decided last.
+    """
+
+    def __init__(
+        self, settings: PrefillSettings, work: LayerWork, statistics: RoutingStatistics
+    ) -> None:
+        self._settings = settings
+        self._work = work
+        self._statistics = statistics
+        self.last_choice: PrefillChoice | None = None
+
+    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
+        """Layers at which a layered wave of these prompts sleeps until the next step."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        return pauses(self._settings, frequencies, self._work, prompts)
+
+    def choose(self, num_tokens: int, num_decoding: int) -> Mode:
+        """The mode for the next prompt tokens."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        choice = choose(self._settings, frequencies, self._work, num_tokens, num_decoding)
+        self.last_choice = choice
+        return choice.mode

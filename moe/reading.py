@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from moe.kv import SequenceCache, Work
@@ -30,12 +29,11 @@ class Reading:
         self._work = [_work(piece, trunk) for piece in wave.pieces]
         self.lanes = trunk.lanes(self._work, "prefill")
 
-    def pauses(self, num_layers: int) -> dict[Lane[list[Tensor]], int]:
-        """Where the lanes go to sleep: at the first layer of the next stage."""
+    def pauses(self) -> dict[Lane[list[Tensor]], int]:
+        """The layer at which the lanes go to sleep in this step; none in the last one."""
         if self.wave.is_last_stage:
             return {}
-        stages = np.array_split(range(num_layers), self.wave.num_stages)
-        return dict.fromkeys(self.lanes, int(stages[self.wave.stage + 1][0]))
+        return dict.fromkeys(self.lanes, self.wave.pauses[self.wave.stage])
 
     def cancel(self) -> None:
         """Free what the lanes hold."""

@@ -18,6 +18,7 @@ from moe.prefill import Mode
 from moe.prefix import PrefixCache
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
+from moe.stages import Pauses
 from moe.wave import Group, Step, Wave, WaveDraft
 
 _turn = attrgetter("turn")
@@ -30,7 +31,7 @@ class Scheduler:
         prefill: how prompts are read.
         engine: how many sequences run at once, and what priority is worth.
         kv_tokens: tokens of keys and values in memory at once; None for no limit.
-        num_layers: MoE layers, the most stages a wave can have.
+        pauses: where a layered wave sleeps.
         can_cut: a prompt may be read in several waves.
         choose_mode: the mode of the next wave, from the prompt tokens that wait for it and the
             number of running sequences; None where ``prefill.mode`` is not ``auto``.
@@ -46,7 +47,7 @@ class Scheduler:
         prefill: PrefillSettings,
         engine: EngineSettings,
         kv_tokens: int | None,
-        num_layers: int,
+        pauses: Pauses,
         *,
         can_cut: bool = True,
         choose_mode: Callable[[int, int], Mode] | None = None,
@@ -55,7 +56,7 @@ class Scheduler:
         self.prefill = prefill
         self.engine = engine
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
-        self.num_layers = num_layers
+        self._pauses = pauses
         self.can_cut = can_cut
         self._choose_mode = choose_mode
         self.prefixes = prefixes
@@ -180,7 +181,7 @@ class Scheduler:
             if not draft.take(group):
                 break
         del self.waiting[: len(draft.pieces)]
-        return draft.wave(self.num_layers)
+        return draft.wave(self._pauses)
 
     def _reuse_prefix(self, group: Group) -> None:
         if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:

@@ -138,7 +138,8 @@ class PrefillSettings(_Settings):
     """chunked: tokens of a step, prompts and running sequences together."""
 
     group_tokens: int = Field(default=512, ge=1)
-    """layered: one group of layers for each so many tokens of the wave."""
+    """layered: groups of layers are cut so that no step is longer than a chunk of so many tokens,
+    about one group for each so many tokens of the wave."""
 
 
 class MemorySettings(_Settings):

@@ -4,7 +4,7 @@
 - ``chunked``: a token budget a step, shared with decoding; prompts are cut to fill it
   (Sarathi-Serve: decodes never wait, chunks re-read the experts).
 - ``layered``: whole prompts, but one group of layers a step, so each expert is read once a wave
-  (arXiv 2510.08055, ``G = ceil(tokens / 512)`` groups); the wave sleeps in its lane in between.
+  (arXiv 2510.08055; `moe.stages` cuts the groups); the wave sleeps in its lane in between.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from moe.errors import RequestError
 from moe.kv import SequenceCache
-from moe.prefill import Mode, num_stages
+from moe.prefill import Mode
 from moe.sampling import Token
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
+from moe.stages import Pauses
 
 
 @dataclass(eq=False)
@@ -110,6 +111,11 @@ class Piece:
     token_ids: list[int]
     is_last: bool
 
+    @property
+    def span(self) -> range:
+        """The positions of the tokens."""
+        return range(self.group.num_read, self.group.num_read + len(self.token_ids))
+
 
 @dataclass(eq=False)
 class Wave:
@@ -117,13 +123,18 @@ class Wave:
 
     Attributes:
         pieces: what is read.
-        num_stages: steps that the wave takes, one group of layers each.
-        stage: the one that runs in this step.
+        pauses: MoE layers before whose experts it sleeps until the next step.
+        stage: what runs in this step: up to the pause of this index, or to the end.
     """
 
     pieces: list[Piece]
-    num_stages: int = 1
+    pauses: tuple[int, ...] = ()
     stage: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Steps that the wave takes."""
+        return len(self.pauses) + 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -147,7 +158,6 @@ class WaveDraft:
         self, prefill: PrefillSettings, mode: Mode, num_decoding: int, *, can_cut: bool
     ) -> None:
         self.pieces: list[Piece] = []
-        self._prefill = prefill
         self._mode = mode
         self._can_cut = can_cut
         self._num_left = prefill.wave_tokens
@@ -173,12 +183,11 @@ class WaveDraft:
         self._num_scored_left -= len(token_ids) if scored else 0
         return True
 
-    def wave(self, num_layers: int) -> Wave:
+    def wave(self, pauses: Pauses) -> Wave:
         """The finished wave; a layered one takes a step for each group of layers."""
         if self._mode != "layered":
             return Wave(self.pieces)
-        num_tokens = sum(len(piece.token_ids) for piece in self.pieces)
-        return Wave(self.pieces, num_stages(self._prefill, num_tokens, num_layers))
+        return Wave(self.pieces, pauses([piece.span for piece in self.pieces]))
 
 
 @dataclass(frozen=True)

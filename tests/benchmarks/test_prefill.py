@@ -18,14 +18,13 @@ from benchmarks.random_models import bench_dir, without_end
 from moe import MoE
 from moe.prefill import choose
 from moe.settings import PrefillSettings
+from moe.stages import LayerWork
 
 SHAPE = Shape(
     layers=2,
+    work=LayerWork(trunk=4, pair=1, expert=5, top_k=2),
     expert_bytes=100,
     trunk_bytes=50,
-    expert_operations=10,
-    trunk_operations=4,
-    pair_operations=1,
     head_operations=7,
 )
 EVEN = [np.full(4, 0.25), np.full(4, 0.25)]  # four experts, one for each token
@@ -41,9 +40,11 @@ EVEN = [np.full(4, 0.25), np.full(4, 0.25)]  # four experts, one for each token
 def test_every_mode_reads_every_token_in_every_layer(
     mode: str, prompt: int, decoding: int, chunk: int, layers: int
 ) -> None:
-    parts = parts_of(mode, prompt, decoding, chunk, layers)
-    assert sum(part.tokens * part.layers for part in parts) == prompt * layers
-    assert sum(part.pairs * part.layers for part in parts) == pytest.approx(prompt**2 / 2 * layers)
+    parts = parts_of(mode, prompt, decoding, chunk, EVEN[:1] * layers, SHAPE.work)
+    assert sum(part.tokens * part.experts for part in parts) == prompt * layers
+    assert sum(part.tokens * part.attentions for part in parts) == prompt * layers
+    pairs = sum(part.pairs * part.attentions for part in parts)
+    assert pairs == pytest.approx(prompt**2 / 2 * layers)
     if mode == "chunked":
         assert max(part.tokens for part in parts) + decoding <= chunk
 
@@ -53,24 +54,24 @@ def test_every_mode_reads_every_token_in_every_layer(
 def test_predicted_loads_are_those_that_the_engine_chooses_by(mode: str, decoding: int) -> None:
     frequencies = [np.linspace(0.01, 0.2, 16) for _ in range(6)]
     settings = PrefillSettings(chunk_tokens=64, group_tokens=64)
-    choice = choose(settings, frequencies, 200, decoding)
+    choice = choose(settings, frequencies, SHAPE.work, 200, decoding)
     expected = choice.chunked_loads if mode == "chunked" else choice.layered_loads
-    parts = parts_of(mode, 200, decoding, 64, 6)
+    parts = parts_of(mode, 200, decoding, 64, frequencies, SHAPE.work)
     assert predicted_loads(frequencies, parts, decoding) == pytest.approx(expected)
 
 
 def test_a_step_is_bound_by_bytes_or_by_operations() -> None:
-    parts = [Part(0, 10, 2), Part(10, 12, 2)]
+    parts = [Part(0, 10, 2, 2), Part(10, 12, 2, 2)]
     loads = 2 * 4 * (1 - 0.75**11), 2 * 4 * (1 - 0.75**3)
     read = [100 * count + 50 for count in loads]
-    work = [22 * 14 + 2 * 50 + 7, 6 * 14 + 2 * 22 + 7]
+    operations = [22 * 14 + 2 * 50 + 7, 6 * 14 + 2 * 22 + 7]
     slow_memory = bounds(SHAPE, Machine(1, 1e9), EVEN, parts, decoding=1)
     assert slow_memory["ttft_s"] == pytest.approx(sum(read))
     assert slow_memory["longest_step_s"] == pytest.approx(max(read))
     assert slow_memory["bytes"] == pytest.approx(sum(read))
     slow_arithmetic = bounds(SHAPE, Machine(1e9, 1), EVEN, parts, decoding=1)
-    assert slow_arithmetic["ttft_s"] == pytest.approx(sum(work))
-    assert slow_arithmetic["operations"] == sum(work)
+    assert slow_arithmetic["ttft_s"] == pytest.approx(sum(operations))
+    assert slow_arithmetic["operations"] == sum(operations)
 
 
 def test_savings_compare_layered_with_chunked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from moe.prefill import Mode
 from moe.scheduler import Scheduler
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
+from moe.stages import Prompts
 
 AGE = 5
 """Steps of waiting that outweigh a level of priority."""
@@ -33,7 +35,11 @@ def scheduler(
 ) -> Scheduler:
     prefill = PrefillSettings(mode=mode, wave_tokens=12, chunk_tokens=6, group_tokens=4)
     engine = EngineSettings(max_batch_size=batch, priority_steps=age)
-    return Scheduler(prefill, engine, kv_tokens, num_layers=6)
+
+    def pauses(prompts: Prompts) -> tuple[int, ...]:
+        return tuple(range(1, math.ceil(sum(map(len, prompts)) / prefill.group_tokens)))
+
+    return Scheduler(prefill, engine, kv_tokens, pauses)
 
 
 def is_done(sequence: RunningSequence) -> bool:

@@ -12,13 +12,7 @@ import pytest
 
 from moe import MoE, SamplingParams
 from moe.engine import Engine
-from moe.prefill import (
-    chunk_sizes,
-    chunked_loads,
-    layered_loads,
-    measured_frequencies,
-    num_stages,
-)
+from moe.prefill import chunk_sizes, chunked_loads, layered_loads, measured_frequencies
 from moe.settings import PrefillSettings
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +62,7 @@ def read(engine: Engine, model: MoE, prompt: list[int]) -> dict[str, Any]:
 def test_stall_free_and_loads_follow_the_formula(model: MoE, mode: Mode, length: int) -> None:
     engine = engine_with_running_sequences(model, mode)
     prompts = [excerpt(model, domain, length) for domain in ("prose", "python", "cpp")]
-    layers, settings = len(model._experts.layers), settings_of(mode)
+    settings = settings_of(mode)
     measured = predicted = 0.0
     for prompt in prompts:
         stats = read(engine, model, prompt)
@@ -76,7 +70,7 @@ def test_stall_free_and_loads_follow_the_formula(model: MoE, mode: Mode, length:
         assert stats["layers"][0]["tokens_by"]["prefill"] == length
         frequencies = measured_frequencies(model._experts.statistics)
         if mode == "layered":
-            stages = num_stages(settings, length, layers)
+            stages = len(engine.planner.pauses([range(length)])) + 1
             predicted += layered_loads(frequencies, length, stages, DECODING)
         else:
             predicted += chunked_loads(
