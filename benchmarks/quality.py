@@ -183,7 +183,7 @@ def main() -> None:
     facts = environment()
     print_header(facts)
     model = MoE.from_pretrained(options.model)
-    scorer = Scorer(model, 8_000 if options.quick else 60_000)
+    scorer = Scorer(model, 8_000 if options.quick else 20_000)
     original = scorer.bits_per_byte(scorer.original)
     points = [
         point for size in ((64,) if options.quick else (32, 64)) for point in measure(scorer, size)
