@@ -41,23 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="continue a prompt")
-    _add_model(generate, required=False)
-    generate.add_argument(
-        "--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file"
-    )
-    generate.add_argument(
-        "--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)"
-    )
-    generate.add_argument(
-        "--out", metavar="FILE", help="answers of the batch; those there are not done again"
-    )
-    _add_sampling(generate)
-    generate.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
-    generate.add_argument(
-        "--print-config", action="store_true", help="print each setting and its origin, and stop"
-    )
+    _add_generate(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to a model; /reset, /stats and /exit inside")
@@ -66,21 +50,54 @@ def build_parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
 
     serve = commands.add_parser("serve", help="answer OpenAI's HTTP API until stopped")
-    _add_model(serve, required=True)
-    _add_sampling(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    serve.add_argument(
+    _add_serve(serve)
+    serve.set_defaults(run=_serve)
+
+    convert = commands.add_parser("convert", help="write a model as a store, which loads at once")
+    _add_convert(convert)
+    convert.set_defaults(run=_convert)
+
+    doctor = commands.add_parser("doctor", help="check this machine: what works, what is missing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=False)
+    parser.add_argument(
+        "--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file"
+    )
+    parser.add_argument(
+        "--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="answers of the batch; those there are not done again"
+    )
+    _add_sampling(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the text"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print each setting and its origin, and stop"
+    )
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    _add_sampling(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    parser.add_argument(
         "--api-key",
         metavar="KEY",
         help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
     )
-    serve.set_defaults(run=_serve)
 
-    convert = commands.add_parser("convert", help="write a model as a store, which loads at once")
-    convert.add_argument("model", help="model directory or Hugging Face hub id")
-    convert.add_argument("out", help="directory of the store, made here")
-    convert.add_argument(
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="model directory or Hugging Face hub id")
+    parser.add_argument("out", help="directory of the store, made here")
+    parser.add_argument(
         "--bits",
         type=int,
         choices=(2, 4, 8, 16),
@@ -88,25 +105,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="of experts; fewer can be chosen when loading; 16: whole (%(default)s)",
     )
     for name, what in (("trunk", "other linear layers"), ("head", "the output head")):
-        convert.add_argument(
+        parser.add_argument(
             f"--{name}-bits",
             type=int,
             choices=(4, 8, 16),
             default=8,
             help=f"of {what} (%(default)s)",
         )
-    convert.add_argument(
+    parser.add_argument(
         "--group-size",
         type=int,
         choices=(32, 64),
         default=64,
         help="weights that share a scale (%(default)s)",
     )
-    convert.set_defaults(run=_convert)
-
-    doctor = commands.add_parser("doctor", help="check this machine: what works, what is missing")
-    doctor.set_defaults(run=_doctor)
-    return parser
 
 
 def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
