@@ -48,6 +48,46 @@ def check_done(done: int, experts: AnyExperts | None = None) -> None:
         raise MemoryError(_NO_MEMORY)
 
 
+def run_layer(
+    function: Callable[..., int],
+    layer: ctypes.Structure,
+    activation: ctypes.Structure | None,
+    steps: Callable[[Tensor, Tensor, Tensor], Tensor],
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: AnyExperts,
+) -> Tensor:
+    """A layer on tensors as C++ reads them; float16 activations go as float32.
+
+    Args:
+        function: runs the whole layer, where C++ knows the activation and there is no post norm.
+        layer: what it is told of the weights.
+        activation: what it is told of the activation; None where C++ does not know it.
+        steps: otherwise, from hidden, ids and weights to the (T, H) result.
+    """
+    dtype = hidden_TH.dtype
+    hidden_TH = (hidden_TH.float() if dtype == torch.float16 else hidden_TH).contiguous()
+    ids_TK = expert_ids_TK.to(torch.int64).contiguous()
+    weights_TK = weights_TK.to(torch.float32).contiguous()
+    if activation is None or experts.post_norm is not None:
+        return steps(hidden_TH, ids_TK, weights_TK).to(dtype)
+    output_TH = torch.empty_like(hidden_TH)
+    done = function(
+        ctypes.addressof(layer),
+        ctypes.addressof(activation),
+        hidden_TH.data_ptr(),
+        DTYPES[hidden_TH.dtype],
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        *ids_TK.shape,
+        output_TH.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_done(done, experts)
+    return output_TH.to(dtype)
+
+
 def in_steps(
     library: ctypes.CDLL,
     hidden_TH: Tensor,

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.activation import Activation, empty_rows, recognise
-from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, check_done, declare, in_steps
+from kernels.cpu.calls import (
+    DTYPES,
+    NUMBER,
+    POINTER,
+    SIZE,
+    declare,
+    in_steps,
+    run_layer,
+)
 from kernels.reference import ExpertWeights, check_shapes
 
 _SIGNATURES = {
@@ -76,31 +84,23 @@ class NativeExperts:
         inner activations are rounded to bf16 then, as in transformers); all else is float32.
         """
         check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
-        if hidden_TH.dtype == torch.float16:
-            hidden = hidden_TH.float()
-            return self(hidden, expert_ids_TK, weights_TK, experts).to(torch.float16)
         if expert_ids_TK.numel() == 0:
             return torch.zeros_like(hidden_TH)
-        hidden_TH = hidden_TH.contiguous()
-        ids_TK = expert_ids_TK.to(torch.int64).contiguous()
-        weights_TK = weights_TK.to(torch.float32).contiguous()
         plan = self._plan(experts)
-        if plan.activation is None or experts.post_norm is not None:
+
+        def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
             return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
-        output_TH = torch.empty_like(hidden_TH)
-        done = self._library.moe_forward(
-            ctypes.addressof(plan.layer),
-            ctypes.addressof(plan.activation),
-            hidden_TH.data_ptr(),
-            DTYPES[hidden_TH.dtype],
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            *ids_TK.shape,
-            output_TH.data_ptr(),
-            torch.get_num_threads(),
+
+        return run_layer(
+            self._library.moe_forward,
+            plan.layer,
+            plan.activation,
+            steps,
+            hidden_TH,
+            expert_ids_TK,
+            weights_TK,
+            experts,
         )
-        check_done(done, experts)
-        return output_TH
 
     def _in_steps(
         self,

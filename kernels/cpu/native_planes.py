@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.activation import empty_rows
-from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, check_done, declare, in_steps
+from kernels.cpu.calls import (
+    DTYPES,
+    NUMBER,
+    POINTER,
+    SIZE,
+    check_done,
+    declare,
+    in_steps,
+    run_layer,
+)
 from kernels.cpu.plans import LayerPlan, MatrixPlan, plan_layer, plan_matrix
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
 from kernels.quantized import check_rows
@@ -81,31 +90,23 @@ class NativePlanes:
         inputs only, not on the other rows of the call nor on the number of threads.
         """
         check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
-        if hidden_TH.dtype == torch.float16:
-            hidden = hidden_TH.float()
-            return self.experts(hidden, expert_ids_TK, weights_TK, experts).to(torch.float16)
         if expert_ids_TK.numel() == 0:
             return torch.zeros_like(hidden_TH)
-        hidden_TH = hidden_TH.contiguous()
-        ids_TK = expert_ids_TK.to(torch.int64).contiguous()
-        weights_TK = weights_TK.to(torch.float32).contiguous()
         plan = self.layer_plan(experts)
-        if plan.activation is None or experts.post_norm is not None:
+
+        def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
             return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
-        output_TH = torch.empty_like(hidden_TH)
-        done = self._library.moe_quantized_forward(
-            ctypes.addressof(plan.record),
-            ctypes.addressof(plan.activation),
-            hidden_TH.data_ptr(),
-            DTYPES[hidden_TH.dtype],
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            *ids_TK.shape,
-            output_TH.data_ptr(),
-            torch.get_num_threads(),
+
+        return run_layer(
+            self._library.moe_quantized_forward,
+            plan.record,
+            plan.activation,
+            steps,
+            hidden_TH,
+            expert_ids_TK,
+            weights_TK,
+            experts,
         )
-        check_done(done, experts)
-        return output_TH
 
     def _in_steps(
         self,

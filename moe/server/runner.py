@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar
 
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
-from moe.scheduler import Group
 from moe.server.engine_thread import EngineThread, Outcomes
 from moe.server.errors import GENERIC, APIError
 from moe.server.guard import log_failure
 from moe.server.job import Job
 from moe.server.metrics import Metrics, TokenClock
+from moe.wave import Group
 
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
