@@ -1,6 +1,6 @@
 """What does a decode step cost beside the weights it reads?
 
-    python -m benchmarks.step_overhead [--seconds 4] [--batch 1,4,16]
+    python -m benchmarks.step_overhead [--quick] [--seconds 4] [--batch 1,4,16]
 
 A random Qwen3-MoE of 16 layers whose weights are next to nothing (hidden size 32, 64 experts of
 width 8, top-8), decoded by `Engine.step`: through transformers' own layers and fused
@@ -59,6 +59,7 @@ def decoding(model: MoE, batch: int) -> Callable[[int], object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="one second of each batch size")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each batch size")
     parser.add_argument("--batch", default="1,4,16")
     options = parser.parse_args()
@@ -70,7 +71,7 @@ def main() -> None:
     for batch in map(int, options.batch.split(",")):
         seconds = take_turns(
             {"transformers": decoding(plain, batch), "fused": decoding(fused, batch)},
-            options.seconds,
+            1.0 if options.quick else options.seconds,
         )
         us = {name: value * 1e6 / LAYERS for name, value in seconds.items()}
         found[str(batch)] = {name: round(value, 1) for name, value in us.items()}
