@@ -32,7 +32,11 @@ __all__ = [
 
 
 def experts_forward(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: AnyExperts,
+    add_to_TH: Tensor | None = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts' outputs; see `kernels.reference.experts_forward`.
 
@@ -41,9 +45,10 @@ def experts_forward(
         expert_ids_TK: (T, K) int64 in [0, E), -1 for an unused slot.
         weights_TK: (T, K) float32 routing weights.
         experts: the layer's weights, on hidden's device.
+        add_to_TH: (T, H) float32, contiguous: what other experts' slots have given so far.
 
     Returns:
-        (T, H) in hidden's dtype.
+        (T, H) in hidden's dtype; or ``add_to_TH``, to which the sum was added in place.
 
     Raises:
         ValueError: an expert id outside [-1, E) or shapes that do not fit.
@@ -51,15 +56,15 @@ def experts_forward(
     if hidden_TH.device.type == "cpu" and not _needs_grad(hidden_TH, weights_TK, experts):
         native, _ = choose_kernel()
         if native is not None and native.supports(hidden_TH, experts):
-            return native.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts)
+            return native.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     if hidden_TH.device.type == "cuda" and not _needs_grad(hidden_TH, weights_TK, experts):
         triton = triton_kernels()
         if triton is not None and triton.supports(hidden_TH, experts):
             output_TH: Tensor = triton.experts_forward(
-                hidden_TH, expert_ids_TK, weights_TK, experts
+                hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH
             )
             return output_TH
-    return reference.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts)
+    return reference.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:

@@ -9,10 +9,11 @@ Shape legend as in kernels/reference.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +26,18 @@ from kernels.triton import triton_status
 
 _logger = logging.getLogger("moe")
 
-# (hidden_TH, expert_ids_TK, weights_TK, experts) -> (T, H)
-Forward = Callable[[Tensor, Tensor, Tensor, AnyExperts], Tensor]
+
+class Forward(Protocol):
+    """What `kernels.experts_forward` is."""
+
+    def __call__(
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: AnyExperts,
+        add_to_TH: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)

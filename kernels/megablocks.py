@@ -54,20 +54,25 @@ class MegaBlocksExperts:
                 )
 
     def __call__(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: AnyExperts,
+        add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As kernels.reference.experts_forward, without gradients; products are of bf16.
 
         `check` must have accepted the experts.
         """
         assert isinstance(experts, ExpertWeights)
-        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         tokens, slots = expert_ids_TK.shape
         ids_S = expert_ids_TK.reshape(-1).cpu()
         unused = int((ids_S == -1).sum())
         used_A = ids_S[ids_S != -1]
         if used_A.numel() == 0:
-            return torch.zeros_like(hidden_TH)
+            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
         if int(used_A.min()) < 0 or int(used_A.max()) >= experts.num_experts:
             raise id_error(experts)
         sizes_E = torch.bincount(used_A, minlength=experts.num_experts)
@@ -86,7 +91,10 @@ class MegaBlocksExperts:
         row_SH = hidden_TH.new_zeros(tokens * slots, hidden_TH.shape[1], dtype=torch.float32)
         row_TKH = row_SH.index_copy(0, order_A, row_AH.float()).unflatten(0, (tokens, slots))
         weights_TK1 = weights_TK.float().masked_fill(expert_ids_TK < 0, 0.0)[..., None]
-        return (weights_TK1 * row_TKH).sum(1).to(hidden_TH.dtype)
+        output_TH = torch.zeros_like(row_TKH[:, 0]) if add_to_TH is None else add_to_TH
+        for k in range(slots):
+            output_TH += weights_TK1[:, k] * row_TKH[:, k]
+        return output_TH if add_to_TH is not None else output_TH.to(hidden_TH.dtype)
 
 
 def _load() -> Callable[..., Tensor]:

@@ -1,16 +1,22 @@
 """Weights as nested bit planes: 8-bit codes whose first bits alone are a coarser weight.
 
-A weight is ``scale * (code - 128)`` with an unsigned code of 8 bits and one scale for each group of
-32 or 64 weights of a row (symmetric, round to nearest). The code is cut into planes of 2, 2 and 4
-bits, highest first, so that the first one, two or three planes are a weight of 2, 4 or 8 bits. A
+A weight is ``scale * (code - 136)`` with an unsigned code of 8 bits and one scale, of either sign,
+for each group of 32 or 64 weights of a row (round to nearest). The code is cut into planes of 2, 2
+and 4 bits, highest first: the first one, two or three planes are a weight of 2, 4 or 8 bits. A
 prefix stands for the middle of the codes that begin with it (half-step centring, ELMoE-3D's LSB
 augmentation, ALGORITHMS.md 4.1): truncation would bias every weight downwards.
+
+136 is such a middle for 4 bits, which therefore are a signed integer of their own, ``16 * scale *
+i`` with i from -8 to 7: rounded to nearest, with an exact zero. The scale makes the largest weight
+of a group exact in 4 bits, as -8, by its sign where the weight is positive; or as 7, where -8 would
+push the opposite extreme off the grid. That costs a little of the mean error, and is the better for
+the model (`python -m benchmarks.quality`): the largest weights matter most.
 
 Layout, the one that the kernels read without moving anything: blocks of 16 rows; within a block,
 *steps* of 4 columns, each 64 codes (row by row, 4 columns of a row side by side): the operand of a
 vector dot product that gives 16 rows at once. A 64-byte vector of a 2-bit plane holds 4 steps, the
 first in the highest bits; one of the 4-bit plane holds 2, the first in the low half. Rows are
-padded to 16 and columns to whole groups, with code 128 and scale 0.
+padded to 16 and columns to whole groups, with code 136 and scale 0.
 
 Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row.
 """
@@ -29,8 +35,9 @@ PREFIX_BITS = (2, 4, 8)
 GROUP_SIZES = (32, 64)
 BLOCK_ROWS = 16
 STEP_COLUMNS = 4
-ZERO_CODE = 128
-_MAX_CODE = 127
+ZERO_CODE = 136
+MAX_CODE = 255
+_LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 
 
@@ -94,22 +101,20 @@ def quantize(weight_NK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
         group_size: columns that share a scale.
 
     Returns:
-        ``(..., N, K)`` uint8 codes in [1, 255] and ``(..., N, D)`` float16 scales. A scale is
-        rounded up to float16, so that no code is clipped.
+        ``(..., N, K)`` uint8 codes and ``(..., N, D)`` float16 scales. A scale is rounded away from
+        zero, so that no code is clipped.
 
     Raises:
         ValueError: a weight is NaN, infinite or too large for a float16 scale.
     """
     columns = weight_NK.shape[-1]
     weight = pad(weight_NK.float(), (0, -columns % group_size)).unflatten(-1, (-1, group_size))
-    exact = weight.abs().amax(-1) / _MAX_CODE
-    scale = exact.to(torch.float16)
-    scale = torch.where(scale.float() < exact, _next_float16(scale), scale)
+    scale = _next_float16(_scale(-weight.amin(-1), weight.amax(-1)))
     if not bool(scale.isfinite().all()):
-        raise ValueError("weights must be finite and below 8e6 in size to be quantized")
+        raise ValueError("weights must be finite and below 7e6 in size to be quantized")
     divisor = scale.float().masked_fill(scale == 0, 1.0)[..., None]
-    codes = (weight / divisor).round().clamp(-_MAX_CODE, _MAX_CODE) + ZERO_CODE
-    return codes.to(torch.uint8).flatten(-2)[..., :columns], scale
+    codes = (weight / divisor).round() + ZERO_CODE
+    return codes.clamp(0, MAX_CODE).to(torch.uint8).flatten(-2)[..., :columns], scale
 
 
 def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
@@ -168,6 +173,15 @@ def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) ->
     return values * spread[..., : layout.columns]
 
 
+def _scale(low: Tensor, high: Tensor) -> Tensor:
+    """Of groups in [-low, high], one of them 0 or more: negative where `high` is larger."""
+    larger, smaller = torch.maximum(low, high), torch.minimum(low, high)
+    scale = larger / _LARGEST_BELOW
+    fits = smaller <= scale * (MAX_CODE - ZERO_CODE)
+    scale = torch.where(fits, scale, larger / _LARGEST_ABOVE)
+    return torch.where(high > low, -scale, scale)
+
+
 def _steps(codes_NK: Tensor, layout: PlaneLayout) -> Tensor:
     rows, columns = layout.padded_rows - layout.rows, layout.padded_columns - layout.columns
     codes = pad(codes_NK, (0, columns, 0, rows), value=ZERO_CODE)
@@ -181,5 +195,7 @@ def _positions(bits: int) -> range:
 
 
 def _next_float16(values: Tensor) -> Tensor:
-    """The next larger float16 of non-negative values."""
-    return (values.view(torch.int16) + 1).view(torch.float16)
+    """Float32 values rounded away from zero."""
+    nearest = values.to(torch.float16)
+    larger = (nearest.view(torch.int16) + 1).view(torch.float16)  # in size: the sign is a bit apart
+    return torch.where(nearest.float().abs() < values.abs(), larger, nearest)

@@ -3,7 +3,7 @@
 It is part of the format, so that every kernel gives the same numbers. Activations are quantised row
 by row and group by group to 8 bits: with ``a`` the largest magnitude of a group,
 ``scale = a / 127`` and ``q = rint(x * (127 / a))``; a group below `TINY` counts as zero. The dot
-product of a group is a sum of integers, ``q * (code - 128)``, and therefore exact; the products
+product of a group is a sum of integers, ``q * (code - 136)``, and therefore exact; the products
 ``(weight scale * activation scale) * dot`` are added in float32 in the order of the groups. What an
 activation function makes of the first projection is quantised in the same way for the second.
 
@@ -48,8 +48,9 @@ def quantize_rows(x_TK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     largest_TD = x_TDG.abs().amax(-1)
     tiny_TD = largest_TD < TINY
     largest_TD = largest_TD.masked_fill(tiny_TD, 0.0)
-    inverse_TD = (_MAX_CODE / largest_TD).masked_fill(tiny_TD, 0.0)
-    # One multiplication and one division, each rounded once, as kernels do it.
+    # One multiplication and one division, each rounded once, as kernels do it: torch makes of
+    # `127 / tensor` a reciprocal and a product.
+    inverse_TD = (largest_TD.new_tensor(_MAX_CODE) / largest_TD).masked_fill(tiny_TD, 0.0)
     return torch.round(x_TDG * inverse_TD[..., None]), largest_TD / _MAX_CODE
 
 

@@ -78,7 +78,11 @@ AnyExperts = ExpertWeights | QuantizedExperts
 
 
 def experts_forward(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: AnyExperts,
+    add_to_TH: Tensor | None = None,
 ) -> Tensor:
     """Each token's weighted sum of its experts: `sum_k weights[t, k] * expert_k(hidden[t])`.
 
@@ -87,17 +91,20 @@ def experts_forward(
         expert_ids_TK: (T, K) integers in [0, E), -1 for an unused slot.
         weights_TK: (T, K) routing weights.
         experts: the layer's weights.
+        add_to_TH: (T, H) in the dtype of the sum, contiguous: what other slots have given so far.
 
     Returns:
         (T, H) in hidden's dtype, zero where a token uses no slot. Projections run in the weights'
         dtype, except for half precision on the CPU, where each expert is upcast to float32 (half
         arithmetic is slow there), and for quantised experts (see kernels/quantized.py). The sum
-        runs in float32 (float64 for float64 weights), in slot order.
+        runs in float32 (float64 for float64 weights), in slot order. With ``add_to_TH``, that, to
+        which the sum was added in place: where the slots of a token are in ascending order, calls
+        for ascending ranges of experts, the first of them with zeros, give the bits of one call.
 
     Raises:
         ValueError: an expert id outside [-1, E) or shapes that do not fit.
     """
-    check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+    check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     compute, accumulate = _dtypes(experts)
     ids_S = expert_ids_TK.reshape(-1)
     used = torch.unique(ids_S).tolist()
@@ -110,9 +117,11 @@ def experts_forward(
         row_RH = hidden_TH[slot_R // num_slots].to(compute)
         rows.append(_one_expert(row_RH, expert, experts).to(accumulate))
         slots.append(slot_R)
-    output_TH = torch.zeros(hidden_TH.shape, dtype=accumulate, device=hidden_TH.device)
+    output_TH = add_to_TH
+    if output_TH is None:
+        output_TH = torch.zeros(hidden_TH.shape, dtype=accumulate, device=hidden_TH.device)
     if not rows:
-        return output_TH.to(hidden_TH.dtype)
+        return output_TH if add_to_TH is not None else output_TH.to(hidden_TH.dtype)
     order_S = torch.cat(slots)
     zeros_SH = output_TH.new_zeros(ids_S.shape[0], hidden_TH.shape[1])
     row_TKH = zeros_SH.index_copy(0, order_S, torch.cat(rows)).view(
@@ -120,14 +129,18 @@ def experts_forward(
     )
     weights_TK = weights_TK.to(accumulate).masked_fill(expert_ids_TK < 0, 0)
     for k in range(num_slots):
-        output_TH = output_TH + weights_TK[:, k, None] * row_TKH[:, k]
-    return output_TH.to(hidden_TH.dtype)
+        output_TH += weights_TK[:, k, None] * row_TKH[:, k]
+    return output_TH if add_to_TH is not None else output_TH.to(hidden_TH.dtype)
 
 
 def check_shapes(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: AnyExperts,
+    add_to_TH: Tensor | None = None,
 ) -> None:
-    """Raise ValueError where hidden, ids and weights do not belong together."""
+    """Raise ValueError where hidden, ids, weights and sum do not belong together."""
     if hidden_TH.dim() != 2 or hidden_TH.shape[1] != experts.hidden_size:
         raise ValueError(
             f"hidden must be (T, {experts.hidden_size}) for these experts, "
@@ -139,6 +152,21 @@ def check_shapes(
             f"expert ids and weights must both be (T, K) with T={hidden_TH.shape[0]}, "
             f"got {tuple(ids_shape)} and {tuple(weights_TK.shape)}"
         )
+    accumulate = sum_dtype(experts)
+    if add_to_TH is not None and (
+        add_to_TH.shape != hidden_TH.shape
+        or add_to_TH.dtype != accumulate
+        or not add_to_TH.is_contiguous()
+    ):
+        raise ValueError(
+            f"the sum so far must be {tuple(hidden_TH.shape)} {accumulate} and contiguous, "
+            f"got {tuple(add_to_TH.shape)} {add_to_TH.dtype}"
+        )
+
+
+def sum_dtype(experts: AnyExperts) -> torch.dtype:
+    """In which a token's slots are summed."""
+    return _dtypes(experts)[1]
 
 
 def id_error(experts: AnyExperts) -> ValueError:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 UNUSED = -1
+_LAST = torch.iinfo(torch.int64).max
 
 
 class RoutingError(ValueError):
@@ -24,7 +25,8 @@ class Routing:
     """Which experts each token visits, and with what weight.
 
     Attributes:
-        expert_ids: ``(T, K)`` int64 in ``[0, E)``; ``UNUSED`` (-1) marks an unused slot.
+        expert_ids: ``(T, K)`` int64 in ``[0, E)``, ascending in each row: the order in which the
+            experts' outputs are summed. ``UNUSED`` (-1) marks an unused slot, after those in use.
         weights: ``(T, K)`` float32; 0 in unused slots. Not renormalised here: the router's own
             normalisation and scaling are already inside.
     """
@@ -47,7 +49,15 @@ class Routing:
         expert_ids = top_k_index.long()
         weights = top_k_weights.float()
         outside = (expert_ids < 0) | (expert_ids >= num_experts)
-        return cls(expert_ids.masked_fill(outside, UNUSED), weights.masked_fill(outside, 0.0))
+        return cls(
+            expert_ids.masked_fill(outside, UNUSED), weights.masked_fill(outside, 0.0)
+        ).ascending()
+
+    def ascending(self) -> Routing:
+        """The same decision with its slots in their order."""
+        keys = self.expert_ids.where(self.expert_ids != UNUSED, _LAST)
+        order = keys.argsort(dim=1)
+        return Routing(self.expert_ids.gather(1, order), self.weights.gather(1, order))
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +91,11 @@ class Routing:
             raise RoutingError("unused slots (id -1) must have weight 0")
         if not bool(torch.isfinite(self.weights).all()):
             raise RoutingError("routing weights must be finite")
-        ordered = self.expert_ids.sort(dim=1).values
-        if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != UNUSED)).any()):
+        before, after = self.expert_ids[:, :-1], self.expert_ids[:, 1:]
+        if bool(((before == after) & (after != UNUSED)).any()):
             raise RoutingError("a token may visit an expert only once")
+        if bool(((after != UNUSED) & ((before == UNUSED) | (before > after))).any()):
+            raise RoutingError("slots must be in ascending order of experts, unused ones last")
         return self
 
     def split(self, sizes: Sequence[int]) -> list[Routing]:

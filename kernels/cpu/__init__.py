@@ -38,12 +38,17 @@ class NativeKernels:
         return self.whole.supports(hidden_TH, experts)
 
     def experts_forward(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: AnyExperts,
+        add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As kernels.reference.experts_forward, without gradients."""
         if isinstance(experts, QuantizedExperts):
-            return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts)
-        return self.whole(hidden_TH, expert_ids_TK, weights_TK, experts)
+            return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
+        return self.whole(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
 
 @cache

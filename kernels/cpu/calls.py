@@ -20,7 +20,7 @@ _NO_MEMORY = "no memory for the scratch rows of this call; use fewer tokens at o
 _SIGNATURES = {
     "moe_routing_numbers": (SIZE, (SIZE, SIZE)),
     "moe_route": (SIZE, (POINTER, SIZE, SIZE, POINTER, POINTER)),
-    "moe_combine": (None, (*(POINTER,) * 3, SIZE, SIZE, SIZE, POINTER, NUMBER, NUMBER)),
+    "moe_combine": (None, (*(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, POINTER, NUMBER)),
 }
 
 
@@ -57,6 +57,7 @@ def run_layer(
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     experts: AnyExperts,
+    add_to_TH: Tensor | None,
 ) -> Tensor:
     """A layer on tensors as C++ reads them; float16 activations go as float32.
 
@@ -71,8 +72,9 @@ def run_layer(
     ids_TK = expert_ids_TK.to(torch.int64).contiguous()
     weights_TK = weights_TK.to(torch.float32).contiguous()
     if activation is None or experts.post_norm is not None:
-        return steps(hidden_TH, ids_TK, weights_TK).to(dtype)
-    output_TH = torch.empty_like(hidden_TH)
+        output_TH = steps(hidden_TH, ids_TK, weights_TK)
+        return output_TH if add_to_TH is not None else output_TH.to(dtype)
+    output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
     done = function(
         ctypes.addressof(layer),
         ctypes.addressof(activation),
@@ -82,10 +84,11 @@ def run_layer(
         weights_TK.data_ptr(),
         *ids_TK.shape,
         output_TH.data_ptr(),
+        None if add_to_TH is None else add_to_TH.data_ptr(),
         torch.get_num_threads(),
     )
     check_done(done, experts)
-    return output_TH.to(dtype)
+    return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
 
 def in_steps(
@@ -94,6 +97,7 @@ def in_steps(
     ids_TK: Tensor,
     weights_TK: Tensor,
     experts: AnyExperts,
+    add_to_TH: Tensor | None,
     first: Callable[[int, int], Tensor],
     second: Callable[[int, Tensor, Tensor], None],
 ) -> Tensor:
@@ -119,7 +123,7 @@ def in_steps(
     second(routing, inner_AF, row_AH)
     if experts.post_norm is not None:
         row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
-    output_TH = torch.empty_like(hidden_TH)
+    output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
     library.moe_combine(
         routing,
         row_AH.data_ptr(),
@@ -128,6 +132,7 @@ def in_steps(
         experts.hidden_size,
         output_TH.data_ptr(),
         DTYPES[hidden_TH.dtype],
+        None if add_to_TH is None else add_to_TH.data_ptr(),
         threads,
     )
     return output_TH

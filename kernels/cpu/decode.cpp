@@ -103,9 +103,13 @@ void Pass::add_attention(long b) {
 
 void Pass::route_row(long b) {
   const Rule& rule = layer->rule;
-  if (layer->router)
-    choose_experts(rule, logits + b * rule.experts, choice + b * rule.experts,
-                   ids + b * rule.top_k, weights + b * rule.top_k);
+  if (layer->router) {
+    int64_t* own_ids = ids + b * rule.top_k;
+    float* own_weights = weights + b * rule.top_k;
+    choose_experts(rule, logits + b * rule.experts, choice + b * rule.experts, own_ids,
+                   own_weights);
+    sort_choice(rule.top_k, own_ids, own_weights);
+  }
   float* x = inner.x + b * inner.width;
   for (long c = 0; c < inner.width; c += LANES) {
     const long left = inner.width - c;

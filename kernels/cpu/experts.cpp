@@ -73,21 +73,22 @@ void moe_second(const Layer* layer, const Routing* routing, const float* inner, 
   });
 }
 
-// out (T, H) of `dtype` = each token's weighted sum of its rows (A, H).
+// out (T, H) of `dtype` = each token's weighted sum of its rows (A, H); see `combine` for so_far.
 void moe_combine(const Routing* routing, const float* rows, const float* weights, int64_t tokens,
-                 int64_t slots, int64_t hidden, void* out, int32_t dtype, int32_t threads) {
+                 int64_t slots, int64_t hidden, void* out, int32_t dtype, float* so_far,
+                 int32_t threads) {
   threads = team(routing->rows * hidden, threads);
   Turns turns;
   with_rows(out, dtype, [&](auto* to) {
 #pragma omp parallel num_threads(threads)
-    combine(*routing, rows, weights, tokens, slots, hidden, to, turns);
+    combine(*routing, rows, weights, tokens, slots, hidden, to, so_far, turns);
   });
 }
 
-// The whole layer, gate and up in halves. 1: done, -1: an id outside [-1, E), 0: no memory.
+// The whole layer, gate and up in halves; see `combine` for so_far. 1: done, -1: an id outside [-1, E), 0: no memory.
 int32_t moe_forward(const Layer* layer, const Activation* activation, const void* hidden,
                     int32_t dtype, const int64_t* ids, const float* weights, int64_t tokens,
-                    int64_t slots, void* out, int32_t threads) {
+                    int64_t slots, void* out, float* so_far, int32_t threads) {
   const long H = layer->hidden, F = layer->width, S = tokens * slots;
   const size_t routing_bytes = aligned(routing_numbers(S, layer->experts) * sizeof(int32_t));
   const size_t inner_bytes = aligned(S * F * sizeof(float));
@@ -108,7 +109,7 @@ int32_t moe_forward(const Layer* layer, const Activation* activation, const void
         project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, *activation, F, H,
                          inner, threads, first);
         project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads, second);
-        combine(routing, row, weights, tokens, slots, H, to, sum);
+        combine(routing, row, weights, tokens, slots, H, to, so_far, sum);
       }
     });
   });

@@ -145,20 +145,30 @@ void project_gated(const Routing& routing, const From* x, long slots_a_row, cons
                 });
 }
 
-// out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]].
+static inline bool uses_any(const Routing& routing, long slot, long count) {
+  for (long s = slot; s < slot + count; ++s)
+    if (routing.position[s] >= 0) return true;
+  return false;
+}
+
+// out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]]. Where there is a sum so
+// far, (T, H), that is continued in place and out is left alone.
 template <class X>
 void combine(const Routing& routing, const float* row, const float* weights, long tokens,
-             long slots, long hidden, X* out, Turns& turns) {
+             long slots, long hidden, X* out, float* so_far, Turns& turns) {
   constexpr long chunk = 8;
   turns.run((tokens + chunk - 1) / chunk, [&](long task) {
     const long first = task * chunk, last = first + chunk < tokens ? first + chunk : tokens;
     for (long t = first; t < last; ++t) {
+      if (so_far && !uses_any(routing, t * slots, slots)) continue;
       for (long c = 0; c < hidden; c += LANES) {
-        vf sum = {};
+        const long at = t * hidden + c, left = hidden - c;
+        vf sum = so_far ? load_as_fp32(so_far + at, left) : vf{};
         for (long s = t * slots; s < (t + 1) * slots; ++s)
           if (routing.position[s] >= 0)
-            sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, hidden - c);
-        store_fp32_as(out + t * hidden + c, sum, hidden - c);
+            sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, left);
+        if (so_far) store_fp32_as(so_far + at, sum, left);
+        else store_fp32_as(out + at, sum, left);
       }
     }
   });

@@ -33,7 +33,7 @@ _SIGNATURES = {
     "moe_second": (None, (POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER)),
     "moe_forward": (
         NUMBER,
-        (*(POINTER,) * 3, NUMBER, POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER),
+        (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
     ),
 }
 
@@ -75,7 +75,12 @@ class NativeExperts:
         )
 
     def __call__(
-        self, hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: ExpertWeights,
+        add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
         inputs only, not on the other rows of the call nor on the number of threads.
@@ -83,13 +88,13 @@ class NativeExperts:
         bf16 activations with bf16 weights use the CPU's bf16 dot products where it has them (the
         inner activations are rounded to bf16 then, as in transformers); all else is float32.
         """
-        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         if expert_ids_TK.numel() == 0:
-            return torch.zeros_like(hidden_TH)
+            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
         plan = self._plan(experts)
 
         def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
+            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan, add_to_TH)
 
         return run_layer(
             self._library.moe_forward,
@@ -100,6 +105,7 @@ class NativeExperts:
             expert_ids_TK,
             weights_TK,
             experts,
+            add_to_TH,
         )
 
     def _in_steps(
@@ -109,6 +115,7 @@ class NativeExperts:
         weights_TK: Tensor,
         experts: ExpertWeights,
         plan: _Plan,
+        add_to_TH: Tensor | None,
     ) -> Tensor:
         library, layer = self._library, ctypes.addressof(plan.layer)
         dtype, threads = DTYPES[hidden_TH.dtype], torch.get_num_threads()
@@ -123,7 +130,7 @@ class NativeExperts:
             inner, out = inner_AF.data_ptr(), out_AH.data_ptr()
             library.moe_second(layer, routing, inner, dtype, out, threads)
 
-        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, first, second)
+        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, add_to_TH, first, second)
 
     def _plan(self, experts: ExpertWeights) -> _Plan:
         # Parameters can be moved or converted in place under an unchanged object.

@@ -39,7 +39,7 @@ _SIGNATURES = {
     "moe_quantized_second": (NUMBER, (*(POINTER,) * 4, NUMBER)),
     "moe_quantized_forward": (
         NUMBER,
-        (*(POINTER,) * 3, NUMBER, POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER),
+        (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
     ),
 }
 
@@ -85,17 +85,18 @@ class NativePlanes:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
         experts: QuantizedExperts,
+        add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
         inputs only, not on the other rows of the call nor on the number of threads.
         """
-        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         if expert_ids_TK.numel() == 0:
-            return torch.zeros_like(hidden_TH)
+            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
         plan = self.layer_plan(experts)
 
         def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan)
+            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan, add_to_TH)
 
         return run_layer(
             self._library.moe_quantized_forward,
@@ -106,6 +107,7 @@ class NativePlanes:
             expert_ids_TK,
             weights_TK,
             experts,
+            add_to_TH,
         )
 
     def _in_steps(
@@ -115,6 +117,7 @@ class NativePlanes:
         weights_TK: Tensor,
         experts: QuantizedExperts,
         plan: LayerPlan,
+        add_to_TH: Tensor | None,
     ) -> Tensor:
         library, layer = self._library, ctypes.addressof(plan.record)
         threads, parts, width = torch.get_num_threads(), experts.parts, experts.intermediate_size
@@ -135,7 +138,7 @@ class NativePlanes:
             inner, out = inner_AF.data_ptr(), out_AH.data_ptr()
             check_done(library.moe_quantized_second(layer, routing, inner, out, threads))
 
-        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, first, second)
+        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, add_to_TH, first, second)
 
     def matrix_plan(self, matrix: PlaneMatrix) -> MatrixPlan:
         """The matrix's plan, made on the first call."""

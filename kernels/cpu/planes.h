@@ -13,10 +13,13 @@ constexpr int SLICES = BLOCK_ROWS / LANES;
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
 
+// A code stands for 0. Codes are multiplied as they are, or less 128 where bytes must be signed; the
+// sums start lower instead.
+constexpr int ZERO_CODE = 136;
 #if defined(__AVX512VNNI__)
-constexpr int CODE_ZERO = 128;  // codes are multiplied as they are; their sums start lower instead
+constexpr int FROM_ZERO = ZERO_CODE;
 #else
-constexpr int CODE_ZERO = 0;
+constexpr int FROM_ZERO = ZERO_CODE - 128;
 #endif
 
 // Activation rows of a tile: as many sums as the registers hold beside the codes.
@@ -30,7 +33,7 @@ constexpr int TILE_ROWS = 4;
 struct QuantizedRows {
   int8_t* codes;   // (rows, stride)
   float* scale;    // (rows, groups)
-  int32_t* start;  // (rows, groups): -CODE_ZERO * the sum of the group's codes
+  int32_t* start;  // (rows, groups): -FROM_ZERO * the sum of the group's codes
   long stride, groups;
 
   QuantizedRows from(long row) const {

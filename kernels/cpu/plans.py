@@ -1,6 +1,7 @@
 """What C++ needs to know of matrices and layers of bit planes: records of addresses and sizes.
 
-A plan is made once for each object: its tensors must stay where they are.
+A plan is made once for each object: its tensors must stay where they are. What they hold may change
+(slots of an expert cache, see offload/).
 
 Shape legend as in kernels/reference.py.
 """
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kernels.cpu.activation import Activation, recognise
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
@@ -38,7 +38,10 @@ class LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("blobs", "planes", "first_bias", "second_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "width")),
-        *((name, ctypes.c_int32) for name in ("first_group", "second_group", "parts")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("first_group", "second_group", "parts", "interleaved")
+        ),
     )
 
 
@@ -76,14 +79,13 @@ def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
 
 
 def plan_layer(experts: QuantizedExperts) -> LayerPlan:
-    """Addresses and sizes of a layer, its biases in the order of the stored parts."""
+    """Addresses and sizes of a layer; float32 biases are used where they lie."""
     rows = [_addresses(*blobs) for blobs in zip(experts.planes, experts.scales, strict=True)]
     table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     counts = torch.tensor([len(p) for p in experts.planes], dtype=torch.int32, device="cpu")
-    first_bias, second_bias = _first_bias(experts), None
-    if experts.down_bias_EH is not None:
-        second_bias = experts.down_bias_EH.detach().float().contiguous()
-    kept = table, counts, first_bias, second_bias
+    biases = (experts.gate_up_bias_EG, experts.down_bias_EH)
+    own = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
+    kept = table, counts, *own
     record = LayerRecord(
         *(None if tensor is None else tensor.data_ptr() for tensor in kept),
         experts.num_experts,
@@ -92,23 +94,11 @@ def plan_layer(experts: QuantizedExperts) -> LayerPlan:
         experts.first.group_size,
         experts.second.group_size,
         experts.parts,
+        experts.interleaved,
     )
     width, parts = experts.intermediate_size, experts.parts
     known = recognise(experts.activation, width, parts, experts.interleaved)
     return LayerPlan(record, known, kept)
-
-
-def _first_bias(experts: QuantizedExperts) -> Tensor | None:
-    """(E, parts, F padded to whole groups) float32, gate before up."""
-    if experts.gate_up_bias_EG is None:
-        return None
-    bias = experts.gate_up_bias_EG.detach().float()
-    width, padded = experts.intermediate_size, experts.second.padded_columns
-    if experts.interleaved:
-        bias = bias.unflatten(1, (width, 2)).transpose(1, 2)
-    else:
-        bias = bias.unflatten(1, (experts.parts, width))
-    return pad(bias, (0, padded - width)).contiguous()
 
 
 def _addresses(planes: tuple[Tensor, ...], scales: Tensor) -> list[int]:

@@ -101,11 +101,11 @@ int32_t moe_quantized_second(const QuantizedLayer* layer, const Routing* routing
   return 1;
 }
 
-// The whole layer. 1: done, -1: an id outside [-1, E), 0: no memory.
+// The whole layer; see `combine` for so_far. 1: done, -1: an id outside [-1, E), 0: no memory.
 int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* activation,
                               const void* hidden, int32_t dtype, const int64_t* ids,
                               const float* weights, int64_t tokens, int64_t slots, void* out,
-                              int32_t threads) {
+                              float* so_far, int32_t threads) {
   const long H = layer->hidden, S = tokens * slots;
   const size_t routing_bytes = routing_numbers(S, layer->experts) * sizeof(int32_t);
   const size_t x_bytes = rows_bytes(S, H, layer->first_group);
@@ -133,7 +133,7 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
       quantize_tokens(*layer, routing, from, tokens, slots, x, quantising);
       project_first(*layer, *activation, routing, x, inner, codes, first);
       project_second(*layer, routing, inner, rows, codes, threads, second);
-      combine(routing, rows, weights, tokens, slots, H, to, sum);
+      combine(routing, rows, weights, tokens, slots, H, to, so_far, sum);
     }
   });
   scratch.trim();

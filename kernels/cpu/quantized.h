@@ -9,11 +9,12 @@
 extern "C" struct QuantizedLayer {
   const void* const* blobs;  // (E, 4): planes 0 to 2, scales; null for planes that are absent
   const int32_t* planes;     // (E,): 1, 2 or 3
-  const float* first_bias;   // (E, parts, F padded to whole groups), gate before up; or null
+  const float* first_bias;   // (E, parts * F) in the architecture's own order, or null
   const float* second_bias;  // (E, H), or null
   int64_t experts, hidden, width;
   int32_t first_group, second_group;  // columns of a group
   int32_t parts;                      // 2: gate and up; 1: no gate
+  int32_t interleaved;                // biases of gate and up in turn, not one after the other
 
   // Part 0 (gate) or 1 (up) of an expert's first projection, or `parts` for the second.
   PlaneMatrix matrix(long expert, int index) const {
@@ -25,6 +26,17 @@ extern "C" struct QuantizedLayer {
       w.plane[p] = static_cast<const uint8_t*>(blob[p]) + index * first.plane_bytes(p);
     w.scales = static_cast<const uint16_t*>(blob[3]) + index * first.num_scales();
     return w;
+  }
+
+  // Biases of LANES units of a part from `unit` on; zeros beyond the last.
+  vf bias(long expert, int part, long unit) const {
+    const long left = width - unit, count = left < LANES ? left : LANES;
+    if (!first_bias || count <= 0) return vf{};
+    const float* own = first_bias + expert * parts * width;
+    if (!interleaved) return load_part<vf>(own + part * width + unit, count);
+    float values[LANES] = {};
+    for (long i = 0; i < count; ++i) values[i] = own[2 * (unit + i) + part];
+    return load<vf>(values);
   }
 
   long panels() const { return (width + second_group - 1) / second_group; }  // of the first
@@ -91,16 +103,14 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
 static inline void project_first(const QuantizedLayer& layer, const Activation& activation,
                                  const Routing& routing, const QuantizedRows& x,
                                  const QuantizedRows& inner, uint8_t* memory, Turns& turns) {
-  const long group = layer.second_group, padded = layer.panels() * group;
+  const long group = layer.second_group;
   first_projection(layer, routing, x, memory, turns,
                    [&](long e, long r, long panel, const float* gate, const float* up) {
-    const float* bias = layer.first_bias;
-    if (bias) bias += e * layer.parts * padded + panel * group;
     alignas(64) float values[MAX_GROUP];
     for (long c = 0; c < group; c += LANES) {
       vf g = load<vf>(gate + c), u = load<vf>(up + c);
-      if (bias) g += load<vf>(bias + c);
-      if (bias && layer.parts == 2) u += load<vf>(bias + padded + c);
+      if (layer.first_bias) g += layer.bias(e, 0, panel * group + c);
+      if (layer.first_bias && layer.parts == 2) u += layer.bias(e, 1, panel * group + c);
       store(values + c, layer.parts == 2 ? activate(activation, g, u) : activate(activation, g));
     }
     quantize_group(values, group, inner.from(r), panel);
@@ -111,13 +121,13 @@ static inline void project_first(const QuantizedLayer& layer, const Activation& 
 static inline void project_first_only(const QuantizedLayer& layer, const Routing& routing,
                                       const QuantizedRows& x, float* out, uint8_t* memory,
                                       Turns& turns) {
-  const long group = layer.second_group, padded = layer.panels() * group, width = layer.width;
+  const long group = layer.second_group, width = layer.width;
   first_projection(layer, routing, x, memory, turns,
                    [&](long e, long r, long panel, const float* gate, const float* up) {
     const long at = panel * group, count = width - at < group ? width - at : group;
     for (int p = 0; p < layer.parts; ++p) {
-      const float* bias = layer.first_bias;
-      if (bias) bias += (e * layer.parts + p) * padded + at;
+      alignas(64) float bias[MAX_GROUP];
+      for (long c = 0; c < group; c += LANES) store(bias + c, layer.bias(e, p, at + c));
       store_sums(p ? up : gate, bias, count, out + (r * layer.parts + p) * width + at);
     }
   });

@@ -53,7 +53,7 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
   int32_t sum = 0;
   for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
   row.scale[group] = largest / MAX_CODE;
-  row.start[group] = -CODE_ZERO * sum;
+  row.start[group] = -FROM_ZERO * sum;
 }
 
 // A whole row of floats or bf16.

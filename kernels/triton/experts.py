@@ -54,7 +54,11 @@ def supports_matrix(x_TK: Tensor, matrix: PlaneMatrix) -> bool:
 
 
 def experts_forward(
-    hidden_TH: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, experts: AnyExperts
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    experts: AnyExperts,
+    add_to_TH: Tensor | None = None,
 ) -> Tensor:
     """As kernels.reference.experts_forward, without gradients; for layers that `supports` accepts.
 
@@ -62,9 +66,9 @@ def experts_forward(
     rounded to hidden's dtype. A row's bits depend on its own inputs only. The host does not see the
     ids: a token with an id outside [-1, E) gets a row of NaN.
     """
-    check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts)
+    check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     if expert_ids_TK.numel() == 0:
-        return torch.zeros_like(hidden_TH)
+        return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
     hidden_TH, ids_TK = hidden_TH.contiguous(), expert_ids_TK.contiguous()
     weights_TK = weights_TK.to(torch.float32).contiguous()
     plan = _plan(experts, hidden_TH.device)
@@ -72,9 +76,12 @@ def experts_forward(
     def run(tile: Tile) -> Tensor:
         blocks = route(ids_TK, experts.num_experts, tile.rows)
         row_SH = _slots(hidden_TH, ids_TK.shape[1], experts, plan, blocks, tile)
-        return combine(row_SH, ids_TK, weights_TK, experts.num_experts)
+        return combine(row_SH, ids_TK, weights_TK, experts.num_experts, add_to)
 
-    return run(choose(_key(hidden_TH, experts), ids_TK.numel() / experts.num_experts, run))
+    add_to = None  # while tiles are measured on this very call
+    tile = choose(_key(hidden_TH, experts), ids_TK.numel() / experts.num_experts, run)
+    add_to = add_to_TH
+    return run(tile)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:

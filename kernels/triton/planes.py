@@ -1,6 +1,6 @@
 """Grouped projections with weights as nested bit planes, each expert at a precision of its own.
 
-Codes become whole numbers in registers, ``code - 128``, which bf16 and float16 hold exactly; the
+Codes become whole numbers in registers, ``code - 136``, which bf16 and float16 hold exactly; the
 products of one scale group are summed first and multiplied by their scale then, in float32, so that
 no weight is rounded. Activations keep their own dtype on the GPU (on the CPU they are quantised
 too, see kernels/quantized.py): a result differs from the CPU's by that rounding.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.planes import PlaneLayout
+from kernels.planes import ZERO_CODE, PlaneLayout
 from kernels.triton.language import (
     Gate,
     activate,
@@ -33,6 +33,7 @@ from kernels.triton.tiles import Tile
 _ALIGNMENT = 16  # bytes
 _WORD_CODES = 16  # of a 2-bit plane
 _NO_GATE = Gate()
+_ZERO = tl.constexpr(ZERO_CODE)
 
 
 @triton.jit
@@ -73,7 +74,7 @@ def add_group(
     code |= plane_bits(plane2, before, rows, group, groups, in_third, GROUP, 4)
     # The bits of missing planes stand for the middle.
     centre = tl.where(third, 0, tl.where(second, 8, 32))
-    number = tl.trans((code + (centre - 128)).to(COMPUTE))
+    number = tl.trans((code + (centre - _ZERO)).to(COMPUTE))
     at = before // (GROUP // 16) + (rows // 16 * groups + group) * 16 + rows % 16
     scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
     return sums + tl.dot(x_tile, number, input_precision="ieee") * scale[None, :]

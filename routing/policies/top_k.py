@@ -47,4 +47,4 @@ class TopK:
         if self.renormalise:
             before, after = routing.weights.sum(1, keepdim=True), weights.sum(1, keepdim=True)
             weights = weights * (before / after.where(after != 0, 1.0))
-        return Routing(routing.expert_ids.gather(1, kept), weights)
+        return Routing(routing.expert_ids.gather(1, kept), weights).ascending()

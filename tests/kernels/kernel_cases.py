@@ -134,6 +134,8 @@ def assert_close(actual: Tensor, case: Case) -> None:
     assert actual.dtype == case.hidden.dtype
     # Half-precision activations are rounded on the way in, in the middle and on the way out.
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[actual.dtype]
+    if case.experts.post_norm is not None:  # which makes small rows large, and their errors too
+        tolerance *= 10
     expected = oracle(case)
     scale = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(

@@ -25,7 +25,7 @@ INTERLEAVED = {"clamped interleaved gate"}
 
 @dataclass(frozen=True)
 class Weights:
-    """What a matrix of planes was made from: signed codes in [-127, 127], scales by group."""
+    """What a matrix of planes was made from: signed codes in [-128, 119], scales by group."""
 
     codes_NK: Array
     scales_ND: Array
@@ -34,8 +34,8 @@ class Weights:
     def at(self, bits: int) -> Array:
         """(N, K) float64 codes of the first `bits` bits, in the middle of their range."""
         step = 2 ** (8 - bits)
-        unsigned = self.codes_NK + 128
-        return (unsigned // step) * step + step // 2 - 128.0
+        unsigned = self.codes_NK + 136
+        return (unsigned // step) * step + step // 2 - 136.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,14 @@ def make_matrix(
     bias = torch.randn(rows, generator=random) if biased else None
     matrix = quantize_matrix(weight, group_size, bias)
     padded = np.pad(weight.numpy(), ((0, 0), (0, -columns % group_size)))
-    exact = np.abs(padded.reshape(rows, -1, group_size)).max(-1) / np.float32(127)
+    groups = padded.reshape(rows, -1, group_size)
+    low, high = -groups.min(-1), groups.max(-1)
+    larger, smaller = np.maximum(low, high), np.minimum(low, high)
+    exact = larger / np.float32(128)
+    exact = np.where(smaller <= exact * np.float32(119), exact, larger / np.float32(112))
     scales = exact.astype(np.float16)
     scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
+    scales = np.where(high > low, -scales, scales)
     spread = np.repeat(scales.astype(np.float32), group_size, 1)[:, :columns]
     codes = np.rint(weight.numpy() / np.where(spread == 0, 1, spread))
     return matrix, Weights(codes.astype(np.int64), scales.astype(np.float64), group_size)
@@ -129,7 +134,8 @@ class LayerCase:
         inner = experts.activation(own[None]).numpy()
         bias = None if experts.down_bias_EH is None else experts.down_bias_EH[expert]
         output = linear_oracle(inner, second, bits, bias)
-        step = 2 * quantized(inner, second.group_size)[1].max() * second.scales_ND.max() * 127
+        largest = np.abs(second.scales_ND).max()
+        step = 2 * quantized(inner, second.group_size)[1].max() * largest * 136
         if experts.post_norm is None:
             return output[0], step
         normed = experts.post_norm(torch.from_numpy(output)).numpy()

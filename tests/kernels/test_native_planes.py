@@ -110,7 +110,7 @@ def test_all_256_codes_give_what_whole_bytes_give(native: NativePlanes) -> None:
     unit.fill_diagonal_(127)  # each row's scale is 1: the product is the weight itself, times 127
     for count, bits in enumerate(PREFIX_BITS, 1):
         step = 2 ** (8 - bits)
-        middle = codes.int() // step * step + step // 2 - 128
+        middle = codes.int() // step * step + step // 2 - 136
         matrix = PlaneMatrix(layout, packed[:count], planes.pack_scales(scales, layout))
         for rows in (unit, *unit[:, None]):
             expected = 127 * (middle * scales.float()).T

@@ -35,7 +35,10 @@ for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
     shape = SHAPE | {"ROWS": tile.rows, "COLUMNS": tile.columns}
     build(architecture, whole_kernel, tile.options, CURVE=0, GATED=True, DEPTH=64, **shape,
           **(ONES if architecture == 80 else {}))
-    build(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256)
+    build(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=False)
+POINTERS["output"] = "*fp32"
+build(80, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=True)
+POINTERS["output"] = POINTERS["rows"]
 build(80, planes_kernel, DECODE[0].options, CURVE=2, GATED=True, GROUP=32,
       ROWS=16, COLUMNS=64, **SHAPE)
 build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
@@ -52,4 +55,4 @@ def test_kernels_compile() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 6
+    assert len(done.stdout.splitlines()) == 7

@@ -43,7 +43,7 @@ def test_cuda_tensors_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         kernels.experts_forward(on_gpu, case.ids, case.weights, case.experts)  # type: ignore[arg-type]
         kernels.linear_forward(on_gpu, "matrix")  # type: ignore[arg-type]
-    assert calls == [(on_gpu, case.ids, case.weights, case.experts), (on_gpu, "matrix")]
+    assert calls == [(on_gpu, case.ids, case.weights, case.experts, None), (on_gpu, "matrix")]
 
 
 def test_status_says_why_triton_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def routings(draw: st.DrawFn) -> Routing:
     ]
     return Routing(
         torch.tensor(ids, dtype=torch.int64).reshape(-1, 4), torch.tensor(weights).reshape(-1, 4)
-    )
+    ).ascending()
 
 
 @given(routings())

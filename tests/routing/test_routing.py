@@ -18,7 +18,7 @@ def random_routing(seed: int, tokens: int, top_k: int, experts: int) -> Routing:
     order = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :top_k]
     unused = torch.rand(tokens, top_k, generator=generator) < 0.2
     weights = torch.rand(tokens, top_k, generator=generator).masked_fill(unused, 0.0)
-    return Routing(order.masked_fill(unused, -1), weights)
+    return Routing(order.masked_fill(unused, -1), weights).ascending()
 
 
 @given(st.integers(0, 999), st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(1, 4))
@@ -49,12 +49,14 @@ def test_tokens_per_expert_counts_like_a_loop(seed: int, tokens: int, top_k: int
     assert routing.tokens_per_expert(7).tolist() == counts
 
 
-def test_ids_outside_the_layer_become_unused_slots() -> None:
+def test_slots_are_in_order_and_ids_outside_the_layer_unused() -> None:
     routing = Routing.from_router(
-        torch.tensor([[0, 4], [3, -1]]), torch.tensor([[0.5, 0.5], [0.25, 0.75]]), num_experts=4
+        torch.tensor([[0, 4], [-1, 3], [3, 1]]),
+        torch.tensor([[0.5, 0.5], [0.75, 0.25], [0.7, 0.3]]),
+        num_experts=4,
     )
-    assert routing.expert_ids.tolist() == [[0, -1], [3, -1]]
-    assert routing.weights.tolist() == [[0.5, 0.0], [0.25, 0.0]]
+    assert routing.expert_ids.tolist() == [[0, -1], [3, -1], [1, 3]]
+    assert torch.equal(routing.weights, torch.tensor([[0.5, 0.0], [0.25, 0.0], [0.3, 0.7]]))
     assert routing.expert_ids.dtype == torch.int64
     assert routing.validate(4) is routing
 
@@ -77,6 +79,8 @@ ID, WEIGHT = torch.int64, torch.float32
         ([[0, -1]], [[0.5, 0.5]], "unused slots (id -1) must have weight 0"),
         ([[0, 1]], [[0.5, float("nan")]], "must be finite"),
         ([[2, 2]], [[0.5, 0.5]], "may visit an expert only once"),
+        ([[2, 1]], [[0.5, 0.5]], "in ascending order of experts, unused ones last"),
+        ([[-1, 1]], [[0.0, 0.5]], "in ascending order of experts, unused ones last"),
     ],
 )
 def test_broken_invariants_are_named(
