@@ -20,7 +20,7 @@ from experts.weights import ExpertShape
 MANIFEST_NAME = "moe-store.json"
 TRUNK_NAME = "trunk.safetensors"
 JOURNAL_NAME = "conversion.jsonl"
-VERSION = 1
+VERSION = 2
 MAX_MANIFEST_BYTES = 64 << 20
 
 Bits = Literal[2, 4, 8, 16]
@@ -52,6 +52,18 @@ class LayerRecord(_Record):
     """Of whole weights, and of the weights before they were quantized."""
     gate_up_bias: FloatDtype | None = None
     down_bias: FloatDtype | None = None
+    bits: tuple[Literal[2, 4, 8], ...] | None = None
+    """Of each expert's planes, where they were allotted one by one. null: the store's."""
+
+    @model_validator(mode="after")
+    def _has_bits_of_all(self) -> LayerRecord:
+        if self.bits is not None and len(self.bits) != self.experts:
+            raise ValueError(f"{len(self.bits)} numbers of bits for {self.experts} experts")
+        return self
+
+    def bits_of(self, expert: int, most: int) -> int:
+        """Bits of the longest prefix of an expert that has at most so many bits."""
+        return most if self.bits is None else min(most, self.bits[expert])
 
     def shape(self, group_size: int) -> ExpertShape:
         return ExpertShape(self.hidden, self.intermediate, self.parts, group_size)
@@ -61,7 +73,7 @@ class Manifest(_Record):
     """Everything that a store holds, but for config.json and the tokenizer."""
 
     format: Literal["moe-store"] = "moe-store"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     source: str
     """Name of the model that was converted; for people."""
     bits: Bits
@@ -77,6 +89,9 @@ class Manifest(_Record):
         wanted = [TRUNK_NAME, *(layer.file for layer in self.layers)]
         if sorted(wanted) != sorted(self.files):
             raise ValueError("each layer needs a file of its own, and nothing else is listed")
+        most = 0 if self.bits == 16 else self.bits
+        if any(layer.bits and max(layer.bits) > most for layer in self.layers):
+            raise ValueError("an expert has more bits than the store")
         return self
 
 

@@ -16,11 +16,13 @@ import torch
 
 from experts.blobs import Entry, FileRecord, digest_of, read_record
 from experts.header import HeaderError, TensorInfo
-from experts.layer_file import blob_name, layer_entries, read_layer
+from experts.layer_file import WHOLE, blob_name, layer_entries, plane_name
+from experts.layer_reader import read_layer
 from experts.manifest import LayerRecord, Manifest, StoreError, read_manifest
 from experts.opening import OpenFile, open_tensors
 from experts.weights import ExpertKey
 from kernels import ExpertWeights
+from kernels.planes import num_planes
 from kernels.reference import AnyExperts
 
 
@@ -60,9 +62,26 @@ class Store:
             raise
         return store
 
+    def file(self, layer: int) -> OpenFile:
+        """The open file of a layer: its path, its descriptor, and what `fstat` said of it."""
+        return self._files[self.manifest.layers[layer].file]
+
     def blob(self, key: ExpertKey, blob: str) -> TensorInfo:
         """File and bytes of one blob of an expert; see `blob_name`."""
-        return self._files[self.manifest.layers[key.layer].file].tensors[blob_name(key, blob)]
+        return self.file(key.layer).tensors[blob_name(key, blob)]
+
+    def prefix(self, key: ExpertKey, bits: int) -> range:
+        """Bytes of its layer's file that hold the first ``bits`` of an expert, or all it has.
+
+        They lie as `ExpertShape.split` wants them; 16 for whole weights. What a finer prefix has
+        more follows on the coarser one. Biases are elsewhere.
+        """
+        if bits == WHOLE:
+            whole = self.blob(key, "whole")
+            return range(whole.start, whole.end)
+        bits = self.manifest.layers[key.layer].bits_of(key.expert, bits)
+        last = self.blob(key, plane_name(num_planes(bits) - 1))
+        return range(self.blob(key, "scales").start, last.end)
 
     def layer_bytes(self, bits: int) -> int:
         """Bytes that `load_layer` reads of all layers together."""
@@ -117,8 +136,7 @@ class Store:
         """
         record = self.manifest.layers[index]
         layout = record.shape(self.manifest.group_size)
-        file = self._files[record.file]
-        return read_layer(file, index, record, layout, bits, like, device, advance)
+        return read_layer(self.file(index), index, record, layout, bits, like, device, advance)
 
     def close(self) -> None:
         self._closing.close()

@@ -62,8 +62,25 @@ class ExpertShape:
         return self.parts * self.first.num_scales + self.second.num_scales
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of the first ``bits`` of one expert, without biases."""
+        """Bytes of the first ``bits`` of one expert, without biases; a multiple of 32."""
         return sum(map(self.plane_bytes, range(num_planes(bits)))) + 2 * self.num_scales
+
+    def split(self, memory: Tensor, bits: int) -> tuple[list[Tensor], Tensor]:
+        """The planes and the scales of experts that lie one after the other.
+
+        The order is that of a store's files: scales, then the planes, coarsest first, so that each
+        prefix is one range of bytes.
+
+        Args:
+            memory: ``(E, nbytes(bits))`` uint8.
+
+        Returns:
+            Views, ``(E, plane_bytes(p))`` uint8 of each plane and ``(E, num_scales)`` float16: what
+            `from_blobs` takes.
+        """
+        sizes = [2 * self.num_scales, *map(self.plane_bytes, range(num_planes(bits)))]
+        scales, *planes = memory.split(sizes, 1)
+        return planes, scales.view(torch.float16)
 
 
 @torch.no_grad()
@@ -83,12 +100,8 @@ def quantize_experts(
     shape = ExpertShape(experts.hidden_size, width, rows // width, group_size)
     interleaved = shape.parts == 2 and is_interleaved(experts.activation, width)
     device = experts.gate_up_EGH.device
-    kept = num_planes(bits)
-    blobs = [
-        torch.empty(count, shape.plane_bytes(plane), dtype=torch.uint8, device=device)
-        for plane in range(kept)
-    ]
-    scales = torch.empty(count, shape.num_scales, dtype=torch.float16, device=device)
+    memory = torch.empty(count, shape.nbytes(bits), dtype=torch.uint8, device=device)
+    blobs, scales = shape.split(memory, bits)
     for expert in range(count):
         parts = split_parts(experts.gate_up_EGH[expert], shape.parts, interleaved)
         second = experts.down_EHF[expert]
@@ -97,7 +110,7 @@ def quantize_experts(
             (shape.second, second[None], slice(shape.parts, shape.parts + 1)),
         ):
             codes, spread = quantize_exactly(weight, group_size)
-            for plane, packed in enumerate(pack(codes, layout)[:kept]):
+            for plane, packed in enumerate(pack(codes, layout)[: len(blobs)]):
                 start = place.start * shape.first.plane_bytes(plane)
                 blobs[plane][expert, start : start + packed.numel()] = packed.flatten()
             start = place.start * shape.first.num_scales
@@ -120,14 +133,27 @@ def from_blobs(
 ) -> QuantizedExperts:
     """Experts over ``(E, plane_bytes)`` blobs of each plane and ``(E, num_scales)`` scales.
 
-    Nothing is copied. ``own``: the fields of `QuantizedExperts` that are not weights.
+    Nothing is copied: rows must be dense, but need not lie one after the other. ``own``: the fields
+    of `QuantizedExperts` that are not weights.
     """
+    planes = zip(*(blob.unbind() for blob in blobs), strict=True)
+    each = list(zip(planes, scales.unbind(), strict=True))
+    return from_expert_blobs(shape, each, interleaved, **own)
+
+
+def from_expert_blobs(
+    shape: ExpertShape,
+    blobs: Sequence[tuple[Sequence[Tensor], Tensor]],
+    interleaved: bool,
+    **own: Any,
+) -> QuantizedExperts:
+    """`from_blobs` of planes and scales expert by expert, which may have different bits."""
     return QuantizedExperts(
         first=shape.first,
         parts=shape.parts,
         second=shape.second,
-        planes=tuple(zip(*(blob.unbind() for blob in blobs), strict=True)),
-        scales=scales.unbind(),
+        planes=tuple(tuple(planes) for planes, _ in blobs),
+        scales=tuple(scales for _, scales in blobs),
         interleaved=interleaved,
         **own,
     )

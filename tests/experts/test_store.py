@@ -26,7 +26,7 @@ from experts.manifest import (
     write_manifest,
 )
 from experts.store import Store
-from experts.weights import ExpertKey, quantize_experts
+from experts.weights import ExpertKey, from_blobs, quantize_experts
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from tests.experts.expert_cases import on_meta, some_experts
@@ -99,24 +99,49 @@ def test_whole_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "blobs"), [(8, ["plane0", "plane1", "plane2", "scales"]), (2, ["plane0", "scales"])]
+    ("bits", "blobs"), [(8, ["scales", "plane0", "plane1", "plane2"]), (2, ["scales", "plane0"])]
 )
 def test_each_blob_can_be_read_alone(tmp_path: Path, bits: int, blobs: list[str]) -> None:
-    """By offset, of whole pages from a page on, and by anybody's safetensors reader."""
+    """By offset, expert by expert from a page on, and by anybody's safetensors reader."""
     quantized = quantize_experts(WHOLE_LAYERS[1], 32, bits)
     with Store.open(make_store(tmp_path, bits)) as store:
-        assert store.blob(ExpertKey(1, 0), "plane0").start % PAGE == 0
         known = load_file(tmp_path / "experts-00001.safetensors")
-        position = store.blob(ExpertKey(1, 0), "plane0").start
-        for number, blob in enumerate(blobs):
-            for expert in range(3):
+        position = store.blob(ExpertKey(1, 0), "scales").start
+        assert position % PAGE == 0
+        for expert in range(3):
+            for number, blob in enumerate(blobs):
                 info = store.blob(ExpertKey(1, expert), blob)
                 assert info.start == position
                 position = info.end
                 content = info.file.read_bytes()[info.start : info.end]
-                owned = (*quantized.planes[expert], quantized.scales[expert])[number]
+                owned = (quantized.scales[expert], *quantized.planes[expert])[number]
                 assert content == bytes(owned.view(torch.uint8).numpy())
                 assert torch.equal(known[f"layers.1.experts.{expert}.{blob}"], owned)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, WHOLE])
+def test_one_read_brings_an_expert_at_any_precision(tmp_path: Path, bits: int) -> None:
+    """Straight into memory that kernels take; what a finer prefix has more follows it."""
+    whole = WHOLE_LAYERS[1]
+    with Store.open(make_store(tmp_path, max(bits, 8))) as store:
+        shape = store.manifest.layers[1].shape(32)
+        file = store.file(1)
+        for expert in range(3):
+            key = ExpertKey(1, expert)
+            place = store.prefix(key, bits)
+            memory = torch.frombuffer(
+                bytearray(os.pread(file.fd, len(place), place.start)), dtype=torch.uint8
+            )
+            if bits == WHOLE:
+                parts = whole.gate_up_EGH[expert].flatten(), whole.down_EHF[expert].flatten()
+                assert torch.equal(memory.view(torch.bfloat16), torch.cat(parts))
+                continue
+            assert place.start == store.prefix(key, 8).start
+            one = from_blobs(shape, *shape.split(memory[None], bits), True, activation=len)
+            wanted = quantize_experts(whole, 32, bits)
+            pairs = zip(one.planes[0], wanted.planes[expert], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+            assert torch.equal(one.scales[0], wanted.scales[expert])
 
 
 def test_verify_finds_any_changed_byte(made: Path, tmp_path: Path) -> None:
@@ -193,14 +218,14 @@ FILE = "experts-00000.safetensors"
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 2, "format version 2, this program reads version 1"),
+        (["version"], 1, "version 1, this program reads version 2; convert the model again"),
         (["format"], "x", "not valid: format"),
         (["bits"], 3, "not valid: bits"),
-        (["bits"], 4, r"00000\.safetensors: tensor 'layers\.0\.experts\.0\.scales' is .* expected"),
+        (["bits"], 4, r"00000\.safetensors: tensor 'layers\.0\.experts\.1\.scales' is .* expected"),
         (["group_size"], 0, "not valid: group_size"),
-        (["group_size"], 64, "tensor 'layers.0.experts.0.plane0' is"),
+        (["group_size"], 64, "tensor 'layers.0.experts.0.scales' is"),
         (["layers", 0, "experts"], -1, "not valid: layers.0.experts"),
-        (["layers", 0, "experts"], 2, r"tensor 'layers\.0\.experts\.0\.plane1' is"),
+        (["layers", 0, "experts"], 2, r"tensor 'layers\.0\.gate_up_bias' is"),
         (["layers", 0, "hidden"], 1 << 31, "tensor 'layers.0.experts.0.plane0' is"),
         (["layers", 0, "hidden"], 1 << 80, "not valid: layers.0.hidden"),
         (["layers", 0, "hidden"], 41, r"'layers.0.down_bias' is .* expected .*\(3, 41\)"),
@@ -238,7 +263,7 @@ def test_manifests_that_lie(
         ("[" * 9999, "is not valid JSON"),
         ('{"store": {}, "store": {}}', "key 'store' appears twice"),
         ('{"store": 1, "digest": ""}', "needs exactly 'digest' and 'store'"),
-        ('{"store": {"version": 1}, "digest": "x"}', "does not have the digest it states"),
+        ('{"store": {"version": 2}, "digest": "x"}', "does not have the digest it states"),
     ],
 )
 def test_files_that_are_no_manifest(tmp_path: Path, content: str | None, message: str) -> None:
