@@ -1,0 +1,138 @@
+"""How level are ranks that share the experts of a model: linear, EPLB, our packing and sharing?
+
+    python -m benchmarks.placement [--quick] [--ranks 2 4 8] [--step 512]
+
+Traces are the tokens that each expert of each layer gets in each step: the shipped model's on the
+held-out texts, of `--step` tokens a step, and drawn ones with popularity by Zipf's law (64 experts,
+top-8). Placements are made from the first half of a trace and judged on the second. Linear and
+EPLB share an expert's tokens evenly among its copies (the best that taking turns can do); ours
+chooses whole tokens by price for each step. "Over optimum" is the most by which that exceeds a
+linear program's answer for the same placement, on some of the steps.
+
+Imbalance is the heaviest rank's tokens over the mean, averaged over steps and layers. The last line
+is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.sharing_optimum import optimum
+from experts.placement import Placement, eplb, imbalance, linear, pack
+from moe import MoE
+from routing.balance import choose_counts, share_evenly
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ("prose", "python", "cpp")
+OPTIMA = 4
+"""Steps of a layer whose optimum is computed."""
+
+Trace = NDArray[np.int64]
+"""``(layers, steps, experts)`` tokens."""
+
+
+def text_trace(model: MoE, text: str, step: int, steps: int) -> Trace:
+    """What the model routes of a text, so many tokens at once."""
+    ids = model.codec.encode(text)
+    counts = []
+    for start in range(0, min(len(ids) - step + 1, step * steps), step):
+        model.reset_stats()
+        model.batch_logits([ids[start : start + step]])
+        counts.append([layer["tokens_per_expert"] for layer in model.stats()["layers"]])
+    return np.array(counts).swapaxes(0, 1)
+
+
+def zipf_trace(exponent: float, step: int, steps: int, seed: int = 0) -> Trace:
+    """Two layers of 64 experts, top-8, drawn without replacement by popularity."""
+    rng = np.random.default_rng(seed)
+    layers = []
+    for _ in range(2):
+        popularity = -exponent * np.log(rng.permutation(64) + 1)
+        keys = popularity + rng.gumbel(size=(steps, step, 64))
+        ids = np.argpartition(-keys, 7, axis=2)[:, :, :8].reshape(steps, -1)
+        layers.append([np.bincount(one, minlength=64) for one in ids])
+    return np.array(layers)
+
+
+def judge(trace: Trace, ranks: int, slots: int) -> dict[str, float]:
+    """Mean imbalance of each way over the second half of a trace, and our distance to optimum."""
+    found: dict[str, list[NDArray[np.float64]]] = {"linear": [], "eplb": [], "ours": []}
+    over = []
+    for steps_SE in trace:
+        half = len(steps_SE) // 2
+        seen_SE, next_SE = steps_SE[:half].astype(np.float64), steps_SE[half:]
+        plain: dict[str, Placement] = {
+            "linear": linear(steps_SE.shape[1], slots, ranks),
+            "eplb": eplb(seen_SE.mean(0), slots, ranks),
+        }
+        for name, placement in plain.items():
+            loads_SR = share_evenly(next_SE.astype(np.float64), placement.copies_ER).sum(1)
+            found[name].append(imbalance(loads_SR))
+        copies_ER = pack(seen_SE, slots, ranks).copies_ER
+        loads_SR = np.array([choose_counts(tokens, copies_ER).sum(0) for tokens in next_SE])
+        found["ours"].append(imbalance(loads_SR.astype(np.float64)))
+        for step in np.linspace(0, len(next_SE) - 1, OPTIMA).astype(int):
+            least = optimum(next_SE[step].astype(np.float64), copies_ER)
+            over.append(loads_SR[step].max() / least - 1)
+    figures = {name: float(np.mean(values)) for name, values in found.items()}
+    return figures | {"over_optimum": max(map(float, over))}
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    steps = 24 if options.quick else 128
+    model = MoE.from_pretrained(ROOT / "examples/demo-model")
+    texts = {name: (ROOT / f"tests/data/heldout_{name}.txt").read_text() for name in TEXTS}
+    make: dict[str, Callable[[], Trace]] = {
+        name: lambda text=text: text_trace(model, text, options.step, steps)  # type: ignore[misc]
+        for name, text in texts.items()
+    }
+    for exponent in (0.5, 1.0):
+        make[f"zipf {exponent}"] = lambda exponent=exponent: zipf_trace(  # type: ignore[misc]
+            exponent, options.step, steps
+        )
+    print_header(environment() | {"tokens a step": options.step, "steps": steps})
+    points: list[dict[str, Any]] = []
+    for name, trace_of in make.items():
+        trace = trace_of()
+        for ranks in options.ranks:
+            for extra in (0.0, 0.25):
+                slots = int(trace.shape[2] * (1 + extra))
+                point = {"trace": name, "ranks": ranks, "replicas": extra}
+                points.append(point | judge(trace, ranks, slots))
+    print_table(
+        "heaviest rank over the mean",
+        ("trace", "ranks", "replicas", "linear", "EPLB", "ours", "over optimum"),
+        [
+            (p["trace"], str(p["ranks"]), f"{p['replicas']:.0%}")
+            + tuple(f"{p[way]:.3f}" for way in ("linear", "eplb", "ours"))
+            + (f"{p['over_optimum']:.1%}",)
+            for p in points
+        ],
+    )
+    copied = [point for point in points if point["replicas"]]
+    print_json(
+        {"points": points, "worst_with_replicas": max(p["ours"] for p in copied)}
+        | {"better_than_eplb": all(p["ours"] < p["eplb"] for p in copied)}
+        | {"environment": environment()}
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare placements of experts on ranks.")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer steps")
+    add("--ranks", type=int, nargs="+", default=(2, 4, 8), help="one or several numbers")
+    add("--step", type=int, default=512, help="tokens of a step (%(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

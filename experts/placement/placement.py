@@ -1,0 +1,105 @@
+"""Which rank holds which experts of a layer, some of them more than once, as a value.
+
+Legend: E experts, R ranks, P slots (experts of all ranks together, copies counted), S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class PlacementError(ValueError):
+    """No placement of this shape exists."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Experts of one layer on ranks with equally many slots.
+
+    Attributes:
+        experts_P: the expert in each slot; the slots of a rank are neighbours.
+        num_experts: E; each is in at least one slot.
+        ranks: R.
+    """
+
+    experts_P: tuple[int, ...]
+    num_experts: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_shape(self.num_experts, len(self.experts_P), self.ranks)
+        if set(self.experts_P) != set(range(self.num_experts)):
+            raise PlacementError(
+                f"every expert from 0 to {self.num_experts - 1} must have a slot and no other may: "
+                f"got {self.experts_P}"
+            )
+
+    @classmethod
+    def from_held(cls, held_ER: NDArray[np.bool_]) -> Placement:
+        """From ``(E, R)``: whether a rank holds an expert."""
+        return cls(tuple(np.nonzero(held_ER.T)[1].tolist()), *held_ER.shape)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, slots and ranks."""
+        return self.num_experts, len(self.experts_P), self.ranks
+
+    @cached_property
+    def copies_ER(self) -> Ints:
+        """``(E, R)``: copies of each expert on each rank."""
+        copies_ER = np.zeros((self.num_experts, self.ranks), np.int64)
+        rank_P = np.arange(len(self.experts_P)) // (len(self.experts_P) // self.ranks)
+        np.add.at(copies_ER, (np.array(self.experts_P), rank_P), 1)
+        return copies_ER
+
+
+def check_shape(num_experts: int, slots: int, ranks: int) -> None:
+    """Raise `PlacementError` unless so many slots can be dealt to the ranks with all experts in."""
+    if ranks < 1 or slots % ranks or not num_experts <= slots <= num_experts * ranks:
+        raise PlacementError(
+            f"{slots} slots for {num_experts} experts on {ranks} ranks: the slots must be a "
+            "multiple of the ranks, at least one an expert and at most one an expert and rank"
+        )
+
+
+def linear(num_experts: int, slots: int, ranks: int) -> Placement:
+    """Experts in their order; further slots repeat the first ones."""
+    check_shape(num_experts, slots, ranks)
+    return Placement(tuple(slot % num_experts for slot in range(slots)), num_experts, ranks)
+
+
+def step_costs(
+    tokens_SE: Floats,
+    *,
+    seconds_a_token: float = 1.0,
+    bytes_E: Floats | None = None,
+    resident_E: Floats | None = None,
+    seconds_a_byte: float = 0.0,
+) -> Floats:
+    """``(S, E)``: what an expert costs in each step, as a load for `pack` and for sharing.
+
+    Args:
+        tokens_SE: tokens that visit an expert in a step.
+        seconds_a_token: of arithmetic.
+        bytes_E: of each expert, as its bits make them; None for equal ones that cost nothing.
+        resident_E: share of visits that find it in its rank's cache, in [0, 1]; None for 0.
+        seconds_a_byte: of reading what is not resident; paid by a step that visits at all.
+    """
+    costs_SE = tokens_SE * seconds_a_token
+    if bytes_E is not None:
+        missing_E = bytes_E if resident_E is None else bytes_E * (1.0 - resident_E)
+        costs_SE = costs_SE + (tokens_SE > 0) * missing_E * seconds_a_byte
+    return np.asarray(costs_SE, np.float64)
+
+
+def imbalance(loads_SR: Floats) -> Floats:
+    """``(S,)``: the heaviest rank's load over the mean; 1 where a step has none."""
+    mean_S = loads_SR.mean(1)
+    return np.divide(loads_SR.max(1), mean_S, out=np.ones_like(mean_S), where=mean_S > 0)
