@@ -1,0 +1,144 @@
+"""What a predictor says: which experts will be needed, how surely, and how soon.
+
+A `Predictor` follows one forward step of a model: the tokens come first, then each MoE layer in
+order. Whoever wants a forecast asks for it at any moment; nothing is computed unasked.
+Legend: T rows (tokens) of the step, W tokens of context, H hidden, E experts, F forecast experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routing.predict.base import Floats
+from routing.routing import Routing, RoutingError
+
+NO_TOKEN = -1
+"""Stands in a context where a sequence has no token yet."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Experts of layers to come, soonest first and within a layer the most probable first.
+
+    Attributes:
+        layer: ``(F,)`` int64, MoE layer, counted over MoE layers only.
+        expert: ``(F,)`` int64.
+        probability: ``(F,)`` float32: that at least one row of the step visits the expert.
+        deadline: ``(F,)`` int64: MoE layers from the one asked at to the one meant; 1 is the next.
+    """
+
+    layer: Tensor
+    expert: Tensor
+    probability: Tensor
+    deadline: Tensor
+
+    def __len__(self) -> int:
+        return self.layer.shape[0]
+
+    @classmethod
+    def empty(cls) -> Forecast:
+        none = torch.zeros(0, dtype=torch.int64)
+        return cls(none, none, torch.zeros(0), none)
+
+    @classmethod
+    def of_rows(cls, layer: int, guesses: Mapping[int, Floats], at_least: float = 0.0) -> Forecast:
+        """From what each row is expected to do.
+
+        Args:
+            layer: the MoE layer asked at; -1 before the first.
+            guesses: of each layer meant, ``(T, E)`` probabilities that a row visits an expert.
+                Rows are taken as independent of each other.
+            at_least: less probable experts are left out.
+        """
+        if not guesses:
+            return cls.empty()
+        parts = []
+        for target in sorted(guesses):
+            rows = guesses[target]
+            probability = rows[0] if len(rows) == 1 else 1 - np.prod(1 - rows, 0)
+            expert = np.argsort(-probability, kind="stable")
+            probability = probability[expert]
+            count = int(np.searchsorted(-probability, -at_least, "right"))
+            parts.append((np.full(count, target), expert[:count], probability[:count]))
+        layers, experts, probabilities = (
+            part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts, strict=True)
+        )
+        return cls(
+            torch.from_numpy(layers),
+            torch.from_numpy(experts),
+            torch.from_numpy(probabilities),
+            torch.from_numpy(layers - layer),
+        )
+
+    def validate(self, experts_per_layer: list[int]) -> Forecast:
+        """Return self, or raise `RoutingError` naming what does not hold; for tests and fakes."""
+        shapes = {
+            tuple(t.shape) for t in (self.layer, self.expert, self.probability, self.deadline)
+        }
+        if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            raise RoutingError(f"the four tensors of a forecast must all be (F,); got {shapes}")
+        if bool(((self.layer < 0) | (self.layer >= len(experts_per_layer))).any()):
+            raise RoutingError(f"layers must be in [0, {len(experts_per_layer)})")
+        sizes = torch.tensor(experts_per_layer)[self.layer]
+        if bool(((self.expert < 0) | (self.expert >= sizes)).any()):
+            raise RoutingError("expert ids must be in [0, experts of their layer)")
+        if not bool(((self.probability >= 0) & (self.probability <= 1)).all()):
+            raise RoutingError("probabilities must be in [0, 1]")
+        later = self.deadline[1:] > self.deadline[:-1]
+        falling = self.probability[1:] <= self.probability[:-1]
+        if not bool((later | ((self.deadline[1:] == self.deadline[:-1]) & falling)).all()):
+            raise RoutingError("a forecast must be sorted by deadline, then by probability")
+        return self
+
+
+class Predictor(Protocol):
+    """Follows one step at a time; the calls of a step come in the order of the layers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context(self) -> int:
+        """W, the tokens of context that `start` wants; at least 1."""
+        ...
+
+    def start(self, tokens: Tensor) -> None:
+        """A step begins, and what was known of the last one is forgotten.
+
+        Args:
+            tokens: ``(T, W)`` int64: the token that each row reads, last, and those before it in
+                its sequence; `NO_TOKEN` where there are none.
+        """
+        ...
+
+    def enter(self, layer: int, hidden_states: Tensor) -> None:
+        """Rows ``(T, H)`` as they come into the block of this MoE layer, before its attention.
+
+        Not every caller can tell; predictors do without it.
+        """
+        ...
+
+    def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
+        """Rows ``(T, H)`` that this layer's experts read, and what its router decided."""
+        ...
+
+    def forecast(self, layer: int, depth: int | None = None) -> Forecast:
+        """What the layers after ``layer`` will need.
+
+        Args:
+            layer: the last MoE layer observed; -1 right after `start`.
+            depth: how many layers ahead; None for all that are left.
+        """
+        ...
+
+
+def contexts(token_ids: Tensor, width: int) -> Tensor:
+    """``(T, width)`` contexts of all tokens ``(T,)`` of one sequence read from its start."""
+    padded = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
+    return padded.unfold(0, width, 1)
