@@ -1,4 +1,4 @@
-"""Where experts live and how they come near: tiers, cache, transfer, prefetch.
+"""Where experts live and how they come near: a cache of slots, filled from disk as layers ask.
 
-Above `experts`. Empty so far: every expert is resident.
+Above `experts`. `offloaded` puts it together for a model, `experts` runs a layer.
 """

@@ -1,0 +1,144 @@
+"""How much of what is asked for is there? Policies and predictors on real routings.
+
+    python -m benchmarks.cache [--quick]
+
+The shipped model reads held-out text of each domain, and of all in turn; its routings are replayed
+at capacities of 12.5, 25 and 50 % of the experts and batches of 1, 4 and 16 (sequences that decode
+together, one token each a step). A hit is an expert that is there when its layer asks for it;
+nothing is prefetched here, so a miss is an expert read. `gap` is the share closed of the way from
+LRU to Belady, who knows the future. `lru_per_layer` gives each layer an equal share of the slots
+instead of one pool. `forecast+NAME` is the forecast policy told what predictor NAME expects,
+fitted on other text; without one it knows only what it has seen in the trace, of which nothing at
+its beginning. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cache_traces import Recorded, Told, calibrated_model, recordings
+from benchmarks.common import environment, print_header, print_json, print_table
+from moe import MoE
+from offload.policies import LRU, POLICIES, ForecastPolicy
+from offload.replay import RandomChoice, belady, hit_ratio
+from routing.predict.calibrated import Calibrated
+
+MODEL = Path(__file__).parents[1] / "examples/demo-model"
+CAPACITIES = (0.125, 0.25, 0.5)
+BATCHES = (1, 4, 16)
+DEFAULT = "forecast"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short traces, no predictors")
+    quick = parser.parse_args().quick
+    model = MoE.from_pretrained(str(MODEL))
+    print_header(environment())
+    calibrated = None if quick else calibrated_model(model, 20_000)
+    results = []
+    for recorded in recordings(model, 512 if quick else 4096):
+        for batch in BATCHES:
+            results += replay(recorded, batch, calibrated)
+        show(recorded.name, [row for row in results if row["trace"] == recorded.name])
+    default = [row for row in results if row["policy"] == DEFAULT]
+    at_one = [row for row in default if row["batch"] == 1 and row["capacity"] >= 0.25]
+    print_json(
+        {
+            **environment(),
+            "results": results,
+            "default_policy": DEFAULT,
+            "least_gap_closed_at_batch_1": min(row["gap"] for row in at_one),
+            "mean_gap_closed_at_batch_1": sum(row["gap"] for row in at_one) / len(at_one),
+            "below_lru_or_lfu": sum(
+                row["hit_ratio"] < best_simple(row, results) for row in default
+            ),
+        }
+    )
+
+
+def replay(recorded: Recorded, batch: int, calibrated: Calibrated | None) -> list[dict[str, Any]]:
+    """Of every capacity and policy."""
+    layers, width = recorded.num_layers, recorded.width
+    calls = recorded.calls(batch)
+    told: dict[str, Told] = {}
+    if calibrated is not None:
+        names = list(calibrated.weights) if batch == 1 else ["ensemble"]
+        told = {name: recorded.told(calibrated, name, batch) for name in names}
+    rows = []
+    for capacity in CAPACITIES:
+        slots = int(capacity * sum(recorded.trace.num_experts))
+        found = {
+            "random": hit_ratio(calls, slots, RandomChoice(layers, width), width),
+            "lru_per_layer": per_layer(calls, slots, layers, width),
+        }
+        for name, make in POLICIES.items():
+            found[name] = hit_ratio(calls, slots, make(layers, width), width)
+        for name, said in told.items():
+            found[f"forecast+{name}"] = foretold(calls, slots, said, layers, width)
+        best = found["belady"] = belady(calls, slots)
+        where = {"trace": recorded.name, "batch": batch, "capacity": capacity}
+        rows += [
+            {
+                **where,
+                "policy": name,
+                "hit_ratio": round(ratio, 4),
+                "gap": round((ratio - found["lru"]) / (best - found["lru"]), 3),
+            }
+            for name, ratio in found.items()
+        ]
+    return rows
+
+
+def foretold(calls: list[list[int]], slots: int, told: Told, layers: int, width: int) -> float:
+    """The forecast policy, listening."""
+    policy = ForecastPolicy(layers, width)
+    return hit_ratio(calls, slots, policy, width, lambda call: policy.forecast(*told[call]))
+
+
+def per_layer(calls: list[list[int]], slots: int, layers: int, width: int) -> float:
+    """LRU in a share of the slots for each layer."""
+    hits = asked = 0.0
+    for layer in range(layers):
+        own = calls[layer::layers]
+        size = sum(map(len, own))
+        hits += size * hit_ratio(own, slots // layers, LRU(layers, width), width)
+        asked += size
+    return hits / asked
+
+
+def best_simple(row: dict[str, Any], results: list[dict[str, Any]]) -> float:
+    """The better of LRU and LFU in the same place."""
+    return max(other["hit_ratio"] for other in same_place(row, results, ("lru", "lfu")))
+
+
+def same_place(
+    row: dict[str, Any], results: list[dict[str, Any]], names: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    place = ("trace", "batch", "capacity")
+    for other in results:
+        if other["policy"] in names and all(other[key] == row[key] for key in place):
+            yield other
+
+
+def show(name: str, rows: list[dict[str, Any]]) -> None:
+    columns = [(batch, capacity) for batch in BATCHES for capacity in CAPACITIES]
+    by_place = {(row["policy"], row["batch"], row["capacity"]): row for row in rows}
+    lines = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        cells = [by_place.get((policy, *column)) for column in columns]
+        lines.append(
+            [policy, *(f"{c['hit_ratio']:.3f} {c['gap']:+.2f}" if c else "" for c in cells)]
+        )
+    heads = [f"{batch} x {capacity:.1%}" for batch, capacity in columns]
+    print_table(f"{name}: hit ratio and gap closed", ["batch x capacity", *heads], lines)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,109 @@
+"""Experts of a store on their way from its files into slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experts.header import pread_exactly
+from experts.layer_file import WHOLE, plane_name
+from experts.store import Store
+from experts.weights import ExpertKey
+from kernels.planes import num_planes
+from offload.arena import Arena
+from offload.errors import OffloadError
+from offload.transfer import Read, Reader, Transfer
+
+MIDDLE = (0x00, 0xAA, 0x88)
+"""A byte of each plane whose codes begin with 1 and go on with 0: the middle of what finer planes
+can be, where this is the first that is absent."""
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Of all experts of a layer: too small to be read one by one.
+
+    Attributes:
+        gate_up_EG, down_EH: float32 on the CPU, or None.
+    """
+
+    gate_up_EG: Tensor | None
+    down_EH: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bias.nbytes for bias in (self.gate_up_EG, self.down_EH) if bias is not None)
+
+
+def read_biases(store: Store, layer: int) -> Biases:
+    """Raises `OffloadError` where the file cannot be read."""
+    file = store.file(layer)
+
+    def read(name: str) -> Tensor | None:
+        info = file.tensors.get(f"layers.{layer}.{name}")
+        if info is None:
+            return None
+        raw = bytearray(info.nbytes)
+        try:
+            got = pread_exactly(file.fd, memoryview(raw), info.start)
+        except OSError as error:
+            raise OffloadError(f"cannot read {file.path}: {error.strerror}") from error
+        if got != info.nbytes:
+            raise OffloadError(f"{file.path} ended early: it was truncated after it was opened")
+        return torch.frombuffer(raw, dtype=info.dtype).view(info.shape).float()
+
+    return Biases(read("gate_up_bias"), read("down_bias"))
+
+
+class DiskSource:
+    """Fills slots of main memory from a store; see `offload.filling.Source`.
+
+    Args:
+        store: stays open as long as this is used.
+        bits: of the experts; 16 for whole ones.
+        reader: reads the store's files.
+        arena: the slots' memory.
+        biases: of each layer.
+    """
+
+    def __init__(
+        self, store: Store, bits: int, reader: Reader, arena: Arena, biases: Sequence[Biases]
+    ) -> None:
+        self._store, self._bits, self._whole = store, bits, bits == WHOLE
+        self._reader, self._arena, self._biases = reader, arena, list(biases)
+
+    def fetch(self, layer: int, expert: int, planes: range, slot: int, *, urgent: bool) -> Transfer:
+        file, key = self._store.file(layer), ExpertKey(layer, expert)
+        stored = planes if self._whole else self._stored(key, planes, slot)
+        reads = []
+        if len(stored):
+            blob = "scales" if stored.start == 0 else plane_name(stored.start)
+            offset = self._store.blob(key, "whole" if self._whole else blob).start
+            for place in self._arena.places(slot, stored):
+                reads.append(Read(file.fd, file.path, offset, place, file.status))
+                offset += place.numel()
+        if planes.start == 0:
+            self._put_biases(self._biases[layer], expert, slot)
+        what = f"expert {expert} of MoE layer {layer}"
+        return self._reader.submit(reads, urgent=urgent, what=what)
+
+    def _stored(self, key: ExpertKey, planes: range, slot: int) -> range:
+        """Those of the planes that the store has; the others stand for the middle of what is left
+        open, as if they were not there."""
+        record = self._store.manifest.layers[key.layer]
+        count = num_planes(record.bits_of(key.expert, self._bits))
+        for plane in planes[max(0, count - planes.start) :]:
+            middle = MIDDLE[plane] if plane == count else 0
+            for place in self._arena.places(slot, range(plane, plane + 1)):
+                place.fill_(middle)
+        return planes[: max(0, count - planes.start)]
+
+    def _put_biases(self, biases: Biases, expert: int, slot: int) -> None:
+        slots = self._arena.experts
+        if biases.gate_up_EG is not None and slots.gate_up_bias_EG is not None:
+            slots.gate_up_bias_EG[slot] = biases.gate_up_EG[expert]
+        if biases.down_EH is not None and slots.down_bias_EH is not None:
+            slots.down_bias_EH[slot] = biases.down_EH[expert]

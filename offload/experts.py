@@ -1,0 +1,89 @@
+"""One MoE layer whose experts are in a cache, and run where they are.
+
+Legend as in kernels/reference.py; a slot is an expert to the kernels.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels import ExpertWeights, Forward
+from kernels.reference import AnyExperts, sum_dtype
+from offload.cache import ExpertCache
+from offload.prefetch import Prefetcher
+from routing import Routing
+from routing.routing import UNUSED
+
+
+class OffloadedExperts:
+    """The experts of a layer, of which some are in memory at a time.
+
+    Args:
+        layer: index of the MoE layer in the cache.
+        num_experts: E of the layer.
+        cache: who is in which slot.
+        slots: the slots, as the experts of one layer with this layer's activation.
+    """
+
+    def __init__(self, layer: int, num_experts: int, cache: ExpertCache, slots: AnyExperts) -> None:
+        self.layer, self.num_experts = layer, num_experts
+        self.cache, self.slots = cache, slots
+        self.expert_bytes = one_expert_bytes(slots)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.slots.hidden_size
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.slots.intermediate_size
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        forward: Forward,
+        prefetcher: Prefetcher | None = None,
+    ) -> Tensor:
+        """As `kernels.experts_forward`, whose bits it gives: experts come in ascending waves, and
+        each wave adds to the sum that the ones before have left.
+
+        Args:
+            expert_ids_TK: each row ascending.
+            forward: what runs experts.
+            prefetcher: hears what this call needs, and looks ahead while it is read.
+
+        Raises:
+            OffloadError: an expert cannot be read; the cache goes on.
+        """
+        wanted = sorted(set(expert_ids_TK.flatten().tolist()) - {UNUSED})
+        total_TH = None
+        if prefetcher is not None:
+            prefetcher.settle(self.layer, wanted)
+        with self.cache.acquire(self.layer, wanted) as held:
+            if prefetcher is not None:
+                prefetcher.look_ahead(self.layer, hidden_TH, Routing(expert_ids_TK, weights_TK))
+            for wave in held.waves:
+                slot_ids_TK = wave.slot_ids.to(hidden_TH.device).take(expert_ids_TK)
+                if len(wave.experts) == len(wanted):
+                    return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
+                if total_TH is None:
+                    total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
+                forward(hidden_TH, slot_ids_TK, weights_TK, self.slots, total_TH)
+        assert total_TH is not None
+        return total_TH.to(hidden_TH.dtype)
+
+
+LayerExperts = AnyExperts | OffloadedExperts
+"""Experts of one MoE layer, in memory or not."""
+
+
+def held_experts(layer: LayerExperts) -> AnyExperts:
+    """What kernels see of a layer."""
+    return layer.slots if isinstance(layer, OffloadedExperts) else layer
+
+
+def one_expert_bytes(slots: AnyExperts) -> int:
+    """Bytes of one expert where all have the same."""
+    return slots.expert_bytes if isinstance(slots, ExpertWeights) else slots.expert_bytes_of(0)

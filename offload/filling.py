@@ -1,0 +1,214 @@
+"""Filling slots: transfers under way, and who must go to make room for them.
+
+A unit's slot is shown to kernels when its bytes have come, not before. A transfer that fails
+leaves its unit with the planes it had, or without a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from offload.errors import OffloadError
+from offload.policies import Policy
+from offload.slots import SlotTable
+from offload.statistics import CacheStatistics, LayerStatistics
+from offload.transfer import Transfer
+
+
+class Source(Protocol):
+    """Where a missing expert comes from."""
+
+    def fetch(self, layer: int, expert: int, planes: range, slot: int, *, urgent: bool) -> Transfer:
+        """Begin to fill a slot; biases and the like are put there before this returns.
+
+        Args:
+            layer, expert: which.
+            planes: those that are missing, in order; whole experts are ``range(1)``.
+            slot: its other planes stay as they are.
+            urgent: a layer waits for it.
+
+        Raises:
+            OffloadError: it cannot even begin.
+        """
+        ...
+
+
+@dataclass
+class _Fetch:
+    transfer: Transfer
+    generation: int
+    planes: int
+    nbytes: int
+    cause: str
+
+
+class Filling:
+    """The slots' table together with what is on its way to them."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        source: Source,
+        policy: Policy,
+        statistics: CacheStatistics,
+        plane_bytes: Sequence[int],
+    ) -> None:
+        self.table, self.policy, self.statistics = table, policy, statistics
+        self.pins: dict[object, Sequence[int]] = {}  # of each holder, the units it needs
+        self._source = source
+        self._bytes = [sum(plane_bytes[:count]) for count in range(len(plane_bytes) + 1)]
+        self._flying: dict[int, _Fetch] = {}
+        self._unasked: dict[int, int] = {}  # prefetched and asked for by nobody yet: bytes
+
+    def counters(self, unit: int) -> LayerStatistics:
+        return self.statistics.layers[unit // self.table.width]
+
+    def poll(self) -> None:
+        """Take note of transfers that have ended. Failures are counted and otherwise forgotten:
+        whoever still needs the unit fetches it again."""
+        for unit in [unit for unit, fetch in self._flying.items() if fetch.transfer.done]:
+            self._settle(unit)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._flying)
+
+    def asked(self, layer: int, units: Sequence[int], missing: Sequence[int]) -> None:
+        """Count a call's units, and hasten what of them is on its way."""
+        counters = self.statistics.layers[layer]
+        counters.hits += len(units) - len(missing)
+        if self._unasked:
+            for unit in units:
+                counters.useful_bytes += self._unasked.pop(unit, 0)
+        if not missing:
+            return
+        counters.misses += len(missing)
+        for unit in missing:
+            if fetch := self._flying.get(unit):
+                counters.late += fetch.cause == "prefetch"
+                fetch.transfer.hasten()
+
+    def begin(self, unit: int, planes: int, cause: str) -> None:
+        """Fetch what is missing of the first ``planes`` of a unit that has a slot.
+
+        Args:
+            cause: whose bytes they are: ``demand``, ``streamed``, ``prefetch`` or ``restored``.
+
+        Raises:
+            OffloadError: it cannot begin; a unit without planes has lost its slot.
+        """
+        table, have = self.table, self.table.planes[unit]
+        layer, expert = divmod(unit, table.width)
+        urgent = cause in ("demand", "streamed")
+        slot, counters = table.slot[unit], self.counters(unit)
+        try:
+            transfer = self._source.fetch(layer, expert, range(have, planes), slot, urgent=urgent)
+        except OffloadError:
+            counters.failures += 1
+            if have == 0:
+                table.drop(unit)
+            raise
+        nbytes = self._bytes[planes] - self._bytes[have]
+        self._flying[unit] = _Fetch(transfer, table.generation[slot], planes, nbytes, cause)
+        counters.prefetches += cause == "prefetch"
+        self._count(unit, cause, nbytes)
+
+    def arrive(self, unit: int, planes: int) -> None:
+        """Wait until the first ``planes`` of a unit with a slot are there.
+
+        Raises:
+            OffloadError: they do not come.
+        """
+        counters = self.counters(unit)
+        while self.table.planes[unit] < planes:
+            if unit not in self._flying:
+                self.begin(unit, planes, "demand")
+            transfer = self._flying[unit].transfer
+            try:
+                counters.stall_seconds += transfer.wait()
+            finally:
+                if transfer.done:  # else it hangs: its slot stays taken until it has ended
+                    self._settle(unit)
+
+    def is_flying(self, unit: int) -> bool:
+        return unit in self._flying
+
+    def victims(self, count: int) -> list[tuple[float, int]]:
+        """At most ``count`` units that may be evicted, least valuable first, with their values."""
+        values = np.where(self.table.present, self.policy.values(), np.inf)
+        for pinned in self.pins.values():
+            values[pinned] = np.inf
+        values[list(self._flying)] = np.inf
+        if count < len(values):
+            lowest = np.argpartition(values, count)[:count]
+        else:
+            lowest = np.arange(len(values))
+        lowest = lowest[np.argsort(values[lowest], kind="stable")]
+        return [(values[unit].item(), int(unit)) for unit in lowest if values[unit] < np.inf]
+
+    def make_room(self, unit: int, worth: float) -> bool:
+        """A slot for a unit, free or of something worth less; whether there is one."""
+        if not self.table.free:
+            victims = self.victims(1)
+            if not victims or victims[0][0] >= worth:
+                return False
+            self.evict(victims[0][1])
+        self.table.place(unit, self.table.free.pop())
+        return True
+
+    def evict(self, unit: int) -> None:
+        counters = self.counters(unit)
+        counters.evictions += 1
+        counters.wasted_bytes += self._unasked.pop(unit, 0)
+        self.table.drop(unit)
+
+    def settle_unpinned(self) -> None:
+        """Take back or wait for all transfers that nobody holds; failures are counted only."""
+        pinned = {unit for units in self.pins.values() for unit in units}
+        for unit in [unit for unit in self._flying if unit not in pinned]:
+            if not self.cancel(unit):
+                with suppress(OffloadError):
+                    self.arrive(unit, self._flying[unit].planes)
+
+    def finish(self) -> None:
+        """Wait for all transfers; failures are counted only."""
+        for unit in list(self._flying):
+            with suppress(OffloadError):
+                self.arrive(unit, self._flying[unit].planes)
+
+    def cancel(self, unit: int) -> bool:
+        """Take back a transfer that has not begun."""
+        fetch = self._flying.get(unit)
+        pinned = any(unit in units for units in self.pins.values())
+        if fetch is None or pinned or not fetch.transfer.cancel():
+            return False
+        del self._flying[unit]
+        self.counters(unit).cancelled += 1
+        self._count(unit, fetch.cause, -fetch.nbytes)
+        if self.table.planes[unit] == 0:
+            self.table.drop(unit)
+        return True
+
+    def _count(self, unit: int, cause: str, nbytes: int) -> None:
+        if cause == "prefetch":
+            self._unasked[unit] = self._unasked.get(unit, 0) + nbytes
+        else:
+            counters, name = self.counters(unit), f"{cause}_bytes"
+            setattr(counters, name, getattr(counters, name) + nbytes)
+
+    def _settle(self, unit: int) -> None:
+        fetch = self._flying.pop(unit)
+        assert self.table.generation[self.table.slot[unit]] == fetch.generation, "stale transfer"
+        if fetch.transfer.failed is None:
+            self.table.publish(unit, fetch.planes)
+            return
+        counters = self.counters(unit)
+        counters.failures += 1
+        counters.wasted_bytes += self._unasked.pop(unit, 0)
+        if self.table.planes[unit] == 0:
+            self.table.drop(unit)

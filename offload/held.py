@@ -1,0 +1,191 @@
+"""Experts held for one call of a layer, handed out in waves.
+
+A wave is a run of experts, in ascending order over all waves, so that a kernel that adds to what it
+has so far sums as one call would. What is there is computed while the rest is still coming; where
+the experts outnumber the slots, those a wave is done with make room for those to come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from offload.errors import OffloadError
+from offload.filling import Filling
+
+T = TypeVar("T")
+
+RING = 8
+"""Transfers that one call may have in hand at the cost of units worth more than what they bring."""
+
+
+class Wave(NamedTuple):
+    """Experts that may be computed with now.
+
+    Attributes:
+        experts: their ids, ascending.
+        slot_ids: ``(E + 1,)`` int64 on the CPU: slot of each of them, -1 for those of other waves
+            and at the end, so that ``slot_ids[routing.expert_ids]`` is the wave's routing.
+    """
+
+    experts: Sequence[int]
+    slot_ids: Tensor
+
+
+class Held:
+    """Pins the units of one call; a context manager that unpins them at the end.
+
+    Args:
+        experts, units: ascending, the same twice: ids in the layer, and units.
+        missing: units that lack planes.
+    """
+
+    __slots__ = (
+        "_experts",
+        "_fetched",
+        "_filling",
+        "_layer",
+        "_planes",
+        "_queue",
+        "_units",
+    )
+
+    def __init__(
+        self,
+        filling: Filling,
+        layer: int,
+        experts: Sequence[int],
+        units: list[int],
+        planes: int,
+        missing: list[int],
+    ) -> None:
+        self._filling, self._layer, self._planes = filling, layer, planes
+        self._experts, self._units = experts, units
+        filling.pins[self] = units
+        self._fetched: set[int] = set()  # by this call, and not computed with yet
+        self._queue = deque(missing)
+        if missing:
+            self._guarded(self._feed)
+
+    @property
+    def waves(self) -> Iterator[Wave]:
+        """To be walked once; the experts of a wave may be gone when the next one is asked for.
+
+        Raises:
+            OffloadError: an expert cannot be had; everything is unpinned.
+        """
+        filling, units = self._filling, self._units
+        there = filling.table.planes
+        if all(there[unit] >= self._planes for unit in units):
+            yield Wave(self._experts, filling.table.slot_ids(self._layer))
+            return
+        start = 0
+        while start < len(units):
+            end = self._guarded(lambda: self._next(start))  # noqa: B023
+            yield self._wave(start, end)
+            self._fetched.difference_update(units[start:end])
+            start = end
+            if self._queue:
+                filling.pins[self] = units[start:]
+                self._guarded(self._feed)
+
+    def release(self) -> None:
+        """Unpin. What is still on its way will be there for others."""
+        self._filling.pins.pop(self, None)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _guarded(self, step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except OffloadError:
+            self.release()
+            raise
+
+    def _feed(self, most: int | None = None) -> None:
+        """Begin to fetch what is missing, in order, as far as there is room for it.
+
+        Args:
+            most: units to begin with; all by default.
+        """
+        filling, queue = self._filling, self._queue
+        table, values = filling.table, filling.policy.values()
+        victims = deque(filling.victims(len(queue)) if len(queue) > len(table.free) else ())
+        most = len(queue) if most is None else most
+        for _ in range(most):
+            unit, cause = queue[0], "demand"
+            if table.planes[unit] >= self._planes:  # it was on its way, and has come
+                queue.popleft()
+                continue
+            if table.slot[unit] < 0 and not table.free:
+                if not victims:
+                    return
+                value, victim = victims.popleft()
+                if values[unit] <= value:
+                    if len(self._fetched) >= RING:
+                        return
+                    cause = "streamed"
+                filling.evict(victim)
+            if table.slot[unit] < 0:
+                table.place(unit, table.free.pop())
+            queue.popleft()
+            self._fetched.add(unit)
+            if not filling.is_flying(unit):
+                filling.begin(unit, self._planes, cause)
+
+    def _next(self, start: int) -> int:
+        """Wait for the first expert of a wave; where the wave ends."""
+        filling, units, planes = self._filling, self._units, self._planes
+        table = filling.table
+        filling.poll()
+        if table.slot[units[start]] < 0:
+            self._make_room(units[start])
+            filling.pins[self] = units[start:]
+        filling.arrive(units[start], planes)
+        # While more is to be fetched, half of what has been is left for the next wave: its
+        # transfers, and those into the slots of this one, run under this one's computation.
+        most = max(1, len(self._fetched) // 2) if self._queue else len(units)
+        end, fetched = start, 0
+        while end < len(units) and table.planes[units[end]] >= planes:
+            fetched += units[end] in self._fetched
+            if fetched > most:
+                break
+            end += 1
+        return end
+
+    def _make_room(self, unit: int) -> None:
+        """A slot for a unit that must come now, whatever it costs others."""
+        filling = self._filling
+        if unit not in self._queue:  # it was there, or on its way, and has been lost since
+            self._queue.appendleft(unit)
+        self._feed()
+        if filling.table.slot[unit] < 0:
+            filling.pins[self] = [unit]  # later ones of this call may have to come again
+            filling.settle_unpinned()
+            self._feed(1)
+        if filling.table.slot[unit] < 0:
+            layer, expert = divmod(unit, filling.table.width)
+            raise OffloadError(
+                f"no slot for expert {expert} of layer {layer}: all {len(filling.table.unit)} are "
+                "held by other calls or by reads that do not end; give the device more memory"
+            )
+
+    def _wave(self, start: int, end: int) -> Wave:
+        table, experts = self._filling.table, list(self._experts[start:end])
+        ids = torch.full_like(table.slot_ids(self._layer), -1)
+        ids[experts] = torch.tensor([table.slot[unit] for unit in self._units[start:end]])
+        return Wave(experts, ids)

@@ -1,0 +1,101 @@
+"""A model's experts left in a store: the cache, its layers, and what belongs to them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offload.cache import ExpertCache
+from offload.experts import OffloadedExperts
+from offload.governor import LayerRecord as Record
+from offload.hot_set import save_hot_set
+from offload.prefetch import Prefetcher
+from offload.readers import ThreadedReader
+from routing.predict import Predictor
+
+SLOWEST = 1e8
+"""Bytes a second of a disk that has not been measured: its files are too small for that."""
+
+
+@dataclass
+class Offloaded:
+    """Experts of a model that are read when they are needed.
+
+    Attributes:
+        layers: one for each MoE layer.
+        cache: which experts are in memory.
+        reader: what reads the others.
+        hot_set_file: where the hot set is kept; None for nowhere.
+        prefetcher: what reads experts before they are needed, if anything does.
+    """
+
+    layers: list[OffloadedExperts]
+    cache: ExpertCache
+    reader: ThreadedReader
+    hot_set_file: Path | None
+    closing: ExitStack
+    prefetcher: Prefetcher | None = None
+
+    def status(self) -> dict[str, Any]:
+        """What runs how, for JSON."""
+        return {
+            "policy": self.cache.policy.name,
+            "reader": {"name": self.reader.name, "reason": self.reader.reason},
+            "predictor": None if self.prefetcher is None else self.prefetcher.predictor.name,
+            "experts": sum(layer.num_experts for layer in self.layers),
+            "slots": self.cache.slots,
+        }
+
+    def prefetch_with(self, predictor: Predictor, *, bids: bool = True) -> Prefetcher:
+        """Look ahead from now on: what the predictor says is read in time where that pays.
+
+        Args:
+            bids: False: nothing is read ahead, the predictor only tells the policy what to keep.
+        """
+        cache = self.cache
+        speed = max(self.reader.bytes_per_second, SLOWEST)
+        self.prefetcher = Prefetcher(
+            cache,
+            [layer.num_experts for layer in self.layers],
+            predictor,
+            cache.expert_bytes / speed,
+            always_forecast=cache.policy.name == "forecast",
+            bids=bids,
+        )
+        return self.prefetcher
+
+    def statistics(self) -> dict[str, Any]:
+        """What the cache did and what it holds, for JSON."""
+        counters = self.cache.statistics.as_dict()
+        causes = ("demand", "streamed", "useful", "wasted", "restored")
+        return {
+            **counters,
+            "bytes_read": sum(counters[f"{cause}_bytes"] for cause in causes),
+            "slots": self.cache.slots,
+            "expert_bytes": self.cache.expert_bytes,
+            "prefetch": None if self.prefetcher is None else _foresight(self.prefetcher),
+        }
+
+    def close(self) -> None:
+        """Save the hot set, stop reading and close the files; once is enough."""
+        if self.hot_set_file is not None:
+            save_hot_set(self.hot_set_file, self.cache.hot_set())
+            self.hot_set_file = None
+        self.closing.close()
+
+
+def _foresight(prefetcher: Prefetcher) -> dict[str, Any]:
+    """What forecasts came to, over all layers."""
+    total = Record()
+    for record in prefetcher.records:
+        for field in fields(record):
+            setattr(total, field.name, getattr(total, field.name) + getattr(record, field.name))
+    return {
+        **asdict(total),
+        "precision": total.precision,
+        "recall": total.recall,
+        "depth": prefetcher.depth,
+        "layers_on": sum(governor.on for governor in prefetcher.governors),
+    }

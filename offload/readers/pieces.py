@@ -1,0 +1,66 @@
+"""Cuts what is to be read into requests of a good size.
+
+Neighbours in a file become one scattering request (an expert's scales and planes lie one after the
+other in a store and go to different arrays); long ones are cut, so that several threads share them
+and an urgent read never waits for more than a piece.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offload.errors import OffloadError
+from offload.transfer import Read
+
+PIECE_BYTES = 1 << 20
+"""From here on disks gain nothing more from longer requests."""
+
+
+@dataclass
+class Piece:
+    """``nbytes`` of a file from ``offset`` on, scattered into ``views``."""
+
+    fd: int
+    path: Path
+    offset: int
+    status: os.stat_result | None
+    views: list[memoryview] = field(default_factory=list)
+    nbytes: int = 0
+
+    def check_unchanged(self) -> None:
+        """Raise `OffloadError` where the file was rewritten since it was opened."""
+        if self.status is None:
+            return
+        now, before = os.fstat(self.fd), self.status
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise OffloadError(
+                f"{self.path} was changed while it was in use ({before.st_size} bytes when it was "
+                f"opened, {now.st_size} now); put the file back and load the model again"
+            )
+
+
+def cut(reads: Sequence[Read]) -> list[Piece]:
+    """Pieces of at most `PIECE_BYTES`, in the order of the reads."""
+    pieces: list[Piece] = []
+    for read in reads:
+        rest = memoryview(read.place.numpy())  # type: ignore[arg-type]
+        offset = read.offset
+        while rest:
+            piece = pieces[-1] if pieces else None
+            if (
+                piece is None
+                or piece.fd != read.fd
+                or piece.offset + piece.nbytes != offset
+                or piece.nbytes == PIECE_BYTES
+            ):
+                piece = Piece(read.fd, read.path, offset, read.status)
+                pieces.append(piece)
+            taken = min(PIECE_BYTES - piece.nbytes, len(rest))
+            piece.views.append(rest[:taken])
+            piece.nbytes += taken
+            offset += taken
+            rest = rest[taken:]
+    return pieces

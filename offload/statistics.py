@@ -1,0 +1,75 @@
+"""What a cache did: plain counters, written by the step loop and readable from any thread."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass
+class LayerStatistics:
+    """Counters of one layer; "asked for" counts each expert once a call.
+
+    Attributes:
+        hits: experts asked for that were there.
+        misses: experts asked for that were not, `late` included.
+        late: misses whose prefetch was under way.
+        demand_bytes: read because a layer waited for them, to stay.
+        streamed_bytes: read because a layer waited for them, into slots lent for the moment.
+        useful_bytes: prefetched and asked for afterwards.
+        wasted_bytes: prefetched and evicted unasked, or failed.
+        restored_bytes: read to restore a hot set.
+        prefetches: begun.
+        cancelled: prefetches taken back before they began.
+        evictions: experts that lost their slot to another.
+        failures: transfers that failed.
+        stall_seconds: for which the step loop waited.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    late: int = 0
+    demand_bytes: int = 0
+    streamed_bytes: int = 0
+    useful_bytes: int = 0
+    wasted_bytes: int = 0
+    restored_bytes: int = 0
+    prefetches: int = 0
+    cancelled: int = 0
+    evictions: int = 0
+    failures: int = 0
+    stall_seconds: float = 0.0
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of the experts asked for that were there; 1 where none was."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 1.0
+
+
+class CacheStatistics:
+    """Of every layer; see `LayerStatistics`.
+
+    Attributes:
+        layers: one a MoE layer.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [LayerStatistics() for _ in range(num_layers)]
+
+    @property
+    def total(self) -> LayerStatistics:
+        """Sum over the layers; a copy."""
+        names = [field.name for field in fields(LayerStatistics)]
+        return LayerStatistics(
+            **{name: sum(getattr(layer, name) for layer in self.layers) for name in names}
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON: the totals, the hit ratio, and the same of each layer."""
+        total, layers = self.total, [asdict(layer) for layer in self.layers]
+        return {**asdict(total), "hit_ratio": total.hit_ratio, "layers": layers}
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        for layer in self.layers:
+            layer.__init__()  # type: ignore[misc]

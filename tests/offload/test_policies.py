@@ -1,0 +1,102 @@
+"""What policies value: each on a trace where it is known who is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offload.policies import POLICIES, ForecastPolicy
+from offload.replay import RandomChoice, belady, hit_ratio
+
+LAYERS, WIDTH = 4, 16
+
+
+def popular(tokens: int, seed: int = 0) -> list[list[int]]:
+    """Experts drawn by a steep popularity, the same at all times."""
+    random = np.random.default_rng(seed)
+    chances = 1 / np.arange(1, WIDTH + 1)
+    orders = [random.permutation(WIDTH) for _ in range(LAYERS)]
+    return [
+        sorted(layer * WIDTH + orders[layer][i] for i in choice)
+        for _ in range(tokens)
+        for layer in range(LAYERS)
+        for choice in [random.choice(WIDTH, 2, replace=False, p=chances / chances.sum())]
+    ]
+
+
+def habitual(tokens: int, seed: int = 0) -> list[list[int]]:
+    """Every expert equally often, but one follows from the other."""
+    random = np.random.default_rng(seed)
+    following = random.permutation(WIDTH)
+    state, calls = 0, []
+    for _ in range(tokens):
+        state = int(following[state]) if random.random() < 0.9 else int(random.integers(WIDTH))
+        calls += [
+            sorted({layer * WIDTH + state, layer * WIDTH + (state + 3) % WIDTH})
+            for layer in range(LAYERS)
+        ]
+    return calls
+
+
+def ratios(calls: list[list[int]], slots: int) -> dict[str, float]:
+    policies = {**POLICIES, "random": RandomChoice}
+    found = {
+        name: hit_ratio(calls, slots, make(LAYERS, WIDTH), WIDTH) for name, make in policies.items()
+    }
+    return found | {"belady": belady(calls, slots)}
+
+
+def test_frequencies_win_where_popularity_rules() -> None:
+    found = ratios(popular(300), 24)
+    assert found["lfu"] > found["lru"] > found["random"]
+    for name in ("frequency_recency", "forecast"):
+        assert found[name] > found["lfu"] - 0.02
+
+
+def test_habits_win_where_one_expert_follows_from_another() -> None:
+    found = ratios(habitual(600), 24)
+    others = max(found["lru"], found["lfu"], found["frequency_recency"])
+    assert found["forecast"] > others + 0.25 * (found["belady"] - others)
+
+
+def test_frequency_recency_forgets() -> None:
+    calls = popular(600, seed=1) + popular(600, seed=2)
+    found = ratios(calls, 24)
+    assert found["frequency_recency"] > found["lfu"]
+
+
+def test_forecasts_do_no_harm_even_where_they_are_false() -> None:
+    calls = popular(300)
+    base = hit_ratio(calls, 16, ForecastPolicy(LAYERS, WIDTH), WIDTH)
+    random = np.random.default_rng(0)
+
+    def told(truly: bool) -> float:
+        policy = ForecastPolicy(LAYERS, WIDTH)
+
+        def speak(call: int) -> None:
+            layer = call % LAYERS
+            for ahead in range(LAYERS - layer):
+                units = calls[call + ahead]
+                if not truly:
+                    start = (layer + ahead) * WIDTH
+                    units = (start + random.choice(WIDTH, 2, replace=False)).tolist()
+                policy.forecast(units, [0.95] * len(units))
+
+        return hit_ratio(calls, 16, policy, WIDTH, speak)
+
+    assert told(True) > base - 0.02
+    assert told(False) > base - 0.02
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_values_are_finite_whatever_has_been_seen(name: str) -> None:
+    policy = POLICIES[name](LAYERS, WIDTH)
+    assert np.isfinite(policy.values()).all()
+    for _ in range(300):
+        policy.touch(1, list(range(WIDTH, 2 * WIDTH)))
+    policy.touch(2, [])
+    policy.forecast([2 * WIDTH], [1.0])
+    policy.forecast([], [])
+    assert np.isfinite(policy.values()).all()
+    assert policy.values().shape == (LAYERS * WIDTH,)
+    assert policy.bid(WIDTH, 1.0) >= policy.bid(WIDTH, 0.0)

@@ -1,0 +1,147 @@
+"""Prefetching against a simulated disk and clock: what it gains, and what it can cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from offload.prefetch import Prefetcher
+from tests.offload.simulated_disk import LOAD_S, Run
+from tests.offload.traces import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Guess,
+    Trace,
+    cyclic,
+    inverted,
+    knowing,
+    uniform,
+    zipf,
+)
+
+
+def gain(
+    trace: Trace, guess: Guess, policy: str = "lru", layer_s: float = 0.004
+) -> tuple[float, Run]:
+    """How much faster prefetching makes it; 1 for nothing gained or lost."""
+    run = Run(trace, guess, policy, layer_s)
+    return Run(trace, None, policy, layer_s).total / run.total, run
+
+
+@pytest.mark.parametrize(("layer_s", "least"), [(0.002, 1.08), (0.004, 1.15), (0.016, 1.1)])
+def test_a_good_predictor_gains(layer_s: float, least: float) -> None:
+    trace = zipf(150)
+    faster, run = gain(trace, knowing(trace), layer_s=layer_s)
+    assert faster > least
+    assert run.prefetcher is not None
+    assert run.prefetcher.depth == max(1, round(0.5 + LOAD_S / layer_s))
+    for record in run.prefetcher.records:
+        assert record.placed == record.useful + record.wasted + record.cancelled
+        assert record.precision == 1
+        assert record.saved_seconds >= record.lost_seconds
+    assert sum(record.useful for record in run.prefetcher.records) > 100
+
+
+@pytest.mark.parametrize("trace", [zipf(120), uniform(120), cyclic(120)], ids=["z", "u", "c"])
+@pytest.mark.parametrize("policy", ["lru", "forecast"])
+def test_a_bad_predictor_costs_next_to_nothing(trace: Trace, policy: str) -> None:
+    least = Run(trace, None, policy, layer_s=0.002).total
+    for guess in (knowing(trace, 0.0), inverted(trace), Guess(lambda step, layer: [])):
+        run = Run(trace, guess, policy, layer_s=0.002)
+        assert run.total < 1.02 * least
+        assert run.prefetcher is not None
+        assert run.prefetcher.depth == 0
+        assert guess.forecasts < 120 * LAYERS / 3  # hardly asked any more
+
+
+@pytest.mark.parametrize("right", [0.2, 0.4, 0.6])
+def test_a_mediocre_predictor_that_is_sure_of_itself_costs_next_to_nothing(right: float) -> None:
+    for trace in (zipf(150), uniform(150)):
+        assert gain(trace, knowing(trace, right), layer_s=0.002)[0] > 0.98
+
+
+@pytest.mark.parametrize("policy", ["lru", "forecast"])
+def test_a_predictor_that_turns_bad_is_turned_off(policy: str) -> None:
+    trace = zipf(240)
+    run = Run(trace, knowing(trace, until=80), policy)
+    before = Run(trace, None, policy)
+    assert sum(run.seconds[:80]) < 0.95 * sum(before.seconds[:80])
+    assert sum(run.seconds[80:]) < 1.02 * sum(before.seconds[80:])
+    assert run.prefetcher is not None
+    assert run.prefetcher.depth == 0
+
+
+def test_a_predictor_that_turns_good_is_found_out() -> None:
+    trace = zipf(240)
+    good, bad = knowing(trace), inverted(trace)
+    run = Run(trace, Guess(lambda s, layer: (good if s >= 80 else bad).say(s, layer)))
+    assert run.prefetcher is not None
+    assert run.prefetcher.depth == 1
+    assert sum(run.seconds[160:]) < 0.95 * sum(Run(trace, None).seconds[160:])
+
+
+def test_what_the_router_contradicts_is_taken_back() -> None:
+    """A right guess and a wrong one for the same layer; the wrong one has not begun."""
+    trace = uniform(40)
+    run = Run(trace, knowing(trace))
+    prefetcher, cache = run.prefetcher, run.cache
+    assert prefetcher is not None
+    assert prefetcher.governors[0].on
+    absent = [e for e in range(EXPERTS) if not cache.resident(0)[e]][:2]
+    prefetcher.predictor = Guess(
+        lambda step, layer: list(zip(absent, (0.96, 0.94), strict=True)) * (layer == 0)
+    )
+    prefetcher.measures.layer_seconds = 1.0  # time enough for both
+    before, reads = prefetcher.records[0].cancelled, run.disk.reads
+    prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+    prefetcher.settle(0, [absent[0]])
+    with cache.acquire(0, [absent[0]]) as held:
+        list(held.waves)
+    run.clock.now += 1
+    assert cache.resident(0)[absent[0]] == 1
+    assert cache.resident(0)[absent[1]] == 0
+    assert run.disk.reads == reads + 1
+    assert prefetcher.records[0].cancelled == before + 1
+
+
+def test_without_bids_the_policy_hears_forecasts_all_the_same() -> None:
+    trace = zipf(30)
+    run = Run(trace[:0], Guess(lambda step, layer: [(3, 0.9)]))
+    heard: list[int] = []
+    run.cache.policy.forecast = lambda units, probability: heard.extend(units)  # type: ignore[method-assign]
+    run.prefetcher = Prefetcher(
+        run.cache,
+        [EXPERTS] * LAYERS,
+        Guess(lambda step, layer: [(3, 0.9)]),
+        LOAD_S,
+        always_forecast=True,
+        bids=False,
+        clock=run.clock,
+    )
+    for layers in trace:
+        run._step(layers)
+    assert set(heard) == {layer * EXPERTS + 3 for layer in range(LAYERS)}
+    assert run.cache.statistics.total.prefetches == 0
+    assert run.prefetcher.depth == 0
+
+
+def test_the_cost_of_forecasting_counts() -> None:
+    """Right, but it takes longer to say so than is saved."""
+    trace = zipf(100)
+    guess = knowing(trace)
+    run = Run(trace[:0], guess)
+    say = guess.say
+
+    def slow(step: int, layer: int) -> Sequence[tuple[int, float]]:
+        run.clock.now += 2 * TOP_K * LOAD_S
+        return say(step, layer)
+
+    guess.say = slow
+    for step, layers in enumerate(trace):
+        guess.at(step)
+        run._step(layers)
+    assert run.cache.statistics.total.prefetches == 0
+    assert guess.forecasts < 100 * LAYERS / 4
