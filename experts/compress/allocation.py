@@ -1,0 +1,118 @@
+"""Bits of every expert under one budget of bytes: a multiple-choice knapsack, solved exactly.
+
+Each expert takes one of its widths; the sum of predicted damage is least among all choices whose
+bytes fit (PMQ, ALGORITHMS.md 3.1, with one budget for all layers and bytes in place of mean bits).
+`allocate` gives it to HiGHS as an integer program. `allocate_by_table` fills a table of bytes, as
+exact and independent of it: each is the other's test. Legend: E experts of all layers, W widths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, eye_array, kron, vstack
+
+Damage = NDArray[np.float64]
+Sizes = NDArray[np.int64]
+Choice = NDArray[np.int64]
+
+_LARGEST_COST = 1e6
+"""HiGHS stops at an absolute gap of 1e-6, which has to be small beside the costs."""
+
+
+class BudgetError(ValueError):
+    """No choice of widths fits into the budget, or every choice does."""
+
+
+def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
+    """The width of each expert that together do the least damage.
+
+    Args:
+        damage_EW: ``(E, W)`` finite, not negative; any unit.
+        sizes_EW: ``(E, W)`` bytes, the first width the smallest.
+        budget: most bytes.
+
+    Returns:
+        ``(E,)`` index of the width of each expert.
+
+    Raises:
+        BudgetError: the budget is below the smallest or above the largest choice.
+        ValueError: a damage is not finite or negative.
+    """
+    _check(damage_EW, sizes_EW, budget)
+    count, widths = damage_EW.shape
+    unit = _unit(sizes_EW)
+    cost = damage_EW * (_LARGEST_COST / (damage_EW.max() or 1.0))
+    one_each = kron(eye_array(count), np.ones((1, widths)), format="csr")
+    total = csr_array((sizes_EW // unit).reshape(1, -1).astype(float))
+    limits = np.append(np.ones(count), budget // unit)
+    solved = milp(
+        cost.ravel(),
+        constraints=LinearConstraint(
+            vstack([one_each, total], format="csr"), np.append(np.ones(count), -np.inf), limits
+        ),
+        bounds=Bounds(0, 1),
+        integrality=np.ones(cost.size),
+        options={"mip_rel_gap": 0.0},
+    )
+    assert solved.status == 0, solved.message
+    choice: Choice = solved.x.reshape(count, widths).argmax(1)
+    assert taken(sizes_EW, choice).sum() <= budget
+    return choice
+
+
+def allocate_by_table(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
+    """The same by dynamic programming: time and memory grow with E times the units of bytes.
+
+    Raises as `allocate`.
+    """
+    _check(damage_EW, sizes_EW, budget)
+    unit = _unit(sizes_EW)
+    extra = (sizes_EW - sizes_EW.min(1, keepdims=True)) // unit
+    room = int(min((budget - sizes_EW.min(1).sum()) // unit, extra.max(1).sum()))
+    least = np.zeros(room + 1)  # least damage of the experts so far within so many units
+    chosen = np.zeros((len(damage_EW), room + 1), dtype=np.int8)
+    for expert, costs in enumerate(damage_EW):
+        best = np.full(room + 1, np.inf)
+        for width, cost in enumerate(costs):
+            units = int(extra[expert, width])
+            if units <= room:
+                with_it = np.full(room + 1, np.inf)
+                with_it[units:] = least[: room + 1 - units] + cost
+                better = with_it < best
+                best = np.where(better, with_it, best)
+                chosen[expert, better] = width
+        least = best
+    choice = np.zeros(len(damage_EW), dtype=np.int64)
+    for expert in reversed(range(len(damage_EW))):
+        choice[expert] = chosen[expert, room]
+        room -= int(extra[expert, choice[expert]])
+    return choice
+
+
+def taken(table_EW: NDArray, choice: Choice) -> NDArray:
+    """``(E,)`` the entry of the width that each expert was given."""
+    taken_E: NDArray = np.take_along_axis(table_EW, choice[:, None], 1)[:, 0]
+    return taken_E
+
+
+def _unit(sizes_EW: Sizes) -> int:
+    """Bytes of which all sizes are whole multiples."""
+    return math.gcd(*np.unique(sizes_EW).tolist())
+
+
+def _check(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> None:
+    if not (np.isfinite(damage_EW).all() and (damage_EW >= 0).all()):
+        raise ValueError("the predicted damage of some experts is negative or not finite")
+    least, most = int(sizes_EW.min(1).sum()), int(sizes_EW.max(1).sum())
+    if budget < least:
+        raise BudgetError(
+            f"the budget is {budget:,} bytes, and the experts take {least:,} at their fewest bits"
+        )
+    if budget > most:
+        raise BudgetError(
+            f"the budget is {budget:,} bytes, and the experts take {most:,} at their most bits"
+        )

@@ -1,0 +1,70 @@
+"""Allocation: the integer program, the table and plain enumeration agree."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from experts.compress.allocation import BudgetError, allocate, allocate_by_table, taken
+
+BITS = np.array([2, 4, 8])
+
+
+@st.composite
+def instances(draw: st.DrawFn, most_experts: int) -> tuple[NDArray, NDArray, int]:
+    """Damage in whole numbers, so that sums are exact; sizes of two kinds of expert; a budget."""
+    count = draw(st.integers(1, most_experts))
+    whole = st.lists(st.integers(0, 10**6), min_size=3, max_size=3)
+    damage = draw(st.lists(whole, min_size=count, max_size=count))
+    scale = draw(st.lists(st.sampled_from([64, 96]), min_size=count, max_size=count))
+    sizes = np.array(scale)[:, None] * BITS + 16
+    budget = draw(st.integers(int(sizes[:, 0].sum()), int(sizes[:, -1].sum())))
+    return np.array(damage, dtype=float), sizes, budget
+
+
+@given(instances(5))
+def test_both_find_what_enumeration_finds(instance: tuple[NDArray, NDArray, int]) -> None:
+    damage, sizes, budget = instance
+    choices = np.array(list(product(range(3), repeat=len(damage))))
+    rows = np.arange(len(damage))
+    fitting = choices[sizes[rows, choices].sum(1) <= budget]
+    least = damage[rows, fitting].sum(1).min()
+    for solve in (allocate, allocate_by_table):
+        choice = solve(damage, sizes, budget)
+        assert taken(sizes, choice).sum() <= budget
+        assert taken(damage, choice).sum() == least
+
+
+@given(instances(60))
+def test_the_integer_program_and_the_table_agree(instance: tuple[NDArray, NDArray, int]) -> None:
+    damage, sizes, budget = instance
+    program, table = (solve(*instance) for solve in (allocate, allocate_by_table))
+    assert taken(damage, program).sum() == taken(damage, table).sum()
+    assert taken(sizes, table).sum() <= budget
+
+
+def test_they_agree_on_48_layers_of_128_experts() -> None:
+    generator = np.random.default_rng(0)
+    damage = np.exp(generator.normal(0, 2, (48 * 128, 1)))
+    damage = damage * [1, 0.06, 2e-4] * np.exp(generator.normal(0, 0.3, (48 * 128, 3)))
+    sizes = np.tile(BITS * 589_824 + 147_456, (48 * 128, 1))
+    budget = int(sizes.sum() * 2.54 / 14)
+    program, table = (solve(damage, sizes, budget) for solve in (allocate, allocate_by_table))
+    assert taken(damage, program).sum() == pytest.approx(taken(damage, table).sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("solve", [allocate, allocate_by_table])
+def test_impossible_budgets_name_the_numbers(solve: type) -> None:
+    damage, sizes = np.ones((10, 3)), np.tile(BITS * 100, (10, 1))
+    with pytest.raises(BudgetError, match=r"1,999 bytes, and the experts take 2,000 at their few"):
+        solve(damage, sizes, 1_999)
+    with pytest.raises(BudgetError, match=r"8,001 bytes, and the experts take 8,000 at their most"):
+        solve(damage, sizes, 8_001)
+    damage[3, 1] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        solve(damage, sizes, 4_000)
