@@ -1,6 +1,6 @@
 """How fast are decoding and prompts at 8, 4 and 2 bits, against transformers and llama.cpp?
 
-    python -m benchmarks.decode [--quick] [--model 2b|demo|PATH] [--peer transformers,llama.cpp]
+    python -m benchmarks.decode [--quick] [--model 2b|30b|demo|PATH] [--peer transformers,llama.cpp]
 
 Contenders hold the same random weights, all matrices at one width (ours at 2 bits: the experts, the
 rest at 4), and take turns in one process: tokens a second at batch 1, 4 and 16, and for prompts of
@@ -11,20 +11,22 @@ and the choice of tokens; the peers run their forward pass only.
 ``bandwidth_fraction`` is bytes read a step (weights of the trunk, distinct experts, keys and
 values) over the step's time and the read bandwidth measured in the same run. llama.cpp is measured
 where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last line is JSON.
+
+``30b`` is a store of Qwen3-30B-A3B's shape (`benchmarks.random_store`), against a GGUF file of the
+same shape. Two of them do not fit into most machines: there contenders come one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
-import time
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor
+from transformers import AutoConfig
 
 from benchmarks.common import (
     environment,
@@ -33,95 +35,17 @@ from benchmarks.common import (
     print_table,
     read_bandwidth,
 )
-from benchmarks.decode_peers import Contender, LlamaCpp, Tokens, Transformers, write_gguf
-from benchmarks.random_models import bench_dir, random_2b
-from moe import MoE, SamplingParams
-from moe.sampling import Token
+from benchmarks.decode_contenders import Ours, contenders, model_folder
+from benchmarks.decode_peers import Contender
+from experts.manifest import is_store
 
-ROOT = Path(__file__).parents[1]
 BATCHES = (1, 4, 16)
 PROMPTS = (512, 2048)
 PROMPT = 32  # tokens before decoding starts
 
 
-class _Given:
-    """In a sampler's place: takes the likeliest token's time, gives a token from a list."""
-
-    def __init__(self, token_ids: list[int]) -> None:
-        self._token_ids = iter(token_ids)
-
-    def sample(self, logits_V: Tensor) -> Token:
-        logits_V.argmax().item()
-        return Token(next(self._token_ids))
-
-
-class Ours:
-    """This engine at a number of bits; `bytes_a_step` of the last decoding."""
-
-    def __init__(self, path: Path, bits: int | None) -> None:
-        self.name = f"moe {bits} bits" if bits else "moe as it is"
-        trunk = max(bits or 16, 4)  # the trunk has no 2 bits
-        settings = {"expert_bits": bits or 16, "trunk_bits": trunk, "head_bits": trunk}
-        self.model = MoE.from_pretrained(path, model=settings, prefill={"mode": "whole"})
-        self.bytes_a_step = 0.0
-
-    def prefill(self, prompt: list[int]) -> float:
-        engine, start = self.model.engine(), time.perf_counter()
-        engine.submit(self.model.request(prompt, SamplingParams(max_new_tokens=1)))
-        while not engine.idle:
-            engine.step()
-        return time.perf_counter() - start
-
-    def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
-        engine = self.model.engine()
-        params = SamplingParams(max_new_tokens=len(following[0]) + 1, ignore_eos=True)
-        for prompt, tokens in zip(prompts, following, strict=True):
-            group = self.model.request(prompt, params)
-            group.sequences[0]._sampler = _Given([*tokens, 0])  # type: ignore[assignment]
-            engine.submit(group)
-        while len(engine.scheduler.running) < len(prompts):
-            engine.step()
-        before = self.model.stats()["expert_bytes_read"]
-        times = []
-        while not engine.idle:
-            start = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - start)
-        stats = self.model.stats()
-        trunk = stats["weight_bytes"] - stats["expert_bytes"] - _embedding_bytes(self.model)
-        self.bytes_a_step = trunk + (stats["expert_bytes_read"] - before) / len(times)
-        return times
-
-
-def _embedding_bytes(model: MoE) -> int:
-    """Bytes of an input embedding, of which a step reads a few rows; 0 where it is the head's."""
-    trunk: Any = model._trunk.model
-    table = trunk.get_input_embeddings().weight
-    tied = trunk.get_output_embeddings() is not None and trunk.config.tie_word_embeddings
-    return 0 if tied else table.numel() * table.element_size()
-
-
-def contenders(path: Path, options: argparse.Namespace) -> list[Contender]:
-    found: list[Contender] = [Ours(path, bits or None) for bits in options.bits]
-    if "transformers" in options.peer:
-        found += [
-            Transformers(path, dtype, "grouped_mm")
-            for dtype in (torch.float32, torch.bfloat16)[: 1 if options.quick else 2]
-        ]
-    if "llama.cpp" in options.peer:
-        if not (find_spec("llama_cpp") and find_spec("gguf")):
-            print("llama.cpp is left out: pip install llama-cpp-python gguf")
-            return found
-        for kind in ("Q8_0", "Q4_0"):
-            file = bench_dir() / f"{path.name}-{kind}.gguf"
-            if not file.exists():
-                write_gguf(path, kind, file)
-            found.append(LlamaCpp(file, kind, torch.get_num_threads()))
-    return found
-
-
 def measure(
-    found: list[Contender], vocab_size: int, rounds: int, steps: int, prompts: tuple[int, ...]
+    found: Sequence[Contender], vocab_size: int, options: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Median tokens a second of every contender, by point; in turns, alternating the order."""
     times: dict[str, dict[str, list[float]]] = {}
@@ -131,14 +55,14 @@ def measure(
         return [draw.randrange(vocab_size) for _ in range(count)]
 
     order = list(found)
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for batch in BATCHES:
             rows = [tokens(PROMPT) for _ in range(batch)]
-            following = [tokens(steps) for _ in range(batch)]
+            following = [tokens(options.steps) for _ in range(batch)]
             for each in order:
                 point = times.setdefault(f"decode {batch}", {}).setdefault(each.name, [])
                 point += [batch / s for s in each.decode(rows, following)[2:]]
-        for length in prompts:
+        for length in options.prompts:
             prompt = tokens(length)
             for each in order:
                 point = times.setdefault(f"prompt {length}", {}).setdefault(each.name, [])
@@ -147,19 +71,28 @@ def measure(
     return {point: {n: median(v) for n, v in by.items()} for point, by in times.items()}
 
 
-def fractions(
-    ours: list[Ours], rates: dict[str, dict[str, float]], bandwidth: float
-) -> dict[str, dict[int, float]]:
-    """Share of the read bandwidth while decoding, by contender and batch."""
+def bytes_by_batch(found: Sequence[Contender]) -> dict[str, dict[int, float]]:
+    """Bytes that a step of ours reads, by contender and batch."""
     draw = random.Random(1)
-    shares: dict[str, dict[int, float]] = {}
-    for each in ours:
+    read: dict[str, dict[int, float]] = {}
+    for each in (one for one in found if isinstance(one, Ours)):
         for batch in BATCHES:
             rows = [[draw.randrange(1, 1000) for _ in range(PROMPT)] for _ in range(batch)]
             each.decode(rows, [row[:8] for row in rows])
-            steps = rates[f"decode {batch}"][each.name] / batch
-            shares.setdefault(each.name, {})[batch] = each.bytes_a_step * steps / bandwidth / 1e9
-    return shares
+            read.setdefault(each.name, {})[batch] = each.bytes_a_step
+    return read
+
+
+def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """Rates and bytes of each group of contenders, which is gone before the next comes."""
+    vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    for group in contenders(path, options):
+        found = [make() for make in group]
+        yield measure(found, vocab_size, options), bytes_by_batch(found)
+        for each in found:
+            each.close()
+        del found, each
+        gc.collect()
 
 
 def by_batch(
@@ -181,22 +114,17 @@ def by_batch(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the demo model, few steps")
-    parser.add_argument("--model", default=None, help="2b, demo or a folder (default 2b)")
+    parser.add_argument("--model", default=None, help="2b, 30b, demo or a folder (default 2b)")
     parser.add_argument("--peer", default="transformers,llama.cpp")
-    parser.add_argument("--bits", type=int, nargs="*", default=[8, 4, 2], help="0: as it is")
+    parser.add_argument("--bits", type=int, nargs="*", help="0: as it is (8 4 2; a store: its own)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
+    options.prompts = (512,) if options.quick else PROMPTS
     if options.quick:
         options.model, options.rounds = options.model or "demo", 1
         options.peer = options.peer.replace("llama.cpp", "")  # the demo model is not its kind
     return options
-
-
-def model_folder(name: str | None) -> Path | None:
-    if name in (None, "2b"):
-        return random_2b()
-    return ROOT / "examples/demo-model" if name == "demo" else Path(str(name))
 
 
 def main() -> None:
@@ -207,16 +135,23 @@ def main() -> None:
     if path is None:
         print_json({**facts, "model": options.model, "skipped": True})
         return
-    found = contenders(path, options)
-    ours = [each for each in found if isinstance(each, Ours)]
-    prompts = (512,) if options.quick else PROMPTS
-    rates = measure(found, ours[0].model.codec.vocab_size, options.rounds, options.steps, prompts)
+    if options.bits is None:
+        options.bits = [4, 2] if is_store(path) else [8, 4, 2]
+    rates: dict[str, dict[str, float]] = {}
+    read: dict[str, dict[int, float]] = {}
+    for by_point, own in run(path, options):
+        for point, by in by_point.items():
+            rates.setdefault(point, {}).update(by)
+        read |= own
     bandwidth = read_bandwidth()
-    shares = fractions(ours, rates, bandwidth)
+    shares = {
+        name: {b: size * rates[f"decode {b}"][name] / b / bandwidth / 1e9 for b, size in by.items()}
+        for name, by in read.items()
+    }
     print_table(
         f"Tokens a second, {path.name}; memory reads {bandwidth:.1f} GB/s",
         ("", *rates),
-        [[each.name, *(f"{by[each.name]:,.1f}" for by in rates.values())] for each in found],
+        [[name, *(f"{by[name]:,.1f}" for by in rates.values())] for name in rates["decode 1"]],
     )
     print_table(
         "Share of the read bandwidth while decoding",
@@ -230,7 +165,7 @@ def main() -> None:
             "bandwidth_gbps": round(bandwidth, 2),
             "bits": list(options.bits),
             "batch": by_batch(rates, shares),
-            "prompt": {str(length): rates[f"prompt {length}"] for length in prompts},
+            "prompt": {str(length): rates[f"prompt {length}"] for length in options.prompts},
         }
     )
 

@@ -1,7 +1,6 @@
 """Others that decode the same random weights: transformers, and llama.cpp where it is installed.
 
-llama.cpp runs through the ``llama-cpp-python`` package, on GGUF files written here with the
-``gguf`` package from the same checkpoint, quantised by llama.cpp's own rules (Q8_0, Q4_0).
+llama.cpp runs through the ``llama-cpp-python`` package, on files of `benchmarks.gguf_files`.
 
 Every contender reads given tokens into fresh sequences and then decodes: the next tokens are given
 too, different ones for each sequence, so that all contenders do the same work.
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 Tokens = list[list[int]]
 """Token ids of each sequence."""
@@ -31,6 +29,9 @@ class Contender(Protocol):
 
     def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
         """Seconds of each step in which every sequence reads one of its following tokens."""
+
+    def close(self) -> None:
+        """Give the memory back."""
 
 
 class Transformers:
@@ -64,11 +65,14 @@ class Transformers:
             times.append(time.perf_counter() - start)
         return times
 
+    def close(self) -> None:
+        del self.model
+
 
 class LlamaCpp:
     """llama.cpp's C interface, called as its own benchmarks do."""
 
-    def __init__(self, path: Path, kind: str, threads: int) -> None:
+    def __init__(self, path: Path, kind: str, threads: int, *, mapped: bool = False) -> None:
         import llama_cpp as c
 
         self.name = f"llama.cpp {kind}"
@@ -77,7 +81,7 @@ class LlamaCpp:
         c.llama_log_set(log, ctypes.c_void_p())
         self._keep = log
         options = c.llama_model_default_params()
-        options.use_mmap = False
+        options.use_mmap = mapped
         self._model = c.llama_model_load_from_file(str(path).encode(), options)
         self._threads = threads
 
@@ -131,79 +135,5 @@ class LlamaCpp:
             self._c.llama_free(context)
         return times
 
-
-def write_gguf(checkpoint: Path, kind: str, out: Path) -> None:
-    """The Qwen3-MoE checkpoint in a folder as a GGUF file; norms and routers stay in float32."""
-    import gguf
-    from safetensors import safe_open
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(checkpoint)
-    quantized = gguf.GGMLQuantizationType[kind]
-    unfinished = out.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "qwen3moe")
-    head = config.head_dim
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-    for name, tensor in _gguf_tensors(checkpoint, config, safe_open):
-        array = tensor.float().numpy()
-        if array.ndim == 1 or "ffn_gate_inp" in name:
-            writer.add_tensor(name, array)
-        else:
-            data = gguf.quants.quantize(array, quantized)
-            writer.add_tensor(name, data, raw_dtype=quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    unfinished.rename(out)
-
-
-def _gguf_tensors(checkpoint: Path, config: Any, safe_open: Any) -> Any:
-    """``(name, tensor)`` of every tensor under llama.cpp's names, experts of a layer in one."""
-    where: dict[str, Any] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        handle = safe_open(file, framework="pt")
-        where |= dict.fromkeys(handle.keys(), handle)
-
-    def read(name: str) -> Tensor:
-        tensor: Tensor = where[name].get_tensor(name)
-        return tensor
-
-    yield "token_embd.weight", read("model.embed_tokens.weight")
-    yield "output_norm.weight", read("model.norm.weight")
-    yield "output.weight", read("lm_head.weight")
-    names = {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.gate",
-    }
-    for layer in range(config.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        for ours, theirs in names.items():
-            yield f"blk.{layer}.{ours}.weight", read(f"{at}{theirs}.weight")
-        for part in ("gate", "up", "down"):
-            experts = [
-                read(f"{at}mlp.experts.{expert}.{part}_proj.weight")
-                for expert in range(config.num_experts)
-            ]
-            yield f"blk.{layer}.ffn_{part}_exps.weight", torch.stack(experts)
+    def close(self) -> None:
+        self._c.llama_model_free(self._model)

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.load_generator import Endpoint
+from benchmarks.memory_group import MemoryGroup
 
 ROOT = Path(__file__).parents[1]
 LOADING_S = 600
@@ -48,13 +49,14 @@ class Server:
 
 
 @contextmanager
-def moe_serve(model: Path, *settings: str) -> Iterator[Server]:
+def moe_serve(model: Path, *settings: str, within: MemoryGroup | None = None) -> Iterator[Server]:
     """``moe serve`` of this tree; each setting is a ``key=value`` of the profile."""
     port = _free_port()
     command = [sys.executable, "-m", "moe", "serve", str(model), "--port", str(port)]
     for setting in settings:
         command += ["--set", setting]
     endpoint = Endpoint(f"http://127.0.0.1:{port}", model.resolve().name)
+    command = command if within is None else within.command(command)
     with _running(command, endpoint, "/ready") as server:
         yield server
 

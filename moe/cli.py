@@ -12,18 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe import __version__
+from moe import __version__, arguments
 from moe.errors import MoEError, ProfileError, RequestError
+from offload.errors import OffloadError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
-    options = build_parser().parse_args(arguments)
+    options = build_parser().parse_args(argv)
     try:
         code: int = options.run(options)
     except MoEError as error:
         print(f"moe: {error}", file=sys.stderr)
         return 2
+    except OffloadError as error:
+        print(f"moe: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("moe: interrupted", file=sys.stderr)
         return 130
@@ -39,107 +43,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    generate = commands.add_parser("generate", help="continue a prompt")
-    _add_generate(generate)
-    generate.set_defaults(run=_generate)
-
-    chat = commands.add_parser("chat", help="talk to a model; /reset, /stats and /exit inside")
-    _add_model(chat, required=True)
-    _add_sampling(chat)
-    chat.set_defaults(run=_chat)
-
-    serve = commands.add_parser("serve", help="answer OpenAI's HTTP API until stopped")
-    _add_serve(serve)
-    serve.set_defaults(run=_serve)
-
-    convert = commands.add_parser("convert", help="write a model as a store, which loads at once")
-    _add_convert(convert)
-    convert.set_defaults(run=_convert)
-
-    doctor = commands.add_parser("doctor", help="check this machine: what works, what is missing")
-    doctor.set_defaults(run=_doctor)
+    for name, what, add_arguments, run in (
+        ("generate", "continue a prompt", arguments.add_generate, _generate),
+        ("chat", "talk to a model; /reset, /stats and /exit inside", arguments.add_chat, _chat),
+        ("serve", "answer OpenAI's HTTP API until stopped", arguments.add_serve, _serve),
+        (
+            "convert",
+            "write a model as a store, which loads at once",
+            arguments.add_convert,
+            _convert,
+        ),
+        (
+            "calibrate",
+            "learn from a text which experts will be needed, for a model that offloads",
+            arguments.add_calibrate,
+            _calibrate,
+        ),
+        ("plan", "what a model takes, and how fast it will be", arguments.add_plan, _plan),
+        ("eval", "how well a model predicts a text", arguments.add_eval, _eval),
+        (
+            "inspect",
+            "what a store holds: the bits of its experts",
+            arguments.add_inspect,
+            _inspect,
+        ),
+        (
+            "doctor",
+            "check this machine: what works, what is missing",
+            arguments.add_doctor,
+            _doctor,
+        ),
+    ):
+        command = commands.add_parser(name, help=what)
+        add_arguments(command)
+        command.set_defaults(run=run)
     return parser
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=False)
-    parser.add_argument(
-        "--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file"
-    )
-    parser.add_argument(
-        "--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="answers of the batch; those there are not done again"
-    )
-    _add_sampling(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print each setting and its origin, and stop"
-    )
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=True)
-    _add_sampling(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
-    )
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="model directory or Hugging Face hub id")
-    parser.add_argument("out", help="directory of the store, made here")
-    parser.add_argument(
-        "--bits",
-        type=int,
-        choices=(2, 4, 8, 16),
-        default=8,
-        help="of experts; fewer can be chosen when loading; 16: whole (%(default)s)",
-    )
-    for name, what in (("trunk", "other linear layers"), ("head", "the output head")):
-        parser.add_argument(
-            f"--{name}-bits",
-            type=int,
-            choices=(4, 8, 16),
-            default=8,
-            help=f"of {what} (%(default)s)",
-        )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        choices=(32, 64),
-        default=64,
-        help="weights that share a scale (%(default)s)",
-    )
-
-
-def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    parser.add_argument(
-        "model", nargs=None if required else "?", help="model directory or Hugging Face hub id"
-    )
-    parser.add_argument("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="settings",
-        help="override one setting of the profile, as in --set engine.max_batch_size=8",
-    )
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T")
-    parser.add_argument("--seed", type=int, metavar="S")
 
 
 def load_settings(options: argparse.Namespace) -> Any:
@@ -149,7 +87,7 @@ def load_settings(options: argparse.Namespace) -> Any:
 
     overrides = parse_assignments(options.settings)
     for name in ("max_new_tokens", "temperature", "seed"):
-        if getattr(options, name) is not None:
+        if getattr(options, name, None) is not None:
             overrides[f"generation.{name}"] = getattr(options, name)
     return load_profile(options.profile, overrides)
 
@@ -210,6 +148,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from moe.allotment import Budget
     from moe.convert import convert
     from moe.settings import ModelSettings
 
@@ -219,8 +158,53 @@ def _convert(options: argparse.Namespace) -> int:
         head_bits=options.head_bits,
         group_size=options.group_size,
     )
-    print(convert(options.model, options.out, settings, progress=True))
+    budget = None
+    if options.target_bits is not None or options.target_gib is not None:
+        budget = Budget(options.target_bits, options.target_gib)
+    folder = None if options.calibration is None else Path(options.calibration)
+    out = convert(
+        options.model, options.out, settings, calibration=folder, budget=budget, progress=True
+    )
+    print(out)
     return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.evaluate import run
+
+    return run(
+        options.model,
+        profile,
+        Path(options.text),
+        tokens=options.tokens,
+        against=options.against,
+        as_json=options.json,
+    )
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from moe.inspect_store import run
+
+    return run(Path(options.store), None if options.image is None else Path(options.image))
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.calibrate.calibrate import calibrate
+
+    out = None if options.out is None else Path(options.out)
+    text = Path(options.text)
+    return calibrate(
+        options.model, profile, text, options.tokens, out, compression=options.compression
+    )
+
+
+def _plan(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.plan_command import run
+
+    return run(options.model, profile, as_json=options.json)
 
 
 def _doctor(_: argparse.Namespace) -> int:

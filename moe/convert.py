@@ -14,10 +14,11 @@ from pathlib import Path
 from experts.blobs import Entry, FileRecord, sync_directory, write_file
 from experts.header import HeaderError
 from experts.layer_file import layer_file_name, layer_record, write_layer
-from experts.manifest import JOURNAL_NAME, TRUNK_NAME, Manifest, is_store, write_manifest
+from experts.manifest import JOURNAL_NAME, TRUNK_NAME, VERSION, Manifest, is_store, write_manifest
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
+from moe.allotment import Budget, allot
 from moe.errors import CheckpointError
 from moe.journal import Journal
 from moe.linears import planes_of, quantizes
@@ -41,6 +42,8 @@ def convert(
     out: str | Path,
     settings: ModelSettings,
     *,
+    calibration: Path | None = None,
+    budget: Budget | None = None,
     progress: bool | Report = False,
 ) -> Path:
     """Convert a checkpoint to a store; goes on with a conversion that was stopped.
@@ -49,6 +52,8 @@ def convert(
         model: directory or hub id.
         out: directory of the store; must not exist.
         settings: bits and group size; null bits stand for 8.
+        calibration: folder of a calibration with ``compression``; experts are then compensated.
+        budget: what experts may take, in place of ``expert_bits``; wants a calibration.
         progress: see `moe.loading.progress.reporting`.
 
     Returns:
@@ -56,6 +61,7 @@ def convert(
 
     Raises:
         CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.
+        CalibrationError: the calibration is absent or another model's, or the budget impossible.
         UnsupportedModelError: the architecture is unknown or has nothing to take over.
     """
     source, target = resolve_model(model), Path(out).expanduser()
@@ -65,9 +71,10 @@ def convert(
         raise CheckpointError(f"{source} is a store already; convert the original checkpoint")
     work = target.with_name(f"{target.name}.unfinished")
     try:
-        work.mkdir(parents=True, exist_ok=True)
         with reporting(progress) as report:
-            _Conversion(source, work, settings, report).run()
+            conversion = _Conversion(source, work, settings, report, calibration, budget)
+            work.mkdir(parents=True, exist_ok=True)
+            conversion.run()
         work.rename(target)
         (target / JOURNAL_NAME).unlink()
         sync_directory(target.parent)
@@ -84,7 +91,15 @@ def convert(
 class _Conversion:
     """One run: reads the checkpoint in `source`, adds to what `work` has, and completes it."""
 
-    def __init__(self, source: Path, work: Path, settings: ModelSettings, report: Report) -> None:
+    def __init__(
+        self,
+        source: Path,
+        work: Path,
+        settings: ModelSettings,
+        report: Report,
+        calibration: Path | None,
+        budget: Budget | None,
+    ) -> None:
         self._source, self._work, self._report = source, work, report
         bits = {key: getattr(settings, key) or 8 for key in PRECISION_KEYS}
         self._settings = settings.model_copy(update=bits)
@@ -92,13 +107,19 @@ class _Conversion:
         self._network = build_meta_model(self._config)
         check_experts(self._network)
         self._names = [name for name, _ in experts_modules(self._network)]
+        self._allotment = allot(self._network, self._settings, calibration, budget)
+        if self._allotment is not None:
+            most = {"expert_bits": self._allotment.most}
+            self._settings = self._settings.model_copy(update=most)
 
     def run(self) -> None:
         exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
         with open_checkpoint(self._source, self._config, exact=exact) as checkpoint:
             job = {
+                "version": VERSION,
                 "settings": {key: getattr(self._settings, key) for key in PRECISION_KEYS},
                 "group_size": self._settings.group_size,
+                "allotment": self._allotment and self._allotment.digest,
                 "files": checkpoint.fingerprint(),
             }
             with Journal(self._work, job) as self._journal:
@@ -159,10 +180,13 @@ class _Conversion:
     def _write_layer(self, index: int, whole: ExpertWeights) -> None:
         bits = self._settings.expert_bits
         experts: AnyExperts = whole
-        if bits is not None and quantizes(bits):
+        allotted = None if self._allotment is None else self._allotment.stored_bits(index)
+        if self._allotment is not None:
+            experts = self._allotment.quantize(index, whole, self._settings.group_size)
+        elif bits is not None and quantizes(bits):
             experts = quantize_experts(whole, self._settings.group_size, bits)
         interleaved = isinstance(experts, QuantizedExperts) and experts.interleaved
-        layer = layer_record(index, self._names[index], whole, interleaved)
+        layer = layer_record(index, self._names[index], whole, interleaved, allotted)
         self._journal.add(layer, write_layer(self._work, index, layer, experts))
 
     def _write_trunk(self) -> FileRecord:

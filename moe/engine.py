@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
+from moe.company import Company, Expect
 from moe.kv import SequenceKV, Work
 from moe.lanes import run_lanes
 from moe.moe_layer import MoELayers
 from moe.prefill import PrefillPlanner
 from moe.prefix import PrefixCache
-from moe.reading import Outcome, Reading, advance, lane_logits
+from moe.reading import Outcome, Reading, advance, results
 from moe.scheduler import Scheduler
 from moe.sequence import Delta
 from moe.settings import Profile
+from moe.sharing import SharedMemory
 from moe.stages import LayerWork
 from moe.trunk import Trunk
 from moe.wave import Group, Wave
@@ -33,11 +35,21 @@ class Engine:
         trunk: the model.
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
+        shared: gives room that keys and values do not need to experts on disk, if there are any.
+        expect: what a prompt needs, where requests may be grouped by it.
     """
 
-    def __init__(self, trunk: Trunk, experts: MoELayers, profile: Profile) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        experts: MoELayers,
+        profile: Profile,
+        shared: SharedMemory | None = None,
+        expect: Expect | None = None,
+    ) -> None:
         self.trunk = trunk
         self.experts = experts
+        self._shared = shared
         work = LayerWork.of(trunk.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self.scheduler = Scheduler(
@@ -48,6 +60,7 @@ class Engine:
             can_cut=trunk.packed,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
+            company=Company(expect, profile.engine.overlap_patience) if expect else None,
         )
         self._reading: Reading | None = None
 
@@ -95,23 +108,28 @@ class Engine:
             raised is dropped and its exception is its outcome; the others are not concerned.
         """
         step = self.scheduler.plan()
+        if self._shared is not None:
+            self._shared.follow(self.scheduler.num_used_tokens() + len(step.decode))
         self._follow(step.wave)
         if step.wave is not None and self._reading is None:
             self._reading = Reading(step.wave, self.trunk)
         reading = self._reading
         tokens = [Work(s.token_ids[-1:], s.cache) for s in step.decode if s.cache is not None]
+        if wanted := self.experts.context:
+            self.experts.begin([sequence.last_tokens(wanted) for sequence in step.decode])
         lanes = self.trunk.lanes(tokens, "decode")
         run_lanes(
             [*reading.lanes, *lanes] if reading else lanes,
             self.experts.run,
             pause_at=reading.pauses() if reading else None,
         )
+        logits = results(lanes, tokens, self.trunk, self.experts.run)
         outcomes: list[Outcome] = [
             (sequence, advance(sequence, rows))
-            for sequence, rows in zip(step.decode, lane_logits(lanes, len(tokens)), strict=True)
+            for sequence, rows in zip(step.decode, logits, strict=True)
         ]
         if reading is not None and reading.wave.is_last_stage:
-            outcomes += reading.finish()
+            outcomes += reading.finish(self.experts.run)
             self._reading = None
         gone = {sequence for sequence, outcome in outcomes if not _goes_on(outcome)}
         self._keep_prefixes(outcomes)

@@ -29,3 +29,7 @@ class DoesNotFitError(MoEError):
 
 class RequestError(MoEError):
     """A prompt or a sampling parameter is not valid for the loaded model."""
+
+
+class CalibrationError(MoEError):
+    """A text cannot be calibrated on, or what an earlier calibration left cannot be used."""

@@ -160,7 +160,9 @@ def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
     if not isinstance(stack, _LaneGreenlet):
         if (alone := _alone.get()) is not None:
             visit.phase, run_experts = alone[0].phase, alone[1]
-        return run_experts(visit.layer, [visit])[0]
+        rows = run_experts(visit.layer, [visit])[0]
+        assert isinstance(rows, Tensor)
+        return rows
     lane, parent = stack.lane, stack.parent
     assert parent is not None
     visit.phase = lane.phase
@@ -201,7 +203,10 @@ def run_lanes(
         assert len(rows) == len(group)
         del visits
         for lane, lane_rows in zip(group, rows, strict=True):
-            lane.resume(lane_rows)
+            if isinstance(lane_rows, Exception):
+                lane.fail(lane_rows)
+            else:
+                lane.resume(lane_rows)
 
 
 def _lowest_layer(lanes: Sequence[Lane], pauses: Mapping[Lane, int]) -> list[Lane]:

@@ -8,6 +8,7 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.sampling import Sampler, SamplingParams
 from moe.sequence import RunningSequence, check_priority
+from moe.sharing import SharedMemory
 from moe.text import Prompt, StopStrings
 from moe.wave import Group
 from routing import READERS
@@ -49,6 +51,9 @@ class MoE:
         self._loaded = loaded
         self._trunk = loaded.trunk
         self._experts = loaded.experts
+        self._close: Callable[[], object] = lambda: None
+        if loaded.offloaded is not None:
+            self._close = weakref.finalize(self, loaded.offloaded.close)
 
     @classmethod
     def from_pretrained(
@@ -155,7 +160,11 @@ class MoE:
         profile = self.profile.profile
         pool = {"kv_tokens": self.memory_plan.kv_tokens, "kv_gib": None}
         memory = profile.memory.model_copy(update=pool)
-        return Engine(self._trunk, self._experts, profile.model_copy(update={"memory": memory}))
+        profile = profile.model_copy(update={"memory": memory})
+        offloaded, shared = self._loaded.offloaded, None
+        if offloaded is not None and profile.offload.borrow:
+            shared = SharedMemory(offloaded.cache, self.memory_plan)
+        return Engine(self._trunk, self._experts, profile, shared, self._loaded.expect)
 
     def request(
         self, prompt: Prompt, params: SamplingParams, salt: str = "", priority: int = 0
@@ -200,9 +209,11 @@ class MoE:
 
         An expert that a step reads is counted once a layer, and ``..._by`` says for whom: for
         ``prefill`` (tokens of prompts), for ``decode`` (running sequences) or for ``both``.
+        ``offload`` is what the cache of experts did, null where all of them are in memory.
         """
         bytes_by = self._experts.expert_bytes_read_by
         layers = self._experts.statistics.snapshot()
+        offloaded = self._loaded.offloaded
         return {
             "weight_bytes": self._loaded.weight_bytes,
             "expert_bytes": self._experts.expert_bytes,
@@ -213,13 +224,25 @@ class MoE:
                 for reader in READERS
             },
             "layers": layers,
+            "offload": None if offloaded is None else offloaded.statistics(),
         }
 
     def reset_stats(self) -> None:
         self._experts.statistics.reset()
+        if self._loaded.offloaded is not None:
+            self._loaded.offloaded.cache.statistics.reset()
+
+    def close(self) -> None:
+        """Close the files of experts that are on disk, and note which ones were worth keeping.
+
+        Also done when the model is garbage, and at the end of the program. Afterwards it cannot
+        run.
+        """
+        self._close()
 
     def status(self) -> dict[str, Any]:
         """What runs how, and what does not and why, ready for JSON."""
+        offloaded = self._loaded.offloaded
         return {
             "architecture": type(self._trunk.model).__name__,
             "device": str(self._trunk.device),
@@ -235,6 +258,7 @@ class MoE:
                 "name": self._loaded.backend.name,
                 "reason": self._loaded.backend.reason,
             },
+            "offload": None if offloaded is None else offloaded.status(),
             "notices": list(self.notices),
         }
 

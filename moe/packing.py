@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe.embeddings import trunk_dtype
 from moe.kv import Work
 from moe.lanes import Visit, run_lanes
 from moe.trunk import Trunk
@@ -59,7 +60,7 @@ def _probe(trunk: Trunk) -> Packing:
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
         for a, b in zip(packed, expected, strict=True)
     )
-    if difference <= TOLERANCE[trunk.model.dtype]:
+    if difference <= TOLERANCE[trunk_dtype(trunk.model)]:
         return Packing(True, f"equal to transformers' own attention (difference {difference:.1e})")
     return Packing(False, f"differs from transformers' own attention by {difference:.1e}")
 

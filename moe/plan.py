@@ -1,15 +1,15 @@
 """Will a model fit, and how many tokens of keys and values beside it? Known before it is read.
 
-Weights are counted from the headers of the checkpoint, everything else by `moe.footprint`.
+Weights are counted from the headers of the checkpoint, everything else by `moe.footprint`. Experts
+that do not fit may stay on disk, if they are in a store: what is left holds a cache of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from moe.errors import DoesNotFitError
 from moe.footprint import Footprint
 from moe.settings import Profile
 
@@ -19,6 +19,8 @@ LEAST_POOL = 2048
 """Tokens of keys and values below which a pool that nobody has set is not worth loading for."""
 UNKNOWN_CONTEXT = 2**17
 """Tokens of a sequence where neither the model nor the profile sets a limit."""
+KV_SHARE = 1 / 8
+"""Of what experts on disk leave, for a pool of keys and values that nobody has set."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,32 @@ class PlanLine:
 
 
 @dataclass(frozen=True)
+class Offloadable:
+    """Experts that can be read one by one.
+
+    Attributes:
+        experts: how many, of all layers.
+        slot_bytes: memory of one.
+        least: the fewest that must be in memory at once.
+        fixed_bytes: of what stays in memory whoever else does: biases.
+    """
+
+    experts: int
+    slot_bytes: int
+    least: int
+    fixed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place where experts are: its name, how many it has room for, and their bytes."""
+
+    name: str
+    experts: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """What a model will take.
 
@@ -40,6 +68,7 @@ class MemoryPlan:
         available_bytes: what was free; None where that cannot be read.
         kv_tokens: tokens of keys and values that may be held at once.
         kv_bytes_per_token: bytes of each.
+        tiers: where experts are, the fastest place first; empty where all are in memory.
     """
 
     lines: tuple[PlanLine, ...]
@@ -47,6 +76,12 @@ class MemoryPlan:
     available_bytes: int | None
     kv_tokens: int
     kv_bytes_per_token: int
+    tiers: tuple[Tier, ...] = ()
+
+    @property
+    def expert_slots(self) -> int | None:
+        """How many experts are in memory at once; None for all of them."""
+        return self.tiers[0].experts if self.tiers else None
 
     @property
     def needed_bytes(self) -> int:
@@ -58,10 +93,16 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         width = max(len(line.name) for line in self.lines)
-        rows = [f"{line.name:<{width}} {_size(line.bytes)}  {line.how}" for line in self.lines]
-        free = "an unknown number" if self.available_bytes is None else _size(self.available_bytes)
-        total = f"{'in all':<{width}} {_size(self.needed_bytes)}  of {free.strip()} available"
-        return "\n".join([f"{self.place}:", *(f"  {row}" for row in [*rows, total])])
+        rows = [f"{line.name:<{width}} {size_text(line.bytes)}  {line.how}" for line in self.lines]
+        free = (
+            "an unknown number" if self.available_bytes is None else size_text(self.available_bytes)
+        )
+        total = f"{'in all':<{width}} {size_text(self.needed_bytes)}  of {free.strip()} available"
+        tiers = [
+            f"{tier.name + ':':<{width + 2}} {size_text(tier.bytes)}  {tier.experts} experts"
+            for tier in self.tiers[1:]
+        ]
+        return "\n".join([f"{self.place}:", *(f"  {row}" for row in [*rows, total]), *tiers])
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -77,15 +118,20 @@ def plan_memory(
     available_bytes: int | None,
     context_length: int | None,
     logits_size: int,
+    offloadable: Offloadable | None = None,
 ) -> MemoryPlan:
-    """The plan of one model.
+    """The plan of one model: with all experts in memory if they fit, else with some.
 
     Args:
         weights: bytes of each kind of weights, by name.
         footprint: measured with `wave_tokens` of this profile.
         available_bytes: what can be taken now; None where that is not known.
         logits_size: V of the logits.
+        offloadable: experts that may stay on disk; None where they may not.
     """
+    if profile.memory.device_gib is not None:
+        budget = int(profile.memory.device_gib * GIB)
+        available_bytes = budget if available_bytes is None else min(budget, available_bytes)
     batch = profile.engine.max_batch_size
     reserve = _reserve(profile, available_bytes)
     lines = [PlanLine(name, size, "from the headers") for name, size in weights.items()]
@@ -105,50 +151,48 @@ def plan_memory(
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used
     per_token = max(footprint.kv_bytes_per_token, 1)
+    plan = MemoryPlan(tuple(lines), place, available_bytes, 0, per_token)
+    resident = _with_pool(plan, profile, left, context_length)
+    if resident.fits or offloadable is None or left is None:
+        return resident
+    return _offloaded(plan, profile, left + weights["experts"], context_length, offloadable)
+
+
+def _with_pool(
+    plan: MemoryPlan, profile: Profile, left: int | None, context_length: int | None
+) -> MemoryPlan:
+    """The plan with a line for keys and values, of which ``left`` bytes are a part."""
+    per_token = plan.kv_bytes_per_token
     tokens, why = _pool(profile, per_token, left, context_length)
-    lines.append(
-        PlanLine("keys and values", tokens * per_token, f"{tokens} tokens of {per_token} B, {why}")
-    )
-    return MemoryPlan(tuple(lines), place, available_bytes, tokens, per_token)
+    how = f"{tokens} tokens of {per_token} B, {why}"
+    line = PlanLine("keys and values", tokens * per_token, how)
+    return replace(plan, lines=(*plan.lines, line), kv_tokens=tokens)
+
+
+def _offloaded(
+    plan: MemoryPlan,
+    profile: Profile,
+    left: int,
+    context_length: int | None,
+    offloadable: Offloadable,
+) -> MemoryPlan:
+    """The plan with as many experts in memory as fit, or the fewest that there must be."""
+    left -= offloadable.fixed_bytes
+    plan = _with_pool(plan, profile, int(left * KV_SHARE), context_length)
+    left -= plan.lines[-1].bytes
+    size, total = offloadable.slot_bytes, offloadable.experts
+    slots = max(min(left // size, total), min(offloadable.least, total))
+    how = f"{slots} of {total} at a time ({slots / total:.1%}), the others on disk"
+    line = PlanLine("experts", slots * size + offloadable.fixed_bytes, how)
+    lines = tuple(line if old.name == "experts" else old for old in plan.lines)
+    tiers = Tier(plan.place, slots, slots * size), Tier("disk", total, total * size)
+    return replace(plan, lines=lines, tiers=tiers)
 
 
 def wave_tokens(profile: Profile) -> int:
     """Most prompt tokens that a step reads together."""
     prefill = profile.prefill
     return prefill.chunk_tokens if prefill.mode == "chunked" else prefill.wave_tokens
-
-
-def check_fit(plan: MemoryPlan, profile: Profile) -> None:
-    """Raise `DoesNotFitError`, with all numbers and what to change, if it does not fit."""
-    if plan.fits:
-        return
-    assert plan.available_bytes is not None
-    needed, free = _size(plan.needed_bytes).strip(), _size(plan.available_bytes).strip()
-    raise DoesNotFitError(
-        f"the model does not fit: it needs {needed} and {free} are available in {plan}\n"
-        + "\n".join(f"  - {remedy}" for remedy in _remedies(plan, profile))
-    )
-
-
-def _remedies(plan: MemoryPlan, profile: Profile) -> list[str]:
-    """What would make room, most effective settings first; the last one always helps."""
-    assert plan.available_bytes is not None
-    size = {line.name: line.bytes for line in plan.lines}
-    missing = plan.needed_bytes - plan.available_bytes
-    remedies = []
-    if profile.memory.kv_tokens is not None or profile.memory.kv_gib is not None:
-        fit = (size["keys and values"] - missing) // plan.kv_bytes_per_token
-        if fit > 0:
-            remedies.append(f"memory.kv_tokens={fit} would fit ({fit * plan.kv_bytes_per_token} B)")
-    wave = wave_tokens(profile)
-    if wave > 512 and size["activations"] > missing // 4:
-        key = "chunk_tokens" if profile.prefill.mode == "chunked" else "wave_tokens"
-        remedies.append(f"a smaller prefill.{key} lowers the activations (it is {wave})")
-    if profile.model.expert_dtype == "float32":
-        half = _size(size["experts"] // 2).strip()
-        remedies.append(f"model.expert_dtype=bfloat16 lowers the experts to {half}")
-    gib = -(-plan.needed_bytes // GIB)
-    return [*remedies, f"a machine with {gib} GiB of free memory"]
 
 
 def _pool(
@@ -162,7 +206,7 @@ def _pool(
         return max(int(memory.kv_gib * GIB) // per_token, 1), "memory.kv_gib"
     context = context_length or UNKNOWN_CONTEXT
     most = profile.engine.max_batch_size * context + memory.prefix_tokens
-    fit = most if left is None else left // per_token
+    fit = most if left is None else max(left, 0) // per_token
     if fit >= most:
         return most, "as many as a full batch can use"
     return max(fit, min(LEAST_POOL, context)), "what is left"
@@ -174,6 +218,7 @@ def _reserve(profile: Profile, available_bytes: int | None) -> int:
     return GIB if available_bytes is None else min(GIB, int(available_bytes * RESERVE_SHARE))
 
 
-def _size(number: int) -> str:
+def size_text(number: int) -> str:
+    """Bytes in MiB or GiB, eight columns of them."""
     unit, name = (GIB, "GiB") if number >= GIB else (2**20, "MiB")
     return f"{number / unit:8.2f} {name}"

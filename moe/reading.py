@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe.kv import SequenceCache, Work
-from moe.lanes import Lane
+from moe.lanes import Lane, run_lanes
 from moe.sequence import Delta, RunningSequence
 from moe.trunk import Trunk
+from moe.visit import ExpertsRunner
 from moe.wave import Group, Piece, Wave
+from offload.errors import OffloadError
 
 Outcome = tuple[RunningSequence, Delta | Exception]
 """A sequence and what the step brought it."""
@@ -26,6 +28,7 @@ class Reading:
 
     def __init__(self, wave: Wave, trunk: Trunk) -> None:
         self.wave = wave
+        self._trunk = trunk
         self._work = [_work(piece, trunk) for piece in wave.pieces]
         self.lanes = trunk.lanes(self._work, "prefill")
 
@@ -40,10 +43,10 @@ class Reading:
         for lane in self.lanes:
             lane.cancel()
 
-    def finish(self) -> list[Outcome]:
+    def finish(self, run_experts: ExpertsRunner) -> list[Outcome]:
         """First tokens of the prompts that have been read to the end, and failures."""
         outcomes: list[Outcome] = []
-        logits = lane_logits(self.lanes, len(self._work))
+        logits = results(self.lanes, self._work, self._trunk, run_experts)
         for piece, work, rows in zip(self.wave.pieces, self._work, logits, strict=True):
             if not piece.group.cancelled:
                 outcomes += _finish_piece(piece, work.cache, _score(piece.group, rows))
@@ -83,7 +86,26 @@ def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) 
     return [(sequence, advance(sequence, rows)) for sequence in group.sequences]
 
 
-def lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
+def results(
+    lanes: Sequence[Lane[list[Tensor]]],
+    work: Sequence[Work],
+    trunk: Trunk,
+    run_experts: ExpertsRunner,
+) -> list[Tensor | Exception]:
+    """Logits of each piece of work, or why there are none, of lanes that have finished.
+
+    A pass over several sequences that lacked an expert is read again, a lane for each of them, so
+    that only those fail that need it.
+    """
+    rows = _lane_logits(lanes, len(work))
+    if len(lanes) < len(work) and any(isinstance(row, OffloadError) for row in rows):
+        lanes = [lane for item in work for lane in trunk.lanes([item], lanes[0].phase)]
+        run_lanes(lanes, run_experts)
+        rows = _lane_logits(lanes, len(work))
+    return rows
+
+
+def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
     """Logits of each piece of work as `Trunk.lanes` gives them, or what ended its lane."""
     rows: list[Tensor | Exception] = []
     for lane in lanes:

@@ -14,6 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 
+from moe.company import Company
 from moe.prefill import Mode
 from moe.prefix import PrefixCache
 from moe.sequence import RunningSequence
@@ -36,6 +37,7 @@ class Scheduler:
         choose_mode: the mode of the next wave, from the prompt tokens that wait for it and the
             number of running sequences; None where ``prefill.mode`` is not ``auto``.
         prefixes: prompts that were read before; None to read every prompt from its start.
+        company: puts requests first that need the experts of others; None to keep their turns.
 
     Attributes:
         waiting, running: in order of their turns.
@@ -52,6 +54,7 @@ class Scheduler:
         can_cut: bool = True,
         choose_mode: Callable[[int, int], Mode] | None = None,
         prefixes: PrefixCache | None = None,
+        company: Company | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -60,6 +63,7 @@ class Scheduler:
         self.can_cut = can_cut
         self._choose_mode = choose_mode
         self.prefixes = prefixes
+        self._company = company
         self.waiting: list[Group] = []
         self.running: list[RunningSequence] = []
         self.wave: Wave | None = None
@@ -171,6 +175,17 @@ class Scheduler:
 
     def _next_wave(self) -> Wave | None:
         """Take prompts from the queue, in order, while memory, batch and token budget allow."""
+        if self._company is not None:
+            room = self.engine.max_batch_size - len(self.running)
+            self.waiting = self._company.arrange(self.waiting, self.running, room)
+        wave = self._draft_wave()
+        if self._company is not None:
+            taken = [piece.group for piece in wave.pieces] if wave is not None else []
+            self._company.taken(taken, self.waiting)
+            self.waiting.sort(key=_turn)
+        return wave
+
+    def _draft_wave(self) -> Wave | None:
         if not self.waiting or not self._fits(1):
             return None
         draft = WaveDraft(self.prefill, self._mode(), len(self.running), can_cut=self.can_cut)

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import ExpertWeights
-from kernels.reference import AnyExperts
 from moe.errors import UnsupportedModelError
 from moe.lanes import ExpertsRunner, Visit, visit_experts
+from offload.experts import LayerExperts
 from routing import Routing
 
 SEAM = "moe_lanes"
@@ -79,7 +79,7 @@ def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
     return [take_weights(module) for _, module in experts_modules(model)]
 
 
-def attach(model: PreTrainedModel, layers: Sequence[AnyExperts], run: ExpertsRunner) -> None:
+def attach(model: PreTrainedModel, layers: Sequence[LayerExperts], run: ExpertsRunner) -> None:
     """Send the tokens of every experts module of the model to ``run``."""
     for index, (_, module) in enumerate(experts_modules(model)):
         module.config._experts_implementation = SEAM

@@ -98,6 +98,10 @@ class RunningSequence:
         """Tokens of state this sequence can come to hold; its last token is never read back."""
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
+    def last_tokens(self, count: int) -> list[int]:
+        """At most so many tokens from the end of prompt and new ones."""
+        return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
+
     def advance(self, logits_V: Tensor) -> Delta:
         """Sample the next token from ``(V,)`` float32 logits and take it in."""
         token = self._sampler.sample(logits_V)

@@ -118,6 +118,10 @@ class EngineSettings(_Settings):
     priority_steps: int = Field(default=64, ge=0)
     """Steps of waiting that outweigh one level of priority. 0: first come, first served."""
 
+    overlap_patience: int = Field(default=0, ge=0)
+    """How often a waiting request may be overtaken by others that are expected to need the experts
+    of those that run, where that saves experts. Needs a calibration. 0: never."""
+
     fused: Literal["auto", "off"] = "auto"
     """auto: decode steps run by compiled code wherever a probe at load time shows that it equals
     transformers' own layers. off: transformers' layers always, for comparison."""
@@ -156,9 +160,17 @@ class MemorySettings(_Settings):
     """GiB that the memory plan leaves free.
     null: a twentieth of what is available, at most 1 GiB."""
 
+    device_gib: float | None = Field(default=None, gt=0.0)
+    """GiB of the device (main memory on a CPU) that the memory plan may fill with everything.
+    null: what is free. Experts of a store that do not fit stay on disk, and the rest is a cache."""
+
     prefix_tokens: int = Field(default=0, ge=0)
     """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
     0: every prompt is read from its start."""
+
+    keep_blocks: bool = True
+    """On a CPU, keep the memory of large temporaries for the next ones, as much as is planned for
+    activations. false: the C library maps it anew each time, and the system clears it."""
 
     @field_validator("kv_gib")
     @classmethod
@@ -168,6 +180,33 @@ class MemorySettings(_Settings):
                 "both", "and memory.kv_tokens are two ways to set one limit: give one of them"
             )
         return value
+
+
+class OffloadSettings(_Settings):
+    """How experts come from disk where memory does not hold them all."""
+
+    policy: Literal["forecast", "frequency_recency", "lru", "lfu"] = "forecast"
+    """Which experts are worth keeping. forecast: those expected soonest, going by what has
+    predicted well: a predictor, habits of the routing, frequencies. frequency_recency: those used
+    most often of late. lru: those used last. lfu: those used most often."""
+
+    predictor: str = "auto"
+    """Which predictor of `moe calibrate` says what comes next. auto: the ensemble of all, where the
+    model has been calibrated. off: none."""
+
+    prefetch: bool = True
+    """Read experts before they are needed, as the predictor says, wherever that is found to pay."""
+
+    reader: Literal["auto", "direct", "deepspeed", "buffered"] = "auto"
+    """What reads them. auto: the fastest that passes by the system's file cache, by a short trial;
+    buffered: through that cache."""
+
+    borrow: bool = False
+    """Let experts have the room that keys and values do not need for the moment."""
+
+    hot_set: bool = True
+    """Write down at the end which experts were worth keeping, beside the store, and read those
+    first at the next start."""
 
 
 class ServerSettings(_Settings):
@@ -221,6 +260,9 @@ class Profile(_Settings):
 
     memory: MemorySettings = MemorySettings()
     """What may be held in memory."""
+
+    offload: OffloadSettings = OffloadSettings()
+    """How experts come from disk where memory does not hold them all."""
 
     server: ServerSettings = ServerSettings()
     """Limits of ``moe serve``."""

@@ -24,10 +24,13 @@ from moe.loading.progress import Report
 from moe.loading.quantized import open_checkpoint
 from moe.loading.store import open_store, open_trunk
 from moe.loading.weight_plan import DtypeFor, WeightPlan, plan_weights
+from moe.plan import Offloadable
 from moe.seam import check_experts
-from moe.settings import ModelSettings
+from moe.settings import ModelSettings, Profile
 from moe.store_source import StoreSource
 from moe.takeover import Takeover, keep_layer
+from offload.experts import LayerExperts
+from offload.offloaded import Offloaded
 
 
 class Source(Protocol):
@@ -37,10 +40,19 @@ class Source(Protocol):
         """What will be read and what it takes. Raises `CheckpointError` listing every fault."""
         ...
 
+    def offloadable(self) -> Offloadable | str:
+        """The experts, if they can be read one by one later; else why not, and what would help."""
+        ...
+
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report
-    ) -> tuple[list[AnyExperts], LoadReport]:
-        """Fill the network; the experts of each MoE layer, and what was done."""
+        self, weights: WeightPlan, device: torch.device, report: Report, slots: int | None
+    ) -> tuple[list[AnyExperts] | Offloaded, LoadReport]:
+        """Fill the network; the experts of each MoE layer, and what was done.
+
+        Args:
+            slots: how many experts may be in memory at a time, the others staying on disk; None
+                for all.
+        """
         ...
 
 
@@ -49,7 +61,7 @@ def open_source(
     path: Path,
     config: PreTrainedConfig,
     network: PreTrainedModel,
-    settings: ModelSettings,
+    profile: Profile,
     report: Report,
 ) -> Iterator[Source]:
     """The weights in a model directory, opened and checked.
@@ -60,20 +72,21 @@ def open_source(
         ProfileError: the profile asks for more bits than a store has.
     """
     check_experts(network)
+    settings = profile.model
     if is_store(path):
         with (
             open_store(path, verify=settings.verify, report=report) as store,
             open_trunk(store) as trunk,
         ):
-            yield StoreSource(network, store, trunk, settings)
+            yield StoreSource(network, store, trunk, settings, profile.offload)
     else:
         exact = any(map(quantizes, (settings.expert_bits, settings.trunk_bits)))
         with open_checkpoint(path, config, exact=exact) as checkpoint:
             yield CheckpointSource(network, checkpoint, settings)
 
 
-def total_bytes(network: PreTrainedModel, layers: Sequence[AnyExperts]) -> int:
-    """Memory of a network without experts, and of its experts."""
+def total_bytes(network: PreTrainedModel, layers: Sequence[LayerExperts]) -> int:
+    """Bytes of a network without experts, and of its experts wherever they are."""
     trunk = sum(t.nbytes for t in (*network.parameters(), *network.buffers()))
     return trunk + sum(layer.expert_bytes * layer.num_experts for layer in layers)
 
@@ -94,9 +107,13 @@ class CheckpointSource:
         weights = plan_weights(self._network, self._checkpoint, dtype_for)
         return replace(weights, nbytes=self._takeover.nbytes(weights.nbytes))
 
+    def offloadable(self) -> str:
+        return "moe convert writes a store, whose experts may stay on disk (this is a checkpoint)"
+
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report
+        self, weights: WeightPlan, device: torch.device, report: Report, slots: int | None
     ) -> tuple[list[AnyExperts], LoadReport]:
+        assert slots is None, "not offloadable"
         loaded = load_weights(
             self._network,
             self._checkpoint,

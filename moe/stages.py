@@ -14,7 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
-from kernels.reference import AnyExperts, ExpertWeights
+from kernels.reference import ExpertWeights
+from offload.experts import LayerExperts, held_experts
 
 Prompts = Sequence[range]
 """Of each prompt the positions that are read."""
@@ -45,7 +46,7 @@ class LayerWork:
         return self.expert * self.top_k
 
     @classmethod
-    def of(cls, network: PreTrainedModel, layers: Sequence[AnyExperts]) -> LayerWork:
+    def of(cls, network: PreTrainedModel, layers: Sequence[LayerExperts]) -> LayerWork:
         """From the weights; attention and ``top_k`` from the configuration."""
         config = network.config.get_text_config()
         return cls(
@@ -83,7 +84,8 @@ def _matrix_weights(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
 
 
-def _expert_weights(experts: AnyExperts) -> int:
+def _expert_weights(layer: LayerExperts) -> int:
+    experts = held_experts(layer)
     parts = (
         experts.gate_up_EGH.shape[1] // experts.intermediate_size
         if isinstance(experts, ExpertWeights)

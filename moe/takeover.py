@@ -22,6 +22,7 @@ from moe.linears import chosen_linears, linear_layout, planes_of, quantize_linea
 from moe.loading.weight_plan import DtypeFor
 from moe.seam import experts_modules, take_weights
 from moe.settings import ModelSettings
+from offload.experts import LayerExperts, held_experts
 
 Keep = Callable[[int, ExpertWeights], AnyExperts | None]
 """What is kept in memory of a MoE layer's whole weights."""
@@ -111,14 +112,21 @@ def expert_shape(module: Any, group_size: int) -> ExpertShape:
 
 
 def precision_notices(
-    network: nn.Module, layers: Sequence[AnyExperts], mended: Sequence[str]
+    network: nn.Module, layers: Sequence[LayerExperts], mended: Sequence[str]
 ) -> list[str]:
     """What is quantized, and what was meant to be and is not."""
     notices = []
-    bits = {layer.bits_of(0) for layer in layers if isinstance(layer, QuantizedExperts)}
+    held = map(held_experts, layers)
+    bits = {
+        layer.bits_of(expert)
+        for layer in held
+        if isinstance(layer, QuantizedExperts)
+        for expert in range(layer.num_experts)
+    }
     linears = planes_of(network).values()
     if bits:
-        notices.append(f"experts run at {max(bits)} bits")
+        widths = " or ".join(str(width) for width in sorted(bits))
+        notices.append(f"experts run at {widths} bits")
     if linears:
         widths = " and ".join(str(width) for width in sorted(set(linears)))
         notices.append(f"{len(linears)} linear layers of the trunk run at {widths} bits")

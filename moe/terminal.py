@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ class RunStats:
         ttft_s: seconds from the request to the first token.
         tokens_per_second: new tokens after the first over the seconds they took; 0 for one token.
         expert_bytes_read: bytes of the distinct experts of every step.
+        hit_ratio: share of those experts that were in memory; None where all of them always are.
+        disk_bytes_read: bytes of the others, and of those that were expected to be needed.
         peak_rss_bytes: largest resident size of the process so far.
     """
 
@@ -47,20 +49,27 @@ class RunStats:
     ttft_s: float
     tokens_per_second: float
     expert_bytes_read: int
+    hit_ratio: float | None
+    disk_bytes_read: int
     peak_rss_bytes: int
 
     def summary(self) -> str:
-        per_token = self.expert_bytes_read / max(self.new_tokens, 1) / 1e6
+        tokens = max(self.new_tokens, 1)
+        per_token = self.expert_bytes_read / tokens / 1e6
+        disk = ""
+        if self.hit_ratio is not None:
+            megabytes = self.disk_bytes_read / tokens / 1e6
+            disk = f", {self.hit_ratio:.1%} of them in memory, {megabytes:.2f} MB from disk"
         return (
             f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens, "
             f"first after {self.ttft_s:.2f} s, {self.tokens_per_second:.1f} tokens/s, "
-            f"{per_token:.2f} MB of experts read a token"
+            f"{per_token:.2f} MB of experts read a token{disk}"
         )
 
 
 def run(model: MoE, prompt: Prompt, write: Callable[[str], object]) -> tuple[Completion, RunStats]:
     """Continue one prompt, handing text to ``write`` as it comes, and measure it."""
-    bytes_before = model.stats()["expert_bytes_read"]
+    before = model.stats()
     start = time.perf_counter()
     events, times = [], []
     for event in model.stream(prompt):
@@ -68,15 +77,29 @@ def run(model: MoE, prompt: Prompt, write: Callable[[str], object]) -> tuple[Com
         events.append(event)
         write(event.delta.text)
     completion = collect(events)[0]
+    after = model.stats()
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
     return completion, RunStats(
         prompt_tokens=len(completion.prompt_token_ids),
         new_tokens=len(completion.tokens),
         ttft_s=times[0] - start,
         tokens_per_second=rate,
-        expert_bytes_read=model.stats()["expert_bytes_read"] - bytes_before,
+        expert_bytes_read=after["expert_bytes_read"] - before["expert_bytes_read"],
+        hit_ratio=_hit_ratio(before["offload"], after["offload"]),
+        disk_bytes_read=_disk_bytes(after["offload"]) - _disk_bytes(before["offload"]),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def _hit_ratio(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> float | None:
+    if before is None or after is None:
+        return None
+    hits, misses = (after[name] - before[name] for name in ("hits", "misses"))
+    return hits / (hits + misses) if hits + misses else 1.0
+
+
+def _disk_bytes(offload: Mapping[str, Any] | None) -> int:
+    return 0 if offload is None else int(offload["bytes_read"])
 
 
 def generate(name: str | Path, profile: LoadedProfile, prompt: str, *, as_json: bool) -> int:

@@ -30,8 +30,9 @@ class Visit:
     phase: Phase = "prefill"
 
 
-ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor]]
-"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``."""
+ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor | Exception]]
+"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``, or why
+one of several cannot be served."""
 
 
 class GradMode(NamedTuple):

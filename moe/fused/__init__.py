@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import choose_kernel
+from moe.embeddings import trunk_dtype
 from moe.fused.describe import describe
 from moe.fused.description import NotDescribed
 from moe.fused.observe import observe
@@ -54,7 +55,7 @@ def enable_fused(trunk: Trunk, run_experts: ExpertsRunner) -> Fused:
 def _proven_step(trunk: Trunk) -> tuple[FusedStep, str]:
     if not trunk.packed:
         raise NotDescribed("sequences do not share a forward pass")
-    dtype, device = trunk.model.dtype, trunk.device
+    dtype, device = trunk_dtype(trunk.model), trunk.device
     if device.type != "cpu" or dtype != torch.float32:
         raise NotDescribed(f"the trunk is {dtype} on {device}, not float32 on the CPU")
     kernel, why_not = choose_kernel()

@@ -29,8 +29,8 @@ from moe.seam import experts_modules
 from moe.settings import ModelSettings
 from moe.takeover import expert_shape
 
-READERS = 2
-"""Threads that read; one waits for the disk while another's pages are being made."""
+READERS = 4
+"""Threads that read; so many requests at a time fill the disks that were measured."""
 
 
 @contextmanager
@@ -162,6 +162,7 @@ def read_layers(
     advance: Callable[[int], object],
 ) -> list[AnyExperts]:
     """The first ``bits`` of every layer; ``advance`` is told each number of bytes read."""
+    check_orders(store, like, bits)
     lock = threading.Lock()
 
     def count(nbytes: int) -> None:
@@ -169,18 +170,19 @@ def read_layers(
             advance(nbytes)
 
     def one(index: int) -> AnyExperts:
-        record = store.manifest.layers[index]
-        if bits < WHOLE and record.parts == 2:
-            _check_order(store, record, like[index])
         return keep(store.load_layer(index, bits, like[index], device, count))
 
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(one, range(len(like))))
 
 
-def _check_order(store: Store, record: LayerRecord, like: ExpertWeights) -> None:
-    if is_interleaved(like.activation, record.intermediate) != record.interleaved:
-        raise CheckpointError(
-            f"{store.directory / record.file}: gate and up of {record.module} are not in the order "
-            "of this architecture's activation; convert the model again"
-        )
+def check_orders(store: Store, like: Sequence[ExpertWeights], bits: int) -> None:
+    """Raise `CheckpointError` where gate and up are not as the architecture's activation wants."""
+    for record, layer in zip(store.manifest.layers, like, strict=True):
+        if bits == WHOLE or record.parts == 1:
+            continue
+        if is_interleaved(layer.activation, record.intermediate) != record.interleaved:
+            raise CheckpointError(
+                f"{store.directory / record.file}: gate and up of {record.module} are not in the "
+                "order of this architecture's activation; convert the model again"
+            )

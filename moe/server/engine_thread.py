@@ -10,6 +10,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, Protocol
 
 from moe.completion import StreamEvent
@@ -74,16 +75,19 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            model = self._load()
-            engine = model.engine()
-            self._look(engine)
-            self._post(self._listener.on_loaded, model)
-            while self._obey(engine):
-                if not engine.idle:
-                    self._step(engine)
-                self._look(engine)
+            with closing(self._load()) as model:
+                self._serve(model)
         except BaseException as error:  # nobody else sees what ends a thread
             self._post(self._listener.on_failure, error)
+
+    def _serve(self, model: MoE) -> None:
+        engine = model.engine()
+        self._look(engine)
+        self._post(self._listener.on_loaded, model)
+        while self._obey(engine):
+            if not engine.idle:
+                self._step(engine)
+            self._look(engine)
 
     def _look(self, engine: Engine) -> None:
         limit = engine.scheduler.kv_tokens

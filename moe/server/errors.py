@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 GENERIC = "the server failed to answer this request; its log has the details"
+UNREADABLE = "weights that this request needs could not be read; the server's log has the details"
 
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 ERROR_SCHEMA = {

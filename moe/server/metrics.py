@@ -84,6 +84,7 @@ class _Readings(Collector):
     def collect(self) -> Iterator[Metric]:
         readings = self._read()
         yield from _experts(readings["stats"])
+        yield from _offload(readings["stats"].get("offload"))
         yield from _prefixes(readings["engine"].get("prefixes") or {})
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
@@ -107,6 +108,33 @@ def _experts(stats: Mapping[str, Any]) -> Iterator[Metric]:
         for phase in ("prefill", "decode", "both"):
             family.add_metric([phase], by_phase.get(phase, 0))
         yield family
+
+
+def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """The cache of experts, where not all of them are in memory."""
+    if offload is None:
+        return
+    for name, text, key in (
+        ("moe_expert_cache_hits", "Experts that a layer asked for and were in memory", "hits"),
+        ("moe_expert_cache_misses", "Experts that a layer had to wait for", "misses"),
+        ("moe_expert_cache_evictions", "Experts that gave their slot to others", "evictions"),
+        ("moe_offload_prefetches", "Reads begun for layers to come", "prefetches"),
+        ("moe_offload_prefetches_cancelled", "Those taken back in time", "cancelled"),
+        ("moe_offload_read_failures", "Reads that failed", "failures"),
+        ("moe_offload_stall_seconds", "Time that steps waited for the disk", "stall_seconds"),
+    ):
+        yield CounterMetricFamily(name, text, value=offload[key])
+    text = "Bytes of experts from disk: why they were read, and prefetched ones by their use"
+    family = CounterMetricFamily("moe_offload_bytes", text, labels=["cause"])
+    for cause in ("demand", "streamed", "useful", "wasted", "restored"):
+        family.add_metric([cause], offload[f"{cause}_bytes"])
+    yield family
+    for name, text, key in (
+        ("moe_expert_cache_hit_ratio", "Share of hits since the start", "hit_ratio"),
+        ("moe_expert_cache_slots", "Experts that fit into memory", "slots"),
+        ("moe_expert_slot_bytes", "Bytes of one expert", "expert_bytes"),
+    ):
+        yield GaugeMetricFamily(name, text, value=offload[key])
 
 
 def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:

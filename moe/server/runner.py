@@ -11,11 +11,12 @@ from typing import Any, Literal, TypeVar
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.server.engine_thread import EngineThread, Outcomes
-from moe.server.errors import GENERIC, APIError
-from moe.server.guard import log_failure
+from moe.server.errors import GENERIC, UNREADABLE, APIError
+from moe.server.guard import log_failure, logger
 from moe.server.job import Job
 from moe.server.metrics import Metrics, TokenClock
 from moe.wave import Group
+from offload.errors import OffloadError
 
 State = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
@@ -148,6 +149,9 @@ class Runner:
         for job, outcome in outcomes:
             if job.closed:
                 continue
+            if isinstance(outcome, OffloadError):
+                logger.error("weights could not be read: %s", outcome)
+                outcome = APIError(503, UNREADABLE, code="weights_unreadable")
             if isinstance(outcome, Exception):
                 job.fail(outcome)
                 continue

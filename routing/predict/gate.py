@@ -87,7 +87,7 @@ def sigmoid(odds: Floats) -> Floats:
 
 
 def _spread(apart: Floats) -> Floats:
-    squares: Floats = np.einsum("te,te->t", apart, apart)[:, None]
+    squares: Floats = np.einsum("ij,ij->i", apart, apart)[:, None]
     spread: Floats = np.sqrt(squares / apart.shape[-1]) + np.float32(1e-6)
     return spread
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare  # type: ignore[import-untyped]
+from scipy.stats import chisquare
 
 from moe.candidates import candidates, draw
 from moe.sampling import Sampler

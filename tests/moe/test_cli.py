@@ -38,8 +38,11 @@ def test_json_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "tokens_per_second",
         "new_tokens",
         "expert_bytes_read",
+        "hit_ratio",
+        "disk_bytes_read",
         "peak_rss_bytes",
     }
+    assert result["stats"]["hit_ratio"] is None  # all experts are in memory
     assert result["stats"]["new_tokens"] == len(result["token_ids"]) == 8
     assert result["finish_reason"] == "length"
 
@@ -170,6 +173,13 @@ def test_the_command_line_is_frozen() -> None:
         ),
         "chat": sorted([*model, *sampling, *usual]),
         "serve": sorted([*model, *sampling, *usual, "--api-key", "--host", "--port"]),
-        "convert": sorted([*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]),
+        "convert": sorted(
+            [*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]
+            + ["--calibration", "--target-bits", "--target-gib"]
+        ),
+        "eval": sorted([*model, *usual, "--against", "--json", "--text", "--tokens"]),
+        "inspect": sorted([*usual, "--image"]),
+        "calibrate": sorted([*model, *usual, "--compression", "--out", "--text", "--tokens"]),
+        "plan": sorted([*model, *usual, "--json"]),
         "doctor": usual,
     }

@@ -70,7 +70,7 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
     engine.step()
     real, broken = engine.experts.run, [True]
 
-    def fail_once(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+    def fail_once(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
         if layer == 1 and sum(len(visit.hidden_states) for visit in visits) > 10 and broken:
             broken.clear()
             raise OSError("an expert cannot be read")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.architectures import tiny_model
 from moe import MoE
 from moe.errors import DoesNotFitError, ProfileError
+from moe.fit import check_fit
 from moe.footprint import (
     Footprint,
     _run,
@@ -26,7 +27,7 @@ from moe.lanes import run_lanes
 from moe.ledger import tensor_bytes
 from moe.loading.meta_model import build_meta_model
 from moe.loading.reader import WeightReader
-from moe.plan import GIB, MemoryPlan, check_fit, plan_memory
+from moe.plan import GIB, MemoryPlan, plan_memory
 from moe.profile import load_profile
 from moe.settings import Profile
 from moe.trunk import Trunk
@@ -120,7 +121,7 @@ def test_an_architecture_that_cannot_be_probed_is_estimated() -> None:
 def test_nothing_is_read_of_a_model_that_does_not_fit(
     tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.loader.memory_available", lambda: 1_000_000)
+    monkeypatch.setattr("moe.planning.memory_available", lambda: 1_000_000)
     monkeypatch.setattr(WeightReader, "fill", lambda *_: pytest.fail("something was read"))
     seen: list[MemoryPlan] = []
     with pytest.raises(DoesNotFitError, match=r"it needs [\d.]+ MiB and +0.95 MiB are available"):

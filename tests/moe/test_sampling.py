@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare  # type: ignore[import-untyped]
+from scipy.stats import chisquare
 
 from moe.sampling import LogitsError, Sampler
 from moe.sampling_params import SamplingParams

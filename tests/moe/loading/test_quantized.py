@@ -135,9 +135,9 @@ def write(small: Path, whole: Path, tensors: Mapping[str, Tensor], config: Any) 
     save_file(dict(tensors), small / "model.safetensors")
 
 
-def assert_same_weights(small: Path, whole: Path) -> None:
-    """8-bit planes of the experts of one are the floats of the other, to the last bit."""
-    quantized = MoE.from_pretrained(small, model={"expert_bits": 8, "group_size": 32})
+def assert_same_weights(small: Path, whole: Path, bits: int = 8) -> None:
+    """Planes of the experts of one are the floats of the other, to the last bit."""
+    quantized = MoE.from_pretrained(small, model={"expert_bits": bits, "group_size": 32})
     for mine, theirs in zip(
         quantized._experts.layers, MoE.from_pretrained(whole)._experts.layers, strict=True
     ):
@@ -158,10 +158,14 @@ def test_logits_are_those_of_the_decoded_model(method: str, tmp_path: Path) -> N
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
-def test_four_bit_integers_are_exact_as_planes(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [("gptq", 8), ("awq", 8), ("compressed-tensors", 8), ("compressed-tensors", 4)],
+)
+def test_four_bit_integers_are_exact_as_planes(method: str, bits: int, tmp_path: Path) -> None:
+    """Without a zero point in 4 bits already."""
     small, whole = quantised(tmp_path, method, group=None)
-    assert_same_weights(small, whole)
+    assert_same_weights(small, whole, bits)
 
 
 def test_fp8_equals_transformers_own_decoder() -> None:

@@ -1,0 +1,147 @@
+"""The arguments of each subcommand of ``moe``."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_chat(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    _add_sampling(parser)
+
+
+def add_doctor(_: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=False)
+    parser.add_argument(
+        "--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file"
+    )
+    parser.add_argument(
+        "--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="answers of the batch; those there are not done again"
+    )
+    _add_sampling(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the text"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print each setting and its origin, and stop"
+    )
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    _add_sampling(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
+    )
+
+
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="model directory or Hugging Face hub id")
+    parser.add_argument("out", help="directory of the store, made here")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(2, 4, 8, 16),
+        default=8,
+        help="of experts; fewer can be chosen when loading; 16: whole (%(default)s)",
+    )
+    for name, what in (("trunk", "other linear layers"), ("head", "the output head")):
+        parser.add_argument(
+            f"--{name}-bits",
+            type=int,
+            choices=(4, 8, 16),
+            default=8,
+            help=f"of {what} (%(default)s)",
+        )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=(32, 64),
+        default=64,
+        help="weights that share a scale (%(default)s)",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="DIR",
+        help="left by moe calibrate --compression: experts lose less at every precision",
+    )
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--target-bits",
+        type=float,
+        metavar="B",
+        help="mean bits of an expert weight, scales included; each expert gets those it deserves",
+    )
+    budget.add_argument(
+        "--target-gib", type=float, metavar="G", help="the same as GiB of all experts together"
+    )
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    parser.add_argument("--text", metavar="FILE", required=True, help="what to read")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of it at most (default: all)")
+    parser.add_argument(
+        "--against", metavar="MODEL", help="the original, to compare with; both are loaded"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="directory of a store")
+    parser.add_argument("--image", metavar="FILE.png", help="draw the bits of every expert")
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    parser.add_argument(
+        "--text", metavar="FILE", required=True, help="of the kind that the model will be used for"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=50_000, metavar="N", help="of it to read (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to leave it (default: moe-calibration in the model's)"
+    )
+    parser.add_argument(
+        "--compression",
+        action="store_true",
+        help="also measure what fewer bits cost, for moe convert --calibration",
+    )
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument(
+        "model", nargs=None if required else "?", help="model directory or Hugging Face hub id"
+    )
+    parser.add_argument("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="override one setting of the profile, as in --set engine.max_batch_size=8",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T")
+    parser.add_argument("--seed", type=int, metavar="S")

@@ -1,0 +1,156 @@
+"""``moe calibrate``: read a text, fit predictors, leave them beside the model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from moe.calibrate.artefacts import FOLDER, write
+from moe.calibrate.compression import analyse
+from moe.calibrate.fit import ASIDE, Fitted, fit_predictors
+from moe.calibrate.gates import find_gates
+from moe.calibrate.record import record
+from moe.calibrate.trace import Trace
+from moe.errors import CalibrationError
+from moe.loading.hub import resolve_model
+from moe.model import MoE
+from moe.profile import LoadedProfile
+from routing.predict.path import VECTOR
+
+WINDOW = 512
+"""Tokens of a sequence that is read, at most."""
+
+LEAST_TOKENS = 1024
+"""With fewer nothing that is fitted means anything."""
+
+TOKENS = 50_000
+"""Read where nobody says how many: minutes for a large model on two cores."""
+
+OnStep = Callable[[str, int, int], object]
+
+
+def calibrate_model(
+    model: MoE, text: str, *, tokens: int = TOKENS, on_step: OnStep = lambda what, done, total: None
+) -> tuple[Trace, Fitted]:
+    """Predictors from what the model does with a text.
+
+    Args:
+        text: better of the kind that the model will be used for.
+        tokens: of the text to read, taken evenly from all of it.
+        on_step: hears what is done, and how many of how many steps.
+
+    Raises:
+        CalibrationError: there is too little text, or activations are not finite.
+    """
+    windows = _windows(model, text, tokens)
+    total = sum(map(len, windows))
+    trace = record(
+        model._trunk,
+        model._experts,
+        windows,
+        on_tokens=lambda done: on_step("reading text", done, total),
+    )
+    found = find_gates(model._trunk, model._experts.run)
+    vectors = token_vectors(model._trunk.model.get_input_embeddings(), VECTOR)
+    return trace, fit_predictors(trace, found, vectors, on_step)
+
+
+def calibrate(
+    name: str | Path,
+    profile: LoadedProfile,
+    text: Path,
+    tokens: int,
+    out: Path | None,
+    *,
+    compression: bool = False,
+) -> int:
+    """The subcommand: returns the exit code. `compression`: see `moe.calibrate.compression`."""
+    words = _read(text)
+    folder = out or resolve_model(name) / FOLDER
+    began = time.perf_counter()
+    model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
+    with _bar() as on_step:
+        trace, fitted = calibrate_model(model, words, tokens=tokens, on_step=on_step)
+    write(folder, model.config, text.name, trace, fitted)
+    if compression:
+        with _bar() as on_step:
+            notices = analyse(model, trace, folder, on_step)
+        for notice in notices:
+            print(f"moe: {notice}", file=sys.stderr)
+    for predictor, reason in fitted.unavailable.items():
+        print(f"moe: no predictor {predictor}: {reason}", file=sys.stderr)
+    seconds = time.perf_counter() - began
+    print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
+    return 0
+
+
+@torch.inference_mode()
+def token_vectors(embedding: torch.nn.Module, size: int) -> Tensor:
+    """``(V, size)`` float32: the model's token vectors in their principal directions, scaled to a
+    deviation of 1; zeros where the model's are smaller."""
+    count = int(embedding.num_embeddings)  # type: ignore[arg-type]
+    device = next((p.device for p in embedding.parameters()), torch.device("cpu"))
+    pieces = torch.arange(count, device=device).split(1 << 14)
+
+    def vectors(ids: Tensor) -> Tensor:
+        rows: Tensor = embedding(ids).float().cpu()
+        return rows
+
+    mean = torch.stack([vectors(ids).sum(0) for ids in pieces]).sum(0) / count
+    moments = torch.zeros(len(mean), len(mean))
+    for ids in pieces:
+        centred = vectors(ids) - mean
+        moments += centred.T @ centred / count
+    directions = torch.linalg.eigh(moments).eigenvectors.flip(1)[:, :size]
+    found = torch.cat([(vectors(ids) - mean) @ directions for ids in pieces])
+    found = found / found.std().clamp_min(1e-12)
+    return torch.nn.functional.pad(found, (0, size - found.shape[1]))
+
+
+def _windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
+    if not text.strip():
+        raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
+    ids = model.codec.encode(text)
+    size = min(WINDOW, model.context_length or WINDOW, max(len(ids) // (2 * ASIDE), 1))
+    windows = [ids[at : at + size] for at in range(0, len(ids), size)]
+    wanted = max(tokens // size, 1)
+    stride = max(len(windows) / wanted, 1.0)
+    chosen = [windows[int(i * stride)] for i in range(min(wanted, len(windows)))]
+    found = sum(map(len, chosen))
+    if found < LEAST_TOKENS:
+        raise CalibrationError(
+            f"the text gives {found} tokens ({len(ids)} are there, --tokens is {tokens}) and "
+            f"calibration needs at least {LEAST_TOKENS}; give more text or raise --tokens"
+        )
+    return chosen
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CalibrationError(f"cannot read the text {path}: {error}") from error
+
+
+@contextmanager
+def _bar() -> Iterator[OnStep]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )

@@ -1,0 +1,164 @@
+"""What compression needs to know of each MoE layer, found out layer by layer.
+
+The trace of a calibration has the rows that experts read. From these each layer is quantised at all
+widths as ``moe convert`` would do it, the error of each expert is measured, and a part of the text
+is read with that layer quantised and everything else as it is: what the model's predictions lose.
+A finished layer's file is not made again, so a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from experts.compress.calibrated import (
+    MIN_ROWS,
+    output_errors,
+    quantize_calibrated,
+    too_few,
+)
+from experts.compress.inputs import LayerInputs
+from experts.compress.statistics import LayerStatistics, StatisticsError, usage
+from experts.weights import dequantize_experts
+from kernels import ExpertWeights, QuantizedExperts
+from kernels.planes import PREFIX_BITS
+from moe.calibrate.trace import Trace
+from moe.errors import CalibrationError
+from moe.model import MoE
+from moe.scoring import Reading, Score, read
+
+FOLDER = "compression"
+READ_TOKENS = 2048
+"""Of the text, for measuring what a layer's precision costs."""
+
+OnStep = Callable[[str, int, int], object]
+
+
+def layer_path(folder: Path, layer: int) -> Path:
+    """File of a layer's statistics within a calibration's folder."""
+    return folder / FOLDER / f"layer-{layer:05}.safetensors"
+
+
+@torch.inference_mode()
+def analyse(
+    model: MoE,
+    trace: Trace,
+    folder: Path,
+    on_step: OnStep = lambda what, done, total: None,
+    *,
+    read_tokens: int = READ_TOKENS,
+    group_size: int = 64,
+) -> list[str]:
+    """Statistics of every MoE layer, in `folder`; finished ones of the same trace are kept.
+
+    Returns:
+        Which experts had too few tokens, one sentence a layer that has such.
+
+    Raises:
+        CalibrationError: the trace has no rows, or a file cannot be written.
+    """
+    if trace.rows is None:
+        raise CalibrationError("compression needs the rows that experts read; the trace has none")
+    windows = _spread(trace, read_tokens)
+    original: list[Reading] = []
+    notices, count, job = [], len(trace.num_experts), _job(model, trace, read_tokens, group_size)
+    for layer in range(count):
+        on_step("measuring layers", layer, count)
+        path, inputs = layer_path(folder, layer), inputs_of(trace, layer)
+        if not _finished(path, job):
+            original = original or [read(model, window) for window in windows]
+            statistics = _analyse(model, layer, inputs, original, group_size)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                statistics.save(path, job)
+            except OSError as error:
+                raise CalibrationError(
+                    f"cannot write the calibration to {path}: {error}; name another place with "
+                    "--out, and the same command goes on from here"
+                ) from error
+        if few := too_few(inputs, trace.num_experts[layer]):
+            notices.append(
+                f"layer {layer}: {len(few)} experts have fewer than {MIN_ROWS} tokens and are "
+                f"rounded plainly: {', '.join(map(str, few))}"
+            )
+    on_step("measuring layers", count, count)
+    return notices
+
+
+def load_statistics(folder: Path, num_layers: int) -> list[LayerStatistics]:
+    """What `analyse` left. Raises `CalibrationError`."""
+    try:
+        return [LayerStatistics.load(layer_path(folder, layer)) for layer in range(num_layers)]
+    except StatisticsError as error:
+        raise CalibrationError(
+            f"{error}; run moe calibrate MODEL --text FILE --compression first"
+        ) from error
+
+
+def inputs_of(trace: Trace, layer: int) -> LayerInputs:
+    """The rows of a layer that a trace kept."""
+    assert trace.rows is not None
+    tokens = trace.rows.tokens
+    ids, weights = trace.expert_ids[layer][tokens], trace.weights[layer][tokens]
+    return LayerInputs(trace.rows.read[layer], ids, weights)
+
+
+def whole_layer(model: MoE, layer: int) -> ExpertWeights:
+    """A layer's weights as they are served."""
+    experts = model._experts.layers[layer]
+    if isinstance(experts, ExpertWeights):
+        return experts
+    if isinstance(experts, QuantizedExperts):
+        return dequantize_experts(experts)
+    raise CalibrationError(
+        "measuring what fewer bits cost needs all experts in memory, and some are on disk: raise "
+        "memory.device_gib, or use a machine with more memory"
+    )
+
+
+def _analyse(
+    model: MoE, layer: int, inputs: LayerInputs, original: Sequence[Reading], group_size: int
+) -> LayerStatistics:
+    whole = whole_layer(model, layer)
+    errors, losses = [], []
+    for bits in PREFIX_BITS:
+        same = [bits] * whole.num_experts
+        quantized = quantize_calibrated(whole, inputs, same, group_size, nested=False)
+        errors.append(output_errors(whole, quantized, inputs))
+        score = Score()
+        for before in original:
+            score.add(read(model, before.token_ids, {layer: quantized}), before)
+        losses.append(score.difference().kl)
+    kl_W = torch.tensor(losses, dtype=torch.float64)
+    numbers = usage(inputs, whole.num_experts)
+    return LayerStatistics(inputs, *numbers, torch.stack(errors, 1), kl_W)
+
+
+def _spread(trace: Trace, tokens: int) -> list[list[int]]:
+    """Sequences of the trace from all over it, about so many tokens together."""
+    sequences = trace.token_ids.split(trace.lengths)
+    wanted = max(1, tokens * len(sequences) // trace.num_tokens)
+    stride = max(1, len(sequences) // wanted)
+    return [ids.tolist() for ids in sequences[::stride]]
+
+
+def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:
+    """Digest of what the statistics depend on, but for the weights."""
+    assert trace.rows is not None
+    about = (model.config.to_json_string(), read_tokens, group_size, trace.lengths)
+    digest = hashlib.sha256(repr(about).encode())
+    digest.update(trace.token_ids.numpy().tobytes())
+    for rows in trace.rows.read:  # the weights show in what they make of the text
+        digest.update(rows.sum(0, dtype=torch.float32).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _finished(path: Path, job: str) -> bool:
+    try:
+        LayerStatistics.load(path, job)
+    except StatisticsError:
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""Recording a trace: a model reads windows of text, and the seam tells where their tokens go.
+
+Memory is bounded: expert ids are small, and activations are kept of as many tokens, spread over the
+text, as a budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.calibrate.gates import blocks
+from moe.calibrate.trace import Rows, Trace
+from moe.errors import CalibrationError
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.moe_layer import MoELayers
+from moe.trunk import Trunk
+from moe.visit import Visit
+from routing.predict.base import floats
+from routing.predict.lookahead import normed
+
+ROW_BYTES = 1 << 30
+"""Memory for kept activations."""
+
+PASS_TOKENS = 2048
+"""Read in one pass where sequences may share one, so that experts are read once for all."""
+
+
+@torch.inference_mode()
+def record(
+    trunk: Trunk,
+    experts: MoELayers,
+    windows: Sequence[Sequence[int]],
+    *,
+    row_bytes: int = ROW_BYTES,
+    on_tokens: Callable[[int], object] = lambda done: None,
+) -> Trace:
+    """Read each window as a sequence of its own.
+
+    Args:
+        trunk, experts: of a loaded model.
+        windows: token ids; at least one, none empty.
+        row_bytes: memory for activations; 0 keeps none.
+        on_tokens: hears how many tokens have been read.
+
+    Raises:
+        CalibrationError: activations are not finite.
+    """
+    recorder = _Recorder(trunk, experts, sum(map(len, windows)), row_bytes)
+    with recorder.watching():
+        for batch in _batches(windows, PASS_TOKENS if trunk.packed else 0):
+            lanes = trunk.lanes([Work(list(ids), trunk.new_cache(len(ids))) for ids in batch])
+            run_lanes(lanes, recorder.run)
+            for lane in lanes:
+                lane.result()
+            recorder.done += sum(map(len, batch))
+            on_tokens(recorder.done)
+    return recorder.trace(windows)
+
+
+class _Recorder:
+    def __init__(self, trunk: Trunk, experts: MoELayers, total: int, row_bytes: int) -> None:
+        self.done = 0
+        self._experts = experts
+        self._layers = blocks(trunk.model)
+        self._num_experts = [layer.num_experts for layer in experts.layers]
+        self._total, self._row_bytes = total, row_bytes
+        self._stride = 0
+        self._entered: dict[nn.Module, Tensor] = {}
+        count = len(self._layers)
+        self._ids: list[list[Tensor]] = [[] for _ in range(count)]
+        self._weights: list[list[Tensor]] = [[] for _ in range(count)]
+        self._read: list[list[Tensor]] = [[] for _ in range(count)]
+        self._blocks: list[list[Tensor]] = [[] for _ in range(count)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep what comes into blocks."""
+
+        def keep(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = (*inputs, kwargs.get("hidden_states"))
+            states = next((value for value in values if isinstance(value, Tensor)), None)
+            if states is not None:
+                self._entered[module] = states
+
+        hooks = [
+            layer.register_forward_pre_hook(keep, with_kwargs=True)
+            for layer in dict.fromkeys(self._layers)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def run(self, layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        (visit,) = visits  # one lane a pass
+        rows, routing = visit.hidden_states, visit.routing
+        if not bool(torch.isfinite(rows).all() & torch.isfinite(routing.weights).all()):
+            bad = int((~torch.isfinite(rows).all(-1)).sum())
+            raise CalibrationError(
+                f"MoE layer {layer}: {bad} of {len(rows)} rows are not finite after "
+                f"{self.done} tokens; the model's weights are damaged, or its dtype overflows "
+                "(try --set model.dtype=float32)"
+            )
+        self._ids[layer].append(routing.expert_ids.to("cpu", torch.int16))
+        self._weights[layer].append(routing.weights.to("cpu", torch.float16))
+        self._keep_rows(layer, rows)
+        return self._experts.run(layer, visits)
+
+    def _keep_rows(self, layer: int, rows: Tensor) -> None:
+        if not self._stride:  # hidden size is known only now
+            needed = self._total * len(self._layers) * rows.shape[-1] * 4
+            self._stride = max(-(-needed // self._row_bytes), 1) if self._row_bytes else -1
+        if self._stride < 0:
+            return
+        kept = slice(-self.done % self._stride, None, self._stride)
+        entered = self._entered.pop(self._layers[layer], None)
+        self._read[layer].append(_half(rows[kept]))
+        if entered is not None and entered.numel() == rows.numel():
+            self._blocks[layer].append(
+                _half(torch.from_numpy(normed(floats(entered.reshape(rows.shape)[kept]))))
+            )
+
+    def trace(self, windows: Sequence[Sequence[int]]) -> Trace:
+        rows = None
+        if self._stride > 0:
+            tokens = torch.arange(0, self._total, self._stride)
+            whole = all(sum(map(len, parts)) == len(tokens) for parts in self._blocks)
+            entered = [torch.cat(parts) for parts in self._blocks] if whole else []
+            rows = Rows(tokens, [torch.cat(parts) for parts in self._read], entered)
+        return Trace(
+            torch.tensor([token for window in windows for token in window], dtype=torch.int32),
+            [len(window) for window in windows],
+            self._num_experts,
+            [torch.cat(parts) for parts in self._ids],
+            [torch.cat(parts) for parts in self._weights],
+            rows,
+        )
+
+
+def _half(rows: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float16).max
+    return rows.float().clamp(-limit, limit).to("cpu", torch.float16)
+
+
+def _batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[Sequence[int]]]:
+    """Windows of at most ``tokens`` together, at least one at a time."""
+    batch: list[Sequence[int]] = []
+    for window in windows:
+        if batch and sum(map(len, batch)) + len(window) > tokens:
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch

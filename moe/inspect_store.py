@@ -1,0 +1,98 @@
+"""``moe inspect``: what a store holds, and how many bits each of its experts has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from experts.layer_file import WHOLE, layer_entries
+from experts.manifest import Manifest, StoreError, read_manifest
+from moe.errors import CheckpointError, ProfileError
+
+
+def bit_map(manifest: Manifest) -> list[list[int]]:
+    """Bits of each expert of each MoE layer, scales not counted."""
+    return [list(layer.bits or (manifest.bits,) * layer.experts) for layer in manifest.layers]
+
+
+def expert_bytes(manifest: Manifest) -> list[int]:
+    """Bytes of the experts of each MoE layer, biases included."""
+    return [
+        sum(
+            entry.nbytes
+            for entry in layer_entries(index, layer, manifest.bits, manifest.group_size)
+        )
+        for index, layer in enumerate(manifest.layers)
+    ]
+
+
+def run(directory: Path, image: Path | None) -> int:
+    """The subcommand: returns the exit code."""
+    try:
+        manifest = read_manifest(directory)
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+    console = Console()
+    console.print(_table(manifest))
+    console.print(_summary(manifest))
+    if image is not None:
+        draw(bit_map(manifest), image)
+        console.print(f"drawn: {image}")
+    return 0
+
+
+def draw(bits: list[list[int]], image: Path) -> None:
+    """A heat map, layers by experts.
+
+    Raises:
+        ProfileError: matplotlib is not installed, or the image cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ProfileError("--image needs matplotlib: pip install matplotlib") from error
+    grid: NDArray = np.full((len(bits), max(map(len, bits))), np.nan)
+    for row, own in zip(grid, bits, strict=True):
+        row[: len(own)] = own
+    figure = Figure(figsize=(10, 1.5 + 0.2 * len(bits)), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis", vmin=2)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("MoE layer")
+    figure.colorbar(shown, label="bits", ticks=sorted(set(grid[~np.isnan(grid)].tolist())))
+    try:
+        figure.savefig(image, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ProfileError(f"cannot write {image}: {error}") from error
+
+
+def _table(manifest: Manifest) -> Table:
+    bits = bit_map(manifest)
+    widths = sorted({width for layer in bits for width in layer})
+    table = Table(title=f"{manifest.source}: experts of each MoE layer", title_justify="left")
+    for name in ("layer", *(f"{width} bits" for width in widths), "mean", "MB"):
+        table.add_column(name, justify="right")
+    for index, (own, size) in enumerate(zip(bits, expert_bytes(manifest), strict=True)):
+        counts = Counter(own)
+        mean = sum(own) / len(own)
+        row = (index, *(counts[width] for width in widths), f"{mean:.2f}", f"{size / 1e6:,.1f}")
+        table.add_row(*map(str, row))
+    return table
+
+
+def _summary(manifest: Manifest) -> str:
+    total = sum(expert_bytes(manifest))
+    weights = sum(
+        layer.experts * layer.hidden * layer.intermediate * (layer.parts + 1)
+        for layer in manifest.layers
+    )
+    scales = "" if manifest.bits == WHOLE else f", groups of {manifest.group_size}"
+    return (
+        f"{total / 1e9:.2f} GB of experts: {8 * total / weights:.2f} bits a weight, scales "
+        f"included{scales}; {100 - 100 * total / (2 * weights):.1f} % smaller than bfloat16"
+    )

@@ -1,0 +1,151 @@
+"""The first half of loading: what a model will take and where it would be, before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from moe.embeddings import is_half, keep_embedding
+from moe.errors import ProfileError
+from moe.footprint import measure_footprint
+from moe.loading.hub import read_config
+from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import Report
+from moe.loading.weight_plan import DtypeFor, WeightPlan
+from moe.machine import memory_available
+from moe.plan import MemoryPlan, Offloadable, plan_memory, wave_tokens
+from moe.profile import Profile
+from moe.seam import experts_modules
+from moe.sources import Source, open_source
+
+_NO_OFFLOAD = "device=cpu: experts that stay on disk run on the CPU so far"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model that could be loaded.
+
+    Attributes:
+        config: of transformers.
+        network: on meta.
+        source: where its weights are, open.
+        weights: what will be read of them.
+        memory: what all of it will take.
+        logits_size: V of the logits.
+        context_length: most tokens of a sequence, None where nothing limits it.
+        why_resident: why its experts cannot stay on disk, and what would help; empty where they
+            can.
+    """
+
+    config: PreTrainedConfig
+    network: PreTrainedModel
+    source: Source
+    weights: WeightPlan
+    memory: MemoryPlan
+    logits_size: int
+    context_length: int | None
+    why_resident: str
+
+
+@contextmanager
+def planning(
+    path: Path, profile: Profile, device: torch.device, report: Report
+) -> Iterator[Planned]:
+    """Plan the model in a directory; its files are open meanwhile.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
+    """
+    config = read_config(path)
+    network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
+    with open_source(path, config, network, profile, report) as source:
+        weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
+        offloadable = source.offloadable() if device.type == "cpu" else _NO_OFFLOAD
+        yield Planned(
+            config=config,
+            network=network,
+            source=source,
+            weights=weights,
+            memory=_plan(network, weights, profile, device, offloadable),
+            logits_size=network.get_output_embeddings().weight.shape[0],
+            context_length=_context_length(config, profile),
+            why_resident=offloadable if isinstance(offloadable, str) else "",
+        )
+
+
+def choose_device(profile: Profile) -> torch.device:
+    """Where a profile wants a model. Raises `ProfileError` where that is not there."""
+    if profile.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if profile.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ProfileError(
+            f"device is '{profile.device}', and torch finds no CUDA device on this machine; "
+            "set device to cpu or auto"
+        )
+    return torch.device(profile.device)
+
+
+def _plan(
+    network: PreTrainedModel,
+    weights: WeightPlan,
+    profile: Profile,
+    device: torch.device,
+    offloadable: Offloadable | str,
+) -> MemoryPlan:
+    prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
+    experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
+    context = _context_length(network.config, profile)
+    wave = wave_tokens(profile)
+    on_cuda = device.type == "cuda"
+    return plan_memory(
+        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
+        measure_footprint(network, wave, min(context or wave, wave), on_cuda=on_cuda),
+        profile,
+        place=str(device) if on_cuda else "memory",
+        available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
+        context_length=context,
+        logits_size=network.get_output_embeddings().weight.shape[0],
+        offloadable=None if isinstance(offloadable, str) else offloadable,
+    )
+
+
+def _trunk_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
+    """What the trunk is kept in; None for the checkpoint's own dtype."""
+    if profile.model.dtype != "auto":
+        return _dtype(profile.model.dtype)
+    return torch.float32 if device.type == "cpu" else None
+
+
+def _dtypes(
+    network: PreTrainedModel, profile: Profile, device: torch.device, embedding: str | None
+) -> DtypeFor:
+    """Trunk weights become what arithmetic is fast in; others stay as small as they came."""
+    experts = tuple(f"{name}." for name, _ in experts_modules(network))
+    trunk_dtype = _trunk_dtype(profile, device)
+
+    def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
+        if not stored.is_floating_point or (name == embedding and is_half(stored)):
+            return stored
+        if not name.startswith(experts):
+            return trunk_dtype or stored
+        wanted = profile.model.expert_dtype
+        return stored if wanted == "auto" else _dtype(wanted)
+
+    return dtype_for
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
+    own = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limits = [limit for limit in (own, profile.model.context_length) if limit is not None]
+    return min(limits) if limits else None

@@ -1,0 +1,141 @@
+"""How well a model reads a text, window by window, and how that differs from another reading.
+
+A reading keeps log probabilities and chosen experts. Layers may be replaced for a reading, so that
+the effect of one layer's precision is measured without a second model. Legend: T tokens of a
+window, V vocabulary, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import experts_forward
+from kernels.reference import AnyExperts
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.model import MoE
+from moe.visit import Visit
+
+WINDOW = 512
+"""Tokens that are read together, at most; the first of a window is known, not predicted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model made of a window.
+
+    Attributes:
+        token_ids: T of them.
+        logprobs_TV: float32, of the token after each.
+        experts_LTK: those each token was sent to, ascending; -1 for none.
+    """
+
+    token_ids: Sequence[int]
+    logprobs_TV: Tensor
+    experts_LTK: Tensor
+
+    @property
+    def bits(self) -> float:
+        """Information of the tokens after the first."""
+        after = torch.tensor(self.token_ids[1:], device=self.logprobs_TV.device)
+        taken = self.logprobs_TV[:-1].gather(1, after[:, None])
+        return float(-taken.double().sum()) / math.log(2)
+
+
+def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[int]]:
+    """The text's tokens, the first `tokens` of them, in windows that overlap by one token.
+
+    So each token but the first is predicted once.
+    """
+    ids = model.codec.encode(text)[:tokens]
+    size = min(WINDOW, model.context_length or WINDOW)
+    return [ids[at : at + size] for at in range(0, len(ids) - 1, size - 1)]
+
+
+@torch.inference_mode()
+def read(
+    model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts] | None = None
+) -> Reading:
+    """Read one window, some layers with other experts than the model's own."""
+    replaced, chosen = instead or {}, {}
+
+    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        (visit,) = visits
+        ids = visit.routing.expert_ids
+        chosen[layer] = ids.sort(-1).values
+        if layer not in replaced:
+            return model._experts.run(layer, visits)
+        own = visit.hidden_states, ids, visit.routing.weights
+        return [experts_forward(*own, replaced[layer])]
+
+    trunk = model._trunk
+    work = Work(list(token_ids), trunk.new_cache(len(token_ids)), all_logits=True)
+    lanes = trunk.lanes([work])
+    run_lanes(lanes, run)
+    (logits,) = lanes[0].result()
+    experts = torch.stack([chosen[layer] for layer in sorted(chosen)])
+    return Reading(token_ids, logits.log_softmax(-1), experts)
+
+
+def readings(
+    model: MoE,
+    windows: Iterable[Sequence[int]],
+    instead: Mapping[int, AnyExperts] | None = None,
+) -> Iterator[Reading]:
+    """`read` of one window after the other."""
+    return (read(model, window, instead) for window in windows)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How readings differ from those of the original model.
+
+    Attributes:
+        kl: mean over tokens of KL(original || other), in bits.
+        agreement: share of tokens whose most likely next token is the same.
+        routing: of each MoE layer, the share of the original's chosen experts that still are.
+    """
+
+    kl: float
+    agreement: float
+    routing: tuple[float, ...]
+
+
+class Score:
+    """Sums over readings, and their differences from an original's where there is one."""
+
+    def __init__(self) -> None:
+        self.bits = 0.0
+        self.predicted = 0
+        self._tokens = 0
+        self._kl = 0.0
+        self._same = 0
+        self._kept: Tensor | float = 0.0
+        self._chosen: Tensor | float = 0.0
+
+    def add(self, reading: Reading, original: Reading | None = None) -> None:
+        self.bits += reading.bits
+        self.predicted += len(reading.token_ids) - 1
+        if original is None:
+            return
+        own, other = original.logprobs_TV, reading.logprobs_TV
+        self._tokens += len(own)
+        self._kl += float((own.exp() * (own - other)).sum(-1).double().sum()) / math.log(2)
+        self._same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        before, after = original.experts_LTK, reading.experts_LTK
+        kept = (before[..., :, None] == after[..., None, :]).any(-1) & (before >= 0)
+        self._kept = self._kept + kept.sum((1, 2)).double()
+        self._chosen = self._chosen + (before >= 0).sum((1, 2)).double()
+
+    def difference(self) -> Difference:
+        assert isinstance(self._kept, Tensor), "nothing was compared"
+        return Difference(
+            max(self._kl / self._tokens, 0.0),
+            self._same / self._tokens,
+            tuple((self._kept / self._chosen).tolist()),
+        )

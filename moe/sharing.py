@@ -1,0 +1,37 @@
+"""Room that keys and values do not need now holds experts meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from moe.plan import MemoryPlan
+from offload.cache import ExpertCache
+from offload.errors import OffloadError
+
+STEPS = 32
+"""Sizes between the smallest cache and twice that: it changes seldom, not with each token."""
+
+
+class SharedMemory:
+    """Moves the border between an expert cache and the pool of keys and values.
+
+    Args:
+        cache: has the slots of the plan when the pool is full, and more when it is not.
+        plan: of the model.
+    """
+
+    def __init__(self, cache: ExpertCache, plan: MemoryPlan) -> None:
+        near = plan.tiers[0]
+        self._cache, self._least = cache, near.experts
+        self._slot_bytes = near.bytes // near.experts
+        self._kv_tokens, self._token_bytes = plan.kv_tokens, plan.kv_bytes_per_token
+        self._stride = max(1, near.experts // STEPS)
+
+    def follow(self, used_tokens: float) -> None:
+        """Between steps: so many tokens of keys and values will be held in the next one."""
+        spare = max(0, self._kv_tokens - used_tokens) * self._token_bytes
+        more = int(spare // self._slot_bytes) // self._stride * self._stride
+        slots, now = self._least + more, self._cache.slots
+        if slots < now or slots >= now + 2 * self._stride:
+            with suppress(OffloadError):  # a read hangs: the border stays until it has ended
+                self._cache.resize(slots)

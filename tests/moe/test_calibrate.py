@@ -1,0 +1,172 @@
+"""Calibration end to end, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe import MoE
+from moe.calibrate.artefacts import ABOUT, PREDICTORS_FILE, load_calibration, load_trace
+from moe.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
+from moe.calibrate.record import record
+from moe.cli import main
+from moe.errors import CalibrationError
+from routing import Routing
+from routing.predict.calibrated import PREDICTORS
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples/demo-model"
+TEXT = (ROOT / "routing/routing.py").read_text() + (ROOT / "moe/model.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def demo() -> MoE:
+    return MoE.from_pretrained(DEMO)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibration made by the command."""
+    path = tmp_path_factory.mktemp("calibration")
+    (path / "text").write_text(TEXT)
+    arguments = ["--text", str(path / "text"), "--tokens", "4000", "--out", str(path / "out")]
+    assert main(["calibrate", str(DEMO), *arguments]) == 0
+    return path / "out"
+
+
+def experts(model: MoE) -> list[int]:
+    return [layer.num_experts for layer in model._experts.layers]
+
+
+def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
+    demo: MoE, folder: Path
+) -> None:
+    calibrated = load_calibration(folder, demo.config, experts(demo))
+    assert calibrated.weights.keys() == PREDICTORS.keys()
+    text = (ROOT / "tests/data/heldout_python.txt").read_text()[:3000]
+    trace = record(demo._trunk, demo._experts, [demo.codec.encode(text)[:400]])
+    assert trace.rows is not None
+    for name in PREDICTORS:
+        predictor = calibrated.predictor(name)
+        recalls = []
+        for row in range(20, 400, 8):
+            predictor.start(trace.contexts(predictor.context)[row : row + 1])
+            for layer in range(6):
+                predictor.enter(layer, trace.rows.entered[layer][row : row + 1])
+                forecast = predictor.forecast(layer - 1, 1).validate(experts(demo))
+                ids = trace.expert_ids[layer][row].tolist()
+                if len(forecast):
+                    recalls.append(len(set(ids) & set(forecast.expert[:4].tolist())) / 4)
+                routing = Routing(torch.tensor([ids]), torch.ones(1, 4))
+                predictor.observe(layer, trace.rows.read[layer][row : row + 1], routing)
+        recall = sum(recalls) / len(recalls)
+        assert recall > (0.7 if name == "ensemble" else 0.3), (name, recall)  # chance: 0.125
+
+
+def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
+    trace = load_trace(folder, demo.config, experts(demo))
+    assert (
+        trace.num_tokens == sum(trace.lengths) == json.loads((folder / ABOUT).read_text())["tokens"]
+    )
+    tokens, layers = next(trace.sequences())
+    alone = record(demo._trunk, demo._experts, [tokens.tolist()])
+    agreed = torch.stack([a == b for a, b in zip(alone.expert_ids, layers, strict=True)])
+    assert float(agreed.float().mean()) > 0.99
+
+
+def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:
+    calibrated = load_calibration(folder, demo.config, experts(demo), ["token_table"])
+    assert calibrated.clues.keys() == calibrated.weights.keys() == {"token_table"}
+
+
+def test_a_calibration_of_another_model_is_refused(
+    folder: Path, tiny_moe: Callable[[str], MoE]
+) -> None:
+    other = tiny_moe("qwen3_moe")
+    with pytest.raises(CalibrationError, match=r"made for another model \(Qwen3MoeForCausalLM, 6"):
+        load_calibration(folder, other.config, experts(other))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (
+            ABOUT,
+            lambda data: data.replace(b'"version":', b'"defalt_version":'),
+            "cannot be used: defalt_version",
+        ),
+        (ABOUT, lambda data: data[:200], "cannot be used: it: Invalid JSON"),
+        (ABOUT, None, f"has no {ABOUT}: run moe calibrate"),
+        (PREDICTORS_FILE, lambda data: data[:-7] + b"1234567", "is not the file that"),
+        (PREDICTORS_FILE, None, "cannot be read: .*No such file"),
+    ],
+)
+def test_damaged_files_are_refused(
+    demo: MoE,
+    folder: Path,
+    tmp_path: Path,
+    file: str,
+    change: Callable[[bytes], bytes] | None,
+    message: str,
+) -> None:
+    for source in folder.iterdir():
+        data = source.read_bytes()
+        if source.name == file and change is None:
+            continue
+        changed = change(data) if source.name == file and change is not None else data
+        (tmp_path / source.name).write_bytes(changed)
+    with pytest.raises(CalibrationError, match=message):
+        load_calibration(tmp_path, demo.config, experts(demo))
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "message"),
+    [
+        ("", 5000, "the text is empty"),
+        (" \n ", 5000, "the text is empty"),
+        ("def f(): pass\n" * 5, 5000, rf"gives \d+ tokens .* needs at least {LEAST_TOKENS}"),
+        (TEXT, 100, rf"--tokens is 100\) and calibration needs at least {LEAST_TOKENS}"),
+    ],
+)
+def test_too_little_text_is_refused(demo: MoE, text: str, tokens: int, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        calibrate_model(demo, text, tokens=tokens)
+
+
+def test_an_absent_text_and_a_place_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", str(DEMO), "--text", str(tmp_path / "absent")]) == 2
+    assert "cannot read the text" in capsys.readouterr().err
+
+
+def test_activations_that_are_not_finite_are_refused_with_numbers(
+    demo: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = demo._experts.run
+
+    def damaged(layer, visits):  # type: ignore[no-untyped-def]
+        if layer == 2:
+            return [torch.full_like(visit.hidden_states, torch.nan) for visit in visits]
+        return run(layer, visits)
+
+    monkeypatch.setattr(demo._experts, "run", damaged)
+    with pytest.raises(
+        CalibrationError, match=r"MoE layer 3: 30 of 30 rows are not finite after 0"
+    ):
+        record(demo._trunk, demo._experts, [list(range(30))])
+
+
+def test_token_vectors_keep_what_differs_most() -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(50, 3, generator=generator) @ torch.randn(3, 20, generator=generator)
+    vectors = token_vectors(torch.nn.Embedding.from_pretrained(table), 8)
+    assert vectors.shape == (50, 8)
+    distances, kept = (torch.cdist(rows, rows) for rows in (table, vectors))
+    assert float(torch.corrcoef(torch.stack([distances.flatten(), kept.flatten()]))[0, 1]) > 0.99
+    assert float(vectors[:, 3:].abs().max()) < 1e-3
+    assert bool((token_vectors(torch.nn.Embedding(9, 4), 8)[:, 4:] == 0).all())

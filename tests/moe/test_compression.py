@@ -1,0 +1,219 @@
+"""From a calibration to a store whose experts have the bits that they deserve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experts.manifest import StoreError, read_manifest
+from kernels import QuantizedExperts
+from moe import MoE, allotment
+from moe.allotment import Budget
+from moe.calibrate.compression import analyse, inputs_of, layer_path, load_statistics, whole_layer
+from moe.calibrate.record import record
+from moe.calibrate.trace import Trace
+from moe.cli import main
+from moe.convert import convert
+from moe.errors import CalibrationError, CheckpointError, ProfileError
+from moe.inspect_store import bit_map, draw, expert_bytes
+from moe.scoring import read
+from moe.settings import ModelSettings
+from offload.opening import why_not
+
+SETTINGS = ModelSettings(group_size=32)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_moe: Callable[[str], MoE]) -> MoE:
+    return tiny_moe("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def path(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def trace(model: MoE) -> Trace:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (8, 100), generator=generator)
+    return record(model._trunk, model._experts, ids.tolist())
+
+
+@pytest.fixture(scope="module")
+def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration")
+    analyse(model, trace, path, read_tokens=200, group_size=32)
+    return path
+
+
+@pytest.fixture
+def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who a calibration belongs to is another test's matter."""
+    monkeypatch.setattr(allotment, "read_about", lambda *_: None)
+
+
+def test_coarser_layers_lose_more(model: MoE, folder: Path) -> None:
+    layers = load_statistics(folder, len(model._experts.layers))
+    for layer in layers:
+        assert layer.kl_W[0] > layer.kl_W[1] > layer.kl_W[2]
+        assert (layer.error_EW[:, 0] > layer.error_EW[:, 1]).all()
+        assert layer.frequency_E.sum() == pytest.approx(model.config.num_experts_per_tok)
+
+
+def test_a_stopped_analysis_goes_on(
+    model: MoE, trace: Trace, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are there are not measured again, one that is damaged is."""
+    before = [layer_path(folder, layer).read_bytes() for layer in range(2)]
+    layer_path(folder, 1).write_bytes(before[1][:-8])
+    measured: list[int] = []
+
+    def spy(model: MoE, layer: int) -> Any:
+        measured.append(layer)
+        return whole_layer(model, layer)
+
+    monkeypatch.setattr("moe.calibrate.compression.whole_layer", spy)
+    analyse(model, trace, folder, read_tokens=200, group_size=32)
+    assert measured == [1]
+    assert [layer_path(folder, layer).read_bytes() for layer in range(2)] == before
+
+
+def test_experts_with_few_tokens_are_named(model: MoE, trace: Trace, tmp_path: Path) -> None:
+    short = record(model._trunk, model._experts, [trace.token_ids[:60].tolist()])
+    notices = analyse(model, short, tmp_path, read_tokens=60, group_size=32)
+    assert len(notices) == len(model._experts.layers)
+    assert notices[0].startswith("layer 0: 8 experts have fewer than 128 tokens and are rounded")
+
+
+@pytest.mark.usefixtures("_any_model")
+def test_a_budget_is_kept_and_spent(path: Path, folder: Path, tmp_path: Path) -> None:
+    store = convert(path, tmp_path / "s", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    manifest = read_manifest(store)
+    bits = [width for layer in bit_map(manifest) for width in layer]
+    assert {2, 4} <= set(bits) <= {2, 4, 8}
+    sizes = [layer.experts * layer.hidden * layer.intermediate * 3 for layer in manifest.layers]
+    assert 5.2 < 8 * sum(expert_bytes(manifest)) / sum(sizes) <= 5.5
+    assert manifest.bits == max(bits)
+    loaded = MoE.from_pretrained(store)
+    layers = quantized(loaded)
+    assert [layer.bits_of(e) for layer in layers for e in range(layer.num_experts)] == bits
+    assert any("experts run at 2 or 4" in notice for notice in loaded.notices)
+    (planned,) = (line.bytes for line in loaded.memory_plan.lines if line.name == "experts")
+    assert planned == sum(blob.nbytes for layer in layers for blob in blobs(layer))
+    coarse = MoE.from_pretrained(store, model={"expert_bits": 2})
+    assert {layer.bits_of(0) for layer in quantized(coarse)} == {2}
+    assert why_not(manifest) == ""
+
+
+def quantized(model: MoE) -> list[QuantizedExperts]:
+    layers = [layer for layer in model._experts.layers if isinstance(layer, QuantizedExperts)]
+    assert len(layers) == len(model._experts.layers)
+    return layers
+
+
+def blobs(layer: QuantizedExperts) -> list[torch.Tensor]:
+    return [*(plane for planes in layer.planes for plane in planes), *layer.scales]
+
+
+@pytest.mark.usefixtures("_any_model")
+def test_more_bits_are_closer_to_the_original(
+    path: Path, folder: Path, tmp_path: Path, model: MoE
+) -> None:
+    ids = list(range(3, 90))
+    original, losses = read(model, ids).logprobs_TV, []
+    for bits in (3.4, 5.5, 11.3):
+        settings = SETTINGS.model_copy(update={"trunk_bits": 16, "head_bits": 16})
+        out = tmp_path / f"{bits}"
+        store = convert(path, out, settings, calibration=folder, budget=Budget(bits=bits))
+        other = read(MoE.from_pretrained(store), ids).logprobs_TV
+        losses.append(float((original.exp() * (original - other)).sum(-1).mean()))
+    assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.usefixtures("_any_model")
+def test_a_calibrated_store_without_a_budget(path: Path, folder: Path, tmp_path: Path) -> None:
+    store = convert(path, tmp_path / "store", SETTINGS, calibration=folder)
+    assert {layer.bits for layer in read_manifest(store).layers} == {None}
+    plain = convert(path, tmp_path / "plain", SETTINGS)
+    name = "experts-00000.safetensors"
+    assert (store / name).stat().st_size == (plain / name).stat().st_size
+    assert (store / name).read_bytes() != (plain / name).read_bytes()
+
+
+@pytest.mark.usefixtures("_any_model")
+def test_what_a_budget_cannot_be(path: Path, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    refused = {
+        # these tiny matrices are padded: 3.33 bits a weight for codes of 2
+        Budget(
+            bits=2.4
+        ): r"at their fewest bits: between 3\.33 and 11\.3 bits a weight can be had, "
+        r"scales included, and 2\.4 were asked for",
+        Budget(gib=1.0): r"the budget is 1,073,741,824 bytes, .* at their most bits",
+    }
+    for budget, message in refused.items():
+        with pytest.raises(CalibrationError, match=message):
+            convert(path, out, SETTINGS, calibration=folder, budget=budget)
+    with pytest.raises(CalibrationError, match="16 bits are kept whole"):
+        convert(path, out, ModelSettings(expert_bits=16), calibration=folder)
+    with pytest.raises(CalibrationError, match="wants a calibration to spend it by"):
+        convert(path, out, SETTINGS, budget=Budget(bits=5.5))
+    layer_path(folder, 0).rename(tmp_path / "aside")
+    try:
+        with pytest.raises(CalibrationError, match="run moe calibrate MODEL --text FILE --compr"):
+            convert(path, out, SETTINGS, calibration=folder)
+    finally:
+        (tmp_path / "aside").rename(layer_path(folder, 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_without_its_description(path: Path, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"has no calibration\.json"):
+        convert(path, tmp_path / "store", SETTINGS, calibration=folder)
+
+
+@pytest.mark.usefixtures("_any_model")
+def test_inspect_shows_and_draws_the_bits(
+    path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = convert(path, tmp_path / "store", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    image = tmp_path / "bits.png"
+    assert main(["inspect", str(store), "--image", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "bits a weight" in shown
+    assert "smaller than bfloat16" in " ".join(shown.split())
+    with pytest.raises(ProfileError, match="cannot write"):
+        draw([[2, 4]], tmp_path / "nowhere" / "bits.png")
+    assert main(["inspect", str(tmp_path)]) == 2
+
+
+def test_a_manifest_with_bits_that_do_not_fit_is_refused(
+    path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allotment, "read_about", lambda *_: None)
+    monkeypatch.setattr("experts.manifest._digest", lambda _: "")
+    store = convert(path, tmp_path / "store", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    file = store / "moe-store.json"
+    content = json.loads(file.read_text())
+    for bits, message in (([2], "1 numbers of bits for 8 experts"), ([8] * 8, "more bits than")):
+        content["store"]["layers"][0]["bits"] = bits
+        content["store"]["bits"] = 4
+        file.write_text(json.dumps(content))
+        with pytest.raises(StoreError, match=message):
+            read_manifest(store)
+    with pytest.raises(CheckpointError, match="more bits than"):
+        MoE.from_pretrained(store)
+
+
+def test_analysis_needs_rows(model: MoE, trace: Trace, tmp_path: Path) -> None:
+    bare = record(model._trunk, model._experts, [[3, 4, 5]], row_bytes=0)
+    with pytest.raises(CalibrationError, match="needs the rows that experts read"):
+        analyse(model, bare, tmp_path)
+    assert inputs_of(trace, 0).hidden_TH.shape[0] == trace.num_tokens

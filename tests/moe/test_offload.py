@@ -1,0 +1,244 @@
+"""Models whose experts stay on disk: the same bits as in memory, at any size of the cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.architectures import tiny_model
+from experts.blobs import write_file
+from experts.layer_file import layer_entries
+from experts.manifest import read_manifest, write_manifest
+from experts.store import Store
+from moe import MoE, SamplingParams
+from moe.convert import convert
+from moe.errors import DoesNotFitError
+from moe.plan import GIB
+from moe.settings import ModelSettings
+from moe.terminal import run
+from offload.hot_set import FILE_NAME
+from offload.opening import fixed_bytes, slot_bytes
+from offload.policies import POLICIES
+
+SMALL: dict[str, Any] = {
+    "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
+    "prefill": {"wave_tokens": 128, "mode": "whole"},
+    "engine": {"max_batch_size": 8},
+    "offload": {"hot_set": False},
+}
+PROMPTS = [list(range(3, 40)), [5, 9, 2], list(range(30, 80, 2)), [7] * 6]
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+RESIDENCIES = (0.0625, 0.125, 0.25, 0.5)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "store"
+    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
+
+
+@pytest.fixture(scope="module")
+def resident(store: Path) -> MoE:
+    return MoE.from_pretrained(store, SMALL)
+
+
+@pytest.fixture
+def copied(store: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store, tmp_path / "copy"))
+
+
+def budget(store: Path, resident: MoE, share: float, **more: Any) -> dict[str, Any]:
+    """A profile whose budget holds this share of the experts, and everything else."""
+    manifest = read_manifest(store)
+    slots = round(share * sum(layer.experts for layer in manifest.layers))
+    rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
+    room = slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
+    return SMALL | {"memory": SMALL["memory"] | {"device_gib": (rest + room) / GIB}} | more
+
+
+def check_equal(model: MoE, resident: MoE) -> None:
+    """Tokens of several sequences at once, and logits, are those of the resident model."""
+    assert model.status()["offload"]["slots"] < model.status()["offload"]["experts"]
+    expected = [completion.token_ids for completion in resident.generate(PROMPTS, GREEDY)]
+    assert [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)] == expected
+    assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
+
+
+@pytest.mark.parametrize("mode", ["whole", "chunked", "layered"])
+@pytest.mark.parametrize("share", RESIDENCIES)
+def test_any_cache_gives_the_bits_of_a_resident_model(
+    store: Path, resident: MoE, share: float, mode: str
+) -> None:
+    prefill = {"mode": mode, "wave_tokens": 128, "chunk_tokens": 16, "group_tokens": 16}
+    if mode == "chunked":  # which plans for shorter waves
+        resident = MoE.from_pretrained(store, SMALL | {"prefill": prefill})
+    model = MoE.from_pretrained(store, budget(store, resident, share, prefill=prefill))
+    assert model.memory_plan.expert_slots == round(32 * share)
+    check_equal(model, resident)
+
+
+def test_what_fits_is_resident(store: Path, resident: MoE) -> None:
+    model = MoE.from_pretrained(store, budget(store, resident, 1.0))
+    assert model.status()["offload"] is None
+    assert model.stats()["offload"] is None
+
+
+@pytest.mark.parametrize("fused", ["auto", "off"])
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "nemotron_h", "deepseek_v3"])
+def test_biases_whole_weights_and_other_architectures(
+    architecture: str, bits: int, fused: str, tmp_path: Path
+) -> None:
+    network = tiny_model(architecture).bfloat16()
+    for name, parameter in network.named_parameters():
+        if "experts" in name and name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    network.save_pretrained(tmp_path)
+    settings = ModelSettings.model_validate({"expert_bits": bits, "group_size": 32})
+    store = convert(tmp_path, tmp_path / "store", settings)
+    engine = {"max_batch_size": 8, "fused": fused}
+    resident = MoE.from_pretrained(store, SMALL | {"engine": engine})
+    check_equal(MoE.from_pretrained(store, budget(store, resident, 0.15, engine=engine)), resident)
+
+
+def test_a_coarser_prefix_of_the_store(store: Path) -> None:
+    profile = SMALL | {"model": {"expert_bits": 2}}
+    resident = MoE.from_pretrained(store, profile)
+    model = MoE.from_pretrained(store, budget(store, resident, 0.1, model={"expert_bits": 2}))
+    check_equal(model, resident)
+
+
+def test_experts_with_bits_of_their_own(copied: Path) -> None:
+    manifest, files, layers = read_manifest(copied), {}, []
+    with Store.open(copied) as store:
+        for index, layer in enumerate(manifest.layers):
+            bits = tuple((2, 4, 8)[(index + expert) % 3] for expert in range(layer.experts))
+            record = layer.model_copy(update={"bits": bits})
+            entries = layer_entries(index, record, 8, manifest.group_size)
+            found = load_file(store.file(index).path)
+            tensors = [found[entry.name] for entry in entries]
+            files[layer.file] = write_file(copied / layer.file, entries, tensors)
+            layers.append(record)
+    update = {"layers": tuple(layers), "files": manifest.files | files}
+    write_manifest(copied, manifest.model_copy(update=update))
+    mixed = MoE.from_pretrained(copied, SMALL)
+    for share in (0.1, 0.3):
+        check_equal(MoE.from_pretrained(copied, budget(copied, mixed, share)), mixed)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_policies_do_not_change_a_bit(store: Path, resident: MoE, policy: str) -> None:
+    offload = {"policy": policy, "hot_set": False}
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25, offload=offload))
+    assert model.status()["offload"]["policy"] == policy
+    check_equal(model, resident)
+
+
+def test_the_plan_shows_the_tiers_and_what_is_read(store: Path, resident: MoE) -> None:
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25))
+    plan = model.memory_plan
+    memory, disk = plan.tiers
+    assert (memory.experts, disk.experts) == (8, 32)
+    assert "8 of 32 at a time (25.0%), the others on disk" in str(plan)
+    assert "disk:" in str(plan)
+    assert plan.fits
+    size = next(line.bytes for line in plan.lines if line.name == "experts")
+    assert size == 8 * slot_bytes(read_manifest(store), 8)
+    json.dumps(plan.as_dict())
+    model.generate(PROMPTS, GREEDY)
+    stats = model.stats()["offload"]
+    assert stats["hits"] + stats["misses"] == sum(model.stats()["expert_loads_by"].values())
+    assert stats["bytes_read"] >= stats["misses"] * stats["expert_bytes"] > 0
+    assert 0 < stats["hit_ratio"] < 1
+    json.dumps([stats, model.status()])
+    model.reset_stats()
+    assert model.stats()["offload"]["misses"] == 0
+
+
+def test_a_budget_below_the_least_is_refused_with_numbers(store: Path, resident: MoE) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        MoE.from_pretrained(store, budget(store, resident, 1 / 32))
+    text = str(caught.value)
+    assert "2 of 32 at a time" in text
+    assert "memory.device_gib of at least 0.00" in text
+    assert "are the least for this model and profile: 2 experts in memory" in text
+
+
+def test_a_checkpoint_is_refused_with_the_remedy(
+    store: Path, resident: MoE, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(DoesNotFitError, match="moe convert writes a store, whose experts may stay"):
+        MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), budget(store, resident, 0.25))
+
+
+def test_whole_weights_that_the_profile_changes_cannot_stay_on_disk(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    whole = ModelSettings.model_validate({"expert_bits": 16})
+    store = convert(tmp_path, tmp_path / "store", whole)
+    resident = MoE.from_pretrained(store, SMALL)
+    with pytest.raises(DoesNotFitError, match=r"leave model\.expert_bits and"):
+        MoE.from_pretrained(store, budget(store, resident, 0.1, model={"expert_dtype": "bfloat16"}))
+
+
+def test_the_hot_set_survives(copied: Path, resident: MoE) -> None:
+    store, profile = copied, budget(copied, resident, 0.25, offload={})
+    model = MoE.from_pretrained(store, profile)
+    assert model.stats()["offload"]["restored_bytes"] == 0
+    model.generate(PROMPTS, GREEDY)
+    hot = model._loaded.offloaded.cache.hot_set()  # type: ignore[union-attr]
+    model.close()
+    model.close()
+    again = MoE.from_pretrained(store, profile)
+    cache = again._loaded.offloaded.cache  # type: ignore[union-attr]
+    assert sorted(cache.hot_set()) == sorted(hot)
+    assert again.stats()["offload"]["restored_bytes"] == 8 * cache.expert_bytes
+    check_equal(again, resident)
+    none = MoE.from_pretrained(store, profile | {"offload": {"hot_set": False}})
+    assert none.stats()["offload"]["restored_bytes"] == 0
+
+
+@pytest.mark.parametrize("content", ["[[0, 99]]", "[[0]]", "{", "7", "[[true, 0]]"])
+def test_a_hot_set_of_something_else_is_not_used(
+    copied: Path, resident: MoE, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (copied / FILE_NAME).write_text(content)
+    model = MoE.from_pretrained(copied, budget(copied, resident, 0.25, offload={}))
+    assert model.stats()["offload"]["restored_bytes"] == 0
+    assert "is no hot set of this model" in caplog.text
+
+
+def test_the_border_moves_while_requests_run(store: Path, resident: MoE) -> None:
+    profile = budget(store, resident, 0.125)
+    profile["memory"]["kv_tokens"] = 128  # whose bytes hold 15 experts
+    kv = 128 * resident.memory_plan.kv_bytes_per_token
+    profile["memory"]["device_gib"] -= (resident.memory_plan.lines[-1].bytes - kv) / GIB
+    offload = {"hot_set": False, "borrow": True}
+    model = MoE.from_pretrained(store, profile | {"offload": offload})
+    cache = model._loaded.offloaded.cache  # type: ignore[union-attr]
+    sizes = set()
+    expected = {i: c.token_ids for i, c in enumerate(resident.generate(PROMPTS, GREEDY))}
+    found: dict[int, list[int]] = {i: [] for i in expected}
+    for event in model.stream(PROMPTS, GREEDY):
+        sizes.add(cache.slots)
+        found[event.prompt].append(event.delta.token.id)
+    assert found == expected
+    assert model.memory_plan.expert_slots == 4 <= min(sizes)
+    assert len(sizes) > 2
+
+
+def test_the_summary_of_a_generation_says_what_came_from_disk(store: Path, resident: MoE) -> None:
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25))
+    _, stats = run(model, PROMPTS[0], lambda _: None)
+    assert stats.hit_ratio is not None
+    assert 0 < stats.hit_ratio < 1
+    assert stats.disk_bytes_read == model.stats()["offload"]["bytes_read"] > 0
+    assert f"{stats.hit_ratio:.1%} of them in memory, " in stats.summary()
+    assert stats.summary().endswith("MB from disk")
+    assert "disk" not in run(resident, PROMPTS[0], lambda _: None)[1].summary()

@@ -1,0 +1,205 @@
+"""Disks that are slow, that fail, and files that change: only those suffer who need the bytes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from experts.manifest import read_manifest
+from moe import MoE, SamplingParams
+from moe.convert import convert
+from moe.plan import GIB
+from moe.settings import ModelSettings
+from offload.errors import OffloadError
+from offload.opening import slot_bytes
+from offload.transfer import Read, Reader, Transfer
+
+SMALL: dict[str, Any] = {
+    "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
+    "prefill": {"wave_tokens": 128},
+    "engine": {"max_batch_size": 8},
+    "offload": {"hot_set": False},
+}
+PROMPTS = [[20, 7], [5], [90, 11], [64], [33, 2]]
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "store"
+    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
+
+
+@pytest.fixture(scope="module")
+def resident(store: Path) -> MoE:
+    return MoE.from_pretrained(store, SMALL)
+
+
+@pytest.fixture
+def offloaded(store: Path, resident: MoE) -> MoE:
+    return open_offloaded(store, resident)
+
+
+def open_offloaded(store: Path, resident: MoE, mode: str = "auto") -> MoE:
+    """A quarter of the experts in memory."""
+    rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
+    room = 8 * slot_bytes(read_manifest(store), 8) + 16
+    memory = SMALL["memory"] | {"device_gib": (rest + room) / GIB}
+    prefill = SMALL["prefill"] | {"mode": mode, "group_tokens": 8}
+    model = MoE.from_pretrained(store, SMALL | {"memory": memory, "prefill": prefill})
+    assert model.memory_plan.expert_slots == 8
+    return model
+
+
+class Meddling:
+    """A reader whose transfers are changed by `change` before anybody sees them."""
+
+    def __init__(self, reader: Reader, change: Callable[[Transfer, str], Transfer]) -> None:
+        self.reader, self.change = reader, change
+        self.name, self.reason = reader.name, reader.reason
+
+    def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> Transfer:
+        return self.change(self.reader.submit(reads, urgent=urgent, what=what), what)
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+@contextmanager
+def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterator[None]:
+    parts = model._loaded.offloaded
+    assert parts is not None
+    source: Any = parts.cache._filling._source
+    reader, source._reader = source._reader, Meddling(source._reader, change)
+    yield
+    source._reader = reader
+
+
+class Broken:
+    """A transfer that has failed."""
+
+    done, seconds = True, 0.0
+
+    def __init__(self, what: str) -> None:
+        self.failed = OffloadError(f"cannot read {what}: Input/output error")
+
+    def wait(self) -> float:
+        raise self.failed
+
+    def cancel(self) -> bool:
+        return False
+
+    def hasten(self) -> None:
+        pass
+
+
+def outcomes(model: MoE, prompts: Sequence[list[int]]) -> list[list[int] | Exception]:
+    """Tokens of prompts that run together, or what ended them."""
+    engine = model.engine()
+    groups = [model.request(prompt, GREEDY) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    ended: dict[Any, Exception] = {}
+    while not engine.idle:
+        ended |= {s: o for s, o in engine.step() if isinstance(o, Exception)}
+    sequences = [group.sequences[0] for group in groups]
+    return [ended.get(sequence, sequence.token_ids) for sequence in sequences]
+
+
+def experts_of(model: MoE, prompt: list[int]) -> set[tuple[int, int]]:
+    """(layer, expert) that a prompt and its continuation need."""
+    model.reset_stats()
+    model.generate(prompt, GREEDY)
+    return {
+        (layer["layer"], expert)
+        for layer in model.stats()["layers"]
+        for expert, tokens in enumerate(layer["tokens_per_expert"])
+        if tokens
+    }
+
+
+def test_slow_reads_in_any_order_change_nothing(offloaded: MoE, resident: MoE) -> None:
+    random = Random(0)
+
+    def delay(transfer: Transfer, _: str) -> Transfer:
+        wait = transfer.wait
+
+        def slowly() -> float:
+            time.sleep(random.choice((0.0, 0.001)))
+            return wait()
+
+        transfer.wait = slowly  # type: ignore[method-assign]
+        return transfer
+
+    with meddling(offloaded, delay):
+        assert outcomes(offloaded, PROMPTS) == outcomes(resident, PROMPTS)
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+def test_a_read_error_ends_those_who_need_the_expert_and_nobody_else(
+    store: Path, resident: MoE, mode: str
+) -> None:
+    offloaded = open_offloaded(store, resident, mode)
+    needed = [experts_of(resident, prompt) for prompt in PROMPTS]
+    candidates = {key for keys in needed for key in keys}
+    layer, expert = next(
+        key for key in sorted(candidates) if 0 < sum(key in keys for keys in needed) < len(needed)
+    )
+    bad = f"expert {expert} of MoE layer {layer}"
+    with meddling(offloaded, lambda t, what: Broken(what) if what == bad else t):
+        seen = outcomes(offloaded, PROMPTS)
+    expected = outcomes(resident, PROMPTS)
+    for keys, found, right in zip(needed, seen, expected, strict=True):
+        if (layer, expert) in keys:
+            assert isinstance(found, OffloadError)
+            assert str(found) == f"cannot read {bad}: Input/output error"
+        else:
+            assert found == right
+    assert outcomes(offloaded, PROMPTS) == expected
+    assert offloaded.stats()["offload"]["failures"] > 0
+
+
+def test_generate_raises_and_goes_on_afterwards(offloaded: MoE, resident: MoE) -> None:
+    with meddling(offloaded, lambda _, what: Broken(what)):
+        with pytest.raises(OffloadError, match="cannot read expert"):
+            offloaded.generate(PROMPTS[0], GREEDY)
+        with pytest.raises(OffloadError, match="cannot read expert"):
+            offloaded.logits(PROMPTS[0])
+    assert outcomes(offloaded, PROMPTS[:1]) == outcomes(resident, PROMPTS[:1])
+
+
+def test_a_store_replaced_under_us_is_still_the_one_that_was_opened(
+    store: Path, resident: MoE, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(store, tmp_path / "store"))
+    model = open_offloaded(copy, resident)
+    for file in copy.glob("experts-*.safetensors"):
+        size = file.stat().st_size
+        (tmp_path / "new").write_bytes(os.urandom(size))
+        (tmp_path / "new").replace(file)
+    assert outcomes(model, PROMPTS) == outcomes(resident, PROMPTS)
+
+
+@pytest.mark.parametrize("size", [1000, None])
+def test_a_file_rewritten_in_place_is_an_error_and_never_an_answer(
+    store: Path, resident: MoE, tmp_path: Path, size: int | None
+) -> None:
+    copy = Path(shutil.copytree(store, tmp_path / "store"))
+    model = open_offloaded(copy, resident)
+    for file in copy.glob("experts-*.safetensors"):
+        before = file.stat()
+        with file.open("r+b") as content:
+            content.truncate(size or before.st_size)
+            content.write(b"\0" * 100)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    for outcome in outcomes(model, PROMPTS):
+        assert isinstance(outcome, OffloadError)
+        assert "experts-0000" in str(outcome)

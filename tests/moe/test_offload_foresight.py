@@ -1,0 +1,140 @@
+"""Looking ahead moves experts nearer and never changes a bit, however wrong it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts.manifest import read_manifest
+from moe import MoE, SamplingParams
+from moe.calibrate.artefacts import FOLDER, write
+from moe.calibrate.calibrate import calibrate_model
+from moe.convert import convert
+from moe.errors import CalibrationError, ProfileError
+from moe.plan import GIB
+from moe.settings import ModelSettings
+from offload.opening import slot_bytes
+from routing import Routing
+from routing.predict import Forecast
+
+SMALL: dict[str, Any] = {
+    "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
+    "prefill": {"wave_tokens": 128},
+    "engine": {"max_batch_size": 8},
+}
+PROMPTS = [[20, 7], [5] * 30, [90, 11], [64]]
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
+Kind = Literal["random", "inverted", "empty"]
+
+
+@pytest.fixture(scope="module")
+def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "store"
+    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
+
+
+@pytest.fixture(scope="module")
+def resident(store: Path) -> MoE:
+    return MoE.from_pretrained(store, SMALL)
+
+
+def offload(store: Path, resident: MoE, share: float, **offload: Any) -> MoE:
+    manifest = read_manifest(store)
+    slots = round(share * sum(layer.experts for layer in manifest.layers))
+    rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
+    room = slots * slot_bytes(manifest, 8) + 16
+    memory = SMALL["memory"] | {"device_gib": (rest + room) / GIB}
+    settings = {"hot_set": False} | offload
+    return MoE.from_pretrained(store, SMALL | {"memory": memory, "offload": settings})
+
+
+class Liar:
+    """Says with certainty what is random, or not what the router has said last, or nothing."""
+
+    name, context = "liar", 3
+
+    def __init__(self, kind: Kind, layers: int, experts: int) -> None:
+        self.kind, self.layers, self.experts = kind, layers, experts
+        self.random = torch.Generator().manual_seed(0)
+        self.last: Tensor | None = None
+        self.asked = 0
+
+    def start(self, tokens: Tensor) -> None:
+        assert tokens.shape[1] == self.context
+        self.rows = tokens.shape[0]
+
+    def enter(self, layer: int, hidden_states: Tensor) -> None:
+        raise AssertionError("nobody tells")
+
+    def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
+        assert len(hidden_states) == routing.num_tokens == self.rows
+        self.last = routing.expert_ids
+
+    def forecast(self, layer: int, depth: int | None = None) -> Forecast:
+        self.asked += 1
+        if self.kind == "empty":
+            return Forecast.empty()
+        guess = torch.randperm(self.experts, generator=self.random)[:3]
+        if self.kind == "inverted" and self.last is not None:
+            guess = torch.tensor([e for e in range(self.experts) if e not in self.last])
+        last = self.layers if depth is None else min(layer + 1 + depth, self.layers)
+        rows = torch.zeros(1, self.experts)
+        rows[0, guess] = 1.0
+        return Forecast.of_rows(layer, {target: rows.numpy() for target in range(layer + 1, last)})
+
+
+@pytest.mark.parametrize("share", [0.0625, 0.25, 0.5])
+@pytest.mark.parametrize("kind", ["random", "inverted", "empty"])
+def test_adversarial_predictors(store: Path, resident: MoE, kind: Kind, share: float) -> None:
+    model = offload(store, resident, share)
+    parts, liar = model._loaded.offloaded, Liar(kind, 4, 8)
+    assert parts is not None
+    prefetcher = parts.prefetch_with(liar)
+    for governor in prefetcher.governors:  # who would soon have stopped it
+        governor.on = True
+        governor.judge = lambda *_: None  # type: ignore[method-assign]
+    model._experts._prefetcher = prefetcher
+    expected = [completion.token_ids for completion in resident.generate(PROMPTS, GREEDY)]
+    assert [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)] == expected
+    assert liar.asked > 0
+    offloaded = model.stats()["offload"]
+    assert model.status()["offload"]["predictor"] == "liar"
+    assert offloaded["prefetch"]["layers_on"] == 4
+    if kind != "empty" and share > 0.2:
+        assert offloaded["prefetches"] > 0
+
+
+def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
+    store = convert("examples/demo-model", tmp_path / "store", ModelSettings(expert_bits=8))
+    resident = MoE.from_pretrained(store, SMALL)
+    text = Path("tests/data/heldout_python.txt").read_text(encoding="utf-8")
+    trace, fitted = calibrate_model(resident, text, tokens=3072)
+    write(store / FOLDER, resident.config, "text", trace, fitted)
+    model = offload(store, resident, 0.25)
+    assert model.status()["offload"]["predictor"] == "ensemble"
+    assert not any("looks ahead" in notice for notice in model.notices)
+    prompts = [text[1000:1400], text[5000:5200]]
+    expected = [completion.token_ids for completion in resident.generate(prompts, GREEDY)]
+    assert [completion.token_ids for completion in model.generate(prompts, GREEDY)] == expected
+    found = model.stats()["offload"]["prefetch"]
+    assert found["right"] + found["wrong"] + found["missed"] > 0
+    assert offload(store, resident, 0.25, predictor="off").status()["offload"]["predictor"] is None
+    named = offload(store, resident, 0.25, predictor="path")
+    assert named.status()["offload"]["predictor"] == "path"
+
+
+def test_without_a_calibration(store: Path, resident: MoE) -> None:
+    model = offload(store, resident, 0.25)
+    assert model.status()["offload"]["predictor"] is None
+    assert any("run moe calibrate on this model" in notice for notice in model.notices)
+    with pytest.raises(CalibrationError, match="run moe calibrate MODEL"):
+        offload(store, resident, 0.25, predictor="path")
+    with pytest.raises(
+        ProfileError, match=r"offload\.predictor must be one of off, auto, token_ta"
+    ):
+        offload(store, resident, 0.25, predictor="oracle")
