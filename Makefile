@@ -1,4 +1,4 @@
-# make demo | test | check | lint | types | format | soak | venv
+# make demo | test | check | lint | types | format | soak | soak-offload | venv
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test check lint types format soak venv
+.PHONY: demo test check lint types format soak soak-offload venv
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -42,6 +42,9 @@ format: $(DEV)
 
 soak: $(DEV)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+soak-offload: $(DEV)
+	$(BIN)/python -m benchmarks.offload_soak $(ARGS)
 
 venv: $(DEV)
 

@@ -27,6 +27,8 @@ class ForecastPolicy:
         self._rates = Rates(num_layers, width)
         self._habits = Habits(num_layers, width)
         self._width, self._most = width, 4 * num_layers
+        # Valuing every unit takes about a millisecond in a deep model: not at every layer there.
+        self._patience = max(1, num_layers // 4)
         self._calls = self._layer = 0
         self._news: list[tuple[int, Sequence[int], Sequence[float] | None]] = []
         self._told: Values = np.full((num_layers, width), np.nan)
@@ -37,16 +39,14 @@ class ForecastPolicy:
         self._calls += 1
         self._layer = layer
         self._news.append((self._calls, units, None))
-        self._values = None
         if len(self._news) > 2 * self._most:  # all hits for long: there is no hurry to learn
             del self._news[: -self._most]
 
     def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
         self._news.append((self._calls, units, probability))
-        self._values = None
 
     def values(self) -> Values:
-        if self._values is None:
+        if self._values is None or len(self._news) >= self._patience:
             self._catch_up()
             later = self._habits.corrected(1, slice(None), self._rates.rates)
             self._values = self._rates.worth(self._layer, self._joined(self._soon()), later)
