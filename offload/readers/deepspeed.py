@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import get_default_build_root
 
 from offload.readers.ways import (
     BOUNCE_BYTES,
@@ -89,6 +88,9 @@ def load_deepspeed(threads: int, build: bool) -> tuple[Any, str]:
 
 
 def _is_built() -> bool:
+    # Importing it may write a warning to stderr, so only where DeepSpeed is there.
+    from torch.utils.cpp_extension import get_default_build_root
+
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     installed = importlib.util.find_spec("deepspeed.ops.aio.async_io_op") is not None
     return installed or any(Path(root).glob("**/async_io/async_io.so"))
