@@ -6,9 +6,8 @@ Starts ``moe serve`` in a control group whose limit is a fourth of the model, so
 would kill it for taking more, and reads its highest use from outside. Every client asks one request
 after the other, streamed, greedily; every answer must be whole. Half of the clients ask the same
 few prompts over and over, and it is counted how many different answers each got: attention rounds
-differently for a prompt alone and in company, which a deep random model amplifies into other words
-(the cache has no part in it: the same two answers come with all experts in memory). Ends with exit
-code 0 or 1 and one JSON object.
+differently for a prompt alone and in company, and a deep random model may make other words of it.
+Ends with exit code 0 or 1 and one JSON object.
 """
 
 from __future__ import annotations

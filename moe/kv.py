@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from kernels.memory import fresh_pages
-
 
 class SequenceKV:
     """Keys and values of one sequence: one buffer pair a layer, made when first written.
@@ -69,8 +67,7 @@ class SequenceKV:
 
     def _buffer(self, rows: Tensor) -> Tensor:
         shape = (rows.shape[0], rows.shape[1], self.capacity, rows.shape[3])
-        with fresh_pages():
-            return torch.empty(shape, dtype=rows.dtype, device=rows.device)
+        return torch.empty(shape, dtype=rows.dtype, device=rows.device)
 
 
 @dataclass

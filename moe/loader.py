@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from kernels.memory import fresh_pages, keep_blocks
 from moe.company import Expect, expectation
 from moe.errors import ProfileError
 from moe.fit import check_fit
@@ -89,7 +88,7 @@ def load_model(
         ProfileError: the device or the kernels' backend is absent, or a routing policy is not valid
             for this profile.
     """
-    with reporting(progress) as report, fresh_pages():
+    with reporting(progress) as report:
         report(LoadProgress("planning"))
         return _load(path_or_hub_id, profile, report, on_plan)
 
@@ -129,7 +128,7 @@ def _load(
     mended = mend_linears(network)
     fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
     codec = TextCodec.from_directory(path, planned.config)
-    loaded_model = LoadedModel(
+    return LoadedModel(
         trunk=trunk,
         experts=experts,
         backend=backend,
@@ -149,17 +148,6 @@ def _load(
             *(notice for notice in (foresight, apart) if notice),
         ],
     )
-    if device.type == "cpu" and profile.memory.keep_blocks:
-        _keep_blocks(loaded_model)
-    return loaded_model
-
-
-def _keep_blocks(loaded: LoadedModel) -> None:
-    lines = loaded.memory_plan.lines
-    passing = sum(line.bytes for line in lines if line.name in ("activations", "logits"))
-    reason = keep_blocks(loaded, passing)
-    if reason is not None:
-        loaded.notices.append(f"the memory of large temporaries is not kept: {reason}")
 
 
 def _policies(profile: Profile) -> PolicyChain:

@@ -168,10 +168,6 @@ class MemorySettings(_Settings):
     """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
     0: every prompt is read from its start."""
 
-    keep_blocks: bool = True
-    """On a CPU, keep the memory of large temporaries for the next ones, as much as is planned for
-    activations. false: the C library maps it anew each time, and the system clears it."""
-
     @field_validator("kv_gib")
     @classmethod
     def _check_one(cls, value: float | None, info: ValidationInfo) -> float | None:

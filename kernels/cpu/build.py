@@ -1,7 +1,7 @@
-"""Compile C++ once and keep the library in the user's cache.
+"""Compile the C++ kernels once and keep the library in the user's cache.
 
-One compiler call (the kernels include no torch headers: some ten seconds, no build system) makes
-`moe-inference/<key>/<name>.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
+One compiler call on plain C++ (no torch headers: some ten seconds, no build system) makes
+`moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
 machine code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its
 own and is renamed into place when complete, so concurrent builds are safe and a killed one leaves
 neither a lock nor half a library behind.
@@ -43,29 +43,20 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
         BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
             does not load.
     """
-    return build_library("kernels", sorted(_SOURCE_DIR.glob("*.cpp")), (*_FLAGS, *target))
-
-
-def build_library(name: str, sources: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL:
-    """The library of some sources, which may include the headers that lie beside them.
-
-    Args:
-        name: of the library.
-        flags: what the compiler gets; libraries to link with among them.
-
-    Raises:
-        BuildError: as `load_library`.
-    """
     compiler = _compiler()
     try:
         directory = _private_directory(_cache_root())
-        directory = _private_directory(directory / _key(compiler, sources, flags))
-        library = directory / f"{name}.so"
+        directory = _private_directory(directory / _key(compiler, target))
+        library = directory / "kernels.so"
         if not library.exists():
-            _compile(compiler, sources, flags, library)
+            _compile(compiler, target, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise BuildError(f"cannot build or load the CPU {name}: {error}") from error
+        raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCE_DIR.glob("*.cpp"))
 
 
 def _compiler() -> list[str]:
@@ -92,12 +83,11 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _key(compiler: list[str], sources: Sequence[Path], flags: Sequence[str]) -> str:
+def _key(compiler: list[str], target: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    headers = {header for source in sources for header in source.parent.glob("*.h")}
-    for path in [*sorted(headers), *sources]:
+    for path in sorted(_SOURCE_DIR.glob("*.h")) + _sources():
         digest.update(path.read_bytes())
-    facts = (*flags, _run([*compiler, "--version"]), _cpu(), torch.__version__)
+    facts = (*_FLAGS, *target, _run([*compiler, "--version"]), _cpu(), torch.__version__)
     digest.update("\n".join(facts).encode())
     return digest.hexdigest()[:20]
 
@@ -125,11 +115,8 @@ def _private_directory(path: Path) -> Path:
     return path
 
 
-def _compile(
-    compiler: list[str], sources: Sequence[Path], flags: Sequence[str], library: Path
-) -> None:
+def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
-        # Libraries to link with take effect behind what needs them.
-        _run([*compiler, *map(str, sources), *flags, "-o", str(built)])
+        _run([*compiler, *_FLAGS, *target, *map(str, _sources()), "-o", str(built)])
         os.replace(built, library)

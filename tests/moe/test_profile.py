@@ -62,7 +62,6 @@ def test_the_keys_are_these() -> None:
         "memory.reserve_gib",
         "memory.device_gib",
         "memory.prefix_tokens",
-        "memory.keep_blocks",
         "offload.policy",
         "offload.predictor",
         "offload.prefetch",
