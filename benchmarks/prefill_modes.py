@@ -68,7 +68,9 @@ class Mode:
         )
         engine = model.engine()
         self.engine = Engine(
-            engine.trunk, engine.experts, profile.model_copy(update={"prefill": prefill})
+            engine.runner.trunk,
+            engine.runner.experts,
+            profile.model_copy(update={"prefill": prefill}),
         )
         self.model = model
         self.figures = Figures()
@@ -92,7 +94,7 @@ class Mode:
         self._steps(group, until=1)
         self.figures.ttft_s.append(time.perf_counter() - start)
         stats = self.model.stats()
-        self.frequencies.append(measured_frequencies(self.engine.experts.statistics))
+        self.frequencies.append(measured_frequencies(self.engine.runner.experts.statistics))
         self.figures.loads += sum(layer["expert_loads"] for layer in stats["layers"])
         self.figures.bytes_read += stats["expert_bytes_read"]
         self._steps(group, until=ANSWER)

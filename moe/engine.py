@@ -1,31 +1,28 @@
-"""The step loop: what the scheduler plans, run as lanes.
-
-A step reads a stage of the current wave of prompts and one token of every running sequence. Prompts
-and decoding are separate lanes that meet at the MoE layers, so they share the experts both need;
-the lanes of a layered wave stay asleep from one step to the next.
-"""
+"""The step loop: the scheduler plans, the runner computes, and sequences take in their tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from moe.company import Company, Expect
-from moe.kv import SequenceKV, Work
-from moe.lanes import run_lanes
+from moe.kv import SequenceKV
 from moe.moe_layer import MoELayers
 from moe.prefill import PrefillPlanner
 from moe.prefix import PrefixCache
-from moe.reading import Outcome, Reading, advance, results
+from moe.runner import Runner
+from moe.sampling import Token
 from moe.scheduler import Scheduler
-from moe.sequence import Delta
+from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
 from moe.sharing import SharedMemory
 from moe.stages import LayerWork
 from moe.trunk import Trunk
-from moe.wave import Group, Wave
+from moe.wave import Group
+
+Event = tuple[RunningSequence, Delta | Exception]
+"""A sequence and what a step brought it."""
 
 
 class Engine:
@@ -47,8 +44,7 @@ class Engine:
         shared: SharedMemory | None = None,
         expect: Expect | None = None,
     ) -> None:
-        self.trunk = trunk
-        self.experts = experts
+        self.runner = Runner(trunk, experts)
         self._shared = shared
         work = LayerWork.of(trunk.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
@@ -62,7 +58,6 @@ class Engine:
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
             company=Company(expect, profile.engine.overlap_patience) if expect else None,
         )
-        self._reading: Reading | None = None
 
     @property
     def idle(self) -> bool:
@@ -97,62 +92,52 @@ class Engine:
         group.forget()
         for sequence in group.sequences:
             sequence.cache = None
-        self._follow(self.scheduler.wave)
+        self.runner.follow(self.scheduler.wave)
 
-    @torch.inference_mode()
-    def step(self) -> list[Outcome]:
-        """Advance everybody by one token, and the current wave by one stage.
+    def step(self) -> list[Event]:
+        """Advance everybody by at least one token, and the current wave by one stage.
 
         Returns:
-            One outcome for each sequence that got a token. A sequence whose forward pass or sampler
-            raised is dropped and its exception is its outcome; the others are not concerned.
+            An event for each new token, those of a sequence in their order. A sequence whose
+            forward pass or sampler raised is dropped and its exception is its event; the others are
+            not concerned.
         """
         step = self.scheduler.plan()
         if self._shared is not None:
             self._shared.follow(self.scheduler.num_used_tokens() + len(step.decode))
-        self._follow(step.wave)
-        if step.wave is not None and self._reading is None:
-            self._reading = Reading(step.wave, self.trunk)
-        reading = self._reading
-        tokens = [Work(s.token_ids[-1:], s.cache) for s in step.decode if s.cache is not None]
-        if wanted := self.experts.context:
-            self.experts.begin([sequence.last_tokens(wanted) for sequence in step.decode])
-        lanes = self.trunk.lanes(tokens, "decode")
-        run_lanes(
-            [*reading.lanes, *lanes] if reading else lanes,
-            self.experts.run,
-            pause_at=reading.pauses() if reading else None,
-        )
-        logits = results(lanes, tokens, self.trunk, self.experts.run)
-        outcomes: list[Outcome] = [
-            (sequence, advance(sequence, rows))
-            for sequence, rows in zip(step.decode, logits, strict=True)
-        ]
-        if reading is not None and reading.wave.is_last_stage:
-            outcomes += reading.finish(self.experts.run)
-            self._reading = None
-        gone = {sequence for sequence, outcome in outcomes if not _goes_on(outcome)}
-        self._keep_prefixes(outcomes)
+        events: list[Event] = []
+        for sequence, tokens in self.runner.run(step):
+            events += [(sequence, event) for event in _take(sequence, tokens)]
+        gone = {sequence for sequence, event in events if not _goes_on(event)}
+        self._keep_prefixes(gone)
         for sequence in gone:
             sequence.cache = None
         self.scheduler.finish(gone)
-        return outcomes
+        return events
 
-    def _follow(self, wave: Wave | None) -> None:
-        """Stop reading what the scheduler has given up."""
-        if self._reading is not None and self._reading.wave is not wave:
-            self._reading.cancel()
-            self._reading = None
-
-    def _keep_prefixes(self, outcomes: list[Outcome]) -> None:
+    def _keep_prefixes(self, ended: Collection[RunningSequence]) -> None:
         prefixes = self.scheduler.prefixes
-        for sequence, outcome in outcomes:
-            if prefixes is None or not isinstance(outcome, Delta) or outcome.finish_reason is None:
-                continue
-            if isinstance(sequence.cache, SequenceKV):
+        for sequence in ended:
+            finished = sequence.finish_reason is not None
+            if prefixes is not None and finished and isinstance(sequence.cache, SequenceKV):
                 token_ids = sequence.prompt_token_ids + sequence.token_ids
                 prefixes.add(sequence.salt, token_ids, sequence.cache)
 
 
-def _goes_on(outcome: Delta | Exception) -> bool:
-    return isinstance(outcome, Delta) and outcome.finish_reason is None
+def _take(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
+    """What new tokens add to a sequence, up to its end."""
+    if isinstance(tokens, Exception):
+        return [tokens]
+    added: list[Delta | Exception] = []
+    try:
+        for token in tokens:
+            added.append(sequence.take(token))
+            if sequence.finish_reason is not None:
+                break
+    except Exception as error:
+        added.append(error)
+    return added
+
+
+def _goes_on(event: Delta | Exception) -> bool:
+    return isinstance(event, Delta) and event.finish_reason is None

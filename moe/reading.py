@@ -8,14 +8,15 @@ from torch import Tensor
 
 from moe.kv import SequenceCache, Work
 from moe.lanes import Lane, run_lanes
-from moe.sequence import Delta, RunningSequence
+from moe.sampling import Token
+from moe.sequence import RunningSequence
 from moe.trunk import Trunk
 from moe.visit import ExpertsRunner
 from moe.wave import Group, Piece, Wave
 from offload.errors import OffloadError
 
-Outcome = tuple[RunningSequence, Delta | Exception]
-"""A sequence and what the step brought it."""
+Outcome = tuple[RunningSequence, list[Token] | Exception]
+"""A sequence and its next tokens, or why there are none."""
 
 
 class Reading:
@@ -83,7 +84,7 @@ def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) 
         is_first = sequence is group.sequences[0]
         sequence.cache = cache if is_first else cache.fork(sequence.capacity, cache.length)
         sequence.prompt_logprobs = group.prompt_logprobs
-    return [(sequence, advance(sequence, rows)) for sequence in group.sequences]
+    return [(sequence, sample(sequence, rows)) for sequence in group.sequences]
 
 
 def results(
@@ -116,11 +117,11 @@ def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Ten
     return rows
 
 
-def advance(sequence: RunningSequence, rows: Tensor | Exception) -> Delta | Exception:
-    """Sample the next token from the last row of ``(T, V)`` logits."""
+def sample(sequence: RunningSequence, rows: Tensor | Exception) -> list[Token] | Exception:
+    """The token after the last row of ``(T, V)`` logits."""
     if isinstance(rows, Exception):
         return rows
     try:
-        return sequence.advance(rows[-1])
+        return [sequence.sample(rows[-1])]
     except Exception as error:
         return error

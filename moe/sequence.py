@@ -102,9 +102,13 @@ class RunningSequence:
         """At most so many tokens from the end of prompt and new ones."""
         return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
 
-    def advance(self, logits_V: Tensor) -> Delta:
-        """Sample the next token from ``(V,)`` float32 logits and take it in."""
-        token = self._sampler.sample(logits_V)
+    def sample(self, logits_V: Tensor) -> Token:
+        """Draw the next token from ``(V,)`` float32 logits; `take` makes it part of the text."""
+        return self._sampler.sample(logits_V)
+
+    def take(self, token: Token) -> Delta:
+        """Take in the next token, which may end the sequence."""
+        assert self.finish_reason is None
         self.token_ids.append(token.id)
         if token.id in self._stop_token_ids:
             self.finish_reason = "stop"

@@ -48,12 +48,12 @@ def test_cancelling_the_last_reader_of_a_wave_frees_its_lanes_at_once(
     group = model.request(list(range(3, 63)), GREEDY)
     engine.submit(group)
     engine.step()
-    reading = engine._reading
+    reading = engine.runner._reading
     assert reading is not None
     engine.cancel(group)
     assert engine.idle
     assert [lane.state for lane in reading.lanes] == [LaneState.CANCELLED]
-    assert engine._reading is None
+    assert engine.runner._reading is None
     assert engine.scheduler.num_used_tokens() == 0
 
 
@@ -68,7 +68,7 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
     running = model.request([5, 6, 7], GREEDY)
     engine.submit(running)
     engine.step()
-    real, broken = engine.experts.run, [True]
+    real, broken = engine.runner.experts.run, [True]
 
     def fail_once(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
         if layer == 1 and sum(len(visit.hidden_states) for visit in visits) > 10 and broken:
@@ -76,7 +76,7 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
             raise OSError("an expert cannot be read")
         return real(layer, visits)
 
-    monkeypatch.setattr(engine.experts, "run", fail_once)
+    monkeypatch.setattr(engine.runner.experts, "run", fail_once)
     arriving, late = model.request(list(range(3, 63)), GREEDY), model.request([9, 8], GREEDY)
     engine.submit(arriving)
     outcomes = []

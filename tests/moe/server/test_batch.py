@@ -182,14 +182,14 @@ def test_lines_are_read_as_they_are_needed(text_checkpoint: Path) -> None:
 def test_a_sequence_that_fails_concerns_its_line_only(
     model: MoE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    advance = RunningSequence.advance
+    sample = RunningSequence.sample
 
     def failing(sequence: RunningSequence, logits: Any) -> Any:
         if sequence.prompt_token_ids == model.codec.encode("unlucky"):
             raise RuntimeError("broken")
-        return advance(sequence, logits)
+        return sample(sequence, logits)
 
-    monkeypatch.setattr(RunningSequence, "advance", failing)
+    monkeypatch.setattr(RunningSequence, "sample", failing)
     unlucky = line("bad", prompt=["fine", "unlucky"], n=2, max_tokens=3)
     files = Files(tmp_path, unlucky + line("good", prompt="fine", max_tokens=3))
     answers = {answer["custom_id"]: answer for answer in files.run(model)}

@@ -140,15 +140,15 @@ def test_one_sequence_that_fails_concerns_nobody_else(
     model: MoE,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    advance = RunningSequence.advance
+    sample = RunningSequence.sample
     secret = "what the client wrote"
 
     def failing(sequence: RunningSequence, logits: Any) -> Any:
         if sequence.prompt_token_ids == model.codec.encode("unlucky"):
             raise RuntimeError(secret)
-        return advance(sequence, logits)
+        return sample(sequence, logits)
 
-    monkeypatch.setattr(RunningSequence, "advance", failing)
+    monkeypatch.setattr(RunningSequence, "sample", failing)
     with serve() as server:
         for stream in (False, True):
             with server.in_flight({**SHORT, "prompt": ["hello", "unlucky"], "n": 2}):
