@@ -13,6 +13,7 @@ from moe.company import Expect, expectation
 from moe.errors import ProfileError
 from moe.fit import check_fit
 from moe.foresight import look_ahead
+from moe.freed_memory import keep_freed_memory
 from moe.fused import FUSED_OFF, Fused, enable_fused
 from moe.linears import mend_linears
 from moe.loading.hub import resolve_model
@@ -111,6 +112,8 @@ def _load(
         check_fit(plan, profile, planned.why_resident)
         made, loaded = planned.source.load(weights, device, report, plan.expert_slots)
     offloaded = made if isinstance(made, Offloaded) else None
+    if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
+        keep_freed_memory()
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))

@@ -164,6 +164,10 @@ class MemorySettings(_Settings):
     """GiB of the device (main memory on a CPU) that the memory plan may fill with everything.
     null: what is free. Experts of a store that do not fit stay on disk, and the rest is a cache."""
 
+    keep_freed: bool = True
+    """Keep freed memory for the next pass over a long prompt, up to 1 GiB, where all experts are
+    in memory on a CPU. Concerns all of the process; false gives it back to the system at once."""
+
     prefix_tokens: int = Field(default=0, ge=0)
     """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
     0: every prompt is read from its start."""

@@ -61,6 +61,7 @@ def test_the_keys_are_these() -> None:
         "memory.kv_gib",
         "memory.reserve_gib",
         "memory.device_gib",
+        "memory.keep_freed",
         "memory.prefix_tokens",
         "offload.policy",
         "offload.predictor",
