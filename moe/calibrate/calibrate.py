@@ -119,7 +119,8 @@ def _windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
     if not text.strip():
         raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
     ids = model.codec.encode(text)
-    size = min(WINDOW, model.context_length or WINDOW, max(len(ids) // (2 * ASIDE), 1))
+    shortest = max(min(len(ids), tokens) // (2 * ASIDE), 1)
+    size = min(WINDOW, model.context_length or WINDOW, shortest)
     windows = [ids[at : at + size] for at in range(0, len(ids), size)]
     wanted = max(tokens // size, 1)
     stride = max(len(windows) / wanted, 1.0)

@@ -12,6 +12,7 @@ import torch
 from moe import MoE
 from moe.calibrate.artefacts import ABOUT, PREDICTORS_FILE, load_calibration, load_trace
 from moe.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
+from moe.calibrate.fit import ASIDE
 from moe.calibrate.record import record
 from moe.cli import main
 from moe.errors import CalibrationError
@@ -135,6 +136,12 @@ def test_damaged_files_are_refused(
 def test_too_little_text_is_refused(demo: MoE, text: str, tokens: int, message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
         calibrate_model(demo, text, tokens=tokens)
+
+
+def test_a_long_text_gives_enough_sequences_however_few_tokens_are_read(demo: MoE) -> None:
+    trace, _ = calibrate_model(demo, TEXT * 4, tokens=LEAST_TOKENS + 200)
+    assert LEAST_TOKENS <= trace.num_tokens <= LEAST_TOKENS + 200
+    assert len(trace.lengths) >= ASIDE
 
 
 def test_an_absent_text_and_a_place_that_cannot_be_written(
