@@ -195,11 +195,13 @@ class Filling:
         return True
 
     def _count(self, unit: int, cause: str, nbytes: int) -> None:
-        if cause == "prefetch":
+        if cause == "prefetch" and (nbytes > 0 or unit in self._unasked):
             self._unasked[unit] = self._unasked.get(unit, 0) + nbytes
-        else:
-            counters, name = self.counters(unit), f"{cause}_bytes"
-            setattr(counters, name, getattr(counters, name) + nbytes)
+            return
+        # A prefetch that is taken back after somebody asked for it was counted as useful by then.
+        name = f"{'useful' if cause == 'prefetch' else cause}_bytes"
+        counters = self.counters(unit)
+        setattr(counters, name, getattr(counters, name) + nbytes)
 
     def _settle(self, unit: int) -> None:
         fetch = self._flying.pop(unit)

@@ -138,6 +138,16 @@ def test_a_cancelled_prefetch_leaves_no_trace_but_the_count() -> None:
     assert cache.resident(0) == [0] * 6
 
 
+def test_a_prefetch_that_is_taken_back_after_it_was_asked_for_was_not_useful() -> None:
+    cache, source = make(2, "forecast")
+    walk(cache.acquire(0, [0, 1, 2], 1), source, 0, 1)
+    cache.prefetch(0, 1, value=0.0)
+    walk(cache.acquire(0, [0, 1, 2], 1), source, 0, 1)
+    total = cache.statistics.total
+    assert total.cancelled == 1
+    assert (total.useful_bytes, total.wasted_bytes) == (0, 0)
+
+
 def test_what_somebody_waits_for_is_not_cancelled() -> None:
     cache, _ = make(4)
     cache.prefetch(0, 1)
