@@ -5,12 +5,14 @@
 #
 #   make test PYTHON=python3.12               another interpreter
 #   make test ARGS="-k profile"               arguments for pytest
+#   make test JOBS=8                          processes with a thread each; 0 for one process
 #   make demo TORCH="torch --index-url URL"   another build of torch (any arguments of pip install)
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
@@ -24,7 +26,7 @@ demo: $(RUN)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types test
 

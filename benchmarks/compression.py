@@ -2,91 +2,106 @@
 
     python -m benchmarks.compression [--quick] [--seeds N] [--plot FILE.png]
 
-The shipped model's experts are compensated on calibration text at 2, 3, 4 and 8 bits, and given
-bits in six ways: uniformly (equal shares of the two nearest widths, 3 among them), and by the exact
-allocation on 2, 4 and 8 bits of four models of damage; the paper's both as published, with one
-budget a layer, and with one for all layers. Beside it: nested codes, whose prefixes are all
-compensated, against each width done alone and against plain rounding. Test text is held out from
-the model's training and from calibration; calibration text is another part of the held-out files,
-another one for each seed. Fewer than 2 bits cannot be had: the format's first plane has 2. Bits are
-those of the codes; scales are 0.25 more. The last line is one JSON object.
+The shipped model's experts are compensated on calibration text at 1, 2, 3, 4 and 8 bits, and given
+bits uniformly (equal shares of the two nearest widths, 3 among them) and by the exact allocation
+(on 2, 4 and 8 bits, and 1 where there are fewer than 2) of four models of damage: the paper's both
+as published, with one budget a layer, and with one for all layers. Beside it: what 0, 1 and 3 bits
+would add, which the store does not have; nested codes, whose prefixes are all compensated, against
+each width alone and plain rounding; and routers repaired, against the original's routes.
+
+Test text is held out from the model's training and from calibration; each seed has a test text, a
+calibration text and a uniform draw of its own. Bits are those of the codes; scales are 0.25 more.
+Figures are means over seeds, "+-" their standard deviation. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.compression_setup import (
-    METHODS,
-    ROOT,
-    WIDTHS,
-    Calibrated,
-    Text,
-    allotted,
-    prefixes,
-)
-from kernels import ExpertWeights
+from benchmarks.compression_routers import with_repaired_routers
+from benchmarks.compression_setup import ROOT, Calibrated, Text, prefixes
+from benchmarks.compression_ways import METHODS, allotted
 from moe import MoE
 
+BUDGETS = (1.5, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 6.0, 8.0)
+PREFIXES = (2, 3, 4, 8)
+_FIGURES = ("used", "bits_per_byte", "worse_percent", "kl", "agreement", "routing")
 
-def measure(
-    text: Text, calibrated: Calibrated, budgets: Sequence[float], seed: int
-) -> Iterator[dict[str, Any]]:
+Point = dict[str, Any]
+
+
+def measure(text: Text, own: Calibrated, budgets: Sequence[float], seed: int) -> Iterator[Point]:
     """A point for each method and budget."""
-    scores: dict[str, dict[str, float]] = {}  # methods that agree are measured once
+    scores: dict[str, Point] = {}  # methods that agree are measured once
     for bits in budgets:
-        for method in METHODS:
-            chosen = allotted(method, bits, calibrated.statistics, seed)
+        for name, method in METHODS.items():
+            chosen = allotted(method, bits, own.statistics, seed)
+            if chosen is None:
+                continue
             used = mean(width for layer in chosen for width in layer)
             if str(chosen) not in scores:
-                scores[str(chosen)] = text.score(calibrated.at(chosen))
-            about = {"method": method, "bits": bits, "used": used, "seed": seed}
+                scores[str(chosen)] = text.score(own.at(chosen))
+            about = {"method": name, "bits": bits, "used": used}
+            if 0 in METHODS[name].also:
+                about["experts_of_0_bits"] = sum(layer.count(0) for layer in chosen)
             yield about | scores[str(chosen)]
 
 
-def nested(text: Text, calibrated: Calibrated) -> list[dict[str, Any]]:
+def nested(text: Text, own: Calibrated) -> Iterator[Point]:
     """Every prefix of nested codes, each width alone, and plain rounding."""
-    points = []
-    layers = list(zip(calibrated.whole, calibrated.inputs, strict=True))
-    ways: dict[str, Callable[[int], Mapping[int, ExpertWeights]]] = {}
-    codes = [prefixes(*layer, WIDTHS) for layer in layers]
-    plain = [prefixes(*layer, WIDTHS, plain=True) for layer in layers]
-    ways["nested"] = lambda bits: {i: own[bits] for i, own in enumerate(codes)}
-    ways["alone"] = lambda bits: calibrated.at([[bits] * w.num_experts for w in calibrated.whole])
-    ways["plain"] = lambda bits: {i: own[bits] for i, own in enumerate(plain)}
-    for bits in WIDTHS:
-        points += [{"way": way, "bits": bits} | text.score(at(bits)) for way, at in ways.items()]
-    return points
+    pairs = list(zip(own.whole, own.inputs, strict=True))
+    # a store has no 3 bits, so its codes are not compensated for them
+    codes = [prefixes(*pair, (2, 4, 8)) for pair in pairs]
+    with_3 = [prefixes(*pair, PREFIXES) for pair in pairs]
+    plain = [prefixes(*pair, PREFIXES, plain=True) for pair in pairs]
+    for bits in PREFIXES:
+        ways = {
+            "nested": None if bits == 3 else [layer[bits] for layer in codes],
+            "nested with 3": [layer[bits] for layer in with_3],
+            "alone": [layer[bits] for layer in own.alone],
+            "plain": [layer[bits] for layer in plain],
+        }
+        for way, layers in ways.items():
+            if layers is not None:
+                score = text.score(dict(enumerate(layers)))
+                yield {"way": way, "bits": bits, "used": bits} | score
 
 
-def averaged(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over seeds."""
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+def averaged(points: Sequence[Point], name: str) -> list[Point]:
+    """Means over seeds, and the standard deviation of what is lost."""
+    groups: dict[tuple[str, float], list[Point]] = defaultdict(list)
     for point in points:
-        groups[point["method"], point["bits"]].append(point)
-    keys = ("used", "bits_per_byte", "kl", "agreement", "routing")
-    return [
-        {"method": method, "bits": bits, "seeds": len(group)}
-        | {key: round(mean(point[key] for point in group), 6) for key in keys}
-        for (method, bits), group in groups.items()
-    ]
+        groups[point[name], point["bits"]].append(point)
+    found = []
+    for (own, bits), group in groups.items():
+        mean_of = {key: round(mean(point[key] for point in group), 6) for key in _FIGURES}
+        for key in ("worse_percent", "kl"):
+            mean_of[f"{key}_spread"] = (
+                round(stdev(point[key] for point in group), 6) if len(group) > 1 else 0.0
+            )
+        layers = zip(*(point["routing_by_layer"] for point in group), strict=True)
+        mean_of["routing_by_layer"] = [round(mean(shares), 4) for shares in layers]
+        if "experts_of_0_bits" in group[0]:
+            mean_of["experts_of_0_bits"] = mean(point["experts_of_0_bits"] for point in group)
+        found.append({name: own, "bits": bits, "seeds": len(group)} | mean_of)
+    return found
 
 
-def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Loss against bits, a line for each method."""
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Loss against bits, a line for each method that a store can have."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for method in METHODS:
-        own = [(point["bits"], point["kl"]) for point in points if point["method"] == method]
-        axes.plot(*zip(*own, strict=True), marker="o", markersize=3, label=method)
+    for name in [name for name in METHODS if "also" not in name]:
+        own = [(point["bits"], point["kl"]) for point in points if point["method"] == name]
+        axes.plot(*zip(*own, strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel="mean bits of a code", ylabel="KL from the original, bits a token")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
@@ -94,15 +109,18 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _rows(points: Sequence[dict[str, Any]], name: str, baseline: float) -> list[list[object]]:
-    return [
+def show(title: str, points: Sequence[Point], name: str) -> None:
+    columns = (name, "bits", "bits/byte", "worse by %", "+-", "KL", "+-", "same token", "experts")
+    rows: list[list[object]] = [
         [
             point[name], point["bits"], f"{point['bits_per_byte']:.4f}",
-            f"{100 * (point['bits_per_byte'] / baseline - 1):.3f}", f"{point['kl']:.5f}",
+            f"{point['worse_percent']:.3f}", f"{point['worse_percent_spread']:.3f}",
+            f"{point['kl']:.5f}", f"{point['kl_spread']:.5f}",
             f"{point['agreement']:.4f}", f"{point['routing']:.4f}",
         ]
         for point in points
     ]  # fmt: skip
+    print_table(title, columns, rows)
 
 
 def main() -> None:
@@ -115,24 +133,36 @@ def main() -> None:
     facts = environment()
     print_header(facts)
     model = MoE.from_pretrained(options.model)
-    text = Text(model, 2_000 if options.quick else 6_000)
-    budgets = (2.5, 3.5) if options.quick else (2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 6.0, 8.0)
-    seeds = range(1 if options.quick else options.seeds)
-    points: list[dict[str, Any]] = []
-    for seed in seeds:
-        sizes = (5_000, 512) if options.quick else (16_000, 2048)
-        calibrated = Calibrated(model, seed, *sizes)
-        points += measure(text, calibrated, budgets, seed)
-    means, ways = averaged(points), [] if options.quick else nested(text, calibrated)
-    columns = ("bits", "bits/byte", "worse by %", "KL", "same token", "same experts")
-    title = f"Held-out bits per byte; {text.bits_per_byte:.5f} with the experts as they are"
-    print_table(title, ("allotted by", *columns), _rows(means, "method", text.bits_per_byte))
+    points: list[Point] = []
+    ways: list[Point] = []
+    routers: list[Point] = []
+    baselines: list[float] = []
+    for seed in range(1 if options.quick else options.seeds):
+        text = Text(model, seed, 2_000 if options.quick else 8_000)
+        own = Calibrated(model, seed, *((5_000, 512) if options.quick else (16_000, 2048)))
+        points += measure(text, own, (2.5, 3.5) if options.quick else BUDGETS, seed)
+        ways += [] if options.quick else nested(text, own)
+        routers += with_repaired_routers(
+            text, own, (2.0,) if options.quick else (2.0, 2.5, 3.0, 4.0)
+        )
+        baselines.append(text.bits_per_byte)
+        print(f"seed {seed}: {text.bits_per_byte:.5f} bits a byte as it is", flush=True)
+    means = averaged(points, "method")
+    show("Bits allotted by", means, "method")
     if ways:
-        print_table("Prefixes", ("codes", *columns), _rows(ways, "way", text.bits_per_byte))
+        show("Prefixes", averaged(ways, "way"), "way")
+    show("Routers, at the bits that ours gives", averaged(routers, "routers"), "routers")
     if options.plot is not None:
         plot(means, options.plot)
-    baseline = {"baseline_bits_per_byte": round(text.bits_per_byte, 6)}
-    print_json({**facts, **baseline, "points": means, "prefixes": ways})
+    print_json(
+        {
+            **facts,
+            "baseline_bits_per_byte": round(mean(baselines), 6),
+            "points": means,
+            "prefixes": averaged(ways, "way"),
+            "routers": averaged(routers, "routers"),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Ours:
         params = SamplingParams(max_new_tokens=len(following[0]) + 1, ignore_eos=True)
         for prompt, tokens in zip(prompts, following, strict=True):
             group = self.model.request(prompt, params)
-            group.sequences[0]._sampler = _Given([*tokens, 0])  # type: ignore[assignment]
+            group.sequences[0].sampler = _Given([*tokens, 0])  # type: ignore[assignment]
             engine.submit(group)
         while len(engine.scheduler.running) < len(prompts):
             engine.step()

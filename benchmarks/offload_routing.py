@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routing import Routing, RoutingContext
+from routing import Policy, Routing, RoutingContext
 
 SPREAD = 1.35
 """Standard deviation of the logarithm of popularity."""
@@ -69,7 +69,7 @@ def locality(trace: Trace, experts: int, seed: int = 0) -> dict[str, float]:
 
 
 @dataclass
-class Replay:
+class Replay(Policy):
     """A routing policy that sends tokens where a trace says; from its start again at its end.
 
     What the model says then means nothing; the router's weights are kept, so that all is computed.
@@ -77,7 +77,6 @@ class Replay:
 
     trace: Trace
     spec: str = "replay"
-    lossless: bool = False
     _next: dict[int, int] = field(default_factory=dict)
 
     def position(self, layer: int) -> int:
@@ -92,11 +91,10 @@ class Replay:
 
 
 @dataclass
-class Record:
+class Record(Policy):
     """A routing policy that changes nothing and remembers all; `trace` is what it has seen."""
 
     spec: str = "record"
-    lossless: bool = True
     _seen: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def __call__(self, routing: Routing, context: RoutingContext) -> Routing:

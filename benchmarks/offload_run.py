@@ -136,11 +136,8 @@ def prefill_ours(job: Job) -> dict[str, Any]:
 
 def read_prompt(model: MoE, prompt: list[int], mode: str) -> dict[str, float]:
     profile = model.profile.profile
-    engine = model.engine()
     prefill = profile.prefill.model_copy(update={"mode": mode})
-    engine = Engine(
-        engine.runner.trunk, engine.runner.experts, profile.model_copy(update={"prefill": prefill})
-    )
+    engine = Engine(model._trunk, model._experts, profile.model_copy(update={"prefill": prefill}))
     model.reset_stats()
     start = time.perf_counter()
     engine.submit(model.request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)))

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.sharing_optimum import optimum
 from experts.placement import Placement, eplb, imbalance, linear, pack
+from experts.placement.sharing import share_evenly
 from moe import MoE
-from routing.balance import choose_counts, share_evenly
+from routing.balance import choose_counts
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

@@ -66,11 +66,8 @@ class Mode:
         prefill = profile.prefill.model_copy(
             update={"mode": mode, "chunk_tokens": chunk, "group_tokens": chunk}
         )
-        engine = model.engine()
         self.engine = Engine(
-            engine.runner.trunk,
-            engine.runner.experts,
-            profile.model_copy(update={"prefill": prefill}),
+            model._trunk, model._experts, profile.model_copy(update={"prefill": prefill})
         )
         self.model = model
         self.figures = Figures()
@@ -94,7 +91,7 @@ class Mode:
         self._steps(group, until=1)
         self.figures.ttft_s.append(time.perf_counter() - start)
         stats = self.model.stats()
-        self.frequencies.append(measured_frequencies(self.engine.runner.experts.statistics))
+        self.frequencies.append(measured_frequencies(self.model._experts.statistics))
         self.figures.loads += sum(layer["expert_loads"] for layer in stats["layers"])
         self.figures.bytes_read += stats["expert_bytes_read"]
         self._steps(group, until=ANSWER)

@@ -16,6 +16,7 @@ from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights
+from kernels.sums import weighted_sum
 
 __all__ = [
     "Backend",
@@ -28,6 +29,7 @@ __all__ = [
     "choose_backend",
     "experts_forward",
     "linear_forward",
+    "weighted_sum",
 ]
 
 

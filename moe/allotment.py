@@ -26,6 +26,7 @@ from moe.settings import ModelSettings
 from moe.takeover import expert_shape
 
 GIB = 1 << 30
+CALIBRATE_FIRST = "run moe calibrate MODEL --text FILE --compression and add --calibration DIR"
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def allot(
         if budget is None:
             return None
         raise CalibrationError(
-            "a budget of bits wants a calibration to spend it by: run moe calibrate MODEL --text "
-            "FILE --compression and add --calibration DIR"
+            "a budget of bits wants a calibration to spend it by: " + CALIBRATE_FIRST
         )
     modules = [module for _, module in experts_modules(network)]
     counts = [module.num_experts for module in modules]

@@ -76,6 +76,11 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="left by moe calibrate --compression: experts lose less at every precision",
     )
+    parser.add_argument(
+        "--repair-routers",
+        action="store_true",
+        help="fit routers to what compressed experts give them; wants --calibration",
+    )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
         "--target-bits",
@@ -94,6 +99,18 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="of it at most (default: all)")
     parser.add_argument(
         "--against", metavar="MODEL", help="the original, to compare with; both are loaded"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    parser.add_argument("--text", metavar="FILE", required=True, help="what to read")
+    parser.add_argument(
+        "--tokens", type=int, default=20_000, metavar="N", help="of it at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to leave plots, numbers and an HTML report"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -121,8 +138,22 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser, required=True)
+    add = parser.add_argument
+    add("--prompt-tokens", type=int, default=512, metavar="N", help="to read (%(default)s)")
+    add("--new-tokens", type=int, default=64, metavar="N", help="to decode (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
+    add = parser.add_argument
+    add("--ranks", type=int, metavar="N", help="compare 1 to N ranks, and N replicas")
+    add("--nodes", type=int, default=1, metavar="M", help="machines that they are on (default: 1)")
+    speed = "GB/s,MICROSECONDS"
+    add("--link", metavar=speed, help="between ranks of a machine (default: measured)")
+    add("--network", metavar=speed, help="between machines (default: 1.25,50)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

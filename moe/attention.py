@@ -24,6 +24,9 @@ from moe.kv import PackedCache
 PACKED = "moe_packed"
 """Name of this implementation in transformers' registries."""
 
+_QUERIES = 256
+"""Whose attention is written out at a time where it is watched."""
+
 current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
 """The packed pass of the running lane; every greenlet has its own context."""
 
@@ -94,10 +97,12 @@ def packed_attention(
     if not isinstance(attention_mask, MaskRule):
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     keys_values = _per_sequence(cache, layer, key, value)
-    outputs = [
-        _attend(q, k, v, attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap"))
-        for q, (k, v) in zip(query.split(cache.sizes, dim=2), keys_values, strict=True)
-    ]
+    how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
+    queries = query.split(cache.sizes, dim=2)
+    outputs = [_attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
+    if cache.watched:
+        pairs = zip(queries, keys_values, strict=True)
+        cache.received = torch.cat([_received(q, k, *how) for q, (k, _) in pairs])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
@@ -132,21 +137,53 @@ def _attend(
             query, key, value, mask, is_causal=causal, scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+    if causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    probabilities = _probabilities(query, key, mask, scaling, sinks, softcap)
     group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query @ key.transpose(2, 3)
+    return probabilities.to(query.dtype) @ value.repeat_interleave(group, 1)
+
+
+def _probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """``(1, Q, T, L)`` float32: what each query gives to each key; sinks get the rest."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if causal:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -float("inf"))
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
-    probabilities = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return probabilities[..., :keys] @ value
+    return scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+
+
+def _received(
+    query: Tensor,
+    key: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """``(T,)`` float32: mean attention to each new token, of heads and queries that see it."""
+    first, end = key.shape[2] - query.shape[2], key.shape[2]
+    zero = torch.zeros((), dtype=torch.long, device=query.device)
+    positions = torch.arange(end, device=query.device)
+    given, seen = torch.zeros(2, end - first, device=query.device)
+    for rows, at in zip(query.split(_QUERIES, 2), positions[first:].split(_QUERIES), strict=True):
+        mask = rule.allows(zero, zero, at[:, None], positions[None, :]).expand(len(at), end)
+        probabilities = _probabilities(rows, key, mask, scaling, sinks, softcap)
+        given += probabilities[0, :, :, first:].mean(0).sum(0)
+        seen += mask[:, first:].sum(0)
+    return given / seen.clamp_min(1)
 
 
 AttentionInterface.register(PACKED, packed_attention)

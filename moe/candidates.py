@@ -6,6 +6,9 @@ Shape suffixes: V vocabulary, C candidates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -67,3 +70,48 @@ def draw(weights_C: Tensor, uniform: float) -> int:
     position = torch.searchsorted(mass_C, uniform * mass_C[-1], right=True)
     # Rounding can carry the product up to the total: the last position of positive weight.
     return int(torch.minimum(position, torch.searchsorted(mass_C, mass_C[-1])))
+
+
+class Proposal(NamedTuple):
+    """A token drawn from other probabilities than those it is to be judged by.
+
+    Attributes:
+        token_id: one of ids_C.
+        ids_C: int64, distinct, in any order.
+        chances_C: float64, their probabilities.
+    """
+
+    token_id: int
+    ids_C: Tensor
+    chances_C: Tensor
+
+    @property
+    def chance(self) -> float:
+        """Of the token."""
+        return float(self.chances_C[self.ids_C == self.token_id])
+
+
+def draw_judged(
+    ids_C: Tensor, weights_C: Tensor, proposal: Proposal, uniform: Callable[[], float]
+) -> int:
+    """An id of ids_C with the chances that the weights say, and as often as possible the proposed.
+
+    Rejection sampling (Leviathan et al. 2023): the proposed token is taken with probability
+    ``min(1, p / q)``, else one is drawn from what ``p`` has more than ``q``.
+
+    Args:
+        ids_C, weights_C: as of `candidates`.
+        uniform: gives numbers in [0, 1).
+    """
+    chances_C = weights_C / weights_C.sum()
+    wanted = float(chances_C[ids_C == proposal.token_id].sum())
+    if uniform() * proposal.chance < wanted:
+        return proposal.token_id
+    order = proposal.ids_C.argsort()
+    known = proposal.ids_C[order]
+    place_C = torch.searchsorted(known, ids_C).clamp(max=len(known) - 1)
+    offered_C = proposal.chances_C[order][place_C].where(known[place_C] == ids_C, 0.0)
+    rest_C = (chances_C - offered_C).clamp(min=0.0)
+    if not float(rest_C.sum()) > 0:  # the same up to rounding
+        rest_C = chances_C
+    return int(ids_C[draw(rest_C, uniform())])

@@ -7,13 +7,15 @@ errors do not wait for torch. Text goes to stdout; summaries, notices and errors
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe import __version__, arguments
-from moe.errors import MoEError, ProfileError, RequestError
+from moe.errors import MoEError, ProfileError, RankLostError, RequestError
 from offload.errors import OffloadError
 
 
@@ -21,11 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     options = build_parser().parse_args(argv)
     try:
+        if options.run not in (_generate, _chat, _serve):
+            _refuse_ranks()
         code: int = options.run(options)
     except MoEError as error:
         print(f"moe: {error}", file=sys.stderr)
         return 2
-    except OffloadError as error:
+    except (OffloadError, RankLostError) as error:
         print(f"moe: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -42,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="moe", description="Run Mixture-of-Experts language models larger than memory."
     )
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers say it, here too
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, what, add_arguments, run in (
         ("generate", "continue a prompt", arguments.add_generate, _generate),
@@ -61,12 +66,14 @@ def build_parser() -> argparse.ArgumentParser:
         ),
         ("plan", "what a model takes, and how fast it will be", arguments.add_plan, _plan),
         ("eval", "how well a model predicts a text", arguments.add_eval, _eval),
+        ("trace", "how a model routes the tokens of a text", arguments.add_trace, _trace),
         (
             "inspect",
             "what a store holds: the bits of its experts",
             arguments.add_inspect,
             _inspect,
         ),
+        ("bench", "how fast a model is here, and what drafts gain", arguments.add_bench, _bench),
         (
             "doctor",
             "check this machine: what works, what is missing",
@@ -92,6 +99,35 @@ def load_settings(options: argparse.Namespace) -> Any:
     return load_profile(options.profile, overrides)
 
 
+def _follows(model: str, profile: Any) -> bool:
+    """Whether this process is not the first rank of a launch; its part is done then."""
+    from moe.parallel.launch import end_with_parent, wanted_launch
+    from moe.parallel.shelter import sheltered
+
+    launch = wanted_launch(profile.profile)
+    if launch is None:
+        return False
+    end_with_parent()
+    if launch.rank == 0:  # launchers make SIGTERM of the SIGINT that a terminal sends to everybody
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return False
+    if profile.profile.parallel.on_rank_loss == "continue":
+        sheltered(launch)
+    from moe.parallel.follow import follow
+
+    follow(model, profile)
+    return True
+
+
+def _refuse_ranks() -> None:
+    from moe.parallel.launch import Launch
+
+    if Launch.from_environment(os.environ):
+        raise ProfileError(
+            "only moe generate, chat and serve run on several ranks; leave the launcher out"
+        )
+
+
 def read_prompt(argument: str | None) -> str:
     """The text that ``--prompt`` names."""
     if argument is None:
@@ -115,6 +151,8 @@ def _generate(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ProfileError("no model was given; write moe generate MODEL --prompt TEXT")
+    if _follows(options.model, profile):
+        return 0
     if options.batch is not None or options.out is not None:
         return _batch(options, profile)
     prompt = read_prompt(options.prompt)
@@ -135,6 +173,8 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    if _follows(options.model, profile):
+        return 0
     from moe.terminal import chat
 
     return chat(options.model, profile)
@@ -142,6 +182,8 @@ def _chat(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    if _follows(options.model, profile):
+        return 0
     from moe.server.serve import serve
 
     return serve(options.model, profile, options.host, options.port, options.api_key)
@@ -163,7 +205,14 @@ def _convert(options: argparse.Namespace) -> int:
         budget = Budget(options.target_bits, options.target_gib)
     folder = None if options.calibration is None else Path(options.calibration)
     out = convert(
-        options.model, options.out, settings, calibration=folder, budget=budget, progress=True
+        options.model,
+        options.out,
+        settings,
+        calibration=folder,
+        budget=budget,
+        repair=options.repair_routers,
+        progress=True,
+        on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
     )
     print(out)
     return 0
@@ -179,6 +228,20 @@ def _eval(options: argparse.Namespace) -> int:
         Path(options.text),
         tokens=options.tokens,
         against=options.against,
+        as_json=options.json,
+    )
+
+
+def _trace(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.tracing.command import run
+
+    return run(
+        options.model,
+        profile,
+        Path(options.text),
+        tokens=options.tokens,
+        out=None if options.out is None else Path(options.out),
         as_json=options.json,
     )
 
@@ -202,9 +265,29 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    if options.ranks is not None:
+        from moe.rank_command import run as run_ranks
+
+        return run_ranks(
+            options.model,
+            profile,
+            ranks=options.ranks,
+            nodes=options.nodes,
+            link=options.link,
+            network=options.network,
+            as_json=options.json,
+        )
     from moe.plan_command import run
 
     return run(options.model, profile, as_json=options.json)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.bench_command import run
+
+    sizes = {"prompt": options.prompt_tokens, "tokens": options.new_tokens}
+    return run(options.model, profile, **sizes, as_json=options.json)
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -8,18 +8,19 @@ and then the directory gets its name: there is no store before there is all of i
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from experts.blobs import Entry, FileRecord, sync_directory, write_file
+from experts.blobs import sync_directory
 from experts.header import HeaderError
 from experts.layer_file import layer_file_name, layer_record, write_layer
 from experts.manifest import JOURNAL_NAME, TRUNK_NAME, VERSION, Manifest, is_store, write_manifest
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
-from moe.allotment import Budget, allot
-from moe.errors import CheckpointError
+from moe.allotment import CALIBRATE_FIRST, Budget, allot
+from moe.errors import CalibrationError, CheckpointError
 from moe.journal import Journal
 from moe.linears import planes_of, quantizes
 from moe.loading.checkpoint import Checkpoint
@@ -29,9 +30,10 @@ from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import open_checkpoint
 from moe.loading.weight_plan import plan_weights
+from moe.repair import repair_routers
 from moe.seam import check_experts, experts_modules, take_weights
 from moe.settings import ModelSettings
-from moe.sidecars import copy_files
+from moe.sidecars import copy_files, write_trunk
 from moe.takeover import Takeover
 
 PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")
@@ -44,9 +46,12 @@ def convert(
     *,
     calibration: Path | None = None,
     budget: Budget | None = None,
+    repair: bool = False,
     progress: bool | Report = False,
+    on_notice: Callable[[str], object] = lambda _: None,
 ) -> Path:
-    """Convert a checkpoint to a store; goes on with a conversion that was stopped.
+    """Convert a checkpoint to a store, whose directory is returned; goes on with a conversion that
+    was stopped.
 
     Args:
         model: directory or hub id.
@@ -54,10 +59,8 @@ def convert(
         settings: bits and group size; null bits stand for 8.
         calibration: folder of a calibration with ``compression``; experts are then compensated.
         budget: what experts may take, in place of ``expert_bits``; wants a calibration.
-        progress: see `moe.loading.progress.reporting`.
-
-    Returns:
-        The store's directory.
+        repair: see `moe.repair`; wants a calibration. The store is loaded for it.
+        progress, on_notice: see `moe.loading.progress.reporting`; hears notices.
 
     Raises:
         CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.
@@ -69,12 +72,14 @@ def convert(
         raise CheckpointError(f"{target} exists already; remove it or choose another name")
     if is_store(source):
         raise CheckpointError(f"{source} is a store already; convert the original checkpoint")
+    if repair and calibration is None:
+        raise CalibrationError("repairing routers wants a calibration: " + CALIBRATE_FIRST)
     work = target.with_name(f"{target.name}.unfinished")
     try:
         with reporting(progress) as report:
             conversion = _Conversion(source, work, settings, report, calibration, budget)
             work.mkdir(parents=True, exist_ok=True)
-            conversion.run()
+            conversion.run(calibration if repair else None, on_notice)
         work.rename(target)
         (target / JOURNAL_NAME).unlink()
         sync_directory(target.parent)
@@ -112,7 +117,7 @@ class _Conversion:
             most = {"expert_bits": self._allotment.most}
             self._settings = self._settings.model_copy(update=most)
 
-    def run(self) -> None:
+    def run(self, repair_by: Path | None, on_notice: Callable[[str], object]) -> None:
         exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
         with open_checkpoint(self._source, self._config, exact=exact) as checkpoint:
             job = {
@@ -125,10 +130,13 @@ class _Conversion:
             with Journal(self._work, job) as self._journal:
                 self._convert(checkpoint)
                 self._complete()
+                if repair_by is not None:
+                    repair_routers(self._network, self._work, repair_by, on_notice)
+                    self._complete()
 
     def _complete(self) -> None:
         """Write what is not experts, and the manifest."""
-        trunk = self._write_trunk()
+        trunk = write_trunk(self._network, self._work / TRUNK_NAME)
         copy_files(self._source, self._work)
         finished = [
             self._journal.finished[layer_file_name(index)] for index in range(len(self._names))
@@ -188,12 +196,3 @@ class _Conversion:
         interleaved = isinstance(experts, QuantizedExperts) and experts.interleaved
         layer = layer_record(index, self._names[index], whole, interleaved, allotted)
         self._journal.add(layer, write_layer(self._work, index, layer, experts))
-
-    def _write_trunk(self) -> FileRecord:
-        state = self._network.state_dict()
-        first: dict[object, str] = {}
-        for name, tensor in state.items():  # tied ones once
-            first.setdefault((tensor.data_ptr(), tensor.shape) if tensor.numel() else name, name)
-        names = sorted(first.values(), key=lambda name: -state[name].itemsize)
-        entries = [Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names]
-        return write_file(self._work / TRUNK_NAME, entries, (state[name] for name in names))

@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from moe.company import Company, Expect
 from moe.kv import SequenceKV
 from moe.moe_layer import MoELayers
 from moe.prefill import PrefillPlanner
 from moe.prefix import PrefixCache
+from moe.reading import Outcome
 from moe.runner import Runner
 from moe.sampling import Token
 from moe.scheduler import Scheduler
 from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
 from moe.sharing import SharedMemory
+from moe.speculate import Speculator
 from moe.stages import LayerWork
 from moe.trunk import Trunk
-from moe.wave import Group
+from moe.wave import Group, Step, Wave
 
 Event = tuple[RunningSequence, Delta | Exception]
 """A sequence and what a step brought it."""
+
+
+class StepRunner(Protocol):
+    """Computes steps, here or elsewhere; see `Runner`."""
+
+    def run(self, step: Step) -> list[Outcome]: ...
+
+    def follow(self, wave: Wave | None) -> None: ...
+
+
+class StepLoop(Protocol):
+    """What drives sequences through a model; see `Engine`."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def kv_tokens(self) -> float: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def occupancy(self) -> dict[str, int]: ...
+
+    def submit(self, group: Group) -> None: ...
+
+    def cancel(self, group: Group) -> None: ...
+
+    def step(self) -> list[Event]: ...
 
 
 class Engine:
@@ -34,6 +64,8 @@ class Engine:
         profile: batch, prefill and memory settings.
         shared: gives room that keys and values do not need to experts on disk, if there are any.
         expect: what a prompt needs, where requests may be grouped by it.
+        speculator: drafts tokens for the model to verify, if anything does.
+        runner: computes the steps; None for here.
     """
 
     def __init__(
@@ -43,9 +75,13 @@ class Engine:
         profile: Profile,
         shared: SharedMemory | None = None,
         expect: Expect | None = None,
+        speculator: Speculator | None = None,
+        runner: StepRunner | None = None,
     ) -> None:
-        self.runner = Runner(trunk, experts)
+        self.runner: StepRunner = runner or Runner(trunk, experts, speculator)
         self._shared = shared
+        drafts = profile.speculation
+        self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
         work = LayerWork.of(trunk.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self.scheduler = Scheduler(
@@ -62,6 +98,25 @@ class Engine:
     @property
     def idle(self) -> bool:
         return self.scheduler.idle
+
+    @property
+    def kv_tokens(self) -> float:
+        """Tokens of keys and values that there is room for; infinite where nothing limits them."""
+        return self.scheduler.kv_tokens
+
+    def occupancy(self) -> dict[str, int]:
+        """Who is in the engine between two steps; all zero when it is idle.
+
+        Known prefixes are nobody's: they give way to requests.
+        """
+        scheduler = self.scheduler
+        known = scheduler.prefixes.num_tokens if scheduler.prefixes else 0
+        return {
+            "waiting_prompts": len(scheduler.waiting),
+            "prompts_being_read": len(scheduler.wave.pieces) if scheduler.wave else 0,
+            "running_sequences": len(scheduler.running),
+            "kv_tokens": int(scheduler.num_used_tokens()) - known,
+        }
 
     def status(self) -> dict[str, Any]:
         """What ``prefill.mode: auto`` chose last, and what known prefixes saved; for JSON.
@@ -102,11 +157,24 @@ class Engine:
             forward pass or sampler raised is dropped and its exception is its event; the others are
             not concerned.
         """
+        return self.take_in(self.runner.run(self.plan()))
+
+    def plan(self) -> Step:
+        """The first half of `step`: who takes part."""
         step = self.scheduler.plan()
         if self._shared is not None:
-            self._shared.follow(self.scheduler.num_used_tokens() + len(step.decode))
+            self._shared.follow(self.held_tokens(step))
+        return step
+
+    def held_tokens(self, step: Step) -> float:
+        """Tokens of keys and values while the step runs, drafts and what they bring included."""
+        most = self.scheduler.num_used_tokens() + len(step.decode) * self._rows
+        return min(most, self.scheduler.kv_tokens)
+
+    def take_in(self, outcomes: Sequence[Outcome]) -> list[Event]:
+        """The other half: what became of the plan."""
         events: list[Event] = []
-        for sequence, tokens in self.runner.run(step):
+        for sequence, tokens in outcomes:
             events += [(sequence, event) for event in _take(sequence, tokens)]
         gone = {sequence for sequence, event in events if not _goes_on(event)}
         self._keep_prefixes(gone)

@@ -33,3 +33,11 @@ class RequestError(MoEError):
 
 class CalibrationError(MoEError):
     """A text cannot be calibrated on, or what an earlier calibration left cannot be used."""
+
+
+class LaunchError(MoEError):
+    """The processes of a launch have not come together, or do not fit together."""
+
+
+class RankLostError(RuntimeError):
+    """A process of the launch is gone, or no longer does its part; says which one and why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from moe.errors import RequestError
 from moe.model import MoE
+from moe.policy_costs import PolicyCost, PolicyPrices, alone_and_together, cost_table
 from moe.profile import LoadedProfile
 from moe.scoring import Difference, Score, read, windows_of
 
@@ -28,6 +29,7 @@ class Quality:
         bits_per_byte: information of the text given the model, by its bytes.
         perplexity: of a token.
         difference: from the original model, where there is one.
+        policies: what each of the profile's routing policies costs.
     """
 
     tokens: int
@@ -35,6 +37,7 @@ class Quality:
     bits_per_byte: float
     perplexity: float
     difference: Difference | None = None
+    policies: tuple[PolicyCost, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -49,6 +52,8 @@ class Quality:
                 "top1_agreement": self.difference.agreement,
                 "routing_agreement": list(self.difference.routing),
             }
+        if self.policies:
+            found["policies"] = [asdict(cost) for cost in self.policies]
         return found
 
 
@@ -60,7 +65,8 @@ def evaluate(
     original: MoE | None = None,
     progress: bool = False,
 ) -> Quality:
-    """Read a text in windows of 512 tokens and score it.
+    """Read a text in windows of 512 tokens and score it, with the profile's routing policies as
+    for a prompt, and beside it with and without each policy.
 
     Args:
         text: at least two tokens.
@@ -77,10 +83,12 @@ def evaluate(
     if original is not None:
         _check(model, original, text)
     score = Score()
+    prices = PolicyPrices(model, alone_and_together(model._experts.policies))
     bar = {"console": Console(stderr=True), "disable": not progress, "transient": True}
     for window in track(windows, "reading", **bar):  # type: ignore[arg-type]
         before = None if original is None else read(original, window)
         score.add(read(model, window), before)
+        prices.add(window)
     ids = [*windows[0], *(token for window in windows[1:] for token in window[1:])]
     num_bytes = len(text.encode()) if tokens is None else len(model.codec.decode(ids).encode())
     return Quality(
@@ -89,6 +97,7 @@ def evaluate(
         bits_per_byte=score.bits / num_bytes,
         perplexity=math.exp2(score.bits / score.predicted),
         difference=None if original is None else score.difference(),
+        policies=prices.costs(num_bytes),
     )
 
 
@@ -116,6 +125,8 @@ def run(
         print(json.dumps(quality.as_json()))
     else:
         Console().print(_table(quality))
+        if quality.policies:
+            Console().print(cost_table(quality.policies))
     return 0
 
 

@@ -13,6 +13,7 @@ from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import RoutingError
+from routing.predict import Told
 from routing.predict.calibrated import PREDICTORS
 
 BEST = "ensemble"
@@ -20,9 +21,16 @@ OFF = ("off", "auto")
 
 
 def look_ahead(
-    offloaded: Offloaded, path: Path, config: PreTrainedConfig, settings: OffloadSettings
+    offloaded: Offloaded,
+    path: Path,
+    config: PreTrainedConfig,
+    settings: OffloadSettings,
+    drafts: bool = False,
 ) -> tuple[Prefetcher | None, str]:
     """The prefetcher, or None and why nobody looks ahead (nothing where none is wanted).
+
+    Args:
+        drafts: what is drafted says what comes next, where no predictor does.
 
     Raises:
         ProfileError: no predictor of that name.
@@ -35,6 +43,8 @@ def look_ahead(
     if wanted == "off" or not (settings.prefetch or offloaded.cache.policy.name == "forecast"):
         return None, ""
     if wanted == "auto" and not (folder / ABOUT).exists():
+        if drafts:
+            return offloaded.prefetch_with(Told(), bids=settings.prefetch), ""
         return None, "nobody looks ahead for experts on disk: run moe calibrate on this model"
     name = BEST if wanted == "auto" else wanted
     try:

@@ -59,7 +59,7 @@ class SequenceKV:
     def fork(self, capacity: int, length: int) -> SequenceKV:
         """A sequence of its own that has read the first ``length`` tokens of this one."""
         assert length <= self.length
-        copy = SequenceKV(capacity)
+        copy = type(self)(capacity)
         for layer in self._layers:
             copy.write(layer, *self.read(layer, length))
         copy.length = length
@@ -111,12 +111,21 @@ class PackedCache(Cache):
     packed attention function then reads each sequence's buffers and nothing is copied. Modules that
     compute with it first (latent attention expands it to heads) need the whole history, packed.
     Which of the two a layer does is noticed at its first pass: see `moe.attention`.
+
+    Attributes:
+        watched: attention layers leave in `received` how much attention each row gets.
     """
 
     def __init__(
-        self, sequences: Sequence[SequenceKV], sizes: Sequence[int], needs_history: set[int]
+        self,
+        sequences: Sequence[SequenceKV],
+        sizes: Sequence[int],
+        needs_history: set[int],
+        watched: bool = False,
     ) -> None:
         super().__init__(layers=[])
+        self.watched = watched
+        self.received: Tensor | None = None
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
@@ -154,6 +163,11 @@ class PackedCache(Cache):
         """Make the rows that this pass wrote part of each sequence."""
         for sequence, end in zip(self.sequences, self.ends, strict=True):
             sequence.length = end
+
+    def take_received(self) -> Tensor | None:
+        """What the last attention layer has left in `received`, once."""
+        received, self.received = self.received, None
+        return received
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

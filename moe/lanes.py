@@ -44,6 +44,9 @@ class Lane(Generic[Result]):
     Args:
         forward: takes no arguments; its return value is the lane's result.
         phase: what its tokens are read for; every `Visit` of the lane says so.
+
+    Attributes:
+        lost: its rows whose numbers mean nothing, as an expert could not be had, and why.
     """
 
     def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
@@ -51,6 +54,7 @@ class Lane(Generic[Result]):
         self.state = LaneState.READY
         self.visit: Visit | None = None
         self.mode = GradMode.current()
+        self.lost: dict[int, str] = {}
         self._greenlet = _LaneGreenlet(self, forward)
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -77,6 +81,8 @@ class Lane(Generic[Result]):
     def resume(self, rows: Tensor) -> None:
         """Wake with the rows of the layer waited for; run up to the next MoE layer or the end."""
         assert self.state is LaneState.WAITING, self.state
+        assert self.visit is not None
+        self.lost = self.visit.lost | self.lost
         self.visit = None
         self._enter(lambda: self._greenlet.switch(rows))
 
@@ -162,6 +168,8 @@ def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
             visit.phase, run_experts = alone[0].phase, alone[1]
         rows = run_experts(visit.layer, [visit])[0]
         assert isinstance(rows, Tensor)
+        if alone is not None:
+            alone[0].lost = visit.lost | alone[0].lost
         return rows
     lane, parent = stack.lane, stack.parent
     assert parent is not None

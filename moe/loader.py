@@ -24,9 +24,12 @@ from moe.moe_layer import MoELayers
 from moe.packing import Packing, enable_packing
 from moe.plan import MemoryPlan
 from moe.planning import choose_device, planning
+from moe.policing import prepare
 from moe.profile import Profile
 from moe.seam import attach
 from moe.sources import total_bytes
+from moe.speculate import Speculation, enable_speculation
+from moe.speculate.contrast import enable_contrast
 from moe.takeover import precision_notices
 from moe.text import TextCodec
 from moe.trunk import Trunk
@@ -46,6 +49,7 @@ class LoadedModel:
         codec: tokenizer and vocabulary rules.
         packing: whether sequences share a forward pass, and why.
         fused: whether decode steps bypass transformers' forward, and why.
+        speculation: what drafts tokens for the model to verify, if anything does.
         memory_plan: what was planned before loading.
         weight_bytes: memory of all weights.
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
@@ -61,6 +65,7 @@ class LoadedModel:
     codec: TextCodec
     packing: Packing
     fused: Fused
+    speculation: Speculation
     memory_plan: MemoryPlan
     weight_bytes: int
     logits_size: int
@@ -73,6 +78,7 @@ class LoadedModel:
 def load_model(
     path_or_hub_id: str | Path,
     profile: Profile,
+    ranks: int = 1,
     *,
     progress: bool | Report = False,
     on_plan: Callable[[MemoryPlan], object] = lambda _: None,
@@ -80,6 +86,7 @@ def load_model(
     """Load, take the experts over, and find out how the rest may run.
 
     Args:
+        ranks: how many share the experts; each has room for its part of them.
         progress: see `moe.loading.progress.reporting`.
         on_plan: hears of the memory plan before it is checked and anything is read.
 
@@ -91,12 +98,13 @@ def load_model(
     """
     with reporting(progress) as report:
         report(LoadProgress("planning"))
-        return _load(path_or_hub_id, profile, report, on_plan)
+        return _load(path_or_hub_id, profile, ranks, report, on_plan)
 
 
 def _load(
     path_or_hub_id: str | Path,
     profile: Profile,
+    ranks: int,
     report: Report,
     on_plan: Callable[[MemoryPlan], object],
 ) -> LoadedModel:
@@ -106,7 +114,7 @@ def _load(
         torch.set_num_threads(profile.threads)
     path = resolve_model(path_or_hub_id)
     backend = _backend(profile, device)  # compiles kernels on their first use: no request waits
-    with planning(path, profile, device, report) as planned:
+    with planning(path, profile, device, report, ranks) as planned:
         network, weights, plan = planned.network, planned.weights, planned.memory
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
@@ -119,17 +127,27 @@ def _load(
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
     prefetcher, foresight = None, ""
     if offloaded is not None:
-        prefetcher, foresight = look_ahead(offloaded, path, planned.config, profile.offload)
+        drafts = profile.speculation.mode in ("auto", "elastic")
+        prefetcher, foresight = look_ahead(
+            offloaded, path, planned.config, profile.offload, drafts=drafts
+        )
     expect, apart = None, ""
     if profile.engine.overlap_patience:
         counts = [layer.num_experts for layer in layers]
         expect, apart = expectation(path, planned.config, counts)
-    experts = MoELayers(layers, policies, backend.forward, prefetcher)
+    experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
     trunk = Trunk(network)
     packing = enable_packing(trunk)
     mended = mend_linears(network)
     fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
+    speculation = enable_speculation(
+        profile.speculation, trunk, experts, backend.forward, planned.logits_size
+    )
+    # Policies come after the probes, which compare ways to compute the model as it is.
+    experts.selectors = prepare(policies, trunk)
+    experts.policies = policies
+    enable_contrast(profile.speculation, trunk, experts)
     codec = TextCodec.from_directory(path, planned.config)
     return LoadedModel(
         trunk=trunk,
@@ -138,6 +156,7 @@ def _load(
         codec=codec,
         packing=packing,
         fused=fused,
+        speculation=speculation,
         memory_plan=plan,
         weight_bytes=total_bytes(network, layers),
         logits_size=planned.logits_size,
@@ -146,6 +165,7 @@ def _load(
         expect=expect,
         notices=[
             *_notices(packing, fused, codec, loaded),
+            *speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, mended),
             *(notice for notice in (foresight, apart) if notice),

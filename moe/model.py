@@ -9,7 +9,9 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,25 @@ import torch
 from torch import Tensor
 
 from moe.completion import Completion, StreamEvent, collect
-from moe.engine import Engine
-from moe.errors import RequestError
+from moe.counters import counters, describe, reset
+from moe.engine import Engine, StepLoop
+from moe.errors import RankLostError
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.loader import LoadedModel, load_model
 from moe.loading.progress import Report
+from moe.parallel.engine import ParallelEngine
+from moe.parallel.following import Following
+from moe.parallel.leading import Leading
+from moe.parallel.part import Elsewhere
+from moe.parallel.ranks import load_with_ranks
 from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
-from moe.sampling import Sampler, SamplingParams
-from moe.sequence import RunningSequence, check_priority
+from moe.requests import as_batch, check_length, make_group
+from moe.sampling import SamplingParams
 from moe.sharing import SharedMemory
-from moe.text import Prompt, StopStrings
+from moe.text import Prompt
 from moe.wave import Group
-from routing import READERS
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 
@@ -44,16 +51,24 @@ class MoE:
         notices: what fell back or was turned off while loading, and why; one sentence each.
     """
 
-    def __init__(self, loaded: LoadedModel, profile: LoadedProfile) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        profile: LoadedProfile,
+        session: Leading | Following | None = None,
+    ) -> None:
         self.profile = profile
         self.codec = loaded.codec
         self.notices = loaded.notices
         self._loaded = loaded
         self._trunk = loaded.trunk
         self._experts = loaded.experts
-        self._close: Callable[[], object] = lambda: None
-        if loaded.offloaded is not None:
-            self._close = weakref.finalize(self, loaded.offloaded.close)
+        self._session = session
+        closing = ExitStack()
+        self._close = weakref.finalize(self, closing.close)
+        for part in (loaded.offloaded, session):
+            if part is not None:
+                closing.callback(part.close)
 
     @classmethod
     def from_pretrained(
@@ -85,10 +100,9 @@ class MoE:
         """
         settings = overrides if device is None else {**overrides, "device": device}
         loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
-        loaded = load_model(
-            path_or_hub_id, loaded_profile.profile, progress=progress, on_plan=on_plan
-        )
-        return cls(loaded, loaded_profile)
+        load = partial(load_model, path_or_hub_id, progress=progress, on_plan=on_plan)
+        loaded, session = load_with_ranks(path_or_hub_id, loaded_profile.profile, load)
+        return cls(loaded, loaded_profile, session)
 
     @property
     def config(self) -> Any:
@@ -133,8 +147,11 @@ class MoE:
 
         Prompts are checked before this returns. Closing the iterator cancels what still runs.
         """
-        engine = self.engine()
-        groups = self._requests(prompts, params)
+        engine = self.loop()
+        usual = SamplingParams(**self.profile.profile.generation.model_dump())
+        groups = [
+            self.request(*one) for one in as_batch(prompts, usual if params is None else params)
+        ]
         for group in groups:
             engine.submit(group)
         return _events(engine, groups)
@@ -148,23 +165,66 @@ class MoE:
         """Logits of sequences of any lengths, read together: ``(T_i, vocab_size)`` float32 each."""
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
-            self._check_length(len(ids), 0)
+            check_length(self._loaded, len(ids), 0)
         lanes = self._trunk.lanes(
             [Work(ids, self._trunk.new_cache(len(ids)), all_logits=True) for ids in batch]
         )
         run_lanes(lanes, self._experts.run)
         return [rows for lane in lanes for rows in lane.result()]
 
-    def engine(self) -> Engine:
-        """A step loop of its own over this model, for callers that drive the steps themselves."""
+    def loop(self) -> StepLoop:
+        """A step loop of its own over this model and all its ranks, for callers that drive it."""
+        if not isinstance(self._session, Leading):
+            return self.engine()
+        goes_on = self.profile.profile.parallel.on_rank_loss == "continue"
+        return ParallelEngine(self._session, self._planning_engine, goes_on=goes_on)
+
+    def engine(self, *, drafts: bool = True) -> Engine:
+        """The step loop of one rank, this one, whatever others there are.
+
+        Args:
+            drafts: False: without speculation, whatever the profile says.
+        """
         profile = self.profile.profile
-        pool = {"kv_tokens": self.memory_plan.kv_tokens, "kv_gib": None}
-        memory = profile.memory.model_copy(update=pool)
-        profile = profile.model_copy(update={"memory": memory})
         offloaded, shared = self._loaded.offloaded, None
         if offloaded is not None and profile.offload.borrow:
             shared = SharedMemory(offloaded.cache, self.memory_plan)
-        return Engine(self._trunk, self._experts, profile, shared, self._loaded.expect)
+        return Engine(
+            self._trunk,
+            self._experts,
+            _with_pool(profile, self.memory_plan.kv_tokens),
+            shared,
+            self._loaded.expect,
+            self._loaded.speculation.speculator if drafts else None,
+        )
+
+    def _planning_engine(self, kv_tokens: int) -> Engine:
+        """The part of an engine that plans, for a rank that computes elsewhere."""
+        profile = _with_pool(self.profile.profile, kv_tokens)
+        expect = self._loaded.expect
+        return Engine(self._trunk, self._experts, profile, expect=expect, runner=Elsewhere())
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those of its launch that share the model; 0 is its user's."""
+        return self._session.team.rank if isinstance(self._session, Following) else 0
+
+    def serve_rank(self) -> None:
+        """Where `rank` is not 0: compute what rank 0 says, until it closes its model.
+
+        Raises:
+            RankLostError: rank 0 is lost.
+        """
+        assert isinstance(self._session, Following), "rank 0 is served by the others"
+        self._session.serve()
+
+    def on_rank_loss(self, tell: Callable[[RankLostError], object]) -> None:
+        """Be told, in another thread, when a rank is lost that nobody goes on without.
+
+        The process ends a few seconds later.
+        """
+        if isinstance(self._session, Leading):
+            self._session.team.on_loss = tell
 
     def request(
         self, prompt: Prompt, params: SamplingParams, salt: str = "", priority: int = 0
@@ -180,29 +240,7 @@ class MoE:
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
         """
-        ids = self.codec.encode(prompt)
-        self._check_length(len(ids), params.max_new_tokens)
-        self._check_token_ids("logit_bias", params.logit_bias)
-        check_priority(priority)
-        if params.stop:
-            self.codec.require_tokenizer("stop strings")
-        stop_token_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self.codec.eos_token_ids
-        sequences = [
-            RunningSequence(
-                ids,
-                Sampler(params, ids, self._loaded.logits_size, index),
-                self.codec.decoder(),
-                StopStrings(params.stop),
-                stop_token_ids,
-                params.max_new_tokens,
-                salt,
-                priority,
-            )
-            for index in range(params.n)
-        ]
-        return Group(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
+        return make_group(self._loaded, prompt, params, salt, priority)
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer.
@@ -210,27 +248,13 @@ class MoE:
         An expert that a step reads is counted once a layer, and ``..._by`` says for whom: for
         ``prefill`` (tokens of prompts), for ``decode`` (running sequences) or for ``both``.
         ``offload`` is what the cache of experts did, null where all of them are in memory.
+        ``speculation`` is what drafts came to, null where none are made.
+        ``parallel`` is what every rank has sent, null where there is one; the rest is of this rank.
         """
-        bytes_by = self._experts.expert_bytes_read_by
-        layers = self._experts.statistics.snapshot()
-        offloaded = self._loaded.offloaded
-        return {
-            "weight_bytes": self._loaded.weight_bytes,
-            "expert_bytes": self._experts.expert_bytes,
-            "expert_bytes_read": sum(bytes_by.values()),
-            "expert_bytes_read_by": bytes_by,
-            "expert_loads_by": {
-                reader: sum(layer["expert_loads_by"][reader] for layer in layers)
-                for reader in READERS
-            },
-            "layers": layers,
-            "offload": None if offloaded is None else offloaded.statistics(),
-        }
+        return counters(self._loaded, self._session)
 
     def reset_stats(self) -> None:
-        self._experts.statistics.reset()
-        if self._loaded.offloaded is not None:
-            self._loaded.offloaded.cache.statistics.reset()
+        reset(self._loaded, self._session)
 
     def close(self) -> None:
         """Close the files of experts that are on disk, and note which ones were worth keeping.
@@ -242,60 +266,10 @@ class MoE:
 
     def status(self) -> dict[str, Any]:
         """What runs how, and what does not and why, ready for JSON."""
-        offloaded = self._loaded.offloaded
-        return {
-            "architecture": type(self._trunk.model).__name__,
-            "device": str(self._trunk.device),
-            "packing": {
-                "enabled": self._loaded.packing.enabled,
-                "why": self._loaded.packing.reason,
-            },
-            "fused": {
-                "enabled": self._loaded.fused.enabled,
-                "why": self._loaded.fused.reason,
-            },
-            "expert_kernel": {
-                "name": self._loaded.backend.name,
-                "reason": self._loaded.backend.reason,
-            },
-            "offload": None if offloaded is None else offloaded.status(),
-            "notices": list(self.notices),
-        }
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Group]:
-        batch = _as_batch(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self._default_params()] * len(batch)
-        if len(params) != len(batch):
-            raise RequestError(
-                f"give one SamplingParams for all prompts or one each: got {len(params)} for "
-                f"{len(batch)} prompts"
-            )
-        return [self.request(p, s) for p, s in zip(batch, params, strict=True)]
-
-    def _check_length(self, num_prompt: int, num_new: int) -> None:
-        limit = self.context_length
-        if limit is not None and num_prompt + num_new > limit:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together "
-                f"more than the context of {limit} tokens; shorten the prompt or lower "
-                "max_new_tokens"
-            )
-
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        size = self._loaded.logits_size
-        if (largest := max(token_ids, default=0)) >= size:
-            raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
-
-    def _default_params(self) -> SamplingParams:
-        return SamplingParams(**self.profile.profile.generation.model_dump())
+        return describe(self._loaded, self._session)
 
 
-def _events(engine: Engine, groups: list[Group]) -> Generator[StreamEvent, None, None]:
+def _events(engine: StepLoop, groups: list[Group]) -> Generator[StreamEvent, None, None]:
     places = {
         sequence: (prompt, sample)
         for prompt, group in enumerate(groups)
@@ -308,11 +282,7 @@ def _events(engine: Engine, groups: list[Group]) -> Generator[StreamEvent, None,
             yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a batch of one; a batch is a sequence of strings or of sequences."""
-    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes, bytearray)):
-        if len(prompts) == 0:
-            raise RequestError("no prompts were given; give at least one")
-        if all(isinstance(prompt, Sequence) for prompt in prompts):
-            return list(prompts)  # type: ignore[arg-type]
-    return [prompts]  # type: ignore[list-item]
+def _with_pool(profile: Profile, kv_tokens: int) -> Profile:
+    readings = 2 if profile.speculation.contrast else 1
+    pool = {"kv_tokens": max(kv_tokens // readings, 1), "kv_gib": None}
+    return profile.model_copy(update={"memory": profile.memory.model_copy(update=pool)})

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from experts.dispatch import Dispatcher, LocalDispatcher
 from kernels import Forward, experts_forward
+from moe.lockstep import Pass
+from moe.policing import decide
+from moe.selection import Selector
+from moe.serving import Brought, run_rows, serve
 from moe.visit import Visit
-from offload.errors import OffloadError
-from offload.experts import LayerExperts, OffloadedExperts
+from offload.experts import LayerExperts
 from offload.prefetch import Prefetcher
 from routing import (
     PHASES,
@@ -19,18 +25,24 @@ from routing import (
     PolicyChain,
     Reader,
     Routing,
-    RoutingContext,
     RoutingStatistics,
 )
-from routing.predict import NO_TOKEN
+from routing.predict import NO_TOKEN, Forecast
 
 
 class MoELayers:
     """Runs any MoE layer of one model for all lanes that meet there.
 
+    Attributes:
+        policies: applied to the routings of a layer before its experts run.
+        selectors: one a layer where a policy chooses again (`moe.policing`), else none.
+        dispatcher: brings rows to the experts that serve them; may change between steps.
+        forward: what runs a layer's experts.
+        weaken: changes visits before the policies do (`moe.speculate.contrast`).
+
     Args:
         layers: experts of each MoE layer.
-        policies: applied to the joint routing of a layer before its experts run.
+        policies: see above.
         forward: what runs a layer's experts.
         prefetcher: brings experts nearer that decode steps will need; none where all are in memory.
     """
@@ -44,7 +56,11 @@ class MoELayers:
     ) -> None:
         self.layers = list(layers)
         self.policies = policies
-        self._forward = forward
+        self.selectors: Sequence[Selector] = ()
+        self.dispatcher: Dispatcher[Any] = LocalDispatcher()
+        self._pass: Pass | None = None
+        self.forward = forward
+        self.weaken: Callable[[int, Visit], Visit] | None = None
         self._prefetcher, self._decoding = prefetcher, 0
         self.statistics = RoutingStatistics([layer.num_experts for layer in layers])
 
@@ -53,62 +69,100 @@ class MoELayers:
         """How many of a sequence's last tokens `begin` wants; 0 where nobody looks ahead."""
         return 0 if self._prefetcher is None else self._prefetcher.predictor.context
 
-    def begin(self, contexts: Sequence[Sequence[int]]) -> None:
-        """A step begins that decodes these sequences.
+    def begin(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
+        """A step begins that decodes these tokens.
 
         Args:
-            contexts: of each, its last `context` tokens or fewer.
+            contexts: of each, the last `context` tokens of its sequence up to it, or fewer.
+            told: what the step will need, as a draft of it has found; None where there is none.
         """
         self._decoding = len(contexts)
-        if self._prefetcher is not None and contexts:
+        if self._prefetcher is not None and contexts and self.dispatcher.local:
             tokens = torch.full((len(contexts), self.context), NO_TOKEN)
             for row, ids in zip(tokens, contexts, strict=True):
                 row[self.context - len(ids) :] = torch.tensor(ids)
-            self._prefetcher.start(tokens)
+            self._prefetcher.start(tokens, told)
+
+    @contextmanager
+    def lockstep(self, layers: Iterable[int]) -> Iterator[None]:
+        """A pass of all ranks: each visits some of these layers, and joins the others at the rest.
+
+        Args:
+            layers: that any rank visits, the same on every rank.
+
+        Raises:
+            ExchangeError: at the end, if the ranks have lost each other.
+        """
+        assert self._pass is None, "a pass within a pass"
+        everybody = Pass(() if self.dispatcher.local else layers, self._join)
+        self._pass = None if self.dispatcher.local else everybody
+        try:
+            yield
+        finally:
+            self._pass = None
+            everybody.finish()
+        self.dispatcher.check()
+
+    def take_pass(self) -> list[int]:
+        """The layers of the pass, ascending, for a caller that brings to each what there is."""
+        assert self._pass is not None, "no other ranks to meet"
+        return self._pass.take()
 
     def run(self, layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
         """Rows ``(T_i, H)`` of each visit, in its own dtype.
 
         Where an expert cannot be read, those visits fail that need it: one alone raises
-        `OffloadError`, of several each gets its own.
+        `OffloadError`, of several each gets its own. Where other ranks are met, a pass cannot be
+        begun again without them: then the rows concerned are zeros, and `Visit.lost` says why.
         """
-        experts = self.layers[layer]
-        routing = Routing.concat([visit.routing for visit in visits])
-        routing = self.policies(routing, RoutingContext(layer, experts.num_experts))
-        self.statistics.record(layer, _by_phase(routing, visits))
-        prefetcher = self._prefetcher
-        if routing.num_tokens != self._decoding or any(v.phase != "decode" for v in visits):
-            prefetcher = None  # forecasts are for the sequences of `begin` alone
-        if len(visits) == 1:
-            return [self._run(visits[0].hidden_states, routing, experts, prefetcher)]
-        hidden = [visit.hidden_states for visit in visits]
-        sizes = [states.shape[0] for states in hidden]
-        try:
-            rows = self._run(torch.cat(hidden), routing, experts, prefetcher)
-            return list(rows.split(sizes))
-        except OffloadError:
-            parts = zip(hidden, routing.split(sizes), strict=True)
-            return [self._run_or_fail(rows, part, experts) for rows, part in parts]
+        if self._pass is not None:
+            self._pass.reach(layer)
+        brought = self.bring(layer, visits)
+        if self.dispatcher.local and len(visits) == 1:
+            experts, rows = self.layers[layer], visits[0].hidden_states
+            prefetcher = self._prefetcher_for(visits)
+            return [run_rows(rows, brought.routing, experts, self.forward, prefetcher)]
+        dispatched = self.dispatcher.dispatch(layer, brought.hidden_states, brought.routing)
+        prefetcher = self._prefetcher_for(visits) if self.dispatcher.local else None
+        rows, failures = serve(dispatched, self.layers[layer], self.forward, prefetcher)
+        return brought.outcomes(self.dispatcher.combine(dispatched, rows, failures))
 
-    def _run(
-        self,
-        rows: Tensor,
-        routing: Routing,
-        experts: LayerExperts,
-        prefetcher: Prefetcher | None = None,
-    ) -> Tensor:
-        ids, weights = routing.expert_ids, routing.weights
-        if isinstance(experts, OffloadedExperts):
-            return experts.forward(rows, ids, weights, self._forward, prefetcher)
-        return self._forward(rows, ids, weights, experts)
-
-    def _run_or_fail(
-        self, rows: Tensor, routing: Routing, experts: LayerExperts
-    ) -> Tensor | Exception:
+    def bring(self, layer: int, visits: Sequence[Visit]) -> Brought:
+        """What visits bring to a layer, after the policies. Where other ranks wait for this one,
+        nothing is raised: with an error, it brings nothing."""
+        if self.weaken is not None:
+            visits = [self.weaken(layer, visit) for visit in visits]
+        experts, here = self.layers[layer], self.dispatcher.local
+        selector = self.selectors[layer] if self.selectors else None
         try:
-            return self._run(rows, routing, experts)
-        except OffloadError as error:
-            return error
+            if visits:
+                routing = decide(self.policies, layer, visits, experts, selector)
+                self.statistics.record(layer, _by_phase(routing, visits))
+                hidden = [visit.hidden_states for visit in visits]
+                joint = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+                return Brought(visits, joint, routing, here)
+            error = None
+        except Exception as reason:
+            if here:
+                raise
+            error = reason
+        nothing = torch.empty(0, 1)
+        hidden_states = torch.empty(0, experts.hidden_size)
+        return Brought(visits, hidden_states, Routing(nothing.long(), nothing), here, error)
+
+    def _prefetcher_for(self, visits: Sequence[Visit]) -> Prefetcher | None:
+        """Forecasts are for the sequences of `begin` alone."""
+        tokens = sum(len(visit.hidden_states) for visit in visits)
+        decode = all(visit.phase == "decode" for visit in visits)
+        return self._prefetcher if decode and tokens == self._decoding else None
+
+    def _join(self, layer: int) -> None:
+        """Serve others at a layer."""
+        brought = self.bring(layer, [])
+        with torch.inference_mode():
+            dispatched = self.dispatcher.dispatch(layer, brought.hidden_states, brought.routing)
+            rows, failures = serve(dispatched, self.layers[layer], self.forward)
+            self.dispatcher.combine(dispatched, rows, failures)
 
     @property
     def expert_bytes(self) -> int:

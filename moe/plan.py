@@ -41,12 +41,15 @@ class Offloadable:
         slot_bytes: memory of one.
         least: the fewest that must be in memory at once.
         fixed_bytes: of what stays in memory whoever else does: biases.
+        most: the most that are wanted in memory at once, by a rank that others share the experts
+            with; None for all.
     """
 
     experts: int
     slot_bytes: int
     least: int
     fixed_bytes: int = 0
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def plan_memory(
     per_token = max(footprint.kv_bytes_per_token, 1)
     plan = MemoryPlan(tuple(lines), place, available_bytes, 0, per_token)
     resident = _with_pool(plan, profile, left, context_length)
-    if resident.fits or offloadable is None or left is None:
+    if offloadable is None or left is None or (resident.fits and offloadable.most is None):
         return resident
     return _offloaded(plan, profile, left + weights["experts"], context_length, offloadable)
 
@@ -178,10 +181,12 @@ def _offloaded(
 ) -> MemoryPlan:
     """The plan with as many experts in memory as fit, or the fewest that there must be."""
     left -= offloadable.fixed_bytes
-    plan = _with_pool(plan, profile, int(left * KV_SHARE), context_length)
-    left -= plan.lines[-1].bytes
     size, total = offloadable.slot_bytes, offloadable.experts
-    slots = max(min(left // size, total), min(offloadable.least, total))
+    wanted = total if offloadable.most is None else min(offloadable.most, total)
+    pool = max(int(left * KV_SHARE), left - wanted * size)
+    plan = _with_pool(plan, profile, pool, context_length)
+    left -= plan.lines[-1].bytes
+    slots = max(min(left // size, wanted), min(offloadable.least, total))
     how = f"{slots} of {total} at a time ({slots / total:.1%}), the others on disk"
     line = PlanLine("experts", slots * size + offloadable.fixed_bytes, how)
     lines = tuple(line if old.name == "experts" else old for old in plan.lines)

@@ -20,9 +20,9 @@ from moe.plan import GIB, MemoryPlan
 from moe.planning import Planned, choose_device, planning
 from moe.profile import LoadedProfile
 from moe.seam import experts_modules
-from moe.speed_plan import BATCHES, Expected, Locality, Sizes, Speeds, UniformRouting, expect
+from moe.speed_plan import BATCHES, Expected, Locality, Sizes, Speeds, expect
 from moe.speeds import disk_speed, memory_speed, to_device_speed
-from moe.traced_routing import traced_routing
+from moe.traced_routing import known_routing
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,10 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
             check_fit(planned.memory, settings, planned.why_resident)
         except DoesNotFitError as error:
             misfit = str(error)
-    counts = [module.num_experts for _, module in experts_modules(planned.network)]
-    traced = traced_routing(path, planned.config, counts, settings.offload.policy)
-    locality = traced or UniformRouting(sizes)
+    locality = known_routing(path, planned, sizes, settings.offload.policy)
     speeds = Speeds(
         memory_speed(device),
-        _disk(path, sizes, settings.offload.reader) if planned.memory.tiers else None,
+        disk_of(path, sizes, settings.offload.reader) if planned.memory.tiers else None,
         to_device_speed(device) if device.type == "cuda" and planned.memory.tiers else None,
     )
     all_near = replace(sizes, slots=sizes.total)
@@ -137,7 +135,8 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
     return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
 
 
-def _disk(path: Path, sizes: Sizes, reader: str) -> float:
+def disk_of(path: Path, sizes: Sizes, reader: str) -> float:
+    """Bytes a second at which experts of a model come from its disk."""
     largest = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return disk_speed(largest, sizes.expert_bytes, reader)[0]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from experts.placement import slots_for
 from moe.embeddings import is_half, keep_embedding
 from moe.errors import ProfileError
 from moe.footprint import measure_footprint
@@ -54,9 +55,12 @@ class Planned:
 
 @contextmanager
 def planning(
-    path: Path, profile: Profile, device: torch.device, report: Report
+    path: Path, profile: Profile, device: torch.device, report: Report, ranks: int = 1
 ) -> Iterator[Planned]:
     """Plan the model in a directory; its files are open meanwhile.
+
+    Args:
+        ranks: how many share the experts; each wants its part of them in memory.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
@@ -66,6 +70,9 @@ def planning(
     with open_source(path, config, network, profile, report) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable() if device.type == "cpu" else _NO_OFFLOAD
+        if ranks > 1 and isinstance(offloadable, Offloadable):
+            most = _rank_experts(network, ranks, profile.parallel.replicas)
+            offloadable = replace(offloadable, most=most)
         yield Planned(
             config=config,
             network=network,
@@ -88,6 +95,12 @@ def choose_device(profile: Profile) -> torch.device:
             "set device to cpu or auto"
         )
     return torch.device(profile.device)
+
+
+def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
+    """Experts that each of several ranks holds, copies included."""
+    counts = [module.num_experts for _, module in experts_modules(network)]
+    return sum(slots_for(count, ranks, replicas) for count in counts) // ranks
 
 
 def _plan(

@@ -71,6 +71,18 @@ class PrefixCache:
         At least one token is left to be read, because somebody has to compute the next one.
         """
         self.asked_tokens += len(token_ids)
+        entry, length = self._longest(salt, token_ids)
+        if entry is None:
+            return None
+        self._entries.move_to_end(id(entry))
+        self.hit_tokens += length
+        return entry.kv.fork(capacity, length)
+
+    def known(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Tokens of the longest known proper prefix."""
+        return self._longest(salt, token_ids)[1]
+
+    def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
         hashes = _block_hashes(salt, ids)
         for blocks in range(len(hashes), 0, -1):
@@ -78,10 +90,8 @@ class PrefixCache:
             length = blocks * BLOCK
             if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
                 continue
-            self._entries.move_to_end(id(entry))
-            self.hit_tokens += length
-            return entry.kv.fork(capacity, length)
-        return None
+            return entry, length
+        return None, 0
 
     def evict(self) -> bool:
         """Free the entry that was not used for longest; False if there is none."""

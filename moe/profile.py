@@ -111,6 +111,9 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):
+            if not problem["loc"]:  # a rule about several keys, which it names
+                lines.append(problem["msg"])
+                continue
             where = ".".join(map(str, problem["loc"]))
             key = next(key for key in settings if f"{where}.".startswith(f"{key}."))
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])

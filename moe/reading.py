@@ -103,6 +103,22 @@ def results(
         lanes = [lane for item in work for lane in trunk.lanes([item], lanes[0].phase)]
         run_lanes(lanes, run_experts)
         rows = _lane_logits(lanes, len(work))
+    return _without_lost(rows, lanes, work)
+
+
+def _without_lost(
+    rows: list[Tensor | Exception], lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]
+) -> list[Tensor | Exception]:
+    """The same, with an error for work that an expert was missing for (`Visit.lost`)."""
+    share = len(work) // len(lanes) if lanes else 0
+    for at, lane in enumerate(lanes):
+        start = 0
+        for index in range(at * share, (at + 1) * share) if lane.lost else ():
+            end = start + len(work[index].token_ids)
+            reasons = [lane.lost[row] for row in sorted(lane.lost) if start <= row < end]
+            if reasons and not isinstance(rows[index], Exception):
+                rows[index] = OffloadError(reasons[0])
+            start = end
     return rows
 
 

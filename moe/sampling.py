@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe.candidates import candidates, draw, largest
+from moe.candidates import Proposal, candidates, draw, draw_judged, largest
 from moe.sampling_params import SamplingParams
 
 __all__ = ["LogitsError", "Sampler", "SamplingParams", "Token"]
@@ -57,7 +58,7 @@ class Sampler:
         index: int = 0,
     ) -> None:
         assert 0 <= index < params.n, (index, params.n)
-        self.params = params
+        self.params, self.index = params, index
         self._vocab_size = vocab_size
         seed = params.seed
         self._random = random.Random(seed if seed is None or index == 0 else f"{seed}:{index}")
@@ -86,10 +87,11 @@ class Sampler:
         )
 
     @torch.no_grad()
-    def sample(self, logits_V: Tensor) -> Token:
+    def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
         """Choose the next token from (V,) logits of any float dtype and device.
 
-        -inf masks a token. Raises `LogitsError` on NaN, on +inf and where every token is masked.
+        -inf masks a token. A proposal (see `propose`) changes no token's chances; its own is chosen
+        as often as they allow. Raises `LogitsError` on NaN, +inf and where every token is masked.
         """
         assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
         if self.is_argmax:
@@ -103,11 +105,51 @@ class Sampler:
             token_id = int(scores_V.argmax())
         else:
             ids_C, weights_C = candidates(scores_V, self.params)
-            token_id = int(ids_C[draw(weights_C, self._random.random())])
+            if proposal is None:
+                token_id = int(ids_C[draw(weights_C, self._random.random())])
+            else:
+                token_id = draw_judged(ids_C, weights_C, proposal, self._random.random)
         self._remember(token_id)
         if self.params.logprobs is None:
             return Token(token_id)
         return _scored(token_id, raw_V, self.params.logprobs)
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Be as after drawing these tokens: their sequence goes on in another process."""
+        for token_id in token_ids:
+            if self.params.temperature > 0:
+                self._random.random()
+            self._remember(token_id)
+
+    def fork(self) -> Sampler:
+        """A copy that guesses what this one will draw, and leaves it as it is.
+
+        With a seed it draws by the same random numbers, else by some of its own.
+        """
+        twin = copy(self)
+        twin._counts_V = None if self._counts_V is None else self._counts_V.clone()
+        twin._seen_V = None if self._seen_V is None else self._seen_V.clone()
+        if self.params.temperature > 0:
+            twin._random = random.Random()
+            if self.params.seed is not None:
+                twin._random.setstate(self._random.getstate())
+        return twin
+
+    @torch.no_grad()
+    def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
+        """Of a fork: a guess at the next token, from (V,) logits that may be less than the model's.
+
+        Returns the token and what it was drawn from, which `sample` wants to hear of; None where
+        nothing is left to chance, so that a right guess is what `sample` comes to by itself.
+        """
+        if self.params.temperature == 0 or self.params.seed is not None:
+            return self.sample(logits_V).id, None
+        raw_V = logits_V.to("cpu", torch.float64)
+        _check_peak(float(raw_V.max()))
+        ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
+        token_id = int(ids_C[draw(weights_C, self._random.random())])
+        self._remember(token_id)
+        return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
 
     def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
         """Tokens that are given, not drawn, with the log-probabilities of ``prompt_logprobs``.

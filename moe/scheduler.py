@@ -93,7 +93,8 @@ class Scheduler:
             self.wave.stage += 1
         else:
             self.wave = self._next_wave()
-        return Step(list(self.running), self.wave)
+        spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
+        return Step(list(self.running), self.wave, max(0, spare))
 
     def finish(self, gone: Collection[RunningSequence]) -> None:
         """Take in that a step was run, and which sequences ended in it.

@@ -8,8 +8,8 @@ window, V vocabulary, L MoE layers, K experts a token.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.model import MoE
 from moe.visit import Visit
+from routing import Phase, Routing
 
 WINDOW = 512
 """Tokens that are read together, at most; the first of a window is known, not predicted."""
+
+_ROWS = 64  # compared at once: for a large vocabulary a window's rows are as large as a layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +35,14 @@ class Reading:
     Attributes:
         token_ids: T of them.
         logprobs_TV: float32, of the token after each.
-        experts_LTK: those each token was sent to, ascending; -1 for none.
+        experts_LTK: those that the routers chose for each token, ascending; -1 for none.
+        weights_LTK: float32, their routing weights.
     """
 
     token_ids: Sequence[int]
     logprobs_TV: Tensor
     experts_LTK: Tensor
+    weights_LTK: Tensor
 
     @property
     def bits(self) -> float:
@@ -59,36 +64,45 @@ def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[in
 
 @torch.inference_mode()
 def read(
-    model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts] | None = None
+    model: MoE,
+    token_ids: Sequence[int],
+    instead: Mapping[int, AnyExperts] | None = None,
+    *,
+    routed_as: Reading | None = None,
+    phase: Phase = "prefill",
 ) -> Reading:
-    """Read one window, some layers with other experts than the model's own."""
-    replaced, chosen = instead or {}, {}
+    """Read one window.
+
+    Args:
+        instead: experts in place of the model's own, by layer.
+        routed_as: a reading of the same tokens, to whose experts they are sent; None: to those
+            that the model's routers choose.
+        phase: what routing policies take the tokens for.
+    """
+    replaced: dict[int, AnyExperts] = dict(instead or {})
+    chosen: dict[int, Routing] = {}
 
     def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
         (visit,) = visits
-        ids = visit.routing.expert_ids
-        chosen[layer] = ids.sort(-1).values
+        chosen[layer] = visit.routing
+        if routed_as is not None:
+            given = Routing(routed_as.experts_LTK[layer], routed_as.weights_LTK[layer])
+            visit = replace(visit, routing=given)
         if layer not in replaced:
-            return model._experts.run(layer, visits)
-        own = visit.hidden_states, ids, visit.routing.weights
+            return model._experts.run(layer, [visit])
+        own = visit.hidden_states, visit.routing.expert_ids, visit.routing.weights
         return [experts_forward(*own, replaced[layer])]
 
     trunk = model._trunk
     work = Work(list(token_ids), trunk.new_cache(len(token_ids)), all_logits=True)
-    lanes = trunk.lanes([work])
+    lanes = trunk.lanes([work], phase)
     run_lanes(lanes, run)
     (logits,) = lanes[0].result()
-    experts = torch.stack([chosen[layer] for layer in sorted(chosen)])
-    return Reading(token_ids, logits.log_softmax(-1), experts)
-
-
-def readings(
-    model: MoE,
-    windows: Iterable[Sequence[int]],
-    instead: Mapping[int, AnyExperts] | None = None,
-) -> Iterator[Reading]:
-    """`read` of one window after the other."""
-    return (read(model, window, instead) for window in windows)
+    routings = [chosen[layer] for layer in sorted(chosen)]
+    ids, weights = (
+        torch.stack([getattr(own, name) for own in routings]) for name in ("expert_ids", "weights")
+    )
+    return Reading(token_ids, logits.log_softmax(-1), ids, weights)
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,8 @@ class Score:
             return
         own, other = original.logprobs_TV, reading.logprobs_TV
         self._tokens += len(own)
-        self._kl += float((own.exp() * (own - other)).sum(-1).double().sum()) / math.log(2)
+        for one, two in zip(own.split(_ROWS), other.split(_ROWS), strict=True):
+            self._kl += float((one.exp() * (one - two)).sum(-1).double().sum()) / math.log(2)
         self._same += int((own.argmax(-1) == other.argmax(-1)).sum())
         before, after = original.experts_LTK, reading.experts_LTK
         kept = (before[..., :, None] == after[..., None, :]).any(-1) & (before >= 0)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import ExpertWeights
+from moe.attention import current_pass
 from moe.errors import UnsupportedModelError
 from moe.lanes import ExpertsRunner, Visit, visit_experts
 from offload.experts import LayerExperts
@@ -41,7 +42,10 @@ def _visit(
 ) -> Tensor:
     seat: ExpertSeat = module.expert_seat
     routing = Routing.from_router(top_k_index, top_k_weights, seat.num_experts)
-    return visit_experts(Visit(seat.layer, hidden_states, routing), seat.run_experts)
+    packed = current_pass.get(None)
+    received = None if packed is None else packed.take_received()
+    visit = Visit(seat.layer, hidden_states, routing, received=received)
+    return visit_experts(visit, seat.run_experts)
 
 
 ALL_EXPERTS_FUNCTIONS.register(SEAM, _visit)

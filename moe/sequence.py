@@ -60,6 +60,7 @@ class RunningSequence:
         priority: lower numbers go first.
 
     Attributes:
+        sampler: as given.
         turn: its place among all sequences, sooner ones first; set by the scheduler.
         prompt_logprobs: handed over with the first token.
         token_ids: tokens generated so far.
@@ -88,7 +89,7 @@ class RunningSequence:
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
         self.cancelled = False
-        self._sampler = sampler
+        self.sampler = sampler
         self._decoder = decoder
         self._stop_strings = stop_strings
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -104,7 +105,7 @@ class RunningSequence:
 
     def sample(self, logits_V: Tensor) -> Token:
         """Draw the next token from ``(V,)`` float32 logits; `take` makes it part of the text."""
-        return self._sampler.sample(logits_V)
+        return self.sampler.sample(logits_V)
 
     def take(self, token: Token) -> Delta:
         """Take in the next token, which may end the sequence."""
@@ -119,7 +120,7 @@ class RunningSequence:
 
     def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
         """Prompt tokens with their log probabilities; token i follows row i of the logits."""
-        return self._sampler.score(token_ids, logits_TV)
+        return self.sampler.score(token_ids, logits_TV)
 
     def _new_text(self, token_id: int) -> str:
         if self._decoder is None:

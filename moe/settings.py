@@ -12,10 +12,12 @@ from typing import Annotated, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -26,6 +28,10 @@ def _check_device(device: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise PydanticCustomError("device", "must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
     return device
+
+
+_Off = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads a bare ``off`` as false."""
 
 
 class _Settings(BaseModel):
@@ -86,8 +92,9 @@ class RoutingSettings(_Settings):
     """Which experts a token goes to."""
 
     policies: tuple[str, ...] = Field(default=(), strict=False)
-    """Policies applied to every routing decision, in this order; each is NAME or NAME:ARGUMENT,
-    as in top_k:2. Empty: the model's own routing."""
+    """Policies applied to every routing decision, in this order; each is NAME:ARGUMENTS, as in
+    top_k:2 (des_seq, des_vote, odp, pesf, resident, top_k and top_p; `moe eval` says what each
+    costs). Empty: the model's own routing."""
 
 
 class GenerationSettings(_Settings):
@@ -122,7 +129,7 @@ class EngineSettings(_Settings):
     """How often a waiting request may be overtaken by others that are expected to need the experts
     of those that run, where that saves experts. Needs a calibration. 0: never."""
 
-    fused: Literal["auto", "off"] = "auto"
+    fused: Annotated[Literal["auto", "off"], _Off] = "auto"
     """auto: decode steps run by compiled code wherever a probe at load time shows that it equals
     transformers' own layers. off: transformers' layers always, for comparison."""
 
@@ -190,7 +197,7 @@ class OffloadSettings(_Settings):
     predicted well: a predictor, habits of the routing, frequencies. frequency_recency: those used
     most often of late. lru: those used last. lfu: those used most often."""
 
-    predictor: str = "auto"
+    predictor: Annotated[str, _Off] = "auto"
     """Which predictor of `moe calibrate` says what comes next. auto: the ensemble of all, where the
     model has been calibrated. off: none."""
 
@@ -207,6 +214,94 @@ class OffloadSettings(_Settings):
     hot_set: bool = True
     """Write down at the end which experts were worth keeping, beside the store, and read those
     first at the next start."""
+
+
+class SpeculationSettings(_Settings):
+    """How the next tokens are drafted, for the model to verify several in one pass."""
+
+    mode: Annotated[Literal["off", "auto", "elastic", "ngram", "recycling"], _Off] = "off"
+    """elastic: by the model itself with less of its experts. ngram: what followed the last tokens
+    before. recycling: what the model last thought follows a token. auto: whichever is predicted to
+    pay, where one does. off: one token at a time."""
+
+    max_depth: int = Field(default=4, ge=1, le=15)
+    """Most tokens of a draft."""
+
+    bits: Literal[2, 4, 8] = 4
+    """Most bits of an expert in an elastic draft."""
+
+    experts: int | None = Field(default=None, ge=1)
+    """Most experts of a token in an elastic draft. null: as many as the model takes."""
+
+    core: Literal["all", "seq", "vote"] = "all"
+    """Which of the experts in memory an elastic draft may use. seq: the two heaviest of each token
+    that is drafted beside it. vote: those that these tokens weigh most. all: each of them."""
+
+    core_share: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Share of a layer's experts that a vote elects."""
+
+    skip_layers: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the MoE layers, from the middle, whose experts an elastic draft leaves out."""
+
+    contrast: float = Field(default=0.0, ge=0.0)
+    """Self-contrast: how much is taken off of what the model would say with one weak expert a
+    layer. It changes what the model says, so ``lossless: true`` refuses it, and each token is read
+    twice. 0: off; 0.5 in the paper."""
+
+    contrast_rank: int = Field(default=2, ge=0)
+    """Which expert of a token is the weak one, from 0 for the router's first choice."""
+
+    contrast_floor: float = Field(default=0.1, gt=0.0, le=1.0)
+    """Tokens below this share of the likeliest one's probability are not drawn under contrast."""
+
+
+class ParallelSettings(_Settings):
+    """How the processes of one launch (its ranks) share the experts of a model."""
+
+    enabled: bool = False
+    """Be one of the ranks that a launcher has started (``deepspeed --module moe ...``). Without a
+    launcher there is one rank, and nothing changes."""
+
+    timeout_s: float = Field(default=10.0, ge=1.0)
+    """Seconds after which a rank is lost that is not heard of, or gets nowhere in a step. More than
+    the longest layer takes, reading its experts from disk included."""
+
+    start_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Seconds in which all ranks must have been started. Loading may take any time."""
+
+    on_rank_loss: Literal["stop", "continue"] = "stop"
+    """stop: every waiting request is told, and all ranks end with an error. continue: the others go
+    on without the lost rank and read all sequences again; without rank 0 nobody goes on."""
+
+    placement: Literal["packed", "eplb", "linear"] = "packed"
+    """Which rank holds which experts at first. packed: even loads, few copies on the way; eplb: as
+    DeepSeek's load balancer; linear: in order of their ids."""
+
+    replicas: float = Field(default=0.25, ge=0.0, le=1.0)
+    """Further copies of experts, as a share of all experts: the busiest get them."""
+
+    rebalance: Literal["auto", "off"] = "auto"
+    """auto: change the placement between steps wherever the time saved pays for what is moved."""
+
+    rebalance_horizon_s: float = Field(default=60.0, gt=0.0)
+    """Seconds in which a change of placement has to pay for itself."""
+
+    combine: Literal["exact", "summed"] = "exact"
+    """What comes back from ranks that served a token. exact: each expert's row, summed where the
+    token came from in the order of one rank alone, so that ranks and placements change no bit;
+    summed: one row a rank, the least there is to send, equal up to the order of sums."""
+
+    payload: Literal["plain", "int8"] = "plain"
+    """Hidden states on their way to other ranks. int8: in 8 bits with a scale for each token, which
+    ``lossless: true`` refuses."""
+
+    buffer_rows: int = Field(default=0, ge=0)
+    """Static buffers: rows of so many tokens a rank go to all ranks in a layer's first message,
+    which saves an exchange where they suffice and sends more bytes. 0: exact sizes."""
+
+    overlap: Annotated[Literal["auto", "on", "off"], _Off] = "auto"
+    """Steps in two halves, of which one computes while rows of the other travel. auto: where that
+    was measured to be faster."""
 
 
 class ServerSettings(_Settings):
@@ -264,5 +359,39 @@ class Profile(_Settings):
     offload: OffloadSettings = OffloadSettings()
     """How experts come from disk where memory does not hold them all."""
 
+    speculation: SpeculationSettings = SpeculationSettings()
+    """How the next tokens are drafted, for the model to verify several in one pass."""
+
+    parallel: ParallelSettings = ParallelSettings()
+    """How the processes of one launch share the experts of a model."""
+
     server: ServerSettings = ServerSettings()
     """Limits of ``moe serve``."""
+
+    @model_validator(mode="after")
+    def _check_contrast(self) -> Profile:
+        if not self.speculation.contrast:
+            return self
+        for key, value, wrong in (
+            ("lossless", "false", self.lossless),
+            ("speculation.mode", "off", self.speculation.mode != "off"),
+            ("parallel.enabled", "false", self.parallel.enabled),
+        ):
+            if wrong:
+                raise PydanticCustomError(
+                    "contrast",
+                    "speculation.contrast changes what the model says and reads each token twice: "
+                    "it needs {key}: {value}; set that, or speculation.contrast: 0",
+                    {"key": key, "value": value},
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_payload(self) -> Profile:
+        if self.lossless and self.parallel.payload == "int8":
+            raise PydanticCustomError(
+                "payload",
+                "parallel.payload: int8 rounds what experts of other ranks read, which "
+                "lossless: true refuses; set lossless: false or parallel.payload: plain",
+            )
+        return self

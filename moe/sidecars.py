@@ -1,4 +1,4 @@
-"""The files beside the weights of a model directory, which go along into a store."""
+"""The files of a store beside its experts: what a model directory has, and the trunk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from fnmatch import fnmatch
 from pathlib import Path
 
-from experts.blobs import write_bytes
+from torch import nn
+
+from experts.blobs import Entry, FileRecord, write_bytes, write_file
 from experts.manifest import MANIFEST_NAME
 from experts.opening import contained
 
@@ -36,3 +38,14 @@ def _without_quantization(config: bytes) -> bytes:
     for part in parts:
         part.pop("quantization_config", None)
     return json.dumps(content, indent=2).encode()
+
+
+def write_trunk(network: nn.Module, path: Path) -> FileRecord:
+    """Everything of a network but its experts, in one file; tied tensors once. Raises OSError."""
+    state = network.state_dict()
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        first.setdefault((tensor.data_ptr(), tensor.shape) if tensor.numel() else name, name)
+    names = sorted(first.values(), key=lambda name: -state[name].itemsize)
+    entries = [Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names]
+    return write_file(path, entries, (state[name] for name in names))

@@ -42,6 +42,7 @@ class RunStats:
         hit_ratio: share of those experts that were in memory; None where all of them always are.
         disk_bytes_read: bytes of the others, and of those that were expected to be needed.
         peak_rss_bytes: largest resident size of the process so far.
+        speculation: what drafts came to since the model was loaded; None where none are made.
     """
 
     prompt_tokens: int
@@ -52,6 +53,7 @@ class RunStats:
     hit_ratio: float | None
     disk_bytes_read: int
     peak_rss_bytes: int
+    speculation: dict[str, Any] | None = None
 
     def summary(self) -> str:
         tokens = max(self.new_tokens, 1)
@@ -63,8 +65,13 @@ class RunStats:
         return (
             f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens, "
             f"first after {self.ttft_s:.2f} s, {self.tokens_per_second:.1f} tokens/s, "
-            f"{per_token:.2f} MB of experts read a token{disk}"
+            f"{per_token:.2f} MB of experts read a token{disk}{self._drafts()}"
         )
+
+    def _drafts(self) -> str:
+        if self.speculation is None:
+            return ""
+        return f", {self.speculation['tokens_per_verification']:.2f} tokens a verification"
 
 
 def run(model: MoE, prompt: Prompt, write: Callable[[str], object]) -> tuple[Completion, RunStats]:
@@ -88,6 +95,7 @@ def run(model: MoE, prompt: Prompt, write: Callable[[str], object]) -> tuple[Com
         hit_ratio=_hit_ratio(before["offload"], after["offload"]),
         disk_bytes_read=_disk_bytes(after["offload"]) - _disk_bytes(before["offload"]),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        speculation=after["speculation"],
     )
 
 

@@ -13,6 +13,10 @@ from numpy.typing import NDArray
 
 from moe.calibrate.artefacts import FOLDER, load_trace
 from moe.calibrate.trace import Trace
+from moe.planning import Planned
+from moe.rank_traffic import LAYERS, STEPS
+from moe.seam import experts_modules
+from moe.speed_plan import Locality, Sizes, UniformRouting
 from offload.policies import POLICIES
 from offload.replay import Calls, calls_of, hit_ratio
 
@@ -51,6 +55,14 @@ class TracedRouting:
         asked = sum(map(len, calls)) - sum(map(len, early))
         return (hits(calls) - hits(early)) / asked
 
+    def steps(self, batch: int) -> NDArray[np.int64]:
+        """``(steps, layers, B, K)`` expert ids, -1 for unused slots: of some steps and layers."""
+        tokens = len(self._experts) // batch
+        parts = self._experts[: tokens * batch].reshape(batch, tokens, *self._experts.shape[1:])
+        steps = np.unique(np.linspace(0, tokens - 1, STEPS).astype(np.int64))
+        layers = np.unique(np.linspace(0, parts.shape[2] - 1, LAYERS).astype(np.int64))
+        return parts[:, steps][:, :, layers].transpose(1, 2, 0, 3)
+
     def _calls(self, batch: int) -> Calls:
         steps = max(REQUESTS // (batch * self._experts.shape[1] * self._experts.shape[2]), 2)
         tokens = len(self._experts) // batch
@@ -83,3 +95,13 @@ def traced_routing(
     if not folder.is_dir():
         return None
     return TracedRouting(load_trace(folder, config, num_experts), policy)
+
+
+def known_routing(path: Path, planned: Planned, sizes: Sizes, policy: str) -> Locality:
+    """What is known of a model's routing: its calibration, or nothing.
+
+    Raises:
+        CalibrationError: what was calibrated is damaged or another model's.
+    """
+    counts = [module.num_experts for _, module in experts_modules(planned.network)]
+    return traced_routing(path, planned.config, counts, policy) or UniformRouting(sizes)

@@ -23,6 +23,9 @@ from moe.kv import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
 from moe.lanes import Lane
 from routing import Phase
 
+Forward = Callable[[Sequence[Work]], list[Tensor]]
+"""A pass over some work: the logits of each piece."""
+
 _SHORT = 16
 """Most new tokens of a sequence that are read as single rows and not as a block."""
 
@@ -35,6 +38,9 @@ class Trunk:
             its own cache, an architecture's recurrent state is only right for whole prompts).
         fused: reads a few new tokens of each sequence instead of transformers' forward, where this
             has been proven to be the same.
+        watched: visits of packed prompts say how much attention each token gets.
+        contrast: reads each packed pass in two ways at once (`moe.speculate.contrast`).
+        cache_type: of the sequences of packed passes.
 
     Starts with one lane a sequence; `moe.packing` and `moe.fused` find out if more is possible.
     """
@@ -45,7 +51,10 @@ class Trunk:
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
-        self.fused: Callable[[Sequence[Work]], list[Tensor]] | None = None
+        self.fused: Forward | None = None
+        self.watched = False
+        self.contrast: Callable[[Forward, Sequence[Work]], list[Tensor]] | None = None
+        self.cache_type = SequenceKV
         self.set_packed(False)
 
     def set_packed(self, packed: bool) -> None:
@@ -57,7 +66,7 @@ class Trunk:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        return SequenceKV(capacity) if self.packed else OwnCache()
+        return self.cache_type(capacity) if self.packed else OwnCache()
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work, or one each; ``phase`` is what the tokens are read for.
@@ -68,13 +77,18 @@ class Trunk:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
         if not work:
             return []
-        fused = self.fused if all(map(_is_short, work)) else None
-        return [Lane(partial(fused or self._forward_packed, work), phase)]
+        watched = self.watched and phase == "prefill"
+        forward: Forward = partial(self._forward_packed, watched=watched)
+        if self.fused is not None and all(map(_is_short, work)):
+            forward = self.fused
+        if self.contrast is not None:
+            forward = partial(self.contrast, forward)
+        return [Lane(partial(forward, work), phase)]
 
-    def _forward_packed(self, work: Sequence[Work]) -> list[Tensor]:
+    def _forward_packed(self, work: Sequence[Work], watched: bool) -> list[Tensor]:
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
-        cache = PackedCache(sequences, sizes, self._needs_history)
+        cache = PackedCache(sequences, sizes, self._needs_history, watched)
         current_pass.set(cache)
         spans = zip(cache.ends, sizes, strict=True)
         positions = torch.cat([torch.arange(end - size, end) for end, size in spans])

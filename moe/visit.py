@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -22,12 +22,17 @@ class Visit:
         hidden_states: ``(T, H)``, the rows to run through experts.
         routing: T rows of expert ids and weights.
         phase: what the tokens are read for; set by the lane that brings them.
+        received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
+            pass; None where nobody asked or it is not known.
+        lost: rows that got zeros because an expert could not be had, and why.
     """
 
     layer: int
     hidden_states: Tensor
     routing: Routing
     phase: Phase = "prefill"
+    received: Tensor | None = None
+    lost: dict[int, str] = field(default_factory=dict)
 
 
 ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor | Exception]]

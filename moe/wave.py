@@ -192,7 +192,14 @@ class WaveDraft:
 
 @dataclass(frozen=True)
 class Step:
-    """Who takes part in a step: running sequences by one token each, and a stage of a wave."""
+    """Who takes part in a step: running sequences by one token each, and a stage of a wave.
+
+    Attributes:
+        spare_tokens: tokens that keys and values have room for, beyond those.
+        halves: on several ranks, compute one half while rows of the other travel (`moe.halves`).
+    """
 
     decode: list[RunningSequence]
     wave: Wave | None
+    spare_tokens: float = 0
+    halves: bool = False

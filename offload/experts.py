@@ -5,11 +5,14 @@ Legend as in kernels/reference.py; a slot is an expert to the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kernels import ExpertWeights, Forward
 from kernels.reference import AnyExperts, sum_dtype
 from offload.cache import ExpertCache
+from offload.errors import OffloadError
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.routing import UNUSED
@@ -45,6 +48,7 @@ class OffloadedExperts:
         weights_TK: Tensor,
         forward: Forward,
         prefetcher: Prefetcher | None = None,
+        add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As `kernels.experts_forward`, whose bits it gives: experts come in ascending waves, and
         each wave adds to the sum that the ones before have left.
@@ -58,7 +62,7 @@ class OffloadedExperts:
             OffloadError: an expert cannot be read; the cache goes on.
         """
         wanted = sorted(set(expert_ids_TK.flatten().tolist()) - {UNUSED})
-        total_TH = None
+        total_TH = add_to_TH
         if prefetcher is not None:
             prefetcher.settle(self.layer, wanted)
         with self.cache.acquire(self.layer, wanted) as held:
@@ -66,13 +70,25 @@ class OffloadedExperts:
                 prefetcher.look_ahead(self.layer, hidden_TH, Routing(expert_ids_TK, weights_TK))
             for wave in held.waves:
                 slot_ids_TK = wave.slot_ids.to(hidden_TH.device).take(expert_ids_TK)
-                if len(wave.experts) == len(wanted):
+                if len(wave.experts) == len(wanted) and add_to_TH is None:
                     return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
                 if total_TH is None:
                     total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
                 forward(hidden_TH, slot_ids_TK, weights_TK, self.slots, total_TH)
         assert total_TH is not None
-        return total_TH.to(hidden_TH.dtype)
+        return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
+
+    def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:
+        """Those that cannot be had, and why; the others are tried for too."""
+        lost = {}
+        for expert in experts:
+            try:
+                with self.cache.acquire(self.layer, [expert]) as held:
+                    for _ in held.waves:
+                        pass
+            except OffloadError as error:
+                lost[expert] = error
+        return lost
 
 
 LayerExperts = AnyExperts | OffloadedExperts

@@ -21,7 +21,7 @@ from offload.cache import ExpertCache
 from offload.governor import Governor, LayerRecord
 from offload.measures import Measures
 from routing import Routing
-from routing.predict import Predictor
+from routing.predict import Forecast, Predictor, Told
 
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
@@ -54,7 +54,7 @@ class Prefetcher:
         bids: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.predictor = predictor
+        self.predictor = self._guide = predictor
         self.governors = [Governor() for _ in experts]
         self.measures = Measures(cache, experts, load_seconds, clock())
         self._cache, self._width, self._layers = cache, max(experts), range(len(experts))
@@ -62,8 +62,8 @@ class Prefetcher:
         self._bids = Bids(cache, len(experts), load_seconds)
         self._spent = [0.0] * len(experts)  # seconds, on this step's bids for each layer
         self._asked: set[int] = set()  # layers that were forecast in this step
-        self._wait = 0.0  # for reads of the layer that the step loop is at
         self._step, self._awake = 0, False
+        self._wait = 0.0  # for reads of the layer that the step loop is at
 
     @property
     def depth(self) -> int:
@@ -74,8 +74,8 @@ class Prefetcher:
     def records(self) -> list[LayerRecord]:
         return [governor.record for governor in self.governors]
 
-    def start(self, tokens: Tensor) -> None:
-        """A step begins, with the tokens that `routing.predict.Predictor.start` describes."""
+    def start(self, tokens: Tensor, told: Forecast | None = None) -> None:
+        """A step begins: tokens as of `Predictor.start`, and what is told by who knows better."""
         for layer, bids in enumerate(self._bids.of):  # of layers that the last step did not reach
             for expert, bid in bids.items():
                 if bid.placed:
@@ -83,17 +83,19 @@ class Prefetcher:
             bids.clear()
             self._spent[layer] = 0.0
         self._asked.clear()
+        self._guide = self.predictor if told is None else Told(told)
         self._step, self._wait = self._step + 1, 0.0
-        followed, self._awake = self._awake, self._always or any(map(self._bids_on, self._layers))
+        followed, wanted = self._awake, self._always or any(map(self._bids_on, self._layers))
+        self._awake = wanted and not (isinstance(self._guide, Told) and self._guide.silent)
         if self._awake:
             self.measures.start(self._clock(), followed)
-            self.predictor.start(tokens)
+            self._guide.start(tokens)
             self._bid(-1)
 
     def enter(self, layer: int, hidden_states: Tensor) -> None:
         """Rows ``(T, H)`` as they come into a layer's block, before its attention."""
         if self._awake:
-            self.predictor.enter(layer, hidden_states)
+            self._guide.enter(layer, hidden_states)
             self._bid(layer - 1)
 
     def settle(self, layer: int, wanted: Sequence[int]) -> None:
@@ -137,7 +139,7 @@ class Prefetcher:
             routing: what its router decided for them.
         """
         if self._awake:
-            self.predictor.observe(layer, hidden_states, routing)
+            self._guide.observe(layer, hidden_states, routing)
             self._bid(layer)
 
     def _bids_on(self, layer: int) -> bool:
@@ -154,7 +156,7 @@ class Prefetcher:
         if not targets and not (self._always and last > layer):
             return
         began = self._clock()
-        forecast = self.predictor.forecast(layer, last - layer)
+        forecast = self._guide.forecast(layer, last - layer)
         layers, experts = forecast.layer.numpy(), forecast.expert.numpy()
         probability = forecast.probability.numpy()
         units = layers * self._width + experts

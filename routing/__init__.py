@@ -3,13 +3,14 @@
 Ground floor: imports nothing of ours.
 """
 
-from routing.policies import Policy, PolicyChain, RoutingContext, parse_policies
+from routing.policies import Need, Policy, PolicyChain, RoutingContext, parse_policies
 from routing.routing import Routing, RoutingError
 from routing.statistics import PHASES, READERS, Phase, Reader, RoutingStatistics
 
 __all__ = [
     "PHASES",
     "READERS",
+    "Need",
     "Phase",
     "Policy",
     "PolicyChain",

@@ -12,16 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from experts.compress.gptq import compensate
+from experts.compress.gptq import Moments, compensate
 from experts.compress.inputs import LayerInputs, moments, output
 from experts.grid import quantize_exactly
-from experts.weights import (
-    ExpertShape,
-    dequantize_experts,
-    from_expert_blobs,
-    is_interleaved,
-    split_parts,
-)
+from experts.weights import ExpertShape, from_expert_blobs, is_interleaved, split_parts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.plane_weights import PlaneMatrix
 from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes, pack, pack_scales
@@ -32,6 +26,9 @@ MIN_ROWS = 128
 
 _CHUNK_VALUES = 1 << 24
 """Most values of the second moments that are worked on at once."""
+
+Blobs = tuple[tuple[Tensor, ...], Tensor]
+"""Planes and scales of one expert."""
 
 
 @torch.no_grad()
@@ -56,26 +53,28 @@ def quantize_calibrated(
     Raises:
         ValueError: as `experts.weights.quantize_experts`.
     """
-    width = whole.intermediate_size
-    parts = whole.gate_up_EGH.shape[1] // width
-    shape = ExpertShape(whole.hidden_size, width, parts, group_size)
-    interleaved = parts == 2 and is_interleaved(whole.activation, width)
-    job = _Job(whole, inputs, shape, interleaved, nested)
-    found = {
-        expert: blobs
-        for experts in _chunks(bits, shape)
-        for expert, blobs in zip(experts, _quantize(job, experts, bits[experts[0]]), strict=True)
-    }
-    ordered = [found[expert] for expert in range(whole.num_experts)]
-    return from_expert_blobs(
-        shape,
-        ordered,
-        interleaved,
-        activation=whole.activation,
-        gate_up_bias_EG=whole.gate_up_bias_EG,
-        down_bias_EH=whole.down_bias_EH,
-        post_norm=whole.post_norm,
-    )
+    job = _Job.of(whole, inputs, group_size)
+    found: dict[int, Blobs] = {}
+    for own in sorted(set(bits)):
+        widths = PREFIX_BITS[: num_planes(own)] if nested else (own,)
+        for experts in job.chunks([e for e, width in enumerate(bits) if width == own]):
+            found |= zip(experts, job.quantize(experts, [widths])[0], strict=True)
+    return job.joined([found[expert] for expert in range(whole.num_experts)])
+
+
+@torch.no_grad()
+def quantize_at_each_width(
+    whole: ExpertWeights, inputs: LayerInputs, group_size: int = 64
+) -> list[QuantizedExperts]:
+    """`quantize_calibrated` for each of `PREFIX_BITS` alone, at less than three times the work."""
+    job = _Job.of(whole, inputs, group_size)
+    found: list[list[Blobs]] = [[] for _ in PREFIX_BITS]
+    for experts in job.chunks(range(whole.num_experts)):
+        for own, blobs in zip(
+            found, job.quantize(experts, [[b] for b in PREFIX_BITS]), strict=True
+        ):
+            own += blobs
+    return [job.joined(blobs) for blobs in found]
 
 
 def too_few(inputs: LayerInputs, num_experts: int) -> list[int]:
@@ -85,86 +84,114 @@ def too_few(inputs: LayerInputs, num_experts: int) -> list[int]:
 
 
 @torch.no_grad()
-def output_errors(whole: ExpertWeights, quantized: QuantizedExperts, inputs: LayerInputs) -> Tensor:
-    """``(E,)`` float64: squared error of the layer's output when that expert alone is quantised.
+def output_errors(whole: ExpertWeights, coarse: ExpertWeights, inputs: LayerInputs) -> Tensor:
+    """``(E,)`` float64: squared error of the layer's output when that expert alone is coarse.
 
     Summed over the calibration tokens and the hidden dimension, routing weights included.
     """
+    own = replace(whole, gate_up_EGH=coarse.gate_up_EGH, down_EHF=coarse.down_EHF)
     errors = torch.zeros(whole.num_experts, dtype=torch.float64)
     for expert in range(whole.num_experts):
         rows_RH, weights_R1 = inputs.rows_of(expert)
-        alone = dequantize_experts(_only(quantized, expert))
-        exact = output(whole, expert, rows_RH)
-        # one expert's weights, the layer's biases
-        own = replace(
-            whole,
-            gate_up_EGH=alone.gate_up_EGH.expand(whole.num_experts, -1, -1),
-            down_EHF=alone.down_EHF.expand(whole.num_experts, -1, -1),
-        )
-        lost = (output(own, expert, rows_RH) - exact) * weights_R1
+        lost = (output(own, expert, rows_RH) - output(whole, expert, rows_RH)) * weights_R1
         errors[expert] = lost.double().square().sum()
     return errors
 
 
-def _only(quantized: QuantizedExperts, expert: int) -> QuantizedExperts:
-    planes, scales = quantized.planes[expert], quantized.scales[expert]
-    return replace(quantized, planes=(planes,), scales=(scales,))
-
-
-def _chunks(bits: Sequence[int], shape: ExpertShape) -> Iterator[list[int]]:
-    """Experts of equal bits, as many as may be worked on at once."""
-    size = max(1, _CHUNK_VALUES // max(shape.hidden, shape.intermediate) ** 2)
-    for width in PREFIX_BITS:
-        experts = [expert for expert, own in enumerate(bits) if own == width]
-        yield from (experts[at : at + size] for at in range(0, len(experts), size))
-
-
 @dataclass(frozen=True)
 class _Job:
+    """A layer on its way to planes."""
+
     whole: ExpertWeights
     inputs: LayerInputs
     shape: ExpertShape
     interleaved: bool
-    nested: bool
 
+    @classmethod
+    def of(cls, whole: ExpertWeights, inputs: LayerInputs, group_size: int) -> _Job:
+        width = whole.intermediate_size
+        parts = whole.gate_up_EGH.shape[1] // width
+        interleaved = parts == 2 and is_interleaved(whole.activation, width)
+        return cls(
+            whole, inputs, ExpertShape(whole.hidden_size, width, parts, group_size), interleaved
+        )
 
-def _quantize(
-    job: _Job, experts: list[int], bits: int
-) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """Planes and scales of each of these experts, in order."""
-    whole, inputs, shape = job.whole, job.inputs, job.shape
-    widths = PREFIX_BITS[: num_planes(bits)] if job.nested else (bits,)
-    first_XHH, second_XFF = moments(inputs, whole, experts)
-    counts = inputs.counts(whole.num_experts)[experts]
-    enough = counts >= MIN_ROWS
-    rows = torch.stack(
-        [split_parts(whole.gate_up_EGH[e], shape.parts, job.interleaved) for e in experts]
-    )
-    first = _codes(rows.flatten(1, 2), first_XHH, enough, widths, shape.group_size)
-    second = _codes(whole.down_EHF[experts], second_XFF, enough, widths, shape.group_size)
-    for index in range(len(experts)):
-        codes, scales = (own[index].unflatten(0, (shape.parts, -1)) for own in first)
+    def chunks(self, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        """As many experts as may be worked on at once, after each other."""
+        size = max(1, _CHUNK_VALUES // max(self.shape.hidden, self.shape.intermediate) ** 2)
+        return (experts[at : at + size] for at in range(0, len(experts), size))
+
+    def quantize(self, experts: Sequence[int], ways: Sequence[Sequence[int]]) -> list[list[Blobs]]:
+        """For each way, the blobs of each of these experts.
+
+        Args:
+            ways: each the widths to compensate for, ascending; the last is how many bits are kept.
+        """
+        whole, shape = self.whole, self.shape
+        chosen = list(experts)
+        enough = self.inputs.counts(whole.num_experts)[chosen] >= MIN_ROWS
+        parts = [
+            split_parts(whole.gate_up_EGH[e], shape.parts, self.interleaved).flatten(0, 1)
+            for e in chosen
+        ]
+        every = moments(self.inputs, whole, chosen)
+        first, second = (
+            _codes(weight, moment, enough, ways, shape.group_size)
+            for weight, moment in zip(
+                (torch.stack(parts), whole.down_EHF[chosen]), every, strict=True
+            )
+        )
+        return [
+            [self._blobs(one, two, at, widths[-1]) for at in range(len(chosen))]
+            for one, two, widths in zip(first, second, ways, strict=True)
+        ]
+
+    def _blobs(self, first: _Codes, second: _Codes, at: int, bits: int) -> Blobs:
+        codes, scales = (own[at].unflatten(0, (self.shape.parts, -1)) for own in first)
         matrices = [
-            _matrix(part, spread, shape.first, bits)
+            _matrix(part, spread, self.shape.first, bits)
             for part, spread in zip(codes, scales, strict=True)
         ]
-        matrices.append(_matrix(second[0][index], second[1][index], shape.second, bits))
-        yield join_matrices(matrices)
+        return join_matrices(
+            [*matrices, _matrix(second[0][at], second[1][at], self.shape.second, bits)]
+        )
+
+    def joined(self, blobs: Sequence[Blobs]) -> QuantizedExperts:
+        whole = self.whole
+        return from_expert_blobs(
+            self.shape,
+            blobs,
+            self.interleaved,
+            activation=whole.activation,
+            gate_up_bias_EG=whole.gate_up_bias_EG,
+            down_bias_EH=whole.down_bias_EH,
+            post_norm=whole.post_norm,
+        )
+
+
+_Codes = tuple[Tensor, Tensor]
+"""Codes and scales."""
 
 
 def _codes(
     weight_XNK: Tensor,
     moment_XKK: Tensor,
     enough_X: Tensor,
-    widths: Sequence[int],
+    ways: Sequence[Sequence[int]],
     group_size: int,
-) -> tuple[Tensor, Tensor]:
-    codes, scales = quantize_exactly(weight_XNK, group_size)
-    if bool(enough_X.any()):
+) -> list[_Codes]:
+    """For each way."""
+    plain, scales = quantize_exactly(weight_XNK, group_size)
+    if not bool(enough_X.any()):
+        return [(plain, scales)] * len(ways)
+    own, found = Moments.of(moment_XKK[enough_X]), []
+    for widths in ways:
+        codes = plain.clone()
         codes[enough_X] = compensate(
-            weight_XNK[enough_X], moment_XKK[enough_X], scales[enough_X], group_size, widths
+            weight_XNK[enough_X], own, scales[enough_X], group_size, widths
         )
-    return codes, scales
+        found.append((codes, scales))
+    return found
 
 
 def _matrix(codes_NK: Tensor, scales_ND: Tensor, layout: PlaneLayout, bits: int) -> PlaneMatrix:

@@ -20,35 +20,41 @@ from experts.compress.statistics import LayerStatistics
 from kernels.planes import PREFIX_BITS
 
 
-def predicted_damage(layers: Sequence[LayerStatistics], model: str = "measured") -> Damage:
+def predicted_damage(
+    layers: Sequence[LayerStatistics],
+    model: str = "measured",
+    widths: Sequence[int] = PREFIX_BITS,
+) -> Damage:
     """``(E, W)`` of the experts of all layers, one layer after the other.
 
     Args:
         layers: statistics of each MoE layer.
         model: one of `DAMAGE_MODELS`.
+        widths: those that the statistics are of, ascending.
     """
-    return np.concatenate([DAMAGE_MODELS[model](layer).double().numpy() for layer in layers])
+    found = [DAMAGE_MODELS[model](layer, widths).double().numpy() for layer in layers]
+    return np.concatenate(found)
 
 
-def _frequency(layer: LayerStatistics) -> Tensor:
-    errors = torch.tensor([4.0**-bits for bits in PREFIX_BITS], dtype=torch.float64)
+def _frequency(layer: LayerStatistics, widths: Sequence[int]) -> Tensor:
+    errors = torch.tensor([4.0**-bits for bits in widths], dtype=torch.float64)
     return layer.frequency_E[:, None] * errors
 
 
-def _error(layer: LayerStatistics) -> Tensor:
+def _error(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
     return layer.error_EW
 
 
-def _paper(layer: LayerStatistics) -> Tensor:
+def _paper(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
     return (layer.frequency_E * layer.weight_E)[:, None] * layer.error_EW
 
 
-def _measured(layer: LayerStatistics) -> Tensor:
+def _measured(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
     least_W = layer.kl_W.cummin(0).values  # near nothing, noise makes finer weights look worse
     return least_W * layer.error_EW / layer.error_EW.sum(0).clamp_min(1e-300)
 
 
-DAMAGE_MODELS: dict[str, Callable[[LayerStatistics], Tensor]] = {
+DAMAGE_MODELS: dict[str, Callable[[LayerStatistics, Sequence[int]], Tensor]] = {
     "frequency": _frequency,
     "error": _error,
     "paper": _paper,

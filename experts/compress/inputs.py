@@ -37,6 +37,12 @@ class LayerInputs:
         weights = self.weights_TK[tokens, slots].float()
         return self.hidden_TH[tokens].float(), weights[:, None]
 
+    def of_experts(self, experts: Sequence[int]) -> LayerInputs:
+        """The same tokens where these experts, counted from 0 in this order, are all there are."""
+        new = torch.full((max(int(self.expert_ids_TK.max()), *experts) + 2,), -1, dtype=torch.int64)
+        new[torch.tensor(experts)] = torch.arange(len(experts))
+        return LayerInputs(self.hidden_TH, new[self.expert_ids_TK.long()], self.weights_TK)
+
     def counts(self, num_experts: int) -> Tensor:
         """``(E,)`` tokens of each expert."""
         chosen = self.expert_ids_TK[self.expert_ids_TK >= 0]

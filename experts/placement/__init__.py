@@ -1,8 +1,12 @@
-"""Where experts live when several ranks share them: pure functions on observed loads."""
+"""Where experts live when several ranks share them: pure functions on observed loads.
+
+`rebalance` applies them between steps, to loads that are forecast.
+"""
 
 from experts.placement.eplb import eplb
+from experts.placement.first import first_placement, slots_for, without_ranks
 from experts.placement.moves import fewest_moves, moved_bytes
-from experts.placement.packing import pack
+from experts.placement.packing import pack, repack
 from experts.placement.placement import Placement, PlacementError, imbalance, linear, step_costs
 
 __all__ = [
@@ -10,9 +14,13 @@ __all__ = [
     "PlacementError",
     "eplb",
     "fewest_moves",
+    "first_placement",
     "imbalance",
     "linear",
     "moved_bytes",
     "pack",
+    "repack",
+    "slots_for",
     "step_costs",
+    "without_ranks",
 ]

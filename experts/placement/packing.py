@@ -3,21 +3,22 @@
 EPLB places by the mean load and gives each copy an equal part. Here a placement is judged as it
 will be used: the mean over observed steps of the heaviest rank's load after `share_by_price`. A
 greedy start (no rank gets two copies of one expert) is improved by exchanges between two ranks and
-by giving a copy's slot to another expert, as long as that lowers the mean.
+by giving a copy's slot to another expert, as long as that lowers the mean. `repack` starts from
+where experts are and takes a change only if it also pays for what it moves.
 
 Legend: S steps, E experts, R ranks, P slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from experts.placement.eplb import eplb, replicate
 from experts.placement.moves import fewest_moves, moved_bytes
 from experts.placement.placement import Floats, Ints, Placement, check_shape
-from routing.balance import share_by_price
+from experts.placement.sharing import share_by_price
 
 Change = tuple[tuple[int, int, int], ...]
 """Experts, ranks, and copies more or less there."""
@@ -57,8 +58,7 @@ def pack(
     """
     experts = costs_SE.shape[1]
     check_shape(experts, slots, ranks)
-    steps = np.unique(np.linspace(0, len(costs_SE) - 1, MAX_STEPS).astype(np.int64))
-    costs_SE = costs_SE[steps]
+    costs_SE = _judged(costs_SE)
     mean_E = costs_SE.mean(0)
     starts = [_greedy(mean_E, slots, ranks), eplb(mean_E, slots, ranks).copies_ER]
     if current is not None and current.shape == (experts, slots, ranks):
@@ -73,9 +73,35 @@ def pack(
     return min(named, key=lambda placement: moved_bytes(current, placement, bytes_E))
 
 
+def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Placement:
+    """The placement to go over to, or the current one where no change pays.
+
+    Args:
+        costs_SE: what each expert is expected to cost in each of some coming steps.
+        current: no rank may hold two copies of one expert, else it is kept.
+        price_E: what it costs to bring an expert to a rank that lacks it, spread over the steps in
+            which that must pay: a load a step.
+    """
+    if current.copies_ER.max() > 1:
+        return current
+    home_ER = current.copies_ER
+    copies_ER, _ = _improve(home_ER, _judged(costs_SE), lambda held: fee(held, home_ER, price_E))
+    return fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
+
+
+def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
+    """Price of the copies that ranks do not hold yet."""
+    return float(price_E @ ((copies_ER > 0) & (home_ER == 0)).sum(1))
+
+
 def heaviest(costs_SE: Floats, copies_ER: Ints) -> float:
     """Mean over the steps of the heaviest rank's load when copies share by price."""
     return float(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1).mean())
+
+
+def _judged(costs_SE: Floats) -> Floats:
+    steps = np.unique(np.linspace(0, len(costs_SE) - 1, MAX_STEPS).astype(np.int64))
+    return costs_SE[steps]
 
 
 def _greedy(loads_E: Floats, slots: int, ranks: int) -> Ints:
@@ -102,14 +128,16 @@ def _greedy(loads_E: Floats, slots: int, ranks: int) -> Ints:
     return copies_ER
 
 
-def _improve(copies_ER: Ints, costs_SE: Floats) -> tuple[Ints, float]:
+def _improve(
+    copies_ER: Ints, costs_SE: Floats, fee_of: Callable[[Ints], float] = lambda _: 0.0
+) -> tuple[Ints, float]:
     """Make promising changes, each that is worth it, until none is or loads are level."""
     value, level = heaviest(costs_SE, copies_ER), costs_SE.sum(1).mean() / copies_ER.shape[1]
     for _ in range(MAX_ROUNDS):
         if value <= level * (1 + WORTH):
             break
         for changed_ER in _changes(copies_ER, costs_SE):
-            lower = heaviest(costs_SE, changed_ER)
+            lower = heaviest(costs_SE, changed_ER) + fee_of(changed_ER)
             if lower <= value * (1 - WORTH):
                 value, copies_ER = lower, changed_ER
                 break

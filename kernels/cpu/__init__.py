@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cache
 
-from torch import Tensor
+from torch import Tensor, dtype
 
+from kernels.cpu import calls
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.native import NativeExperts
@@ -27,6 +29,7 @@ _logger = logging.getLogger("moe")
 class NativeKernels:
     """The kernels of one compiled library: for whole weights, for bit planes, for decode steps."""
 
+    library: CDLL
     whole: NativeExperts
     planes: NativePlanes
     decode: NativeDecode
@@ -50,6 +53,12 @@ class NativeKernels:
             return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         return self.whole(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
+    def weighted_sum(
+        self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype
+    ) -> Tensor:
+        """As kernels.sums.weighted_sum, of contiguous float32 rows."""
+        return calls.weighted_sum(self.library, row_AH, position_TK, weights_TK, to)
+
 
 @cache
 def choose_kernel() -> tuple[NativeKernels | None, str]:
@@ -71,7 +80,9 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
             raise
         _logger.warning("CPU experts run on the slow reference kernel: %s", error)
         return None, str(error)
-    native = NativeKernels(NativeExperts(library), NativePlanes(library), NativeDecode(library))
+    native = NativeKernels(
+        library, NativeExperts(library), NativePlanes(library), NativeDecode(library)
+    )
     return native, "compiled for this CPU"
 
 

@@ -34,9 +34,9 @@ class Scratch {
  public:
   char* reserve(size_t bytes) {  // aligned, contents unspecified; null where there is none
     constexpr size_t page = 2 << 20;
-    if (bytes <= size_) return memory_.get();
+    if (memory_ && bytes <= size_) return memory_.get();
     memory_.reset();
-    size_ = (bytes + page - 1) / page * page;
+    size_ = (bytes ? (bytes + page - 1) / page : 1) * page;
     void* p = nullptr;
     if (posix_memalign(&p, page, size_)) p = nullptr, size_ = 0;
 #if defined(__linux__)

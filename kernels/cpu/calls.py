@@ -91,6 +91,34 @@ def run_layer(
     return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
 
+def weighted_sum(
+    library: ctypes.CDLL,
+    row_AH: Tensor,
+    position_TK: Tensor,
+    weights_TK: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As kernels.sums.weighted_sum; rows are float32 and contiguous, so are the weights."""
+    tokens, slots = position_TK.shape
+    hidden = row_AH.shape[1]
+    positions = position_TK.to(torch.int32).contiguous()
+    record = _Routing(position=positions.data_ptr(), rows=row_AH.shape[0])
+    output_TH = torch.empty(tokens, hidden, dtype=dtype)
+    library.moe_combine(
+        ctypes.addressof(record),
+        row_AH.data_ptr(),
+        weights_TK.data_ptr(),
+        tokens,
+        slots,
+        hidden,
+        output_TH.data_ptr(),
+        DTYPES[dtype],
+        None,
+        torch.get_num_threads(),
+    )
+    return output_TH
+
+
 def in_steps(
     library: ctypes.CDLL,
     hidden_TH: Tensor,

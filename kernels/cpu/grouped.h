@@ -152,7 +152,8 @@ static inline bool uses_any(const Routing& routing, long slot, long count) {
 }
 
 // out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]]. Where there is a sum so
-// far, (T, H), that is continued in place and out is left alone.
+// far, (T, H), that is continued in place and out is left alone. Products are rounded before they
+// are added, so that whoever sums rows in this order, wherever they come from, gets these bits.
 template <class X>
 void combine(const Routing& routing, const float* row, const float* weights, long tokens,
              long slots, long hidden, X* out, float* so_far, Turns& turns) {
@@ -165,8 +166,11 @@ void combine(const Routing& routing, const float* row, const float* weights, lon
         const long at = t * hidden + c, left = hidden - c;
         vf sum = so_far ? load_as_fp32(so_far + at, left) : vf{};
         for (long s = t * slots; s < (t + 1) * slots; ++s)
-          if (routing.position[s] >= 0)
-            sum += weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, left);
+          if (routing.position[s] >= 0) {
+            vf product = weights[s] * load_as_fp32(row + routing.position[s] * hidden + c, left);
+            IN_REGISTER(product);  // never fused with the addition
+            sum += product;
+          }
         if (so_far) store_fp32_as(so_far + at, sum, left);
         else store_fp32_as(out + at, sum, left);
       }

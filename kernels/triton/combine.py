@@ -1,4 +1,7 @@
-"""The weighted sum of each token's slots, in slot order and float32: no atomics."""
+"""The weighted sum of each token's slots, in slot order and float32: no atomics.
+
+Products are rounded before they are added (no fused multiply-add), as in kernels/sums.py.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,6 @@ def combine(
         output_TH = torch.empty(tokens, row_SH.shape[1], dtype=row_SH.dtype, device=row_SH.device)
     combine_kernel[tokens, triton.cdiv(row_SH.shape[1], _COLUMNS)](
         row_SH, expert_ids_TK, weights_TK, output_TH, experts, slots, row_SH.shape[1],
-        COLUMNS=_COLUMNS, ADD=add_to_TH is not None, enable_fp_fusion=True,
+        COLUMNS=_COLUMNS, ADD=add_to_TH is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return output_TH

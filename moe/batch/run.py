@@ -63,7 +63,7 @@ class Batch:
         self._model = model
         self._name = model_name
         self._write = write
-        self._engine = model.engine()
+        self._engine = model.loop()
         self._most_open = 2 * model.profile.profile.engine.max_batch_size
         self._places: dict[RunningSequence, tuple[_Request, int, int]] = {}
 

@@ -23,7 +23,7 @@ from moe.calibrate.fit import Fitted
 from moe.calibrate.trace import Trace
 from moe.errors import CalibrationError
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
-from routing.predict.gate import GroupScore, Rule, Score
+from routing.routers import GroupScore, RouterRule, Score
 
 FOLDER = "moe-calibration"
 ABOUT = "calibration.json"
@@ -39,7 +39,7 @@ class _Record(BaseModel):
 
 
 class RuleRecord(_Record):
-    """A layer's `Rule` but for its correction."""
+    """What chooses in a layer's `RouterRule`, but for its correction."""
 
     top_k: Count
     score: Score
@@ -52,7 +52,7 @@ class About(_Record):
     """``calibration.json``."""
 
     format: Literal["moe-calibration"] = "moe-calibration"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: str
     """`fingerprint` of the model."""
     architecture: str
@@ -156,7 +156,7 @@ def load_calibration(
     heads = ("rules.", *(f"weights.{n}." for n in predictors), *(f"{c}." for c in clues))
     tensors = _load(folder / PREDICTORS_FILE, about, heads)
     rules = tuple(
-        Rule(correction=tensors.pop(f"rules.{layer}.correction", None), **rule.model_dump())
+        RouterRule(correction=tensors.pop(f"rules.{layer}.correction", None), **rule.model_dump())
         for layer, rule in enumerate(about.rules)
     )
     model = Model(about.num_experts, about.vocabulary, rules)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def calibrate_model(
         windows,
         on_tokens=lambda done: on_step("reading text", done, total),
     )
-    found = find_gates(model._trunk, model._experts.run)
+    found = find_gates(model._trunk)
     vectors = token_vectors(model._trunk.model.get_input_embeddings(), VECTOR)
     return trace, fit_predictors(trace, found, vectors, on_step)
 
@@ -81,6 +82,8 @@ def calibrate(
         trace, fitted = calibrate_model(model, words, tokens=tokens, on_step=on_step)
     write(folder, model.config, text.name, trace, fitted)
     if compression:
+        if trace.rows is not None:  # half of their memory was for the predictors
+            trace = replace(trace, rows=replace(trace.rows, entered=[]))
         with _bar() as on_step:
             notices = analyse(model, trace, folder, on_step)
         for notice in notices:

@@ -4,27 +4,33 @@ The trace of a calibration has the rows that experts read. From these each layer
 widths as ``moe convert`` would do it, the error of each expert is measured, and a part of the text
 is read with that layer quantised and everything else as it is: what the model's predictions lose.
 A finished layer's file is not made again, so a run that was stopped goes on where it was.
+
+Memory does not grow with the number of layers or experts beyond what the model itself takes: one
+layer's planes and a few whole experts are there at a time, and experts may stay on disk.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from experts.compress.calibrated import (
     MIN_ROWS,
     output_errors,
-    quantize_calibrated,
+    quantize_at_each_width,
     too_few,
 )
 from experts.compress.inputs import LayerInputs
 from experts.compress.statistics import LayerStatistics, StatisticsError, usage
 from experts.weights import dequantize_experts
-from kernels import ExpertWeights, QuantizedExperts
+from kernels import QuantizedExperts
 from kernels.planes import PREFIX_BITS
+from kernels.reference import AnyExperts
+from moe.calibrate.pieces import joined, pieces
 from moe.calibrate.trace import Trace
 from moe.errors import CalibrationError
 from moe.model import MoE
@@ -33,6 +39,9 @@ from moe.scoring import Reading, Score, read
 FOLDER = "compression"
 READ_TOKENS = 2048
 """Of the text, for measuring what a layer's precision costs."""
+
+KEPT_BYTES = 256 << 20
+"""Of the original's predictions; what is more is made anew for each layer."""
 
 OnStep = Callable[[str, int, int], object]
 
@@ -58,18 +67,22 @@ def analyse(
         Which experts had too few tokens, one sentence a layer that has such.
 
     Raises:
-        CalibrationError: the trace has no rows, or a file cannot be written.
+        CalibrationError: the trace has no rows, the model is not on the CPU, a layer's losses are
+            not finite, or a file cannot be written.
     """
     if trace.rows is None:
         raise CalibrationError("compression needs the rows that experts read; the trace has none")
-    windows = _spread(trace, read_tokens)
-    original: list[Reading] = []
+    if model._trunk.device.type != "cpu":
+        raise CalibrationError(
+            f"what fewer bits cost is measured on the CPU, and the model is on "
+            f"{model._trunk.device}: add --set device=cpu"
+        )
+    original = Original(model, spread(trace, read_tokens))
     notices, count, job = [], len(trace.num_experts), _job(model, trace, read_tokens, group_size)
     for layer in range(count):
         on_step("measuring layers", layer, count)
         path, inputs = layer_path(folder, layer), inputs_of(trace, layer)
         if not _finished(path, job):
-            original = original or [read(model, window) for window in windows]
             statistics = _analyse(model, layer, inputs, original, group_size)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,43 +119,62 @@ def inputs_of(trace: Trace, layer: int) -> LayerInputs:
     return LayerInputs(trace.rows.read[layer], ids, weights)
 
 
-def whole_layer(model: MoE, layer: int) -> ExpertWeights:
-    """A layer's weights as they are served."""
-    experts = model._experts.layers[layer]
-    if isinstance(experts, ExpertWeights):
-        return experts
-    if isinstance(experts, QuantizedExperts):
-        return dequantize_experts(experts)
-    raise CalibrationError(
-        "measuring what fewer bits cost needs all experts in memory, and some are on disk: raise "
-        "memory.device_gib, or use a machine with more memory"
-    )
+class Original:
+    """Windows of a text, and what the model as it is makes of them."""
+
+    def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
+        self._model, self._windows = model, windows
+        self._kept: dict[int, Reading] = {}
+
+    def __iter__(self) -> Iterator[Reading]:
+        room = KEPT_BYTES - sum(own.logprobs_TV.nbytes for own in self._kept.values())
+        for index, window in enumerate(self._windows):
+            reading = self._kept.get(index) or read(self._model, window)
+            if index not in self._kept and reading.logprobs_TV.nbytes <= room:
+                self._kept[index] = reading
+                room -= reading.logprobs_TV.nbytes
+            yield reading
 
 
-def _analyse(
-    model: MoE, layer: int, inputs: LayerInputs, original: Sequence[Reading], group_size: int
-) -> LayerStatistics:
-    whole = whole_layer(model, layer)
-    errors, losses = [], []
-    for bits in PREFIX_BITS:
-        same = [bits] * whole.num_experts
-        quantized = quantize_calibrated(whole, inputs, same, group_size, nested=False)
-        errors.append(output_errors(whole, quantized, inputs))
-        score = Score()
-        for before in original:
-            score.add(read(model, before.token_ids, {layer: quantized}), before)
-        losses.append(score.difference().kl)
-    kl_W = torch.tensor(losses, dtype=torch.float64)
-    numbers = usage(inputs, whole.num_experts)
-    return LayerStatistics(inputs, *numbers, torch.stack(errors, 1), kl_W)
+def losses(model: MoE, original: Original, instead: Sequence[Mapping[int, AnyExperts]]) -> Tensor:
+    """``(len(instead),)`` float64: KL in bits a token where these layers replace the model's."""
+    scores = [Score() for _ in instead]
+    for before in original:
+        for score, layers in zip(scores, instead, strict=True):
+            score.add(read(model, before.token_ids, layers), before)
+    return torch.tensor([score.difference().kl for score in scores], dtype=torch.float64)
 
 
-def _spread(trace: Trace, tokens: int) -> list[list[int]]:
+def spread(trace: Trace, tokens: int) -> list[list[int]]:
     """Sequences of the trace from all over it, about so many tokens together."""
     sequences = trace.token_ids.split(trace.lengths)
     wanted = max(1, tokens * len(sequences) // trace.num_tokens)
     stride = max(1, len(sequences) // wanted)
     return [ids.tolist() for ids in sequences[::stride]]
+
+
+def _analyse(
+    model: MoE, layer: int, inputs: LayerInputs, original: Original, group_size: int
+) -> LayerStatistics:
+    experts, errors = model._experts.layers[layer], []
+    at_widths: list[list[QuantizedExperts]] = [[] for _ in PREFIX_BITS]
+    for ids, whole in pieces(experts):
+        own = inputs.of_experts(ids)
+        quantized = quantize_at_each_width(whole, own, group_size)
+        lost = [output_errors(whole, dequantize_experts(coarse), own) for coarse in quantized]
+        errors.append(torch.stack(lost, 1))
+        for parts, part in zip(at_widths, quantized, strict=True):
+            parts.append(part)
+    error_EW = torch.cat(errors)
+    kl_W = losses(model, original, [{layer: joined(parts)} for parts in at_widths])
+    if not bool(error_EW.isfinite().all() & kl_W.isfinite().all()):
+        raise CalibrationError(
+            f"MoE layer {layer}: what it loses at {PREFIX_BITS} bits is not finite (KL "
+            f"{kl_W.tolist()}, {int((~error_EW.isfinite()).any(1).sum())} of {len(error_EW)} "
+            "experts); the model's weights are damaged, or its dtype overflows (try --set "
+            "model.dtype=float32)"
+        )
+    return LayerStatistics(inputs, *usage(inputs, experts.num_experts), error_EW, kl_W)
 
 
 def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:

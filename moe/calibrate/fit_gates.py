@@ -10,9 +10,10 @@ from torch import Tensor
 from moe.calibrate.gates import FoundGate
 from moe.calibrate.trace import Rows, Trace
 from routing.predict.base import Clue, floats
-from routing.predict.gate import Gate, Rule
+from routing.predict.gate import Gate
 from routing.predict.lookahead import ANY_DISTANCE, REACH, Lookahead, PreAttention
 from routing.predict.ridge import fit_gate
+from routing.routers import RouterRule
 
 _AGREES = 0.99  # of tokens for which a gate must choose what the router chose
 
@@ -44,7 +45,7 @@ class GateFitter:
             self._confirmed(*pair) for pair in enumerate(zip(found, chosen, strict=True))
         ]
         self.rules = tuple(
-            Rule(ids.shape[1]) if gate is None else gate.rule
+            RouterRule(ids.shape[1]) if gate is None else gate.rule
             for gate, ids in zip(self._gates, chosen, strict=True)
         )
         self._targets = [

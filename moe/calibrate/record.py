@@ -12,17 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from moe.calibrate.gates import blocks
+from moe.calibrate.forced import Forced
 from moe.calibrate.trace import Rows, Trace
 from moe.errors import CalibrationError
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.moe_layer import MoELayers
+from moe.selection import blocks
 from moe.trunk import Trunk
 from moe.visit import Visit
 from routing.predict.base import floats
 from routing.predict.lookahead import normed
+from routing.routing import UNUSED
 
 ROW_BYTES = 1 << 30
 """Memory for kept activations."""
@@ -34,7 +37,7 @@ PASS_TOKENS = 2048
 @torch.inference_mode()
 def record(
     trunk: Trunk,
-    experts: MoELayers,
+    experts: MoELayers | Forced,
     windows: Sequence[Sequence[int]],
     *,
     row_bytes: int = ROW_BYTES,
@@ -43,7 +46,7 @@ def record(
     """Read each window as a sequence of its own.
 
     Args:
-        trunk, experts: of a loaded model.
+        trunk, experts: of a loaded model; `Forced` experts are sent what a trace says.
         windows: token ids; at least one, none empty.
         row_bytes: memory for activations; 0 keeps none.
         on_tokens: hears how many tokens have been read.
@@ -64,7 +67,9 @@ def record(
 
 
 class _Recorder:
-    def __init__(self, trunk: Trunk, experts: MoELayers, total: int, row_bytes: int) -> None:
+    def __init__(
+        self, trunk: Trunk, experts: MoELayers | Forced, total: int, row_bytes: int
+    ) -> None:
         self.done = 0
         self._experts = experts
         self._layers = blocks(trunk.model)
@@ -138,10 +143,16 @@ class _Recorder:
             torch.tensor([token for window in windows for token in window], dtype=torch.int32),
             [len(window) for window in windows],
             self._num_experts,
-            [torch.cat(parts) for parts in self._ids],
-            [torch.cat(parts) for parts in self._weights],
+            [_stacked(parts, UNUSED) for parts in self._ids],
+            [_stacked(parts, 0) for parts in self._weights],
             rows,
         )
+
+
+def _stacked(parts: Sequence[Tensor], unused: int) -> Tensor:
+    """Rows of all passes; some routers take another number of slots in each."""
+    slots = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, slots - part.shape[1]), value=unused) for part in parts])
 
 
 def _half(rows: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from kernels import PlaneMatrix
 from moe.fused.rotary import RotaryTable
+from routing.routers import RouterRule
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Style = Literal["half", "pairs", "pairs_to_halves"]
-Score = Literal["softmax", "sigmoid", "mixer"]
-GroupScore = Literal["max", "top2"]
 
 
 class NotDescribed(Exception):
@@ -134,24 +133,11 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
-class RouterRule:
-    """Scores of experts, the choice among them, and the weights of the chosen.
-
-    Chosen are the ``top_k`` largest of score + correction, within the ``groups_kept`` best groups
-    (by their largest score, or the sum of their two largest). Weights are scores without
-    correction, divided by their sum if renormalised, times ``scale``.
-    """
+class Router:
+    """A rule, and the matrix whose logits it chooses by."""
 
     weight: Projection
-    score: Score
-    top_k: int
-    correction: Tensor | None = None  # (E,) float32
-    groups: int = 1
-    groups_kept: int = 1
-    group_score: GroupScore = "max"
-    renormalise: bool = False
-    scale: float = 1.0
-    mixer_threshold: float = 0.0
+    rule: RouterRule
 
 
 @dataclass(frozen=True)
@@ -167,7 +153,7 @@ class Experts:
 
     layer: int  # counted over MoE layers
     num_experts: int
-    router: RouterRule | OwnRouter
+    router: Router | OwnRouter
     shared: FeedForward | None
     shared_gate: Projection | None  # (1, H): its sigmoid weights the shared expert
     scale: float  # of the routed experts' sum

@@ -32,6 +32,16 @@ class Call:
     kwargs: dict[str, Any]
     outputs: tuple[Any, ...]
 
+    @classmethod
+    def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> Call:
+        """As a forward hook is told."""
+        flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        return cls(
+            tuple(_copy(value) for value in inputs),
+            {name: _copy(value) for name, value in kwargs.items()},
+            tuple(_copy(value) for value in flat),
+        )
+
     @property
     def hidden(self) -> Tensor:
         """The first tensor that went in."""
@@ -105,13 +115,7 @@ def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
         return output, None
 
     def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
-        flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        call = Call(
-            tuple(_copy(value) for value in inputs),
-            {name: _copy(value) for name, value in kwargs.items()},
-            tuple(_copy(value) for value in flat),
-        )
-        seen.calls.setdefault(module, []).append(call)
+        seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
 
     AttentionInterface.register(WATCHED, attention)
     AttentionMaskInterface.register(WATCHED, packed_mask)

@@ -15,6 +15,7 @@ from kernels.cpu.calls import DTYPES
 from kernels.cpu.plans import plan_matrix
 from moe.fused import description as d
 from moe.fused.description import NotDescribed
+from routing.routers import RouterRule
 
 _CURVES: dict[d.Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _MAX_ROTATED = 1024
@@ -51,9 +52,9 @@ class Keeper:
             record.routed_scale = feed.scale
             if feed.shared_gate is not None:
                 record.shared_gate = self.matrix(feed.shared_gate)
-            if isinstance(feed.router, d.RouterRule):
+            if isinstance(feed.router, d.Router):
                 record.router = self.matrix(feed.router.weight)
-                record.rule = self._rule(feed.router, feed.num_experts)
+                record.rule = self._rule(feed.router.rule, feed.num_experts)
         return record
 
     def norm(self, norm: d.Norm | None) -> native.Norm:
@@ -126,7 +127,7 @@ class Keeper:
         )
         point(record, rotation)
 
-    def _rule(self, rule: d.RouterRule, num_experts: int) -> native.Rule:
+    def _rule(self, rule: RouterRule, num_experts: int) -> native.Rule:
         if rule.groups > _MAX_GROUPS:
             raise NotDescribed(f"experts come in {rule.groups} groups")
         return native.Rule(

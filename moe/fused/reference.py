@@ -150,8 +150,10 @@ def _feed(feed: FeedForward | Experts, rows: Tensor, visit: Visitor) -> Tensor:
         inner = ACTIVATIONS[feed.activation](project(feed.gate, rows)) * project(feed.up, rows)
         return project(feed.down, inner)
     router = feed.router
-    ids, weights = router.forward(rows) if isinstance(router, OwnRouter) else route(router, rows)
-    routing = Routing.from_router(ids, weights, feed.num_experts)
+    if isinstance(router, OwnRouter):
+        routing = Routing.from_router(*router.forward(rows), feed.num_experts)
+    else:
+        routing = route(router, rows)
     output = visit(feed.layer, rows, routing) * feed.scale
     if feed.shared is not None:
         shared = _feed(feed.shared, rows, visit)

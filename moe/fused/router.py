@@ -15,24 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from moe.fused.description import (
-    GroupScore,
     NotDescribed,
     OwnRouter,
     Projection,
-    RouterRule,
-    Score,
+    Router,
 )
 from moe.fused.observe import Observation
 from moe.fused.parts import project, same
+from routing import Routing
+from routing.routers import GroupScore, RouterRule, Score
 
 _ROWS = 256
 _TOLERANCE = 1e-4
+_SAME_SCALE = 1e-5
 
 
 def describe_router(
     block: nn.Module, experts: nn.Module, ids: Tensor, weights: Tensor, seen: Observation
-) -> RouterRule | OwnRouter:
-    """The rule of the router in ``block`` that gave its experts these ids and weights."""
+) -> Router | OwnRouter:
+    """The router in ``block`` that gave its experts these ids and weights."""
     own = _own_module(block, experts, ids, weights, seen)
     whole = seen.call(block)
     assert whole is not None
@@ -44,66 +45,44 @@ def describe_router(
     else:
         rows = whole.hidden.reshape(-1, size)
     seat: Any = experts.expert_seat
-    for rule in _rules(block, experts, seat.num_experts, ids.shape[-1]):
-        fitted = _fit(rule, rows.float(), ids, weights.float())
-        if fitted is not None:
-            return fitted
+    expected = Routing.from_router(ids, weights, seat.num_experts)
+    for router in _routers(block, experts, seat.num_experts, ids.shape[-1]):
+        scale = _scale(router, rows.float(), expected)
+        if scale is not None:
+            return replace(router, rule=replace(router.rule, scale=_exact(scale, block)))
     if own is None:
         raise NotDescribed("the router follows no rule that is known here")
     return OwnRouter(own)
 
 
-def route(rule: RouterRule, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``(T, K)`` ids and weights of float32 rows ``(T, H)``."""
-    logits = project(rule.weight, rows)
-    if rule.score == "mixer":
-        return _mix(logits, rule)
-    scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
-    chosen_by = scores if rule.correction is None else scores + rule.correction
-    if rule.groups > 1:
-        grouped = chosen_by.unflatten(-1, (rule.groups, -1))
-        best = grouped.topk(1 if rule.group_score == "max" else 2, -1).values.sum(-1)
-        kept = torch.zeros_like(best).scatter(-1, best.topk(rule.groups_kept, -1).indices, 1.0)
-        chosen_by = grouped.masked_fill(kept[..., None] == 0, -float("inf")).flatten(-2)
-    ids = chosen_by.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
-    weights = scores.gather(-1, ids)
-    if rule.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights * rule.scale
+def route(router: Router, rows: Tensor) -> Routing:
+    """The decision for float32 rows ``(T, H)``."""
+    rule = router.rule
+    return rule.select(rule.scores(project(router.weight, rows)))
 
 
-def _mix(logits: Tensor, rule: RouterRule) -> tuple[Tensor, Tensor]:
-    """SparseMixer (arXiv 2409.12136): one after the other, the largest logit is taken and weighted
-    by a softmax over those logits left that come near it."""
-    left, ids, weights = logits, [], []
-    for _ in range(rule.top_k):
-        best, index = left.max(-1, keepdim=True)
-        far = (best - logits) / logits.abs().clamp(min=best) > rule.mixer_threshold
-        probabilities = left.masked_fill(far, -float("inf")).softmax(-1)
-        ids.append(index)
-        weights.append(probabilities.gather(-1, index))
-        left = left.scatter(-1, index, -float("inf"))
-    return torch.cat(ids, -1), torch.cat(weights, -1) * rule.scale
-
-
-def _fit(rule: RouterRule, rows: Tensor, ids: Tensor, weights: Tensor) -> RouterRule | None:
-    """The rule with its scale, if it gives these choices (in any order) and weights."""
-    actual_ids, actual = route(rule, rows)
-    order, actual_order = ids.sort(-1), actual_ids.sort(-1)
-    if not torch.equal(order.values, actual_order.values):
+def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:
+    """What to multiply weights by, if the router then gives these decisions; else None."""
+    actual = route(router, rows)
+    if not torch.equal(actual.expert_ids, expected.expert_ids):
         return None
-    expected, actual = weights.gather(-1, order.indices), actual.gather(-1, actual_order.indices)
-    actual, expected = actual.detach(), expected.detach()
-    scale = float((expected * actual).sum() / (actual * actual).sum())
-    scale = 1.0 if abs(scale - 1) < 1e-5 else scale
-    if bool((expected - scale * actual).abs().max() > _TOLERANCE * expected.abs().max()):
+    ours, theirs = actual.weights.detach(), expected.weights.detach()
+    scale = float((theirs * ours).sum() / (ours * ours).sum())
+    if bool((theirs - scale * ours).abs().max() > _TOLERANCE * theirs.abs().max()):
         return None
-    return replace(rule, scale=scale)
+    return scale
 
 
-def _rules(
+def _exact(scale: float, block: nn.Module) -> float:
+    """The number that a fitted scale stands for: 1, or one of the modules' own."""
+    own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, float)]
+    return next((v for v in (1.0, *own) if abs(scale - v) <= _SAME_SCALE * abs(v)), scale)
+
+
+def _routers(
     block: nn.Module, experts: nn.Module, num_experts: int, top_k: int
-) -> Iterator[RouterRule]:
+) -> Iterator[Router]:
+    """Everything that the block's own tensors and numbers could mean, the likely first."""
     inside = set(experts.modules())
     modules = [module for module in block.modules() if module not in inside]
     tensors = [
@@ -125,10 +104,11 @@ def _rules(
                 continue
             weight = Projection(matrix.detach(), bias, module)
             for renormalise, groups, score in product((False, True), groupings, scores):
-                yield RouterRule(weight, score, top_k, correction, *groups, renormalise)
+                rule = RouterRule(top_k, score, correction, *groups, renormalise)
+                yield Router(weight, rule)
         for number in _numbers(modules):
             weight = Projection(matrix.detach(), None, module)
-            yield RouterRule(weight, "mixer", top_k, mixer_threshold=2 * number)
+            yield Router(weight, RouterRule(top_k, "mixer", mixer_threshold=2 * number))
 
 
 def _groupings(modules: list[nn.Module], num_experts: int) -> list[tuple[int, int, GroupScore]]:
@@ -143,7 +123,7 @@ def _groupings(modules: list[nn.Module], num_experts: int) -> list[tuple[int, in
     restricted = [
         (groups, kept, kind)
         for groups, kept, kind in product(counts, counts, kinds)
-        if kept < groups and num_experts % groups == 0
+        if kept < groups and num_experts % groups == 0 and (kind == "max" or groups < num_experts)
     ]
     return [*restricted, (1, 1, "max")]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import decode as native
-from moe.fused.description import Description, Experts, NotDescribed, RouterRule
+from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
 from moe.fused.reference import Visitor
 from moe.kv import SequenceKV, Work
@@ -40,7 +40,7 @@ class FusedStep:
             for record, layer in zip(self._records, description.layers, strict=True)
         ]
         routers = [experts.router for _, experts in self._layers if experts is not None]
-        chosen = {router.top_k for router in routers if isinstance(router, RouterRule)}
+        chosen = {router.rule.top_k for router in routers if isinstance(router, Router)}
         if len(chosen) > 1:
             raise NotDescribed("layers choose different numbers of experts")
         self._num_moe_layers, self._top_k = len(routers), max(chosen, default=0)
@@ -81,7 +81,7 @@ class FusedStep:
                 own = experts.router
                 routing = (
                     Routing(ids, weights)
-                    if isinstance(own, RouterRule)
+                    if isinstance(own, Router)
                     else Routing.from_router(*own.forward(h), experts.num_experts)
                 )
                 routed = visit(experts.layer, h, routing).contiguous()

@@ -11,10 +11,11 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, Protocol
 
 from moe.completion import StreamEvent
-from moe.engine import Engine
+from moe.engine import StepLoop
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.sequence import RunningSequence
@@ -42,7 +43,7 @@ class EngineThread:
         listener: hears of tokens and failures, in `loop`.
 
     Attributes:
-        occupancy: of the engine after the last step or command; see the function of that name.
+        occupancy: of the engine after the last step or command; see `Engine.occupancy`.
         status: of the engine then; see `Engine.status`, and ``kv_tokens_limit``.
     """
 
@@ -55,7 +56,7 @@ class EngineThread:
         self._listener = listener
         self._loop = loop
         self._places: dict[RunningSequence, tuple[Job, int, int]] = {}
-        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
         self._thread.start()
 
@@ -81,7 +82,8 @@ class EngineThread:
             self._post(self._listener.on_failure, error)
 
     def _serve(self, model: MoE) -> None:
-        engine = model.engine()
+        engine = model.loop()
+        model.on_rank_loss(partial(self._post, self._listener.on_failure))
         self._look(engine)
         self._post(self._listener.on_loaded, model)
         while self._obey(engine):
@@ -89,14 +91,14 @@ class EngineThread:
                 self._step(engine)
             self._look(engine)
 
-    def _look(self, engine: Engine) -> None:
-        limit = engine.scheduler.kv_tokens
-        self.occupancy = occupancy(engine)
+    def _look(self, engine: StepLoop) -> None:
+        limit = engine.kv_tokens
+        self.occupancy = engine.occupancy()
         self.status = engine.status() | {
             "kv_tokens_limit": int(limit) if math.isfinite(limit) else None
         }
 
-    def _obey(self, engine: Engine) -> bool:
+    def _obey(self, engine: StepLoop) -> bool:
         """Carry out the commands there are; wait for one when idle. False: it was the last."""
         block = engine.idle
         while True:
@@ -109,7 +111,7 @@ class EngineThread:
             command(engine)
             block = False
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: StepLoop) -> None:
         outcomes: Outcomes = []
         for sequence, outcome in engine.step():
             if sequence not in self._places:  # its job has failed in this step
@@ -126,7 +128,7 @@ class EngineThread:
         if outcomes:
             self._post(self._listener.on_step, outcomes)
 
-    def _take(self, engine: Engine, job: Job) -> None:
+    def _take(self, engine: StepLoop, job: Job) -> None:
         try:
             for group in job.groups:
                 engine.submit(group)
@@ -137,7 +139,7 @@ class EngineThread:
         self._places |= {sequence: (job, *place) for sequence, place in job.places.items()}
         self._post(job.accept)
 
-    def _drop(self, engine: Engine, job: Job) -> None:
+    def _drop(self, engine: StepLoop, job: Job) -> None:
         for group in job.groups:
             engine.cancel(group)
         for sequence in job.places:
@@ -146,18 +148,3 @@ class EngineThread:
     def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
-
-
-def occupancy(engine: Engine) -> dict[str, int]:
-    """Who is in an engine between two steps; all zero when it is idle.
-
-    Known prefixes are nobody's: they give way to requests.
-    """
-    scheduler = engine.scheduler
-    known = scheduler.prefixes.num_tokens if scheduler.prefixes else 0
-    return {
-        "waiting_prompts": len(scheduler.waiting),
-        "prompts_being_read": len(scheduler.wave.pieces) if scheduler.wave else 0,
-        "running_sequences": len(scheduler.running),
-        "kv_tokens": int(scheduler.num_used_tokens()) - known,
-    }

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moe.server.speculation_metrics import speculation_metrics
+
 Readings = Mapping[str, Mapping[str, Any]]
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
@@ -85,6 +87,7 @@ class _Readings(Collector):
         readings = self._read()
         yield from _experts(readings["stats"])
         yield from _offload(readings["stats"].get("offload"))
+        yield from speculation_metrics(readings["stats"].get("speculation"))
         yield from _prefixes(readings["engine"].get("prefixes") or {})
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),

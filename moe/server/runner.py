@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
+from moe.errors import RankLostError
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.server.engine_thread import EngineThread, Outcomes
@@ -163,9 +164,13 @@ class Runner:
             job.queue.put_nowait(outcome)
 
     def on_failure(self, error: BaseException) -> None:
+        if self.state == "failed":
+            return
         if self.model is not None:  # `serve` reports why loading failed
             log_failure("(every one)", error)
         self.state, self.failure = "failed", error
+        if isinstance(error, RankLostError):
+            self._fail_all(APIError(500, f"{error}; ask again later", code="rank_lost"))
         self._fail_all(APIError(500, GENERIC, code="engine_failed"))
         self.changed.set()
 

@@ -68,7 +68,8 @@ def serve(
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        signals = {signal.SIGTERM, signal.SIGINT}
+        for number in (n for n in signals if signal.getsignal(n) is not signal.SIG_IGN):
             loop.add_signal_handler(number, _on_signal, service)
         return await service.run(say_ready)
 

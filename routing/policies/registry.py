@@ -6,10 +6,23 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from routing.policies.base import Policy, PolicyChain
+from routing.policies.odp import OnlineDynamicPruning
+from routing.policies.pesf import PrefillSkipping
+from routing.policies.resident import Resident
+from routing.policies.sharing import Seq, Vote
 from routing.policies.top_k import TopK
+from routing.policies.top_p import TopP
 from routing.routing import RoutingError
 
-POLICIES: dict[str, Callable[[list[str]], Policy]] = {"top_k": TopK.parse}
+POLICIES: dict[str, Callable[[list[str]], Policy]] = {
+    "des_seq": Seq.parse,
+    "des_vote": Vote.parse,
+    "odp": OnlineDynamicPruning.parse,
+    "pesf": PrefillSkipping.parse,
+    "resident": Resident.parse,
+    "top_k": TopK.parse,
+    "top_p": TopP.parse,
+}
 
 
 def parse_policies(specs: Sequence[str], *, lossless: bool) -> PolicyChain:

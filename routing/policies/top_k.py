@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from routing.policies.base import RoutingContext
+from routing.policies.base import Policy, RoutingContext
 from routing.routing import UNUSED, Routing, RoutingError, select_top_k
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Policy):
     """Keep the ``top_k`` heaviest slots of each token.
 
     With ``renormalise`` the kept weights are scaled so that their sum is that of all slots before;
@@ -21,7 +21,6 @@ class TopK:
 
     top_k: int
     renormalise: bool = True
-    lossless: bool = False
 
     @property
     def spec(self) -> str:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from routing.predict.base import Clue
 from routing.predict.ensemble import Ensemble, Weights
-from routing.predict.gate import Gate, Rule
+from routing.predict.gate import Gate
 from routing.predict.lookahead import Lookahead, PreAttention
 from routing.predict.path import Path
 from routing.predict.token_table import TokenTable
+from routing.routers import RouterRule
 from routing.routing import RoutingError
 
 PREDICTORS: dict[str, tuple[str, ...]] = {
@@ -43,7 +44,7 @@ class Model:
 
     num_experts: tuple[int, ...]
     vocabulary: int
-    rules: tuple[Rule, ...]
+    rules: tuple[RouterRule, ...]
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from routing.predict.gate import Gate, Rule
+from routing.predict.gate import Gate
+from routing.routers import RouterRule
 
 RANK = 32
 _STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
 """Of the pull, in units of the mean square of a row's elements."""
 
 
-def fit_gate(rows: Tensor, logits: Tensor, rule: Rule, start: Tensor | None) -> Gate:
+def fit_gate(rows: Tensor, logits: Tensor, rule: RouterRule, start: Tensor | None) -> Gate:
     """A gate of rank at most `RANK` that gives ``logits`` for ``rows``.
 
     Args:

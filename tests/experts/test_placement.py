@@ -19,7 +19,7 @@ from experts.placement import (
     step_costs,
 )
 from experts.placement.placement import Floats
-from routing.balance import share_by_price, share_evenly
+from experts.placement.sharing import share_by_price, share_evenly
 
 GOLDEN = (
     # Loads, placement by groups and nodes, imbalance of it and of the global one: EPLB's README.

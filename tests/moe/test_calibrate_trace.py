@@ -59,7 +59,7 @@ def test_gates_that_are_found_choose_as_the_routers_do(
     model = tiny_moe(model_type)
     trace = record(model._trunk, model._experts, WINDOWS)
     assert trace.rows is not None
-    found = find_gates(model._trunk, model._experts.run)
+    found = find_gates(model._trunk)
     assert len(found) == len(trace.num_experts)
     for layer, one in enumerate(found):
         assert one.gate is not None, one.reason

@@ -41,6 +41,7 @@ def test_json_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "hit_ratio",
         "disk_bytes_read",
         "peak_rss_bytes",
+        "speculation",
     }
     assert result["stats"]["hit_ratio"] is None  # all experts are in memory
     assert result["stats"]["new_tokens"] == len(result["token_ids"]) == 8
@@ -175,11 +176,13 @@ def test_the_command_line_is_frozen() -> None:
         "serve": sorted([*model, *sampling, *usual, "--api-key", "--host", "--port"]),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]
-            + ["--calibration", "--target-bits", "--target-gib"]
+            + ["--calibration", "--repair-routers", "--target-bits", "--target-gib"]
         ),
+        "trace": sorted([*model, *usual, "--json", "--out", "--text", "--tokens"]),
         "eval": sorted([*model, *usual, "--against", "--json", "--text", "--tokens"]),
         "inspect": sorted([*usual, "--image"]),
         "calibrate": sorted([*model, *usual, "--compression", "--out", "--text", "--tokens"]),
-        "plan": sorted([*model, *usual, "--json"]),
+        "plan": sorted([*model, *usual, "--json", "--link", "--network", "--nodes", "--ranks"]),
+        "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens"]),
         "doctor": usual,
     }

@@ -14,7 +14,8 @@ from experts.manifest import StoreError, read_manifest
 from kernels import QuantizedExperts
 from moe import MoE, allotment
 from moe.allotment import Budget
-from moe.calibrate.compression import analyse, inputs_of, layer_path, load_statistics, whole_layer
+from moe.calibrate.compression import analyse, inputs_of, layer_path, load_statistics
+from moe.calibrate.pieces import pieces
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
 from moe.cli import main
@@ -74,11 +75,11 @@ def test_a_stopped_analysis_goes_on(
     layer_path(folder, 1).write_bytes(before[1][:-8])
     measured: list[int] = []
 
-    def spy(model: MoE, layer: int) -> Any:
-        measured.append(layer)
-        return whole_layer(model, layer)
+    def spy(experts: Any) -> Any:
+        measured.append(model._experts.layers.index(experts))
+        return pieces(experts)
 
-    monkeypatch.setattr("moe.calibrate.compression.whole_layer", spy)
+    monkeypatch.setattr("moe.calibrate.compression.pieces", spy)
     analyse(model, trace, folder, read_tokens=200, group_size=32)
     assert measured == [1]
     assert [layer_path(folder, layer).read_bytes() for layer in range(2)] == before
@@ -217,3 +218,11 @@ def test_analysis_needs_rows(model: MoE, trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="needs the rows that experts read"):
         analyse(model, bare, tmp_path)
     assert inputs_of(trace, 0).hidden_TH.shape[0] == trace.num_tokens
+
+
+def test_analysis_is_for_the_cpu(
+    model: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model._trunk, "device", torch.device("cuda:1"))
+    with pytest.raises(CalibrationError, match="the model is on cuda:1: add --set device=cpu"):
+        analyse(model, trace, tmp_path)

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.errors import RequestError
 from moe.lanes import LaneState
+from moe.runner import Runner
 from moe.visit import Visit
 
 GREEDY = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
@@ -48,6 +49,7 @@ def test_cancelling_the_last_reader_of_a_wave_frees_its_lanes_at_once(
     group = model.request(list(range(3, 63)), GREEDY)
     engine.submit(group)
     engine.step()
+    assert isinstance(engine.runner, Runner)
     reading = engine.runner._reading
     assert reading is not None
     engine.cancel(group)
@@ -68,7 +70,7 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
     running = model.request([5, 6, 7], GREEDY)
     engine.submit(running)
     engine.step()
-    real, broken = engine.runner.experts.run, [True]
+    real, broken = model._experts.run, [True]
 
     def fail_once(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
         if layer == 1 and sum(len(visit.hidden_states) for visit in visits) > 10 and broken:
@@ -76,7 +78,7 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
             raise OSError("an expert cannot be read")
         return real(layer, visits)
 
-    monkeypatch.setattr(engine.runner.experts, "run", fail_once)
+    monkeypatch.setattr(model._experts, "run", fail_once)
     arriving, late = model.request(list(range(3, 63)), GREEDY), model.request([9, 8], GREEDY)
     engine.submit(arriving)
     outcomes = []

@@ -125,8 +125,8 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[Group]:
     groups = [request.group(model) for request in requests]
     for group in groups:
         for sequence in group.sequences:
-            spy = SamplerSpy(sequence, sequence._sampler)
-            sequence._sampler = spy  # type: ignore[assignment]
+            spy = SamplerSpy(sequence, sequence.sampler)
+            sequence.sampler = spy  # type: ignore[assignment]
     for clock in range(500):
         for group, request in zip(groups, requests, strict=True):
             if clock == request.arrives:
@@ -175,7 +175,7 @@ def test_every_mode_gives_the_logits_of_each_sequence_alone(
                 assert len(sequence.token_ids) == request.new
             if not sequence.token_ids:
                 continue
-            spy = sequence._sampler
+            spy = sequence.sampler
             assert isinstance(spy, SamplerSpy)
             expected = torch.stack(spy.expected(model._trunk, model._experts.run))
             torch.testing.assert_close(torch.stack(spy.logits), expected, atol=TOLERANCE, rtol=1e-5)

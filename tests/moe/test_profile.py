@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 import configs
+from moe.errors import ProfileError
 from moe.profile import KEYS, Profile, load_profile, print_config, value_of
 from moe.profile_sources import parse_assignments
 
@@ -69,6 +70,28 @@ def test_the_keys_are_these() -> None:
         "offload.reader",
         "offload.borrow",
         "offload.hot_set",
+        "speculation.mode",
+        "speculation.max_depth",
+        "speculation.bits",
+        "speculation.experts",
+        "speculation.core",
+        "speculation.core_share",
+        "speculation.skip_layers",
+        "speculation.contrast",
+        "speculation.contrast_rank",
+        "speculation.contrast_floor",
+        "parallel.enabled",
+        "parallel.timeout_s",
+        "parallel.start_timeout_s",
+        "parallel.on_rank_loss",
+        "parallel.placement",
+        "parallel.replicas",
+        "parallel.rebalance",
+        "parallel.rebalance_horizon_s",
+        "parallel.combine",
+        "parallel.payload",
+        "parallel.buffer_rows",
+        "parallel.overlap",
         "server.max_waiting",
         "server.max_body_bytes",
         "server.read_timeout_s",
@@ -189,3 +212,11 @@ def test_what_print_config_shows_can_be_set_again(overrides: dict[str, Any]) -> 
     ]
     again = load_profile(None, parse_assignments(shown), NO_ENVIRONMENT)
     assert again.profile == loaded.profile
+
+
+def test_rounded_rows_between_ranks_are_not_lossless() -> None:
+    rounded = {"parallel.payload": "int8"}
+    with pytest.raises(ProfileError, match=r"parallel.payload: int8 .* set lossless: false"):
+        load_profile(None, rounded, NO_ENVIRONMENT)
+    profile = load_profile(None, {**rounded, "lossless": False}, NO_ENVIRONMENT).profile
+    assert profile.parallel.payload == "int8"

@@ -36,6 +36,16 @@ def test_empty_files_and_sections_are_the_defaults(tmp_path: Path, text: str) ->
     assert load_profile(write(tmp_path, text), environ=NO_ENVIRONMENT).profile == Profile()
 
 
+@pytest.mark.parametrize("off", ["off", "'off'", "Off"])
+def test_off_is_a_word(tmp_path: Path, off: str) -> None:
+    text = (
+        f"engine: {{fused: {off}}}\noffload: {{predictor: {off}}}\nspeculation: {{mode: {off}}}\n"
+    )
+    profile = load_profile(write(tmp_path, text), environ=NO_ENVIRONMENT).profile
+    assert (profile.engine.fused, profile.offload.predictor) == ("off", "off")
+    assert profile.speculation.mode == "off"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -14,11 +14,12 @@ from torch import Tensor
 from routing import Routing
 from routing.predict import contexts
 from routing.predict.base import Clue, floats
-from routing.predict.gate import Gate, Rule, sigmoid
+from routing.predict.gate import Gate, margins, sigmoid
 from routing.predict.lookahead import ANY_DISTANCE, Lookahead, PreAttention, normed
 from routing.predict.path import CONTEXT, Path, PathNetwork, fit_path
 from routing.predict.ridge import fit_gate
 from routing.predict.token_table import fit_token_table
+from routing.routers import RouterRule
 
 E, K, V, H = 12, 2, 30, 16
 ROUTING = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
@@ -96,8 +97,8 @@ def test_a_token_table_of_different_layers_and_unused_slots() -> None:
     assert sigmoid(second[0, 2]) < 0.5 < sigmoid(first[0, 1])
 
 
-def _rule_oracle(rule: Rule, logits: Tensor) -> Tensor:
-    scores = {"logits": lambda x: x, "softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
+def _rule_oracle(rule: RouterRule, logits: Tensor) -> Tensor:
+    scores = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
     values = scores[rule.score](logits)
     if rule.correction is not None:
         values = values + rule.correction
@@ -114,14 +115,14 @@ def _rule_oracle(rule: Rule, logits: Tensor) -> Tensor:
 
 @given(
     st.integers(0, 1 << 30),
-    st.sampled_from(["logits", "softmax", "sigmoid"]),
+    st.sampled_from(["softmax", "sigmoid"]),
     st.booleans(),
     st.sampled_from([(1, 1, "max"), (4, 2, "max"), (3, 1, "top2"), (4, 3, "top2")]),
 )
 def test_margins_are_positive_for_the_chosen_alone(seed, score, corrected, grouping) -> None:  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(seed)
     correction = torch.rand(E, generator=generator) if corrected else None
-    rule = Rule(K, score, correction, *grouping)
+    rule = RouterRule(K, score, correction, *grouping)
     logits = torch.randn(5, E, generator=generator)
     expected = _rule_oracle(rule, logits)
     gate = Gate(torch.eye(E), rule)
@@ -136,13 +137,13 @@ def test_margins_are_positive_for_the_chosen_alone(seed, score, corrected, group
 
 
 def test_every_expert_is_sure_where_all_are_taken() -> None:
-    assert (Rule(3).margins(np.zeros((2, 3), np.float32)) > 10).all()
+    assert (margins(RouterRule(3), np.zeros((2, 3), np.float32)) > 10).all()
 
 
 def test_lookahead_is_the_later_gate_on_earlier_rows() -> None:
     generator = torch.Generator().manual_seed(2)
     gate = Gate(
-        torch.randn(E, H, generator=generator), Rule(K), torch.randn(E, generator=generator)
+        torch.randn(E, H, generator=generator), RouterRule(K), torch.randn(E, generator=generator)
     )
     clue = Lookahead("x", {(2, 1): gate, (3, ANY_DISTANCE): gate})
     rows = torch.randn(4, H, generator=generator)
@@ -164,7 +165,7 @@ def test_lookahead_is_the_later_gate_on_earlier_rows() -> None:
 
 def test_pre_attention_is_exact_where_a_model_routes_before_attention() -> None:
     generator = torch.Generator().manual_seed(3)
-    router = Gate(torch.randn(E, H, generator=generator), Rule(K))
+    router = Gate(torch.randn(E, H, generator=generator), RouterRule(K))
     entered = 5 * torch.randn(800, H, generator=generator)
     read = torch.from_numpy(normed(floats(entered)))
     logits = torch.from_numpy(router.logits(floats(read)))
@@ -186,7 +187,7 @@ def test_a_fitted_gate_foresees_a_linear_change(experts: int) -> None:
     change = torch.eye(size) + 0.5 * torch.randn(size, size, generator=generator) / size**0.5
     rows = torch.randn(1500, size, generator=generator)
     logits = rows @ change.T @ router.T + 0.3
-    gate = fit_gate(rows[:1000], logits[:1000], Rule(K), router)
+    gate = fit_gate(rows[:1000], logits[:1000], RouterRule(K), router)
     made = torch.from_numpy(gate.logits(floats(rows[1000:])))
     assert float((made - logits[1000:]).abs().max()) < 0.1
     assert (gate.down is not None) == (experts > 32)
@@ -197,7 +198,7 @@ def test_few_rows_do_not_pull_a_gate_away_from_its_start() -> None:
     router = torch.randn(E, H, generator=generator)
     rows = torch.randn(10, H, generator=generator)
     noisy = rows @ router.T + torch.randn(10, E, generator=generator)
-    gate = fit_gate(rows, noisy, Rule(K), router)
+    gate = fit_gate(rows, noisy, RouterRule(K), router)
     assert float((gate.weight - router).abs().mean()) < 0.5
 
 

@@ -12,9 +12,10 @@ from routing import Routing
 from routing.predict.base import ClueBase, Floats, Tensors
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
 from routing.predict.ensemble import Ensemble, Situation, fit_logistic, fit_situation
-from routing.predict.gate import Gate, Rule
+from routing.predict.gate import Gate
 from routing.predict.lookahead import Lookahead
 from routing.predict.token_table import fit_token_table
+from routing.routers import RouterRule
 from routing.routing import RoutingError
 
 E, R = 6, 20_000
@@ -101,7 +102,7 @@ def test_each_situation_has_its_own_weights() -> None:
 
 def calibrated() -> Calibrated:
     generator = torch.Generator().manual_seed(1)
-    rules = (Rule(2), Rule(2, "sigmoid", torch.rand(E, generator=generator)))
+    rules = (RouterRule(2), RouterRule(2, "sigmoid", torch.rand(E, generator=generator)))
     ids = [torch.rand(50, E, generator=generator).topk(2).indices for _ in rules]
     tokens = torch.randint(9, (50, 2), generator=generator)
     table = fit_token_table(tokens, ids, [E, E], 9)

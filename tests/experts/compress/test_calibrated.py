@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from experts.compress.calibrated import MIN_ROWS, output_errors, quantize_calibrated, too_few
+from experts.compress.calibrated import (
+    MIN_ROWS,
+    output_errors,
+    quantize_at_each_width,
+    quantize_calibrated,
+    too_few,
+)
 from experts.compress.damage import DAMAGE_MODELS, predicted_damage
 from experts.compress.inputs import LayerInputs, moments
 from experts.compress.statistics import LayerStatistics, StatisticsError, usage
 from experts.weights import dequantize_experts, quantize_experts
-from kernels import ExpertWeights, experts_forward
+from kernels import ExpertWeights, QuantizedExperts, experts_forward
+from kernels.planes import PREFIX_BITS
 
 EXPERTS, HIDDEN, WIDTH, TOKENS, TOP_K = 4, 64, 32, 900, 2
 
@@ -53,6 +60,10 @@ def inputs() -> LayerInputs:
     return LayerInputs(hidden, ids.to(torch.int16), weights)
 
 
+def lost_by(layer: ExpertWeights, quantized: QuantizedExperts, inputs: LayerInputs) -> Tensor:
+    return output_errors(layer, dequantize_experts(quantized), inputs)
+
+
 def forward(layer: ExpertWeights, inputs: LayerInputs) -> Tensor:
     return experts_forward(inputs.hidden_TH, inputs.expert_ids_TK.long(), inputs.weights_TK, layer)
 
@@ -61,7 +72,7 @@ def test_errors_are_those_of_the_layers_output(layer: ExpertWeights, inputs: Lay
     """Each expert replaced alone, in the whole layer's forward."""
     quantized = quantize_calibrated(layer, inputs, [2] * EXPERTS, nested=True)
     coarse, exact = dequantize_experts(quantized), forward(layer, inputs)
-    for expert, error in enumerate(output_errors(layer, quantized, inputs)):
+    for expert, error in enumerate(lost_by(layer, quantized, inputs)):
         first, second = layer.gate_up_EGH.clone(), layer.down_EHF.clone()
         first[expert], second[expert] = coarse.gate_up_EGH[expert], coarse.down_EHF[expert]
         alone = forward(replace(layer, gate_up_EGH=first, down_EHF=second), inputs)
@@ -74,7 +85,7 @@ def test_it_loses_less_than_rounding(
 ) -> None:
     compensated = quantize_calibrated(layer, inputs, [2] * EXPERTS, nested=nested)
     plain = quantize_experts(layer, bits=2)
-    lost, lost_plain = (output_errors(layer, q, inputs) for q in (compensated, plain))
+    lost, lost_plain = (lost_by(layer, q, inputs) for q in (compensated, plain))
     assert (lost[:-1] < 0.9 * lost_plain[:-1]).all()
     assert lost[-1] == lost_plain[-1]  # too few rows
 
@@ -87,8 +98,8 @@ def test_what_is_made_for_its_own_bits_loses_less_there(
             quantize_calibrated(layer, inputs, [bits] * EXPERTS, nested=nested)
             for nested in (False, True)
         )
-        lost = [output_errors(layer, q, inputs).sum() for q in (own, nested)]
-        lost_coarse = [output_errors(layer, q.at_most(2), inputs).sum() for q in (own, nested)]
+        lost = [lost_by(layer, q, inputs).sum() for q in (own, nested)]
+        lost_coarse = [lost_by(layer, q.at_most(2), inputs).sum() for q in (own, nested)]
         assert lost[0] < lost[1]
         assert lost_coarse[0] > lost_coarse[1]
 
@@ -102,6 +113,23 @@ def test_experts_keep_their_own_bits_and_prefixes(
     for expert, own in enumerate(bits):
         alone = quantize_calibrated(layer, inputs, [own] * EXPERTS, nested=False)
         pairs = zip(mixed.planes[expert], alone.planes[expert], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_all_widths_at_once_are_each_alone(layer: ExpertWeights, inputs: LayerInputs) -> None:
+    for bits, found in zip(PREFIX_BITS, quantize_at_each_width(layer, inputs, 32), strict=True):
+        alone = quantize_calibrated(layer, inputs, [bits] * EXPERTS, 32, nested=False)
+        for expert in range(EXPERTS):
+            pairs = zip(found.planes[expert], alone.planes[expert], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_some_experts_of_the_inputs(layer: ExpertWeights, inputs: LayerInputs) -> None:
+    """What another order and absent experts leave is the same rows with the same weights."""
+    some = inputs.of_experts([2, 0])
+    assert torch.equal(some.counts(2), inputs.counts(EXPERTS)[[2, 0]])
+    for new, old in enumerate((2, 0)):
+        pairs = zip(some.rows_of(new), inputs.rows_of(old), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -132,7 +160,7 @@ def test_moments_count_rows_by_their_squared_weight(
 @pytest.fixture
 def statistics(layer: ExpertWeights, inputs: LayerInputs) -> LayerStatistics:
     finest = quantize_calibrated(layer, inputs, [8] * EXPERTS, nested=True)
-    errors = [output_errors(layer, finest.at_most(bits), inputs) for bits in (2, 4, 8)]
+    errors = [lost_by(layer, finest.at_most(bits), inputs) for bits in (2, 4, 8)]
     losses = torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64)
     return LayerStatistics(inputs, *usage(inputs, EXPERTS), torch.stack(errors, 1), losses)
 

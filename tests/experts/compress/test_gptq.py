@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.compress.gptq import cell, compensate, damped, nearest, spread, weighted_error
+from experts.compress.gptq import (
+    Moments,
+    cell,
+    compensate,
+    damped,
+    nearest,
+    spread,
+    weighted_error,
+)
 from kernels.planes import ZERO_CODE, quantize
 
 GROUP = 32
@@ -45,7 +53,7 @@ def rounded(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
 )
 def test_never_worse_than_rounding(seed: int, columns: int, tokens: int, bits: int) -> None:
     weight, moment, scales = case(seed, 4, columns, tokens)
-    codes = compensate(weight, moment, scales, GROUP, [bits])
+    codes = compensate(weight, Moments.of(moment), scales, GROUP, [bits])
     plain = rounded(weight, scales, bits)
     lost, lost_plain = (
         weighted_error(value(own, bits, scales) - weight, moment) for own in (codes, plain)
@@ -55,7 +63,7 @@ def test_never_worse_than_rounding(seed: int, columns: int, tokens: int, bits: i
 
 def test_it_loses_much_less_where_inputs_move_together() -> None:
     weight, moment, scales = case(0, 64, 96, 4000)
-    codes = compensate(weight, moment, scales, GROUP, [2])
+    codes = compensate(weight, Moments.of(moment), scales, GROUP, [2])
     plain = rounded(weight, scales, 2)
     lost, lost_plain = (
         weighted_error(value(own, 2, scales) - weight, moment).sum() for own in (codes, plain)
@@ -67,7 +75,7 @@ def test_it_loses_much_less_where_inputs_move_together() -> None:
 def test_it_is_close_to_the_best_of_all_codes(seed: int) -> None:
     """Brute force over the four values of each of five weights."""
     weight, moment, scales = case(seed, 1, 5, 20)
-    codes = compensate(weight, moment, scales, GROUP, [2])
+    codes = compensate(weight, Moments.of(moment), scales, GROUP, [2])
     centres = torch.tensor(list(product([32.0, 96.0, 160.0, 224.0], repeat=5)))
     every = (centres - ZERO_CODE)[None] * spread(scales, GROUP, 5)
     lost = weighted_error(every - weight, moment)
@@ -81,7 +89,7 @@ def test_it_is_close_to_the_best_of_all_codes(seed: int) -> None:
 def test_every_prefix_of_nested_codes_is_good(seed: int, tokens: int) -> None:
     """Each finer one loses less, and the coarsest less than plain rounding."""
     weight, moment, scales = case(seed, 4, 70, tokens)
-    codes = compensate(weight, moment, scales, GROUP, [2, 4, 8])
+    codes = compensate(weight, Moments.of(moment), scales, GROUP, [2, 4, 8])
     lost = [weighted_error(value(codes, bits, scales) - weight, moment).sum() for bits in (2, 4, 8)]
     assert lost[0] > lost[1] > lost[2]
     plain = value(rounded(weight, scales, 2), 2, scales)
@@ -90,7 +98,7 @@ def test_every_prefix_of_nested_codes_is_good(seed: int, tokens: int) -> None:
 
 def test_without_inputs_it_is_plain_rounding() -> None:
     weight, moment, scales = case(1, 4, 70, 8)
-    codes = compensate(weight, torch.zeros_like(moment), scales, GROUP, [8])
+    codes = compensate(weight, Moments.of(torch.zeros_like(moment)), scales, GROUP, [8])
     assert torch.equal(codes, quantize(weight, GROUP)[0])
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import ExpertWeights, experts_forward
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
 from moe.kv import SequenceKV, Work
@@ -98,6 +100,29 @@ def test_forks_waves_and_preemption_change_nothing(
         )
         texts.append(generated(model, params))
     assert texts[0] == texts[1]
+
+
+def test_a_huge_prompt_in_a_step_takes_no_memory_from_decoding(
+    tiny_moe: Callable[[str], MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scratch memory is given back; a call that needs none of its own must not miss it."""
+    model = tiny_moe("qwen3_moe")
+    assert model.status()["fused"]["enabled"]
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = generated(model, params)
+    own = model._experts.layers[0]
+    assert isinstance(own, ExpertWeights)
+    huge = ExpertWeights(torch.zeros(8, 3072, 64), torch.zeros(8, 64, 1536), own.activation)
+    ids = torch.arange(8).expand(4096, 8).contiguous()
+    forward = model._experts.forward
+
+    def beside_a_prompt(*arguments: Any) -> torch.Tensor:
+        rows = forward(*arguments)
+        experts_forward(torch.zeros(4096, 64), ids, torch.ones(4096, 8), huge)
+        return rows
+
+    monkeypatch.setattr(model._experts, "forward", beside_a_prompt)
+    assert generated(model, params) == expected
 
 
 def test_statistics_count_the_same(

@@ -19,7 +19,7 @@ from moe.fused.description import (
     Layer,
     NotDescribed,
     OwnRouter,
-    RouterRule,
+    Router,
 )
 from moe.fused.observe import WATCHED, observe
 from moe.fused.probe import prove
@@ -81,8 +81,9 @@ def in_feed(**changes: object) -> Change:
 def in_router(**changes: object) -> Change:
     def change(layer: Layer) -> Layer:
         assert isinstance(layer.feed, Experts)
-        assert isinstance(layer.feed.router, RouterRule)
-        router = replace(layer.feed.router, **changes)  # type: ignore[arg-type]
+        assert isinstance(layer.feed.router, Router)
+        rule = replace(layer.feed.router.rule, **changes)  # type: ignore[arg-type]
+        router = replace(layer.feed.router, rule=rule)
         return replace(layer, feed=replace(layer.feed, router=router))
 
     return change
@@ -158,7 +159,7 @@ def test_a_step_that_computes_something_else_is_found() -> None:
 def test_a_router_without_a_known_rule_is_called_itself(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "_rules", lambda *_: [])
+    monkeypatch.setattr(router, "_routers", lambda *_: [])
     trunk = trunk_of(architecture)
     right = described(trunk)
     feeds = [layer.feed for layer in right.layers if isinstance(layer.feed, Experts)]

@@ -29,7 +29,7 @@ from moe.fused.description import (
     NotDescribed,
     Projection,
     Rotation,
-    RouterRule,
+    Router,
     Style,
     View,
 )
@@ -39,6 +39,7 @@ from moe.fused.rotary import RotaryTable
 from moe.fused.step import FusedStep
 from moe.kv import SequenceKV, Work
 from routing import Routing
+from routing.routers import RouterRule
 from tests.kernels.kernel_cases import TARGETS
 
 VOCABULARY = 50
@@ -134,14 +135,14 @@ class Maker:
         kind = self.draw(st.sampled_from(get_args(Activation)))
         return FeedForward(gate, up, self.projection(self.hidden, width), kind)
 
-    def rule(self) -> RouterRule:
+    def router(self) -> Router:
         experts = 12
         groups = self.draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
         mixer = self.draw(st.sampled_from([0.0, 0.0, 0.1]))
-        return RouterRule(
-            self.projection(experts, self.hidden, high=True),
-            "mixer" if mixer else self.draw(st.sampled_from(["softmax", "sigmoid"])),
+        weight = self.projection(experts, self.hidden, high=True)
+        rule = RouterRule(
             self.draw(st.integers(1, 4)),
+            "mixer" if mixer else self.draw(st.sampled_from(["softmax", "sigmoid"])),
             correction=0.3 * torch.randn(experts) if self.draw(st.booleans()) else None,
             groups=groups[0],
             groups_kept=groups[1],
@@ -150,18 +151,19 @@ class Maker:
             scale=1.5,
             mixer_threshold=mixer,
         )
+        return Router(weight, rule)
 
-    def experts(self, layer: int, rule: RouterRule) -> Experts:
+    def experts(self, layer: int, router: Router) -> Experts:
         shared = self.mlp() if self.draw(st.booleans()) else None
         gated = shared is not None and self.draw(st.booleans())
         gate = self.projection(1, self.hidden, high=True) if gated else None
-        return Experts(layer, 12, rule, shared, gate, self.draw(st.sampled_from([1.0, 0.7])))
+        return Experts(layer, 12, router, shared, gate, self.draw(st.sampled_from([1.0, 0.7])))
 
-    def layer(self, index: int, rule: RouterRule) -> Layer:
+    def layer(self, index: int, router: Router) -> Layer:
         dense = index == 0 and self.draw(st.booleans())
         return Layer(
             attention=self.latent(index) if self.draw(st.booleans()) else self.grouped(index),
-            feed=self.mlp() if dense else self.experts(index, rule),
+            feed=self.mlp() if dense else self.experts(index, router),
             attention_norm=self.maybe_norm(self.hidden),
             attention_post_norm=self.maybe_norm(self.hidden),
             feed_norm=self.norm(self.hidden),
@@ -171,11 +173,11 @@ class Maker:
         )
 
     def description(self, layers: int) -> Description:
-        rule = self.rule()
+        router = self.router()
         return Description(
             embedding=nn.Embedding(VOCABULARY, self.hidden).requires_grad_(False),
             embedding_scale=self.draw(st.sampled_from([1.0, 3.0])),
-            layers=tuple(self.layer(index, rule) for index in range(layers)),
+            layers=tuple(self.layer(index, router) for index in range(layers)),
             norm=self.norm(self.hidden),
             head=self.projection(VOCABULARY, self.hidden, high=True),
             logit_scale=self.draw(st.sampled_from([1.0, 0.25])),

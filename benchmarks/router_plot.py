@@ -1,0 +1,40 @@
+"""The figures of `benchmarks.routers` as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+PANELS = {
+    "bits_per_byte": "bits per byte",
+    "max_violation": "MaxVio of all text",
+    "chunk_sparsity": "share of experts that 8 tokens leave alone",
+    "cache_hits": "hits of an LRU cache of 25 %",
+    "reuse": "experts shared with the token before",
+    "fluctuation": "choices changed over the last quarter",
+}
+
+
+def plot(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """One panel a figure, one bar a router, one dot a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
+    names = list(results)
+    for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
+        for place, name in enumerate(names):
+            values = [run[metric] for run in results[name]]
+            axis.barh(place, mean(values), color="#9ecae1")
+            axis.plot(values, [place] * len(values), "k.", markersize=4)
+        lowest = min(run[metric] for runs in results.values() for run in runs)
+        if metric == "bits_per_byte":
+            axis.set_xlim(left=0.95 * lowest)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
+        axis.set_title(title)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,140 @@
+"""Does drafting pay: how much is accepted, what does it read, how fast is it, and who chose best?
+
+    python -m benchmarks.speculation [--quick] [--parts grid real replayed]
+
+- grid: what the shipped model accepts of drafts by a part of it (`benchmarks.speculation_grid`);
+- real: the shipped model end to end, all in memory and with a half and a quarter of its experts,
+  greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller, and
+  fixed depths of the elastic mode, in turns on the same prompts. Greedy tokens must be equal;
+- replayed: the store of 30 billion parameters, a half and a quarter resident, with routing of
+  published locality, and acceptance drawn from what `grid` measured on the shipped model at the
+  same share of residents: times are real, what is accepted is not (`speculation_replay`).
+
+``bytes_per_token`` is read from disk where experts are there, from memory elsewhere, drafts
+included. ``of best`` compares the controller with the best fixed depth of the same run, chosen in
+hindsight. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+from benchmarks.common import environment, print_header, print_json
+from benchmarks.offload_models import ROOT, Target, targets
+from benchmarks.speculation_grid import Grid, points
+from benchmarks.speculation_replay import replayed
+from benchmarks.speculation_runs import (
+    MAX_DEPTH,
+    Contender,
+    Prompts,
+    fixed,
+    load,
+    speculator,
+    take_turns,
+)
+from benchmarks.speculation_tables import describe, directions, show, show_grid
+from moe import MoE
+from moe.speculate.draft import Mode
+
+PARTS = ("grid", "real", "replayed")
+BATCHES = (1, 2, 4, 8, 16)
+
+
+def grid(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every cell at both temperatures."""
+    made = Grid(
+        MoE.from_pretrained(target.store), MoE.from_pretrained(ROOT / "examples/demo-model")
+    )
+    count, tokens = (1, 24) if options.quick else (6, 64)
+    return [
+        made.measure(point, count, tokens, temperature)
+        for temperature in options.temperatures
+        for point in points(options.quick)
+    ]
+
+
+def real(
+    target: Target, options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], bool, float | None]:
+    """Points of the shipped model, whether greedy tokens were equal, and the error of times."""
+    found, same, errors = [], True, list[float]()
+    for residency in options.residency:
+        model = load(target, residency)
+        mode = Mode("elastic", bits=4)
+        auto = speculator(model)
+        for temperature in options.temperatures:
+            for batch in options.batch:
+                contenders = [
+                    Contender("none", None, 0),
+                    Contender("auto", auto, None),
+                    *(
+                        Contender(mode.name, fixed(model, mode, depth), depth)
+                        for depth in options.depths
+                    ),
+                ]
+                prompts = Prompts(model)
+                settle = Contender("auto", auto, None)
+                take_turns(model, [settle], prompts, batch, options.tokens, temperature, 1)
+                same &= take_turns(
+                    model, contenders, prompts, batch, options.tokens, temperature, options.rounds
+                )
+                where = {"batch": batch, "residency": residency, "temperature": temperature}
+                found += describe(contenders, where)
+                errors += contenders[1].errors()
+                print(
+                    where, [f"{c.name}{c.depth or ''} {c.rate:.1f}" for c in contenders], flush=True
+                )
+        model.close()
+    return found, same, median(errors) if errors else None
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few cells, two batches, no 30 B store")
+    add("--parts", nargs="+", choices=PARTS, default=None)
+    add("--batch", type=int, nargs="+", default=None)
+    add("--residency", type=float, nargs="+", default=None)
+    add("--temperatures", type=float, nargs="+", default=None)
+    add("--depths", type=int, nargs="+", default=None, help="fixed ones")
+    add("--rounds", type=int, default=None)
+    add("--tokens", type=int, default=None, help="of each decoding")
+    options = parser.parse_args()
+    quick = options.quick
+    options.parts = options.parts or list(PARTS[:2] if quick else PARTS)
+    options.batch = options.batch or ([1, 4] if quick else list(BATCHES))
+    options.residency = options.residency or ([1.0, 0.5] if quick else [1.0, 0.5, 0.25])
+    options.temperatures = options.temperatures or ([0.0] if quick else [0.0, 0.8])
+    options.depths = options.depths or ([1, 3] if quick else list(range(1, MAX_DEPTH + 1)))
+    options.rounds = options.rounds or (1 if quick else 3)
+    options.tokens = options.tokens or (48 if quick else 128)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    facts = environment()
+    print_header(facts)
+    target = next(targets(["demo"]))
+    result: dict[str, Any] = {"lossless": None, "points": [], "predicted_vs_measured_error": None}
+    cells: list[dict[str, Any]] = []
+    if {"grid", "replayed"} & set(options.parts):
+        cells = grid(target, options)
+        show_grid(cells)
+        result |= {"grid": cells, "directions": directions(cells)}
+        print(result["directions"], flush=True)
+    if "real" in options.parts:
+        points_, same, error = real(target, options)
+        show("The shipped model, end to end", points_)
+        result |= {"lossless": same, "points": points_, "predicted_vs_measured_error": error}
+    if "replayed" in options.parts:
+        points_, replayed_error = replayed(cells, options)
+        show("30 B store: real times, replayed routing, acceptance of the shipped model", points_)
+        result |= {"replayed": points_, "replayed_error": replayed_error}
+    print_json({**facts, **result})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Decoding with drafts: engines that speculate in a given way, and what came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from benchmarks.offload_models import Target
+from benchmarks.predict import TEXTS, heldout
+from moe import MoE, SamplingParams
+from moe.engine import Engine
+from moe.sampling import Token
+from moe.settings import SpeculationSettings
+from moe.speculate import Speculator, enable_speculation
+from moe.speculate.draft import Mode
+from moe.speculate.fixed import FixedDepth
+
+MAX_DEPTH = 6
+PROMPT = 64
+KV_TOKENS = 8192
+SKIP = 10_000
+"""Tokens of held-out text before the prompts: what comes first may have been learnt from."""
+
+
+def load(target: Target, residency: float) -> MoE:
+    """The model of a store with a share of its experts in memory."""
+    settings = target.settings(residency, KV_TOKENS)
+    settings["offload"] = {"hot_set": False}
+    return MoE.from_pretrained(target.store, settings)
+
+
+def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
+    """What drafts for a model; raises ValueError, with the reason, where nothing can."""
+    loaded = model._loaded
+    made = enable_speculation(
+        SpeculationSettings(mode=mode, max_depth=MAX_DEPTH, **settings),  # type: ignore[arg-type]
+        model._trunk,
+        model._experts,
+        loaded.backend.forward,
+        loaded.logits_size,
+    )
+    if made.speculator is None:
+        raise ValueError(made.reason)
+    return made.speculator
+
+
+def fixed(model: MoE, mode: Mode, depth: int) -> Speculator:
+    """Always drafts in one elastic mode, and so far."""
+    own = speculator(
+        model,
+        "elastic",
+        bits=mode.bits,
+        experts=mode.experts,
+        core=mode.core,
+        core_share=mode.share,
+        skip_layers=mode.skipped,
+    )
+    own.controller = FixedDepth(mode, depth)
+    return own
+
+
+class Prompts:
+    """Beginnings of held-out texts of the three domains in turn; other ones each time."""
+
+    def __init__(self, model: MoE, text: str | None = None) -> None:
+        names = TEXTS if text is None else (text,)
+        self._texts = [model.codec.encode(heldout(name))[SKIP:] for name in names]
+        self._next = 0
+
+    def take(self, count: int) -> list[list[int]]:
+        found = []
+        for index in range(self._next, self._next + count):
+            ids = self._texts[index % len(self._texts)]
+            start = (index // len(self._texts) * 997) % (len(ids) - PROMPT)
+            found.append(ids[start : start + PROMPT])
+        self._next += count
+        return found
+
+
+@dataclass
+class Run:
+    """What one decoding was like.
+
+    Attributes:
+        tokens: by sequence.
+        counted: tokens that came while nobody had ended, in ``seconds``.
+        memory_bytes: of experts that the model's own passes read then.
+        draft_bytes: that draft passes read.
+        disk_bytes: read from disk.
+    """
+
+    tokens: list[list[int]]
+    counted: int = 0
+    seconds: float = 0.0
+    memory_bytes: float = 0.0
+    draft_bytes: float = 0.0
+    disk_bytes: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        return self.counted / self.seconds
+
+
+def decode(
+    model: MoE,
+    drafts: Speculator | None,
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    temperature: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """Decode until the first sequence ends; the rest, for the comparison of tokens, untimed."""
+    engine = model.engine()
+    assert isinstance(engine, Engine)
+    engine.runner._speculator = drafts  # type: ignore[attr-defined]
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+    groups = [model.request(prompt, params) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    while len(engine.scheduler.running) < len(groups):
+        engine.step()
+    model.reset_stats()
+    if drafts is not None:
+        drafts.report.reset()
+    run = Run([])
+    start = clock()
+    while len(engine.scheduler.running) == len(groups):
+        run.counted += sum(
+            isinstance(getattr(event, "token", None), Token) for _, event in engine.step()
+        )
+    run.seconds = clock() - start
+    stats = model.stats()
+    run.memory_bytes = stats["expert_bytes_read"]
+    run.disk_bytes = 0.0 if stats["offload"] is None else stats["offload"]["bytes_read"]
+    if drafts is not None:
+        run.figures = drafts.figures()
+        run.draft_bytes = sum(m["draft_bytes"] for m in run.figures["modes"].values())
+    while not engine.idle:
+        engine.step()
+    run.tokens = [group.sequences[0].token_ids for group in groups]
+    return run
+
+
+@dataclass
+class Contender:
+    """A way to decode, and its runs.
+
+    Attributes:
+        depth: None where a controller decides.
+    """
+
+    name: str
+    drafts: Speculator | None
+    depth: int | None
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Median tokens a second."""
+        return median(run.rate for run in self.runs)
+
+    def errors(self) -> list[float]:
+        """Of the controller's predictions, one for each run that it could judge."""
+        found = (run.figures["control"]["prediction_error"] for run in self.runs)
+        return [error for error in found if error is not None]
+
+    def a_token(self, name: str) -> float:
+        """Bytes of a kind for each token."""
+        return sum(getattr(run, name) for run in self.runs) / sum(r.counted for r in self.runs)
+
+    def drafted(self) -> tuple[float, float]:
+        """Acceptance, and tokens a verification, over all runs."""
+        verified = accepted = sequences = tokens = 0
+        for run in self.runs:
+            for mode in run.figures.get("modes", {}).values():
+                verified, accepted = verified + mode["verified"], accepted + mode["accepted"]
+            sequences += sum(run.figures.get("depths", {"0": run.counted}).values())
+            tokens += run.figures.get("tokens", run.counted)
+        return accepted / max(verified, 1), tokens / max(sequences, 1)
+
+
+def take_turns(
+    model: MoE,
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    batch: int,
+    new_tokens: int,
+    temperature: float,
+    rounds: int,
+) -> bool:
+    """Each contender decodes the same prompts, in turns; whether greedy tokens were the same."""
+    order, same = list(contenders), True
+    for _ in range(rounds):
+        given = prompts.take(batch)
+        texts = []
+        for each in order:
+            each.runs.append(decode(model, each.drafts, given, new_tokens, temperature))
+            texts.append(each.runs[-1].tokens)
+        if temperature == 0:
+            same &= all(tokens == texts[0] for tokens in texts)
+        order.reverse()
+    return same

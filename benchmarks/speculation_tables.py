@@ -1,0 +1,108 @@
+"""Tables and findings of `benchmarks.speculation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.common import print_table
+from benchmarks.speculation_runs import Contender
+
+DIRECTIONS = ("centred beats truncated", "frequent beats random", "residents help", "bits help")
+
+
+def directions(cells: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
+    """Whether the papers' directions hold, of the mean acceptance over all cells they concern."""
+
+    def mean(**wanted: Any) -> float:
+        own = [
+            c["acceptance"]
+            for c in cells
+            if all(c[name] == value for name, value in wanted.items())
+        ]
+        return sum(own) / len(own) if own else float("nan")
+
+    def rises(*values: float) -> bool:
+        return all(a < b for a, b in pairwise(values))
+
+    shares = sorted({c["resident"] for c in cells})
+    bits = sorted({c["bits"] for c in cells if c["way"] == "planes"})
+    parted = [c for c in cells if c["resident"] < 1]
+    by_choice = [
+        sum(c["acceptance"] for c in parted if c["selection"] == name)
+        for name in ("random", "frequency")
+    ]
+    found = (
+        rises(mean(way="truncated"), mean(way="centred")),
+        rises(*by_choice),
+        rises(*(mean(selection="frequency", way="planes", resident=share) for share in shares)),
+        rises(*(mean(selection="frequency", way="planes", bits=each) for each in bits)),
+    )
+    return dict(zip(DIRECTIONS, found, strict=True))
+
+
+def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of one run; the first contender does not draft."""
+    plain = contenders[0]
+    on_disk = where["residency"] < 1
+
+    def read(each: Contender) -> float:
+        if on_disk:
+            return each.a_token("disk_bytes")
+        return each.a_token("memory_bytes") + each.a_token("draft_bytes")
+
+    best = max(each.rate for each in contenders if each.depth is not None)
+    points_ = []
+    for each in contenders[1:]:
+        acceptance, length = each.drafted()
+        points_.append(
+            {
+                **where,
+                "mode": each.name,
+                "depth": each.depth,
+                "acceptance": round(acceptance, 4),
+                "accepted_length": round(length, 3),
+                "bytes_per_token": round(read(each)),
+                "plain_bytes_per_token": round(read(plain)),
+                "tokens_per_second": round(each.rate, 2),
+                "speedup": round(each.rate / plain.rate, 3),
+                "of_best": round(each.rate / best, 3),
+            }
+        )
+    return points_
+
+
+def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
+    names = ("batch", "residency", "temperature", "mode", "depth", "acceptance", "accepted_length")
+    numbers = ("tokens_per_second", "speedup", "of_best")
+    rows = [
+        [
+            *(str("auto" if point[n] is None else point[n]) for n in names),
+            f"{point['bytes_per_token'] / 1e6:.2f}",
+            f"{point['plain_bytes_per_token'] / 1e6:.2f}",
+            *(f"{point[n]:.2f}" for n in numbers),
+        ]
+        for point in points_
+    ]
+    columns = ("batch", "resident", "T", "mode", "depth", "accepted", "length", "MB", "plain MB")
+    print_table(title, (*columns, "tokens/s", "speed-up", "of best"), rows)
+
+
+def show_grid(cells: Sequence[dict[str, Any]]) -> None:
+    names = ("selection", "resident", "bits", "way", "temperature", "acceptance", "accepted_length")
+    rows = [
+        [
+            *(str(cell[name]) for name in names),
+            f"{cell['draft_bytes_per_token'] / 1e6:.2f}",
+            f"{cell['target_bytes_per_token'] / 1e6:.2f}",
+            " ".join(f"{rate:.2f}" for rate in cell["by_position"]),
+        ]
+        for cell in cells
+    ]
+    columns = ("choice", "resident", "bits", "way", "T", "accepted", "length", "draft MB")
+    print_table(
+        "What the shipped model accepts of 4 drafted tokens",
+        (*columns, "target MB", "by position"),
+        rows,
+    )

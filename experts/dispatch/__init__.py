@@ -1,0 +1,22 @@
+"""The way to experts that other ranks serve, and back."""
+
+from experts.dispatch.all_to_all import AllToAllDispatcher
+from experts.dispatch.base import Combined, Dispatched, Dispatcher
+from experts.dispatch.exchange import Exchange, ExchangeError, GroupExchange
+from experts.dispatch.local import LocalDispatcher
+from experts.dispatch.sockets import SocketExchange, nearest
+from experts.dispatch.statistics import DispatchStatistics
+
+__all__ = [
+    "AllToAllDispatcher",
+    "Combined",
+    "DispatchStatistics",
+    "Dispatched",
+    "Dispatcher",
+    "Exchange",
+    "ExchangeError",
+    "GroupExchange",
+    "LocalDispatcher",
+    "SocketExchange",
+    "nearest",
+]

@@ -1,0 +1,199 @@
+"""Tokens go to the ranks that serve their experts, and results come back.
+
+All ranks hear which experts everybody's tokens want (`agreement`), work out who serves what
+(`assignment`), and exchange rows twice. Dropless: sizes are exact, whatever the routing.
+
+`exact` brings back one row for each slot, before its weight, and the token's own rank sums them in
+slot order as kernels do where all experts are at hand: the bits do not depend on how many ranks
+there are, on placements or copies, or on who comes first. `summed` brings back one row for each
+rank that served the token, which is the least there is to send, and equal up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from experts.dispatch import rows as wire
+from experts.dispatch.agreement import agree
+from experts.dispatch.assignment import assign, fitting
+from experts.dispatch.base import Combined, Failures
+from experts.dispatch.exchange import Exchange, ExchangeError
+from experts.dispatch.statistics import DispatchStatistics
+from experts.dispatch.travelling import Arrived, Returning, Sent, Wait
+from experts.placement import Placement
+from kernels import weighted_sum
+from routing import Routing
+
+Sum = Literal["exact", "summed"]
+
+
+class AllToAllDispatcher:
+    """A `Dispatcher` over several ranks.
+
+    Args:
+        exchange: connects them.
+        placements: of each MoE layer: which ranks are asked for which experts. No result depends on
+            them, as every rank can serve every expert, near or not.
+        combine: `exact` or `summed`; see above.
+        payload: of hidden states: `plain`, or `int8` with a scale for each token.
+        buffer_rows: room for so many tokens' rows in the first message, to all ranks alike: static
+            buffers, and one exchange less where they suffice; more tokens travel as always.
+
+    Attributes:
+        placements: in force now.
+        epoch: of the placements; ranks compare it whenever they meet.
+
+    Raises:
+        ValueError: placements for another number of ranks, or too many experts.
+    """
+
+    local = False
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        placements: Sequence[Placement],
+        *,
+        combine: Sum = "exact",
+        payload: wire.Payload = "plain",
+        buffer_rows: int = 0,
+    ) -> None:
+        self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
+        self._buffer_rows = buffer_rows
+        self.placements = [fitting(placement, exchange.size) for placement in placements]
+        self.epoch = 0
+        self.statistics = DispatchStatistics(len(placements))
+        self._broken: ExchangeError | None = None
+
+    def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:
+        """New placements of some layers, between steps; every rank gets the same."""
+        changed = {i: fitting(one, self._exchange.size) for i, one in placements.items()}
+        self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
+        self.epoch = epoch
+
+    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Arrived:
+        return self.receive(self.send(layer, hidden_states, routing))
+
+    def combine(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Combined:
+        return self.receive_back(self.send_back(dispatched, rows, failures))
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def send(self, layer: int, hidden_states: Tensor, routing: Routing) -> Sent:
+        """The first half of `dispatch`: tokens leave."""
+        rank, device, hidden = self._exchange.rank, self._exchange.device, hidden_states.shape[1]
+        hidden_states = hidden_states.to(device)
+        routing = Routing(routing.expert_ids, routing.weights.to(device))
+        room = self._buffer_rows * wire.room_for(hidden)
+        fits = room > 0 and len(hidden_states) <= self._buffer_rows
+        along = self._packed(hidden_states, routing.weights) if fits else None
+        with self._together():
+            ids, dtype = routing.expert_ids, hidden_states.dtype
+            agreed = agree(self._exchange, layer, self.epoch, ids, dtype, along, room)
+        part = assign(agreed.experts_R, rank, self.placements[layer])
+        hidden_states, slots = hidden_states.to(agreed.dtype), part.position_TK.shape[1]
+        routing = routing.pad(slots)
+        if agreed.rows is not None:
+            assert along is not None
+            received = torch.from_numpy(agreed.rows[part.received_N]).to(device)
+            wait, sent_bytes = (lambda: None), along.numel() * (self._exchange.size - 1)
+        else:
+            leaving = torch.from_numpy(part.leaving).to(device)
+            message = self._packed(hidden_states[leaving], routing.weights[leaving])
+            wait, received = self._start(message, part.send_R, part.receive_R)
+            sent_bytes = message.numel()
+        row_bytes = hidden * hidden_states.element_size()
+        self.statistics.add(layer, part, sent_bytes, row_bytes, agreed.sent_bytes)
+        if self._payload == "int8":  # also the rows that stay: where they are served is no matter
+            hidden_states = wire.rounded(hidden_states)
+        return Sent(layer, part, routing, hidden_states, received, wait)
+
+    def receive(self, sent: Sent) -> Arrived:
+        """The second half of `dispatch`: what this rank serves."""
+        with self._together():
+            sent.wait()
+        part, own = sent.part, sent.hidden_states
+        rows, weights = wire.unpack(sent.received, own.shape[1], own.dtype, self._payload)
+        rows = torch.cat([rows, own])
+        if self._exact:
+            rows = rows[torch.from_numpy(part.rows_N[part.served_A]).to(own.device)]
+            experts = torch.from_numpy(part.experts_A)[:, None].to(own.device)
+            routing = Routing(experts, torch.ones(len(rows), 1, device=own.device))
+        else:
+            chosen = torch.from_numpy(part.rows_N).to(own.device)
+            experts = torch.from_numpy(part.experts_NK).to(own.device)
+            weights = torch.cat([weights, sent.routing.weights])[chosen]
+            routing = Routing(experts, weights.masked_fill(experts < 0, 0.0)).ascending()
+            rows = rows[chosen]
+        return Arrived(sent.layer, rows, routing, True, sent)
+
+    def send_back(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Returning:
+        """The first half of `combine`: results leave."""
+        sent, rank = dispatched.sent, self._exchange.rank
+        part, dtype = sent.part, sent.hidden_states.dtype
+        if self._exact:
+            go_R, come_R, position = part.slots_R, part.returned_R, part.position_TK
+            weights = sent.routing.weights
+        else:
+            go_R, come_R, position = part.receive_R, part.send_R, part.position_TR
+            rows, weights = rows.to(dtype), torch.ones(position.shape, device=rows.device)
+        for index, reason in failures.items():
+            wire.write_failure(rows, index, f"rank {rank}: {reason}")
+        leaving, staying = rows.split([len(rows) - go_R[rank], go_R[rank]])
+        message = leaving.contiguous().view(torch.uint8)
+        wait, received = self._start(message, go_R, come_R, len(staying))
+        returned = received.view(rows.dtype)
+        returned[len(returned) - len(staying) :] = staying
+        self.statistics.bytes_back += message.numel()
+        return Returning(returned, torch.from_numpy(position), weights, dtype, wait)
+
+    def receive_back(self, returning: Returning) -> Combined:
+        """The second half of `combine`: rows of the tokens that this rank brought."""
+        with self._together():
+            returning.wait()
+        rows, position = returning.rows, returning.position.to(returning.rows.device)
+        failures: dict[int, str] = {}
+        for index, reason in wire.read_failures(rows).items():
+            for token in (position == index).any(1).nonzero()[:, 0].tolist():
+                failures.setdefault(token, reason)
+        summable = rows if rows.dtype == torch.float64 else rows.float()
+        total = weighted_sum(summable, position, returning.weights, returning.dtype)
+        if failures:
+            total[list(failures)] = 0
+        return Combined(total, failures)
+
+    def _packed(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
+        return wire.pack(hidden_states, None if self._exact else weights, self._payload)
+
+    def _start(
+        self, message: Tensor, send_R: Sequence[int], receive_R: Sequence[int], spare: int = 0
+    ) -> tuple[Wait, Tensor]:
+        """Begin to send bytes of rows to the others; room for theirs, and for `spare` rows."""
+        rank, others = self._exchange.rank, [list(send_R), list(receive_R)]
+        others[0][rank] = others[1][rank] = 0
+        coming = sum(others[1])
+        received = message.new_empty(coming + spare, message.shape[1])
+        with self._together():
+            wait = self._exchange.start(message, received[:coming], *others)
+        return wait, received
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Time spent with the other ranks; what ends there has ended for good."""
+        self.check()
+        began = time.perf_counter()
+        try:
+            yield
+        except ExchangeError as error:
+            self._broken = error
+            raise
+        finally:
+            self.statistics.seconds += time.perf_counter() - began

@@ -1,0 +1,95 @@
+"""Rows as they travel: hidden states with or without weights, and results or why there are none.
+
+Legend: N rows, H hidden, K slots, W bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Payload = Literal["plain", "int8"]
+
+_FAILED = 4
+"""First bytes of a row that failed, all ones: a NaN that no arithmetic makes. The text follows."""
+
+
+def pack(hidden_NH: Tensor, weights_NK: Tensor | None, payload: Payload) -> Tensor:
+    """``(N, W)`` bytes: hidden states as they are or in 8 bits with a scale, then weights."""
+    parts = [hidden_NH] if payload == "plain" else list(quantize(hidden_NH))
+    if weights_NK is not None:
+        parts.append(weights_NK)
+    blobs = [part.contiguous().view(torch.uint8) for part in parts]
+    return blobs[0] if len(blobs) == 1 else torch.cat(blobs, 1)
+
+
+def room_for(hidden: int) -> int:
+    """Bytes that hold a row of any payload, with the weights of 64 slots."""
+    return 4 * hidden + 256
+
+
+def unpack(
+    bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload
+) -> tuple[Tensor, Tensor]:
+    """Hidden states ``(N, H)`` and weights, of no slots if none were packed: `pack` undone."""
+    if bytes_NW.numel() and bytes_NW.shape[1] == hidden * dtype.itemsize and payload == "plain":
+        return bytes_NW.view(dtype), bytes_NW.new_empty(len(bytes_NW), 0, dtype=torch.float32)
+    size = hidden * dtype.itemsize if payload == "plain" else hidden + 4
+    weights_NK = _read(bytes_NW[:, size:], torch.float32)
+    if payload == "plain":
+        return _read(bytes_NW[:, :size], dtype), weights_NK
+    codes_NH = _read(bytes_NW[:, :hidden], torch.int8)
+    scale_N1 = _read(bytes_NW[:, hidden:size], torch.float32)
+    return dequantize(codes_NH, scale_N1, dtype), weights_NK
+
+
+def quantize(hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes and a float32 scale ``(N, 1)`` a row: its largest magnitude becomes 127."""
+    rows = hidden_NH.float()
+    scale_N1 = rows.abs().amax(1, keepdim=True) / 127 if rows.numel() else rows.new_zeros(0, 1)
+    codes = torch.round(rows / scale_N1.where(scale_N1 != 0, 1.0)).nan_to_num(0.0)
+    return codes.clamp(-127, 127).to(torch.int8), scale_N1
+
+
+def rounded(hidden_NH: Tensor) -> Tensor:
+    """Hidden states as the receiver of an int8 payload sees them."""
+    return dequantize(*quantize(hidden_NH), hidden_NH.dtype)
+
+
+def dequantize(codes_NH: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes_NH.float() * scale_N1).to(dtype)
+
+
+def write_failure(rows_NH: Tensor, index: int, text: str) -> None:
+    """Put into a row that there is no result, and as much of the reason as it has room for."""
+    blob = rows_NH[index].view(torch.uint8).numpy()
+    words = text.encode(errors="replace")[: len(blob) - _FAILED]
+    blob[:] = 0
+    blob[:_FAILED] = 255
+    blob[_FAILED : _FAILED + len(words)] = list(words)
+
+
+def read_failures(rows_NH: Tensor) -> dict[int, str]:
+    """Rows that failed, and why; they are zeros afterwards."""
+    first_N = rows_NH[:, 0]
+    if not bool((first_N != first_N).any()):
+        return {}
+    blobs = rows_NH.view(torch.uint8)
+    failed = (blobs[:, :_FAILED] == 255).all(1).nonzero()[:, 0].tolist()
+    reasons = {}
+    for index in failed:
+        words = bytes(blobs[index, _FAILED:].tolist()).rstrip(b"\0")
+        reasons[index] = words.decode(errors="ignore")
+        rows_NH[index] = 0
+    return reasons
+
+
+def _read(bytes_NW: Tensor, dtype: torch.dtype) -> Tensor:
+    # A slice's rows lie where a wider type cannot; and torch views no empty rows as such a type.
+    shape = len(bytes_NW), bytes_NW.shape[1] // dtype.itemsize
+    values = torch.empty(shape, dtype=dtype, device=bytes_NW.device)
+    if values.numel():
+        values.view(torch.uint8).copy_(bytes_NW)
+    return values

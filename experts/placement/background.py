@@ -1,0 +1,141 @@
+"""Repacking in a process of its own: numpy's many small steps would hold up the step loop.
+
+The process reads jobs and writes placements, one JSON line each. It is as nice as can be, and ends
+at once when nobody holds the other end of its input any more, however that came about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+
+import experts
+from experts.placement.packing import repack
+from experts.placement.placement import Floats, Placement
+
+NICEST = 19
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `repack` is asked."""
+
+    costs_SE: Floats
+    current: Placement
+    price_E: Floats
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "costs": np.round(self.costs_SE, 3).tolist(),
+                "experts": self.current.experts_P,
+                "ranks": self.current.ranks,
+                "price": self.price_E.tolist(),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        made = json.loads(text)
+        costs_SE, price_E = np.array(made["costs"]), np.array(made["price"])
+        return cls(
+            costs_SE, Placement(tuple(made["experts"]), len(price_E), made["ranks"]), price_E
+        )
+
+
+class Background:
+    """One job at a time, done elsewhere."""
+
+    def __init__(self) -> None:
+        self._asking = ThreadPoolExecutor(1, "repack")
+        self._answer: Future[Placement] | None = None
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is not answered or its answer not taken."""
+        return self._answer is not None
+
+    def submit(self, job: Job) -> None:
+        """Begin; may be called when not `busy`."""
+        assert self._answer is None
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "experts.placement.background"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=Path(experts.__file__).parents[1],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        self._answer = self._asking.submit(_ask, self._process, job)
+
+    def result(self) -> Placement | None:
+        """The answer, once; None while there is none.
+
+        Raises:
+            OSError: the process could not be started or has ended.
+        """
+        if self._answer is None or not self._answer.done():
+            return None
+        answer, self._answer = self._answer, None
+        return answer.result()
+
+    def close(self) -> None:
+        """End the process, whatever it is at."""
+        process = self._process
+        if process is None:
+            self._asking.shutdown()
+            return
+        process.kill()
+        self._asking.shutdown()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+
+
+def _ask(process: subprocess.Popen[str], job: Job) -> Placement:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(job.to_json() + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise OSError(f"the process that repacks experts ended with status {process.wait()}")
+    return Placement(tuple(json.loads(line)), job.current.num_experts, job.current.ranks)
+
+
+def main() -> None:
+    """Answer jobs until the input ends."""
+    os.nice(NICEST)
+    jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            while True:
+                job = Job.from_json(jobs.get())
+                found = repack(job.costs_SE, job.current, job.price_E)
+                print(json.dumps(found.experts_P), flush=True)
+        finally:
+            os._exit(1)
+
+    Thread(target=work, daemon=True).start()
+    for line in sys.stdin:
+        jobs.put(line)
+    os._exit(0)  # not after the job: nobody would read its answer
+
+
+if __name__ == "__main__":
+    main()

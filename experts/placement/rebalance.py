@@ -1,0 +1,175 @@
+"""Between steps: keep experts where they are, or a new placement for a layer where that pays.
+
+Rank 0 tells what every step routed, and asks before each step. One layer at a time is repacked in
+the background for the loads that are forecast, and only where the time that levelled ranks save
+within the horizon is more than reading the moved experts takes. Each answer has an epoch: all ranks
+apply it before the same step. Ranks are those of the present group, so none that was lost is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from experts.placement.background import Background, Job
+from experts.placement.forecast import LoadForecast
+from experts.placement.placement import Floats, Ints, Placement
+
+LEAST_STEPS = 16
+"""Steps of a layer before it is first repacked, and between two times."""
+RATE_HALF_LIFE = 64.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """New placements of the layers that change, to be applied by all ranks before one step."""
+
+    epoch: int
+    placements: Mapping[int, Placement]
+
+
+class Repacker(Protocol):
+    """Whoever computes; see `Background`."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def submit(self, job: Job) -> None: ...
+
+    def result(self) -> Placement | None: ...
+
+    def close(self) -> None: ...
+
+
+class StepRate:
+    """How long steps take, and how much longer by each token that a rank serves at a layer."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens times seconds
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self._sums *= 0.5 ** (1 / RATE_HALF_LIFE)
+        self._sums += (1.0, tokens, seconds, tokens**2, tokens * seconds)
+
+    @property
+    def seconds_a_step(self) -> float:
+        return float(self._sums[2] / self._sums[0])
+
+    @property
+    def seconds_a_token(self) -> float:
+        """The slope of a line through the steps; half the mean where all are of one size."""
+        count, tokens, seconds, squares, products = self._sums.tolist()
+        at_most = seconds / tokens
+        spread = squares * count - tokens**2
+        if spread <= 0.01 * tokens**2:
+            return float(at_most / 2)
+        slope = (products * count - tokens * seconds) / spread
+        return float(min(max(slope, 0.01 * at_most), at_most))
+
+
+class Rebalancer:
+    """Of all layers.
+
+    Attributes:
+        epoch: of the last `Moves`.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[Placement],
+        *,
+        bytes_LE: Sequence[Floats],
+        read_bytes_per_s: float,
+        horizon_s: float,
+        repacker: Repacker | None = None,
+    ) -> None:
+        """
+        Args:
+            placements: in force, of each layer.
+            bytes_LE: of each expert of each layer.
+            read_bytes_per_s: from the store by all ranks together.
+            horizon_s: seconds within which a move must pay.
+        """
+        self.epoch = 0
+        self._ended = False
+        self._repacker = Background() if repacker is None else repacker
+        self._seconds_LE = [bytes_E / read_bytes_per_s for bytes_E in bytes_LE]
+        self._horizon_s = horizon_s
+        self.reset(placements)
+
+    def reset(self, placements: Sequence[Placement]) -> None:
+        """Begin anew with these, for a new group of ranks: what is being computed is dropped."""
+        self._placements = list(placements)
+        self._forecasts = [LoadForecast(one.num_experts) for one in placements]
+        self._asked_at = [0] * len(placements)
+        self._asked: tuple[int, Placement] | None = None
+        self._arriving: Sequence[Floats] | None = None
+        self._rate = StepRate()
+        self._next = 0
+
+    def observe(
+        self,
+        tokens_LE: Sequence[Ints | None],
+        seconds: float,
+        arriving_LE: Sequence[Floats] | None = None,
+    ) -> None:
+        """Add a step.
+
+        Args:
+            tokens_LE: of each expert on all ranks together; None for layers that nobody visited.
+            seconds: that the step took.
+            arriving_LE: tokens that prompts which are waiting are expected to bring each expert.
+        """
+        served = 0
+        for forecast, tokens_E in zip(self._forecasts, tokens_LE, strict=True):
+            if tokens_E is not None:
+                forecast.observe(tokens_E)
+                served += int(tokens_E.sum())
+        if served:
+            self._rate.observe(served / self._placements[0].ranks, seconds)
+        self._arriving = arriving_LE
+
+    def poll(self) -> Moves | None:
+        """What all ranks must apply before the next step; None to keep everything."""
+        try:
+            found = self._repacker.result()
+        except OSError as error:
+            _log.warning("experts stay where they are from now on: %s", error)
+            self._ended = True
+            return None
+        moves = None
+        if found is not None and self._asked is not None:
+            layer, before = self._asked
+            self._asked = None
+            if self._placements[layer] is before and found != before:
+                self._placements[layer] = found
+                self.epoch += 1
+                moves = Moves(self.epoch, {layer: found})
+        if not self._repacker.busy and not self._ended:
+            self._ask()
+        return moves
+
+    def close(self) -> None:
+        self._repacker.close()
+
+    def _ask(self) -> None:
+        """Have the next layer repacked that has seen enough steps since it last was."""
+        layers = len(self._placements)
+        for layer in [*range(self._next, layers), *range(self._next)]:
+            forecast = self._forecasts[layer]
+            if forecast.steps - self._asked_at[layer] < LEAST_STEPS:
+                continue
+            self._asked_at[layer], self._next = forecast.steps, (layer + 1) % layers
+            steps = max(self._horizon_s / self._rate.seconds_a_step, 1.0)
+            price_E = self._seconds_LE[layer] / (steps * self._rate.seconds_a_token)
+            arriving_E = None if self._arriving is None else self._arriving[layer]
+            self._asked = layer, self._placements[layer]
+            costs_SE = forecast.steps_SE(arriving_E)
+            self._repacker.submit(Job(costs_SE, self._placements[layer], price_E))
+            return

@@ -1,0 +1,119 @@
+"""Process groups: DeepSpeed's communication over the backend of its accelerator.
+
+NCCL on CUDA, gloo on a CPU. A group that has lost a rank is left behind, and the others form a new
+one over the same store.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from experts.dispatch import Exchange, GroupExchange, nearest
+from experts.dispatch.sockets import SocketExchange
+from moe.errors import LaunchError
+from moe.parallel.watch import Pulse
+
+
+class WatchedExchange:
+    """An exchange that tells the watchdog when this rank waits for others."""
+
+    def __init__(self, exchange: Exchange, pulse: Pulse) -> None:
+        self._exchange, self._pulse = exchange, pulse
+        self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
+
+    def start(
+        self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
+    ) -> Callable[[], None]:
+        finish = self._exchange.start(sent, received, send_rows, receive_rows)
+
+        def wait() -> None:
+            self._pulse.now("waiting")
+            finish()
+            self._pulse.now("computing")
+
+        return wait
+
+    def close(self) -> None:
+        """Leave the others, who need not wait then."""
+        if isinstance(self._exchange, SocketExchange):
+            self._exchange.close()
+
+
+def form_group(
+    store: Store, epoch: int, ranks: Sequence[int], rank: int, timeout_s: float, pulse: Pulse
+) -> WatchedExchange:
+    """The group of these ranks; all of them call this.
+
+    Args:
+        store: shared by all.
+        epoch: how many groups there were before.
+        rank: of this process, as the launch counts.
+        timeout_s: longest wait for another rank.
+
+    Raises:
+        LaunchError: DeepSpeed is not installed, or the ranks cannot reach each other.
+    """
+    comm, accelerator = _deepspeed()
+    try:
+        torch.distributed.init_process_group(
+            accelerator.communication_backend_name(),
+            store=PrefixStore(f"group{epoch}", store),
+            rank=list(ranks).index(rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=timeout_s),
+        )
+        comm.init_distributed(verbose=False)
+        device = accelerator.current_device_name() if accelerator.is_available() else "cpu"
+        return WatchedExchange(nearest(GroupExchange(None, device), timeout_s), pulse)
+    except RuntimeError as error:
+        raise LaunchError(f"rank {rank} cannot form a group with the others: {error}") from error
+
+
+def leave_group() -> None:
+    """Forget the group, whole or broken."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def use_interface(address: str) -> None:
+    """Let gloo and NCCL talk over the interface that has an address; by themselves they go by the
+    name of the machine, which may be another."""
+    psutil = importlib.import_module("psutil")  # comes with DeepSpeed
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def own_address(peer: socket.socket) -> str:
+    """Of this machine, as the other end of a connection sees it."""
+    return str(peer.getsockname()[0])
+
+
+def _deepspeed() -> tuple[Any, Any]:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says at length that there is none
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
+    try:
+        comm = importlib.import_module("deepspeed.comm")
+        ops = importlib.import_module("deepspeed.ops")
+        accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    except ImportError as error:
+        raise LaunchError(
+            f"several ranks need DeepSpeed: pip install deepspeed ({error})"
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It would compile reductions over shared memory for a minute, which nothing here uses, and
+    # leave that memory behind when a rank is killed.
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return comm, accelerator

@@ -1,0 +1,112 @@
+"""What a launcher says about this process: which rank it is, of how many, and where rank 0 listens.
+
+DeepSpeed's launcher, torchrun and whoever sets the same variables are understood. Addresses beyond
+the machine are used only where ranks are on several machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe.errors import ProfileError
+from moe.settings import Profile
+
+LOOPBACK = "127.0.0.1"
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One rank of a launch.
+
+    Attributes:
+        rank: its number; 0 talks to the user.
+        size: how many ranks there are.
+        address, port: where rank 0 listens.
+        on_one_machine: all ranks are on this machine.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    on_one_machine: bool
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Launch | None:
+        """None where nobody has launched several ranks. Raises `ProfileError` on nonsense."""
+        if not {"RANK", "WORLD_SIZE"} <= environ.keys():
+            return None
+        address = environ.get("MASTER_ADDR", LOOPBACK)
+        rank, size, port = (_number(environ, name) for name in _NUMBERS)
+        if size < 1 or not 0 <= rank < size:
+            raise ProfileError(
+                f"RANK is {rank} and WORLD_SIZE is {size}; ranks are counted from 0 and less than "
+                "WORLD_SIZE: start the ranks with a launcher, or unset both"
+            )
+        if size == 1:
+            return None
+        local = int(environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or 0)
+        return cls(rank, size, _numeric(address), port, local == size or _is_loopback(address))
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user about an address that the world can reach; often nothing."""
+        if not ipaddress.ip_address(self.address).is_global:
+            return ""
+        return (
+            f"MASTER_ADDR {self.address} is a public address: traffic between ranks is neither "
+            "encrypted nor authenticated; use a private network or a firewall"
+        )
+
+
+def wanted_launch(profile: Profile) -> Launch | None:
+    """This process as one of several ranks, None where it is alone.
+
+    Raises:
+        ProfileError: a launcher has started ranks that the profile does not want.
+    """
+    launch = Launch.from_environment(os.environ)
+    if launch is not None and not profile.parallel.enabled:
+        raise ProfileError(
+            f"this is rank {launch.rank} of {launch.size} that a launcher has started, and "
+            "parallel.enabled is false: add --profile expert-parallel, or leave the launcher out"
+        )
+    return launch
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "29500" if name == "MASTER_PORT" else "")
+    if not text.isdecimal():
+        raise ProfileError(f"{name} must be a whole number, got {text!r}; it is for launchers")
+    return int(text)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(_numeric(address)).is_loopback
+
+
+def _numeric(address: str) -> str:
+    """A name as the number that it stands for, so that nobody listens on every interface."""
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ProfileError(f"MASTER_ADDR {address!r} is not known here: {error}") from None
+
+
+def end_with_parent() -> None:
+    """Be killed when the launcher dies, however it dies. Linux; elsewhere launchers do it."""
+    parent = os.getppid()
+    try:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    except (AttributeError, OSError):
+        return
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""From a launch and a profile to ranks that have loaded one model.
+
+They meet before they load, because they share the machine's memory and cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moe.loader import LoadedModel
+from moe.loading.hub import resolve_model
+from moe.machine import memory_available
+from moe.parallel.follower import Follower
+from moe.parallel.following import Following
+from moe.parallel.group import own_address, use_interface
+from moe.parallel.identity import identity
+from moe.parallel.launch import LOOPBACK, Launch
+from moe.parallel.leader import Leader
+from moe.parallel.leading import Leading
+from moe.parallel.mirror import Mirror
+from moe.parallel.roll import WATCH, Roll
+from moe.parallel.start import come_together
+from moe.parallel.station import Station
+from moe.parallel.watch import Pulse
+from moe.plan import GIB
+from moe.profile import Profile
+from moe.runner import Runner
+from moe.sharing import SharedMemory
+from offload.offloaded import SLOWEST
+
+WHOLE = (
+    "every rank holds all experts, and only shares the work: moe convert writes a store, of which "
+    "each rank holds its part"
+)
+
+
+@dataclass
+class Ranks:
+    """The ranks of this launch, before and while they load.
+
+    Attributes:
+        launch: of this process.
+        roll: who there is.
+        team: this process among them.
+        notices: what to tell the user.
+    """
+
+    launch: Launch
+    roll: Roll
+    team: Leader | Follower
+    notices: list[str]
+
+    @property
+    def size(self) -> int:
+        return self.launch.size
+
+    def share(self, profile: Profile) -> Profile:
+        """The profile of one rank: its part of the machine's cores and memory."""
+        threads = self.roll.threads(self.launch.rank)
+        threads = min(threads, profile.threads or torch.get_num_threads())
+        own = profile.offload.model_copy(update={"hot_set": False})  # its share says what is hot
+        changed: dict[str, object] = {"threads": threads, "offload": own}
+        if not _on_cuda(profile):
+            neighbours = self.roll.neighbours(self.launch.rank)
+            given, free = profile.memory.device_gib, memory_available()
+            if given is None and free is not None:
+                memory = {"device_gib": free / neighbours / GIB}
+                changed["memory"] = profile.memory.model_copy(update=memory)
+        return profile.model_copy(update=changed)
+
+    def session(self, loaded: LoadedModel, profile: Profile) -> Leading | Following:
+        """This rank with its model; rank 0 waits until all others have theirs."""
+        station = _station(loaded, profile, self.team.pulse)
+        store, kv_tokens = self.roll.store, loaded.memory_plan.kv_tokens
+        if isinstance(self.team, Follower):
+            return Following(self.team, station, store, profile.parallel, kv_tokens)
+        leading = Leading(self.team, station, store, profile.parallel)
+        leading.begin(kv_tokens)
+        return leading
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot load its model: tell the others."""
+        if isinstance(self.team, Follower):
+            self.team.fail(error)
+
+
+def load_with_ranks(
+    model: str | Path, profile: Profile, load: Callable[[Profile, int], LoadedModel]
+) -> tuple[LoadedModel, Leading | Following | None]:
+    """Load a model as one of the ranks of this launch; None where there is no other rank.
+
+    Args:
+        load: loads for a rank of so many.
+
+    Raises:
+        LaunchError: the ranks do not come, or do not fit.
+        RankLostError: one was lost while loading.
+        ProfileError: the launcher's variables make no sense.
+    """
+    ranks = meet(model, profile)
+    if ranks is None:
+        return load(profile, 1), None
+    try:
+        loaded = load(ranks.share(profile), ranks.size)
+        loaded.notices += ranks.notices
+        if loaded.offloaded is None:
+            loaded.notices.append(WHOLE)
+        return loaded, ranks.session(loaded, profile)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def meet(model: str | Path, profile: Profile) -> Ranks | None:
+    """The other ranks of this launch; None where there are none, or the profile wants none.
+
+    Raises:
+        LaunchError: they do not come, or do not fit.
+        ProfileError: the launcher's variables make no sense.
+    """
+    settings = profile.parallel
+    launch = Launch.from_environment(os.environ) if settings.enabled else None
+    if launch is None:
+        return None
+    roll = come_together(launch, identity(profile, resolve_model(model)), settings.start_timeout_s)
+    if launch.on_one_machine:
+        use_interface(LOOPBACK)
+    else:
+        use_interface(own_address(next(iter(roll.connections[WATCH].values())).socket))
+    if _on_cuda(profile):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    notices = [launch.warning] if launch.warning else []
+    team: Leader | Follower
+    if launch.rank == 0:
+        team = Leader(roll, settings.timeout_s)
+    else:
+        team = Follower(roll, launch.rank, settings.timeout_s)
+    return Ranks(launch, roll, team, notices)
+
+
+def _on_cuda(profile: Profile) -> bool:
+    return profile.device != "cpu" and torch.cuda.is_available()
+
+
+def _station(loaded: LoadedModel, profile: Profile, pulse: Pulse) -> Station:
+    speculator, offloaded = loaded.speculation.speculator, loaded.offloaded
+
+    def new_mirror() -> Mirror:
+        shared = None
+        if offloaded is not None and profile.offload.borrow:
+            shared = SharedMemory(offloaded.cache, loaded.memory_plan)
+        runner = Runner(loaded.trunk, loaded.experts, speculator)
+        return Mirror(runner, loaded.logits_size, shared)
+
+    speed = math.inf
+    if offloaded is not None:
+        speed = max(offloaded.reader.bytes_per_second, SLOWEST)
+    return Station(loaded.experts, new_mirror, profile.parallel, pulse, speed)

@@ -1,0 +1,136 @@
+"""Messages between ranks: JSON in frames with a length, over connections that prove a secret.
+
+Nothing that arrives can do more than be refused: no objects travel, lengths are capped before
+anything is allocated, and whoever cannot answer the challenge is not listened to.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+MAX_BYTES = 64 * 2**20
+"""Of one message: a step's plan with the longest prompts is far smaller."""
+_MAX_GREETING = 4096
+_HEADER = struct.Struct("!I")
+_CHALLENGE = 32
+
+Message = dict[str, Any]
+
+
+class WireError(ConnectionError):
+    """The other end is gone, or is not one of ours."""
+
+
+class Connection:
+    """Sends and receives messages.
+
+    Args:
+        sock: connected; ours from now on.
+        limit: bytes of the longest message that is taken.
+    """
+
+    def __init__(self, sock: socket.socket, limit: int = MAX_BYTES) -> None:
+        self.socket, self.limit = sock, limit
+        self._sending = threading.Lock()
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Raises `WireError` if the other end is gone, or takes nothing within the timeout."""
+        data = json.dumps(message, separators=(",", ":")).encode()
+        assert len(data) <= MAX_BYTES, f"a message of {len(data)} bytes"
+        try:
+            with self._sending:
+                self.socket.sendall(_HEADER.pack(len(data)) + data)
+        except OSError as error:
+            raise WireError(f"cannot send: {error}") from error
+
+    def receive(self) -> Message:
+        """The next message. Raises `WireError` where there will be none."""
+        (size,) = _HEADER.unpack(self._read(_HEADER.size))
+        if size > self.limit:
+            raise WireError(f"a message of {size} bytes, and {self.limit} are the most")
+        data = self._read(size)
+        try:
+            message = json.loads(data)
+        except ValueError as error:
+            raise WireError(f"not a message: {error}") from None
+        if not isinstance(message, dict):
+            raise WireError("not a message: no JSON object")
+        return message
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _read(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                part = self.socket.recv(min(size - len(parts), 1 << 20))
+            except OSError as error:
+                raise WireError(f"cannot receive: {error}") from error
+            if not part:
+                raise WireError("the connection was closed")
+            parts += part
+        return bytes(parts)
+
+
+def listen(address: str, backlog: int) -> socket.socket:
+    """A socket on a free port of one interface."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
+def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Connection, Message]:
+    """The next connection whose other end knows the secret, and what it says about itself.
+
+    Raises:
+        WireError: this one does not; others may.
+        TimeoutError: nobody came.
+    """
+    sock, _ = listener.accept()
+    sock.settimeout(timeout_s)
+    connection = Connection(sock, _MAX_GREETING)
+    challenge = os.urandom(_CHALLENGE).hex()
+    try:
+        connection.send({"challenge": challenge})
+        greeting = connection.receive()
+        proof = _proof(secret, challenge, greeting.get("who"))
+        if not hmac.compare_digest(proof, str(greeting.get("proof"))):
+            raise WireError("somebody connected who does not know the secret")
+        connection.send({"proof": _proof(secret, str(greeting.get("challenge")), "leader")})
+    except WireError:
+        connection.close()
+        raise
+    connection.limit = MAX_BYTES
+    return connection, greeting["who"]
+
+
+def connect(address: str, port: int, secret: bytes, who: Message, timeout_s: float) -> Connection:
+    """A connection to `accept` that has shown the secret and seen that it is known there."""
+    try:
+        sock = socket.create_connection((address, port), timeout=timeout_s)
+    except OSError as error:
+        raise WireError(f"cannot connect to {address} port {port}: {error}") from error
+    connection = Connection(sock)
+    own = os.urandom(_CHALLENGE).hex()
+    challenge = str(connection.receive().get("challenge"))
+    connection.send({"who": who, "proof": _proof(secret, challenge, who), "challenge": own})
+    answer = str(connection.receive().get("proof"))
+    if not hmac.compare_digest(_proof(secret, own, "leader"), answer):
+        raise WireError(f"what listens at {address} port {port} does not know the secret")
+    return connection
+
+
+def _proof(secret: bytes, challenge: str, who: object) -> str:
+    text = json.dumps([challenge, who], sort_keys=True)
+    return hmac.digest(secret, text.encode(), "sha256").hex()

@@ -1,0 +1,106 @@
+"""Routing policies at an MoE layer: what they need to know is gathered, and each applied to the
+tokens it is for.
+
+Tokens are taken phase by phase: those of prompts together, and those that are decoded together.
+Under expert parallelism a rank's policies see that rank's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe.errors import ProfileError
+from moe.seam import experts_modules
+from moe.selection import Selector, find_selectors
+from moe.trunk import Trunk
+from moe.visit import Visit
+from offload.experts import LayerExperts, OffloadedExperts
+from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext, RoutingError
+
+
+def prepare(chain: PolicyChain, trunk: Trunk) -> list[Selector]:
+    """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
+    again.
+
+    Raises:
+        ProfileError: a policy is not made for this model, or cannot choose again in it.
+    """
+    name = type(trunk.model).__name__
+    for policy in chain.policies:
+        try:
+            policy.check(len(experts_modules(trunk.model)))
+        except RoutingError as error:
+            raise ProfileError(f"routing.policies: {error}") from error
+    trunk.watched = "importance" in chain.needs
+    if "select" not in chain.needs:
+        return []
+    found = find_selectors(trunk)
+    selectors = [layer.selector for layer in found if layer.selector is not None]
+    if len(selectors) < len(found):
+        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
+        index = next(at for at, layer in enumerate(found) if layer.selector is None)
+        raise ProfileError(
+            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
+            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
+        )
+    return selectors
+
+
+def decide(
+    chain: PolicyChain,
+    layer: int,
+    visits: Sequence[Visit],
+    experts: LayerExperts,
+    selector: Selector | None = None,
+) -> Routing:
+    """Where the tokens of all visits go, in the order of the visits.
+
+    Args:
+        chain: of policies; the empty one leaves the routers' decisions as they are.
+        layer: index of the MoE layer.
+        experts: of that layer.
+        selector: of that layer, where a policy needs one.
+    """
+    decided = [visit.routing for visit in visits]
+    for phase in PHASES if chain.policies else ():
+        places = [place for place, visit in enumerate(visits) if visit.phase == phase]
+        if places:
+            own = [visits[place] for place in places]
+            context = _context(chain, layer, phase, own, experts, selector)
+            routing = chain(Routing.concat([visit.routing for visit in own]), context)
+            parts = routing.split([visit.hidden_states.shape[0] for visit in own])
+            for place, part in zip(places, parts, strict=True):
+                decided[place] = part
+    return Routing.concat(decided)
+
+
+def _context(
+    chain: PolicyChain,
+    layer: int,
+    phase: Phase,
+    visits: Sequence[Visit],
+    experts: LayerExperts,
+    selector: Selector | None,
+) -> RoutingContext:
+    scores_TE = select = resident_E = importance_T = None
+    if "select" in chain.needs:
+        assert selector is not None, "refused while loading"
+        given_TE = selector.scores(torch.cat([visit.hidden_states for visit in visits]))
+        scores_TE, select = selector.rule.ranking(given_TE), partial(selector.select, given_TE)
+    if "resident" in chain.needs and isinstance(experts, OffloadedExperts):
+        planes = torch.tensor(experts.cache.resident(experts.layer))
+        resident_E = (planes == experts.cache.num_planes).to(visits[0].hidden_states.device)
+    if "importance" in chain.needs:
+        importance_T = torch.cat([_importance(visit) for visit in visits])
+    return RoutingContext(
+        layer, experts.num_experts, phase, scores_TE, select, resident_E, importance_T
+    )
+
+
+def _importance(visit: Visit) -> Tensor:
+    size_T = visit.hidden_states.float().abs().sum(1)
+    return size_T if visit.received is None else size_T * visit.received

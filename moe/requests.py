@@ -1,0 +1,84 @@
+"""From prompts and parameters to sequences for an engine, checked against the model first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moe.errors import RequestError
+from moe.loader import LoadedModel
+from moe.sampling import Sampler, SamplingParams
+from moe.sequence import RunningSequence, check_priority
+from moe.text import Prompt, StopStrings
+from moe.wave import Group
+
+
+def make_group(
+    loaded: LoadedModel, prompt: Prompt, params: SamplingParams, salt: str = "", priority: int = 0
+) -> Group:
+    """The sequences of one request; see `MoE.request`. Raises `RequestError`."""
+    ids = loaded.codec.encode(prompt)
+    check_length(loaded, len(ids), params.max_new_tokens)
+    _check_token_ids(loaded, "logit_bias", params.logit_bias)
+    check_priority(priority)
+    if params.stop:
+        loaded.codec.require_tokenizer("stop strings")
+    stop_token_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_token_ids |= loaded.codec.eos_token_ids
+    sequences = [
+        RunningSequence(
+            ids,
+            Sampler(params, ids, loaded.logits_size, index),
+            loaded.codec.decoder(),
+            StopStrings(params.stop),
+            stop_token_ids,
+            params.max_new_tokens,
+            salt,
+            priority,
+        )
+        for index in range(params.n)
+    ]
+    return Group(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
+
+
+def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:
+    """Raise `RequestError` if a sequence would be longer than the model's context."""
+    limit = loaded.context_length
+    if limit is not None and num_prompt + num_new > limit:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together "
+            f"more than the context of {limit} tokens; shorten the prompt or lower "
+            "max_new_tokens"
+        )
+
+
+def as_batch(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Every prompt with its parameters. Raises `RequestError` where there are not as many."""
+    batch = _prompts(prompts)
+    if isinstance(params, SamplingParams):
+        params = [params] * len(batch)
+    if len(params) != len(batch):
+        raise RequestError(
+            f"give one SamplingParams for all prompts or one each: got {len(params)} for "
+            f"{len(batch)} prompts"
+        )
+    return list(zip(batch, params, strict=True))
+
+
+def _check_token_ids(loaded: LoadedModel, name: str, token_ids: Iterable[int]) -> None:
+    size = loaded.logits_size
+    if (largest := max(token_ids, default=0)) >= size:
+        raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a batch of one; a batch is a sequence of strings or of sequences."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes, bytearray)):
+        if len(prompts) == 0:
+            raise RequestError("no prompts were given; give at least one")
+        if all(isinstance(prompt, Sequence) for prompt in prompts):
+            return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]

@@ -1,0 +1,166 @@
+"""Choosing experts again: a model's own router, so that policies and drafts can restrict it.
+
+What a router multiplies by and chooses by is found by watching one pass and trying
+(`moe.fused.router`), whatever the architecture. It is believed where it gives the decisions of that
+pass from the rows that reach the experts; elsewhere the layer has no `Selector`, and a reason.
+Legend: T rows, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from moe.fused.description import NotDescribed, OwnRouter, Router
+from moe.fused.observe import Call, Observation, stand_in
+from moe.fused.router import describe_router
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.seam import experts_modules
+from moe.trunk import Trunk
+from routing import Routing
+from routing.routers import RouterRule
+
+_PROMPT_TOKENS = 12
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The router of one MoE layer, for the rows that reach its experts."""
+
+    weight: Tensor  # (E, H); the model's own
+    bias: Tensor | None  # (E,)
+    rule: RouterRule
+
+    @torch.inference_mode()
+    def scores(self, hidden: Tensor) -> Tensor:
+        """``(T, E)`` float32 of rows ``(T, H)``: what weights are made of (`RouterRule`)."""
+        return self.rule.scores(linear(hidden.float(), self.weight.float(), self.bias))
+
+    @torch.inference_mode()
+    def select(
+        self, scores: Tensor, allowed: Tensor | None = None, top_k: int | None = None
+    ) -> Routing:
+        """The router's decision, or what it would be among ``allowed`` experts, ``top_k`` of them:
+        see `RouterRule.select`. Weights are not scaled up for what is left out, unless the router
+        itself renormalises."""
+        return self.rule.select(scores, allowed, top_k)
+
+
+@dataclass(frozen=True)
+class FoundSelector:
+    """What is known of one MoE layer's router; ``reason`` says why there is no selector."""
+
+    selector: Selector | None
+    reason: str = ""
+
+
+def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundSelector]:
+    """One entry for each MoE layer.
+
+    Args:
+        seen: of `watch`; None for a pass of its own. Neither reads any expert.
+    """
+    seen = seen or watch(trunk)
+    parents = {child: parent for parent in trunk.model.modules() for child in parent.children()}
+    layers = zip(experts_modules(trunk.model), blocks(trunk.model), strict=True)
+    with torch.inference_mode():
+        return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
+
+
+@torch.inference_mode()
+def watch(trunk: Trunk) -> Observation:
+    """One pass over a short prompt: what the modules of all layers with experts took and gave."""
+    size = trunk.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(size, (_PROMPT_TOKENS,), generator=generator).tolist()
+    with _watched(blocks(trunk.model)) as seen:
+        lanes = trunk.lanes([Work(prompt, trunk.new_cache(len(prompt)))])
+        run_lanes(lanes, stand_in)
+        lanes[0].result()
+    return seen
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layer of each MoE layer; the model itself where it has no list of layers."""
+    parents = {child: parent for parent in model.modules() for child in parent.children()}
+    found = []
+    for _, experts in experts_modules(model):
+        module = experts
+        while module in parents and not isinstance(parents[module], nn.ModuleList):
+            module = parents[module]
+        found.append(module)
+    return found
+
+
+def expert_call(experts: nn.Module, seen: Observation) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, ids and weights with which an experts module was called, once; None otherwise."""
+    call = seen.call(experts)
+    values = (*call.inputs, *call.kwargs.values()) if call is not None else ()
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return (tensors[0], tensors[1], tensors[2]) if len(tensors) == 3 else None
+
+
+def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:
+    call = expert_call(experts, seen)
+    if call is None:
+        return FoundSelector(None, "its experts are not called once with rows, ids and weights")
+    rows, ids, weights = call
+    reason = ""
+    for place in dict.fromkeys(places):
+        try:
+            router = describe_router(place, experts, ids, weights, seen)
+        except NotDescribed as error:
+            reason = str(error)
+        except Exception as error:
+            # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
+            reason = f"probing raised {type(error).__name__}: {error}"
+        else:
+            if isinstance(router, OwnRouter):
+                reason = "its router follows no rule that is known here"
+                continue
+            selector = _selector(router)
+            made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
+            if _agrees(selector, rows, made):
+                return FoundSelector(selector)
+            return FoundSelector(None, "its router reads other rows than its experts")
+    return FoundSelector(None, reason)
+
+
+def _selector(router: Router) -> Selector:
+    weight = router.weight.weight
+    assert isinstance(weight, Tensor)
+    return Selector(weight, router.weight.bias, router.rule)
+
+
+def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.shape[1] != selector.weight.shape[1]:
+        return False
+    ours = selector.select(selector.scores(rows))
+    return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
+        ours.weights, made.weights, rtol=_TOLERANCE
+    )
+
+
+@contextmanager
+def _watched(layers: Sequence[nn.Module]) -> Iterator[Observation]:
+    seen = Observation()
+
+    def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
+        seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
+
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

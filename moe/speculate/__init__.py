@@ -1,0 +1,134 @@
+"""Self-speculation: the next tokens are drafted with less of the model and verified by all of it.
+
+A drafted token is only kept where the model itself would have chosen it, so speculation changes how
+fast tokens come and not which (ALGORITHMS.md 4, 17-19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kernels import Forward, QuantizedExperts
+from kernels.planes import num_planes
+from moe.moe_layer import MoELayers
+from moe.selection import Selector, find_selectors
+from moe.settings import SpeculationSettings
+from moe.speculate.control.make import make_controller
+from moe.speculate.draft import Controller, Mode
+from moe.speculate.elastic import ElasticDrafts
+from moe.speculate.fixed import FixedDepth
+from moe.speculate.layers import DraftLayers
+from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.speculator import Speculator
+from moe.trunk import Trunk
+from offload.experts import LayerExperts, OffloadedExperts, held_experts
+
+FEW = 2
+"""Experts of a token in the leanest draft that auto tries."""
+
+__all__ = ["SPECULATION_OFF", "Speculation", "Speculator", "enable_speculation"]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculates, or why nothing does."""
+
+    speculator: Speculator | None
+    reason: str
+
+    @property
+    def notices(self) -> list[str]:
+        """What whoever asked for drafts has to know."""
+        if self.speculator is not None or self is SPECULATION_OFF:
+            return []
+        return [f"no tokens are drafted: {self.reason}"]
+
+
+SPECULATION_OFF = Speculation(None, "speculation.mode is off")
+
+
+def enable_speculation(
+    settings: SpeculationSettings,
+    trunk: Trunk,
+    experts: MoELayers,
+    forward: Forward,
+    vocab_size: int,
+) -> Speculation:
+    """Draft from now on as the settings say, where this model can take drafts back.
+
+    Args:
+        forward: what runs a layer's experts.
+        vocab_size: V of the logits.
+    """
+    if settings.mode == "off":
+        return SPECULATION_OFF
+    if not trunk.packed:
+        return Speculation(
+            None, "sequences have passes of their own, whose state cannot be taken back"
+        )
+    mode = elastic_mode(settings)
+    why_not = _the_model_itself(mode, experts.layers)
+    if settings.mode == "elastic" and why_not:
+        return Speculation(None, why_not)
+    automatic = settings.mode == "auto"
+    modes = [mode] if settings.mode == "elastic" else []
+    if automatic:
+        modes = [each for each in variants(mode) if not _the_model_itself(each, experts.layers)]
+    elastic = None
+    if modes:
+        elastic = ElasticDrafts(trunk, _draft_layers(mode, trunk, experts, forward))
+    model_free: dict[str, ModelFree] = {"ngram": NGram(), "recycling": Recycling(vocab_size)}
+    sources = [source for name, source in model_free.items() if settings.mode in (name, "auto")]
+    modes += [source.mode for source in sources]
+    controller: Controller = (
+        make_controller(trunk, experts, modes, settings.max_depth)
+        if automatic
+        else FixedDepth(modes[0], settings.max_depth)
+    )
+    names = ", ".join(each.name for each in modes)
+    speculator = Speculator(controller, elastic, sources, settings.max_depth)
+    return Speculation(speculator, f"drafts by {'one of ' * automatic}{names}")
+
+
+def variants(mode: Mode) -> list[Mode]:
+    """Elastic modes that auto may choose from: the profile's, coarser, and with fewer experts."""
+    fewer = replace(mode, experts=FEW if mode.experts is None else max(1, mode.experts // 2))
+    return list(dict.fromkeys([mode, replace(mode, bits=2), fewer]))
+
+
+def elastic_mode(settings: SpeculationSettings) -> Mode:
+    """The elastic mode of a profile."""
+    return Mode(
+        "elastic",
+        bits=settings.bits,
+        experts=settings.experts,
+        core=settings.core,
+        share=settings.core_share if settings.core == "vote" else 1.0,
+        skipped=settings.skip_layers,
+    )
+
+
+def _draft_layers(mode: Mode, trunk: Trunk, experts: MoELayers, forward: Forward) -> DraftLayers:
+    layers = experts.layers
+    selectors: list[Selector | None] = [None] * len(layers)
+    if mode.core != "all" or any(isinstance(layer, OffloadedExperts) for layer in layers):
+        selectors = [found.selector for found in find_selectors(trunk)]
+    return DraftLayers(layers, forward, selectors)
+
+
+def _the_model_itself(mode: Mode, layers: Sequence[LayerExperts]) -> str:
+    """Why drafts of a mode would cost what they are to save; nothing where they do not."""
+    held = [held_experts(layer) for layer in layers]
+    coarser = mode.bits is not None and any(
+        isinstance(one, QuantizedExperts) and len(one.planes[0]) > num_planes(mode.bits)
+        for one in held
+    )
+    fewer = mode.experts is not None or mode.core != "all" or mode.skipped > 0
+    if coarser or fewer or any(isinstance(layer, OffloadedExperts) for layer in layers):
+        return ""
+    return (
+        "an elastic draft would be the whole model, as experts are all in memory and whole, or of "
+        f"no more than {mode.bits} bits; set model.expert_bits to 8, or speculation.experts, "
+        "speculation.core or speculation.skip_layers"
+    )

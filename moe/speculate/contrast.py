@@ -1,0 +1,137 @@
+"""Self-contrast (SCMoE, arXiv 2405.14507): what the model says, less what its weak reading says.
+
+Each token is read twice in one pass, by the experts that its router chose and by a single one of a
+lower rank, with keys and values of their own; tokens are drawn from the difference. That changes
+what the model says, on purpose, and doubles the keys and values. Legend: T rows, E experts, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+
+import torch
+from torch import Tensor
+
+from moe.errors import ProfileError
+from moe.kv import SequenceKV, Work
+from moe.moe_layer import MoELayers
+from moe.selection import Selector, find_selectors
+from moe.settings import SpeculationSettings
+from moe.trunk import Forward, Trunk
+from moe.visit import Visit
+from routing import Routing
+from routing.policies.base import keep
+
+
+class TwinKV(SequenceKV):
+    """Keys and values of a sequence, and those of its weak reading."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.weak = SequenceKV(capacity)
+
+    def fork(self, capacity: int, length: int) -> TwinKV:
+        copy = super().fork(capacity, length)
+        assert isinstance(copy, TwinKV)
+        copy.weak = self.weak.fork(capacity, length)
+        return copy
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Reads and decides.
+
+    Args:
+        strength: how much of the weak scores is taken off (the paper's beta).
+        floor: of the likeliest token's probability; what is below cannot be drawn (alpha).
+        rank: of the weak reading's expert; 0 is the router's first choice.
+        selectors: of each MoE layer; needed where routers choose no more than ``rank`` experts.
+    """
+
+    strength: float
+    floor: float
+    rank: int
+    selectors: Sequence[Selector | None] = ()
+
+    def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
+        """Contrasted logits of each piece of work, from one pass over both readings."""
+        weak = [replace(item, cache=_twin(item).weak) for item in work]
+        for item, other in zip(work, weak, strict=True):
+            other.cache.length = item.cache.length
+        logits = forward([*work, *weak])
+        pairs = zip(logits[: len(work)], logits[len(work) :], strict=True)
+        return [self.combine(strong, other) for strong, other in pairs]
+
+    def combine(self, strong_TV: Tensor, weak_TV: Tensor) -> Tensor:
+        """``(T, V)``: ``(1 + strength) strong - strength weak`` where the strong one is above the
+        floor, else ``-inf``."""
+        scores = (1 + self.strength) * strong_TV - self.strength * weak_TV
+        least = strong_TV.amax(-1, keepdim=True) + log(self.floor)
+        return scores.masked_fill(strong_TV < least, -torch.inf)
+
+    def weaken(self, layer: int, visit: Visit) -> Visit:
+        """The same visit, whose second half of rows, the weak readings, goes to one expert each."""
+        half = visit.routing.num_tokens // 2
+        strong, weak = visit.routing.split([half, half])
+        if self.rank < weak.top_k:
+            order = weak.weights.argsort(dim=1, descending=True, stable=True)
+            kept = torch.zeros_like(weak.weights, dtype=torch.bool)
+            weak = keep(weak, kept.scatter(1, order[:, self.rank, None], True))
+        else:
+            weak = self._select(layer, visit.hidden_states[half:])
+        return replace(visit, routing=Routing.concat([strong, weak]))
+
+    def _select(self, layer: int, rows_TH: Tensor) -> Routing:
+        selector = self.selectors[layer]
+        assert selector is not None
+        scores_TE = selector.scores(rows_TH)
+        order = scores_TE.argsort(dim=1, descending=True, stable=True)
+        allowed = torch.zeros_like(scores_TE, dtype=torch.bool)
+        allowed.scatter_(1, order[:, self.rank, None], True)
+        return selector.select(scores_TE, allowed, 1)
+
+
+def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELayers) -> None:
+    """Read every token twice from now on, where the profile asks for contrast.
+
+    Raises:
+        ProfileError: this model cannot be read in that way.
+    """
+    if not settings.contrast:
+        return
+    name = type(trunk.model).__name__
+    if not trunk.packed:
+        raise ProfileError(
+            f"speculation.contrast reads two views of a sequence in one pass, and {name} keeps a "
+            "state for which that is not possible; set speculation.contrast: 0"
+        )
+    fewest = min(layer.num_experts for layer in experts.layers)
+    if settings.contrast_rank >= fewest:
+        raise ProfileError(
+            f"speculation.contrast_rank is {settings.contrast_rank}, but a layer of {name} has "
+            f"{fewest} experts, ranks 0 to {fewest - 1}; give one of these"
+        )
+    top_k = getattr(trunk.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    selectors: list[Selector | None] = []
+    if settings.contrast_rank >= top_k:
+        found = find_selectors(trunk)
+        selectors = [each.selector for each in found]
+        for index, each in enumerate(found):
+            if each.selector is None:
+                raise ProfileError(
+                    f"speculation.contrast_rank is {settings.contrast_rank}, beyond the {top_k} "
+                    f"experts that {name} chooses, and its router's rule is not known (MoE layer "
+                    f"{index}: {each.reason}); give a rank below {top_k}"
+                )
+    contrast = Contrast(
+        settings.contrast, settings.contrast_floor, settings.contrast_rank, selectors
+    )
+    experts.weaken, trunk.contrast, trunk.cache_type = contrast.weaken, contrast.read, TwinKV
+
+
+def _twin(item: Work) -> TwinKV:
+    assert isinstance(item.cache, TwinKV)
+    return item.cache

@@ -1,0 +1,1 @@
+"""How far to draft, and how: one goodput function, fitted while steps are measured."""

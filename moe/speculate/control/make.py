@@ -1,0 +1,119 @@
+"""A controller for a model: how large its experts are, where they lie, and what reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import nn
+
+from kernels import QuantizedExperts
+from kernels.planes import PREFIX_BITS
+from moe.moe_layer import MoELayers
+from moe.speculate.control.controller import Controller
+from moe.speculate.control.coverage import Counts, Sizes
+from moe.speculate.control.steps import StepCosts
+from moe.speculate.draft import Mode
+from moe.trunk import Trunk
+from offload.experts import OffloadedExperts, held_experts
+
+MEMORY, DISK = 12e9, 1e9
+"""Bytes a second that are assumed until steps have been measured; their proportion matters."""
+OPERATIONS = 1e11
+"""The same of multiplications."""
+SHARE = 0.001
+"""Of the time that counting experts may take."""
+
+
+def make_controller(
+    trunk: Trunk, experts: MoELayers, modes: Sequence[Mode], max_depth: int
+) -> Controller:
+    """One that knows nothing yet but sizes."""
+    layers = experts.layers
+    config = trunk.model.config.get_text_config()
+    top_k = float(getattr(config, "num_experts_per_tok", None) or 1)
+    total = sum(layer.num_experts for layer in layers)
+    first = layers[0]
+    slots = first.cache.slots if isinstance(first, OffloadedExperts) else total
+    visits = top_k * len(layers)
+    size = sum(layer.expert_bytes for layer in layers) / len(layers)
+    others = trunk_bytes(trunk)
+    prices = (
+        others / MEMORY,
+        (others + visits * size) / OPERATIONS,
+        size / MEMORY,
+        size / DISK,
+    )
+    whole = others + visits * size
+    relative = {
+        mode: (others + visits * size * _share(mode, layers, top_k)) / whole
+        for mode in modes
+        if mode.source == "elastic"
+    }
+    costs = StepCosts(Sizes(total, visits, slots), prices, relative)
+    return Controller(modes, max_depth, costs, ExpertCounts(experts))
+
+
+def trunk_bytes(trunk: Trunk) -> int:
+    """Bytes that every pass reads: all weights but experts and the embeddings of the input."""
+    model, head = trunk.model, trunk.model.get_output_embeddings()
+    skipped = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not getattr(head, "weight", None)
+    }
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(t.numel() * t.element_size() for t in tensors if id(t) not in skipped)
+
+
+def _share(mode: Mode, layers: Sequence[object], top_k: float) -> float:
+    """Of the bytes of a token's experts that a draft of this mode reads."""
+    held = held_experts(layers[0])  # type: ignore[arg-type]
+    bits = PREFIX_BITS[len(held.planes[0]) - 1] if isinstance(held, QuantizedExperts) else 16
+    share = min((mode.bits or bits) / bits, 1.0) * (1 - mode.skipped)
+    return share * min((mode.experts or top_k) / top_k, 1.0)
+
+
+class ExpertCounts:
+    """Distinct experts of one step, and the missing ones among them.
+
+    A cache of experts counts them anyway. Where all are in memory routing statistics do, many steps
+    at a time, and counting a single one takes time: there it is done as seldom as it has to be.
+    """
+
+    def __init__(self, experts: MoELayers) -> None:
+        self._experts = experts
+        caches = [layer.cache for layer in experts.layers if isinstance(layer, OffloadedExperts)]
+        self._cache = caches[0] if caches else None
+        self._wait = 0
+        self._began = 0.0
+        self._before: Counts | None = None
+
+    def start(self) -> None:
+        """A step begins."""
+        self._wait -= 1
+        now = time.perf_counter()
+        if self._cache is not None or self._wait < 0:
+            self._before = self._total()
+            taken = time.perf_counter() - now
+            if self._began:
+                self._wait = int(taken / (SHARE * (now - self._began)))
+        else:
+            self._before = None
+        self._began = now
+
+    def read(self) -> Counts | None:
+        """What the step has visited; None where it was not counted."""
+        if self._before is None:
+            return None
+        distinct, missing = self._total()
+        return distinct - self._before[0], missing - self._before[1]
+
+    def _total(self) -> Counts:
+        if self._cache is None:
+            statistics = self._experts.statistics
+            layers = range(len(self._experts.layers))
+            return float(sum(statistics.expert_loads(layer) for layer in layers)), 0.0
+        layers_ = self._cache.statistics.layers
+        missing = sum(layer.misses for layer in layers_)
+        return float(missing + sum(layer.hits for layer in layers_)), float(missing)

@@ -1,0 +1,111 @@
+"""What speculation has come to: plain counters for statistics, metrics and tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe.speculate.draft import Round
+
+
+@dataclass
+class ModeRecord:
+    """Of one mode.
+
+    Attributes:
+        drafts: that had a token at least.
+        verified, accepted: of each position, tokens that the model has read, and those it took.
+        draft_bytes: of experts that draft passes read.
+    """
+
+    drafts: int = 0
+    verified: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    draft_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; ``acceptance`` of a position is of those whose positions before were taken."""
+        verified, accepted = self.verified.total(), self.accepted.total()
+        positions = []
+        reached = self.drafts
+        for position in sorted(self.verified):
+            reached = min(reached, self.verified[position])
+            positions.append(
+                {
+                    "verified": self.verified[position],
+                    "accepted": self.accepted[position],
+                    "acceptance": self.accepted[position] / max(reached, 1),
+                }
+            )
+            reached = self.accepted[position]
+        return {
+            "drafts": self.drafts,
+            "verified": verified,
+            "accepted": accepted,
+            "acceptance": accepted / max(verified, 1),
+            "by_position": positions,
+            "draft_bytes": self.draft_bytes,
+        }
+
+
+class Report:
+    """Counts steps; readable from any thread."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.steps = self.sequences = self.tokens = self.rows = self.rested = 0
+        self.draft_seconds = self.verify_seconds = 0.0
+        self.depths: Counter[int] = Counter()
+        self.modes: dict[str, ModeRecord] = {}
+
+    def observe(self, round: Round) -> None:
+        """A step is over."""
+        self.steps += 1
+        self.sequences += len(round.trials)
+        self.rows += round.rows
+        self.draft_seconds += round.draft_seconds
+        self.verify_seconds += round.verify_seconds
+        for trial in round.trials:
+            self.tokens += trial.accepted + 1
+            self.depths[trial.drafted] += 1
+            if trial.mode is not None and trial.drafted:
+                record = self._record(trial.mode.name)
+                record.drafts += 1
+                record.verified.update(range(trial.drafted))
+                record.accepted.update(range(trial.accepted))
+        passes = {t.mode.name for t in round.trials if t.mode and t.mode.source == "elastic"}
+        for name in passes:
+            self._record(name).draft_bytes += round.draft_bytes // len(passes)
+
+    def rest(self, batch: int) -> None:
+        """A step of so many sequences in which nobody looked for drafts."""
+        self.steps += 1
+        self.rested += 1
+        self.sequences += batch
+        self.tokens += batch
+        self.rows += batch
+        self.depths[0] += batch
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON. ``tokens_per_verification`` is of one sequence; 1 without drafts."""
+        modes = {name: record.as_dict() for name, record in sorted(self.modes.items())}
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "rested_steps": self.rested,
+            "tokens_per_verification": self.tokens / max(self.sequences, 1),
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+            "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
+            "modes": modes,
+        }
+
+    def _record(self, name: str) -> ModeRecord:
+        if name not in self.modes:
+            self.modes = {**self.modes, name: ModeRecord()}  # whoever reads may be another thread
+        return self.modes[name]

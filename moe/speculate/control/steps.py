@@ -1,0 +1,178 @@
+"""What a step of drafting and verifying costs, from what such steps have cost.
+
+MoESD's model (ALGORITHMS.md 5) with a measured curve of coverage in place of uniform routing, and
+with cache misses: a pass over more rows reads more distinct experts, and of those the ones that are
+not in memory cost most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from statistics import median
+
+from moe.speculate.control.coverage import Coverage, Sizes
+from moe.speculate.control.goodput import Depths
+from moe.speculate.control.times import Efficiency, Pace, Times
+from moe.speculate.draft import Mode, Round
+
+HOPE = 0.1
+"""Least that a draft pass may cost beside a plain one."""
+
+JUDGED = 128
+"""Steps whose predictions are judged."""
+LEARNING = 16
+"""Steps before predictions are judged."""
+
+Effort = tuple[Sequence[float], Sequence[float]]
+"""Of each position of a plan the share of steps in which it is drafted, and verified."""
+
+
+class StepCosts:
+    """Predicts and learns.
+
+    Args:
+        sizes: of the experts.
+        prices: assumed seconds of a pass for itself, a row, an expert in memory, one to be fetched;
+            only the proportions matter.
+        relative: of each mode that drafts with passes of the model, what a pass costs beside one
+            that decodes plainly with every expert in memory.
+
+    Attributes:
+        errors: relative ones of the seconds predicted of late.
+        efficiency: of verifying.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        prices: tuple[float, float, float, float],
+        relative: Mapping[Mode, float],
+    ) -> None:
+        pace = Pace()
+        self.coverage = Coverage(sizes)
+        self.errors, self._observed = deque[float](maxlen=JUDGED), 0
+        self.efficiency = Efficiency()
+        self._relative = relative
+        self._verify = Times(prices, pace)
+        self._draft = {mode: Times((0.8, 0.2), pace) for mode in relative}
+        self._known: dict[object, float] = {}
+
+    @property
+    def error(self) -> float | None:
+        """Median of `errors`: other work on the machine comes in bursts; None before any."""
+        return median(self.errors) if self.errors else None
+
+    def verify(self, sequences: int, rows: float) -> float:
+        """Seconds of the model's own pass over so many rows of so many sequences."""
+        low = int(rows)
+        first = self._verify_whole(sequences, low)
+        if low == rows:
+            return first
+        return first + (rows - low) * (self._verify_whole(sequences, low + 1) - first)
+
+    def draft(self, mode: Mode, passes: float, rows: float, hopeful: bool = False) -> float:
+        """Seconds of draft passes that together have so many rows; ``hopeful``: before any has
+        been measured, as few as may be."""
+        times = self._draft[mode]
+        if passes == 0:
+            return 0.0
+        if times.known:
+            point = round(passes), round(rows)
+            return times.predict(point, (passes, rows))
+        near = self._verify.modelled((1.0, 1.0, self.coverage.sizes.visits, 0.0))
+        return (HOPE if hopeful else self._relative[mode]) * near * (0.8 * passes + 0.2 * rows)
+
+    def row(self, sequences: int, rows: float) -> float:
+        """Seconds that one row more in the model's own pass costs, by the fitted prices."""
+        slope = [
+            self._verify.modelled(self._features(sequences, at)) for at in (rows, rows + sequences)
+        ]
+        return (slope[1] - slope[0]) / sequences
+
+    def step(
+        self,
+        mode: Mode | None,
+        drafting: Sequence[bool],
+        effort: Effort,
+        hopeful: bool = False,
+    ) -> Callable[[Depths], float]:
+        """Seconds of a step by the depths of its sequences.
+
+        Args:
+            mode: of those who draft with passes of the model.
+            drafting: who they are; what the others draft costs nothing.
+            effort: of that mode.
+            hopeful: see `draft`.
+        """
+        return partial(self._step, mode, drafting, effort, hopeful)
+
+    def _step(
+        self,
+        mode: Mode | None,
+        drafting: Sequence[bool],
+        effort: Effort,
+        hopeful: bool,
+        depths: Depths,
+    ) -> float:
+        drafted, verified = effort
+        passes = draft_rows = 0.0
+        rows = float(len(depths))
+        counts: dict[int, int] = {}
+        for depth, with_passes in zip(depths, drafting, strict=True):
+            if with_passes:
+                counts[depth] = counts.get(depth, 0) + 1
+            else:
+                rows += depth
+        taking = sum(counts.values())
+        for position in range(max(counts, default=0)):
+            taking -= counts.get(position, 0)
+            passes += min(taking * drafted[position], 1.0)
+            draft_rows += taking * drafted[position]
+            rows += taking * verified[position]
+        seconds = self.verify(len(depths), rows)
+        if mode is None:
+            return seconds
+        return seconds + self.draft(mode, passes, draft_rows, hopeful)
+
+    def observe(self, mode: Mode | None, round: Round, counts: tuple[float, float] | None) -> None:
+        """A step without prompts is over.
+
+        Args:
+            counts: experts of all layers that it visited, and those of them that were not in
+                memory; None where nobody counted.
+        """
+        sequences, rows = len(round.trials), round.rows
+        passes, draft_rows = len(round.draft_rows), sum(round.draft_rows)
+        seconds = round.verify_seconds
+        predicted = self.verify(sequences, rows)
+        if rows > sequences and self._verify.known:
+            self.efficiency.add(self.verify(sequences, sequences), predicted, seconds)
+        if mode is not None and passes:
+            seconds += round.draft_seconds
+            predicted += self.draft(mode, passes, draft_rows)
+            point = (passes, draft_rows)
+            self._draft[mode].observe(point, point, round.draft_seconds)
+        if counts is not None:
+            self.coverage.observe(sequences, rows, *counts)
+        self._observed += 1
+        if self._observed > LEARNING:
+            self.errors.append(abs(predicted / seconds - 1))
+        features = self._features(sequences, rows)
+        self._verify.observe((sequences, rows), features, round.verify_seconds)
+        self._known.clear()
+
+    def measurements(self, sequences: int, rows: int) -> float:
+        """How often such a pass has been measured."""
+        return self._verify.count((sequences, rows))
+
+    def _verify_whole(self, sequences: int, rows: int) -> float:
+        point = sequences, rows
+        if point not in self._known:
+            self._known[point] = self._verify.predict(point, self._features(sequences, rows))
+        return self._known[point]
+
+    def _features(self, sequences: int, rows: float) -> tuple[float, float, float, float]:
+        distinct = self.coverage.distinct(sequences, rows)
+        return 1.0, float(rows), distinct, self.coverage.missing(sequences, rows)

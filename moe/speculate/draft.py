@@ -1,0 +1,180 @@
+"""Drafts as values: how they may be made, what they say, and what became of them.
+
+Everything between those who draft, those who decide how far (`Controller`) and those who verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from moe.candidates import Proposal
+from moe.sequence import RunningSequence
+
+Source = Literal["elastic", "ngram", "recycling"]
+Core = Literal["all", "seq", "vote"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to draft.
+
+    Attributes:
+        source: elastic: passes of the model itself, with less of its experts. ngram: what followed
+            the last tokens before. recycling: what the model last thought follows a token.
+        bits: elastic: bits of experts at most; None: all there are.
+        experts: elastic: experts of a token at most; None: as many as the model takes.
+        core: elastic: which of the experts in memory may be used. all: each of them. seq: the first
+            `CORE_EXPERTS` of every row of a pass. vote: those that the rows weigh most together.
+        share: of a layer's experts that a vote elects.
+        skipped: share of the MoE layers, from the middle of the model, whose experts are left out.
+    """
+
+    source: Source
+    bits: int | None = None
+    experts: int | None = None
+    core: Core = "all"
+    share: float = 1.0
+    skipped: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """For metrics and tables."""
+        parts: list[str] = [self.source]
+        if self.bits is not None:
+            parts.append(f"{self.bits}b")
+        if self.experts is not None:
+            parts.append(f"top{self.experts}")
+        if self.core != "all":
+            parts.append("seq" if self.core == "seq" else f"vote{self.share:g}")
+        if self.skipped:
+            parts.append(f"skip{self.skipped:g}")
+        return ":".join(parts)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next in a sequence.
+
+    Attributes:
+        mode: how it was made; None for none.
+        tokens: ids; none for plain decoding.
+        confidence: of each token, how probable it was to whoever drafted it.
+        proposals: of each token, the distribution it was drawn from; None where nothing was left
+            to chance.
+    """
+
+    mode: Mode | None = None
+    tokens: tuple[int, ...] = ()
+    confidence: tuple[float, ...] = ()
+    proposals: tuple[Proposal | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == len(self.confidence) == len(self.proposals)
+
+    @classmethod
+    def sure(cls, mode: Mode, tokens: Sequence[int], confidence: Sequence[float]) -> Draft:
+        """A draft that left nothing to chance."""
+        return cls(mode, tuple(tokens), tuple(confidence), (None,) * len(tokens))
+
+    def first(self, depth: int) -> Draft:
+        """Its first tokens only."""
+        if depth <= 0:
+            return PLAIN
+        return Draft(
+            self.mode, self.tokens[:depth], self.confidence[:depth], self.proposals[:depth]
+        )
+
+
+PLAIN = Draft()
+"""No draft."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a sequence drafts in a step; depth 0 is plain decoding."""
+
+    mode: Mode | None = None
+    depth: int = 0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one sequence's draft in a step, also of none."""
+
+    sequence: RunningSequence
+    mode: Mode | None
+    drafted: int
+    accepted: int
+    confidence: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round:
+    """A step that was speculated in.
+
+    Attributes:
+        trials: one for each running sequence.
+        rows: of the verification: drafted tokens, and one more for each sequence.
+        draft_rows: of each elastic draft pass, in their order.
+        draft_seconds: of all drafting.
+        verify_seconds: of the model's own pass, until its tokens were chosen.
+        draft_bytes: of experts that draft passes read.
+        alone: no prompt was read in this step.
+    """
+
+    trials: Sequence[Trial]
+    rows: int
+    draft_rows: tuple[int, ...]
+    draft_seconds: float
+    verify_seconds: float
+    draft_bytes: int
+    alone: bool
+
+
+class Controller(Protocol):
+    """Decides how, and how far, to draft."""
+
+    def plan(
+        self,
+        sequences: Sequence[RunningSequence],
+        limits: Sequence[int],
+        offers: Sequence[Sequence[Draft]],
+    ) -> Sequence[Choice]:
+        """One choice for each running sequence.
+
+        Args:
+            limits: tokens that each may draft at most.
+            offers: what model-free modes have to say for each, where they say anything; a choice of
+                such a mode takes the first tokens of its offer.
+        """
+        ...
+
+    def rests(self, batch: int) -> bool:
+        """Whether the next step of so many sequences is plain without any looking for drafts."""
+        ...
+
+    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
+        """A step without prompts took so long, whatever was done in it."""
+        ...
+
+    def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
+        """Whether an elastic draft with such confidence so far is worth another pass."""
+        ...
+
+    def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
+        """How many tokens of a finished elastic draft are worth verifying.
+
+        Only asked where nothing was left to chance: to drop a token because of what was drawn would
+        change the chances of those that are left.
+        """
+        ...
+
+    def observe(self, round: Round) -> None:
+        """A step is over."""
+        ...
+
+    def figures(self) -> dict[str, Any] | None:
+        """What it has learnt, for JSON; None where it does not learn."""
+        ...

@@ -1,0 +1,112 @@
+"""Elastic drafts: the next tokens by the model itself, with the part of its experts that is cheap.
+
+The same weights, the same keys and values: a draft pass writes its rows behind those of the
+sequence, and when the draft is done the sequence is as long as before, so that the verification
+overwrites every one of them (ALGORITHMS.md 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from moe.candidates import Proposal
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.sampling import Sampler
+from moe.sequence import RunningSequence
+from moe.speculate.draft import Draft, Mode
+from moe.speculate.layers import DraftLayers
+from moe.trunk import Trunk
+
+GoesOn = Callable[[Mode, Sequence[float]], bool]
+"""Whether a draft with such confidence so far is worth another token."""
+
+
+@dataclass
+class _Pending:
+    """A draft in the making."""
+
+    work: Work
+    sampler: Sampler
+    depth: int
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
+    proposals: list[Proposal | None] = field(default_factory=list)
+
+    def take(self, logits_V: Tensor) -> None:
+        """Draw one more token from ``(V,)`` logits."""
+        token, proposal = self.sampler.propose(logits_V)
+        chance = float(logits_V.softmax(0)[token]) if proposal is None else proposal.chance
+        self.tokens.append(token)
+        self.confidence.append(chance)
+        self.proposals.append(proposal)
+        self.work.token_ids = [token]
+
+
+class ElasticDrafts:
+    """Drafts for several sequences in shared passes.
+
+    Args:
+        trunk: the model; sequences share its passes, so that what they wrote can be taken back.
+        layers: its MoE layers, for drafts.
+
+    Attributes:
+        rows: of each pass of the last draft.
+    """
+
+    def __init__(self, trunk: Trunk, layers: DraftLayers) -> None:
+        assert trunk.packed
+        self.layers = layers
+        self.rows: list[int] = []
+        self._trunk = trunk
+
+    def draft(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        goes_on: GoesOn,
+    ) -> list[Draft]:
+        """One draft for each sequence, of at most as many tokens as its depth says."""
+        self.rows = []
+        self.layers.begin(mode)
+        drafts = [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
+        active = [draft for draft in drafts if draft.depth > 0]
+        try:
+            while active:
+                self._pass(active)
+                active = [
+                    draft
+                    for draft in active
+                    if len(draft.tokens) == len(self.rows) < draft.depth
+                    and goes_on(mode, draft.confidence)
+                ]
+        finally:
+            for draft in drafts:
+                draft.work.cache.length = draft.length
+        return [
+            Draft(mode, tuple(d.tokens), tuple(d.confidence), tuple(d.proposals)) for d in drafts
+        ]
+
+    def _pass(self, drafts: Sequence[_Pending]) -> None:
+        """One more token for each; none where there are no logits to draw it from."""
+        lanes = self._trunk.lanes([draft.work for draft in drafts], "decode")
+        run_lanes(lanes, self.layers.run)
+        self.rows.append(len(drafts))
+        # Whatever is wrong here, the verification meets it too and tells those whom it concerns.
+        with suppress(Exception):
+            logits = [rows for lane in lanes for rows in lane.result()]
+            for draft, rows in zip(drafts, logits, strict=True):
+                with suppress(Exception):
+                    draft.take(rows[-1])
+
+
+def _pending(sequence: RunningSequence, depth: int) -> _Pending:
+    assert sequence.cache is not None
+    work = Work(sequence.token_ids[-1:], sequence.cache)
+    return _Pending(work, sequence.sampler.fork(), depth, sequence.cache.length)

@@ -1,0 +1,43 @@
+"""A controller that decides nothing: one mode, one depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe.sequence import RunningSequence
+from moe.speculate.draft import Choice, Draft, Mode, Round
+
+
+@dataclass(frozen=True)
+class FixedDepth:
+    """A controller that always drafts in one mode, and as far as it may."""
+
+    mode: Mode
+    depth: int
+
+    def plan(
+        self,
+        sequences: Sequence[RunningSequence],
+        limits: Sequence[int],
+        offers: Sequence[Sequence[Draft]],
+    ) -> Sequence[Choice]:
+        return [Choice(self.mode, min(self.depth, limit)) for limit in limits]
+
+    def rests(self, batch: int) -> bool:
+        return False
+
+    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
+        return None
+
+    def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
+        return True
+
+    def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
+        return len(confidence)
+
+    def observe(self, round: Round) -> None:
+        return None
+
+    def figures(self) -> None:
+        return None

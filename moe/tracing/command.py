@@ -1,0 +1,108 @@
+"""``moe trace``: read a text, and say how its tokens are routed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from moe.calibrate.record import record
+from moe.errors import RequestError
+from moe.model import MoE
+from moe.profile import LoadedProfile
+from moe.scoring import WINDOW
+from moe.tracing.findings import Findings, analyse
+from moe.tracing.plots import draw
+from moe.tracing.report import html
+from moe.tracing.tables import sheets
+
+REPORT, NUMBERS = "report.html", "routing.json"
+
+
+def trace_model(model: MoE, text: str, tokens: int, name: str, *, progress: bool) -> Findings:
+    """Read the first ``tokens`` tokens of a text in windows of 512, and measure their routing.
+
+    Raises:
+        RequestError: the text is empty.
+    """
+    if not text:
+        raise RequestError("the text is empty, so there is nothing to trace")
+    ids = model.codec.encode(text)[:tokens]
+    size = min(WINDOW, model.context_length or WINDOW)
+    windows = [ids[at : at + size] for at in range(0, len(ids), size)]
+    vocabulary = model._trunk.model.get_input_embeddings().num_embeddings
+    with Progress(console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task("reading", total=len(ids))
+        trace = record(
+            model._trunk, model._experts, windows, row_bytes=0,
+            on_tokens=lambda done: bar.update(task, completed=done),
+        )  # fmt: skip
+        bar.reset(task, description="measuring", total=len(trace.num_experts))
+        return analyse(
+            trace, vocabulary, model.config.model_type, name,
+            lambda done: bar.update(task, completed=done),
+        )  # fmt: skip
+
+
+def write(findings: Findings, folder: Path) -> Path:
+    """Plots, numbers and the report into a folder; returns the report.
+
+    Raises:
+        RequestError: the folder cannot be written.
+    """
+    images = draw(findings)
+    try:
+        for name, image in images.items():
+            (folder / f"{name}.png").write_bytes(image)
+        (folder / NUMBERS).write_text(json.dumps(findings.as_json(), indent=1))
+        (folder / REPORT).write_text(html(findings, images), encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"--out {folder} cannot be written: {error}") from error
+    return folder / REPORT
+
+
+def run(
+    name: str | Path,
+    profile: LoadedProfile,
+    text: Path,
+    *,
+    tokens: int,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """The subcommand: returns the exit code."""
+    if tokens < 1:
+        raise RequestError(f"--tokens must be at least 1, got {tokens}")
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the text {text}: {error}") from error
+    if out is not None:
+        _check_folder(out)
+    shown = sys.stderr.isatty()
+    model = MoE.from_pretrained(name, profile, progress=shown)
+    findings = trace_model(model, words, tokens, text.name, progress=shown)
+    if as_json:
+        print(json.dumps(findings.as_json()))
+    else:
+        console = Console()
+        for sheet in sheets(findings):
+            console.print(sheet.table())
+            console.print(sheet.says, style="dim", markup=False)
+    if out is not None:
+        print(f"moe: see {write(findings, out)}", file=sys.stderr)
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    """Before anything takes time."""
+    if find_spec("matplotlib") is None:
+        raise RequestError("--out needs matplotlib: pip install matplotlib")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--out {folder} cannot be written: {error}") from error

@@ -1,0 +1,161 @@
+"""Findings as tables: what the terminal and the report show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+from rich.table import Table
+
+from moe.tracing.findings import CACHES, CAPACITY, PARTS, RUNS, SEGMENT, Findings
+
+_EIGHT = RUNS.index(8)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A titled table of texts.
+
+    Attributes:
+        name: of the plot that belongs to it, if any.
+        title: what it is about.
+        says: how to read it, in a sentence or two.
+        columns, rows: the first column names the row.
+    """
+
+    name: str
+    title: str
+    says: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def table(self) -> Table:
+        """For the terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def sheets(findings: Findings) -> list[Sheet]:
+    """Every table, in the order of the report."""
+    return [
+        _tokens(findings),
+        _context(findings),
+        _load(findings),
+        _coverage(findings),
+        _consistency(findings),
+        _position(findings),
+    ]
+
+
+def _tokens(findings: Findings) -> Sheet:
+    return Sheet(
+        "tokens",
+        "How far the token determines the expert, %",
+        "Explained: share of the uncertainty about an expert that the token's id takes away. The "
+        "others: share of visits that are among the K experts which a table, counted on the first "
+        "half of the text, names for the second half.",
+        ("layer", "experts", "a token", "explained", "by popularity", "by token", "by pair"),
+        [
+            (str(i), str(own.num_experts), f"{own.top_k:.3g}", _percent(own.explained),
+             *(_percent(own.recall.get(name)) for name in ("popular", "token", "pair")))
+            for i, own in enumerate(findings.layers)
+        ],
+    )  # fmt: skip
+
+
+def _context(findings: Findings) -> Sheet:
+    return Sheet(
+        "context",
+        "Stability across contexts, %",
+        "Experts in common of two occurrences of the same token, of the same token after the same "
+        "one, and of any two tokens.",
+        ("layer", "same token", "same pair", "any two"),
+        [
+            (str(i), _percent(own.same_token), _percent(own.same_pair), _percent(own.any_tokens))
+            for i, own in enumerate(findings.layers)
+        ],
+    )
+
+
+def _load(findings: Findings) -> Sheet:
+    return Sheet(
+        "load",
+        "Load and company of experts",
+        "MaxVio: heaviest load over the mean, minus 1. Unused: experts that no token visits. "
+        "Second weight: median of a token's second over its first weight, the ratios of "
+        f"`odp:{odp_ratios(findings)}`. Pairs serve the same tokens that many times as often as "
+        "by chance.",
+        ("layer", "MaxVio", "unused", "second weight", "pairs"),
+        [
+            (str(i), f"{own.max_violation:.2f}", str(own.load.count(0)), _number(own.weight_ratio),
+             ", ".join(f"{a}+{b} ({lift:.1f}x)" for a, b, lift in own.pairs))
+            for i, own in enumerate(findings.layers)
+        ],
+    )  # fmt: skip
+
+
+def _coverage(findings: Findings) -> Sheet:
+    def row(title: str, name: str) -> tuple[str, ...]:
+        means = (
+            findings.mean(lambda own: getattr(own, name)[i] / own.num_experts)  # noqa: B023
+            for i in range(len(RUNS))
+        )
+        return (title, *map(_percent, means))
+
+    return Sheet(
+        "coverage",
+        "Share of a layer's experts that tokens need together, %",
+        "The law N(t) = E (1 - (1 - K/E)^t) is for even, independent routing. What consecutive "
+        "tokens need less is what caches, shared experts and verification windows live on. One "
+        "minus it is the chunk-level sparsity.",
+        ("tokens", *map(str, RUNS)),
+        [row("law", "law"), row("anywhere", "distinct_apart"), row("consecutive", "distinct")],
+    )
+
+
+def _consistency(findings: Findings) -> Sheet:
+    return Sheet(
+        "consistency",
+        "Local routing consistency, %",
+        f"Segments of {SEGMENT} tokens. Cache: hits of an oracle's cache that holds what the "
+        "segment needs most, by its size in K (SCH). One set: best F1 of sending the whole segment "
+        "to the same experts (SRP). 8 tokens: distinct experts, not per cent, against the law.",
+        ("layer", *(f"cache {times} K" for times in CACHES), "one set", "8 tokens", "law"),
+        [
+            (str(i), *map(_percent, own.cache_hits), _percent(own.segment_score),
+             _number(own.distinct[_EIGHT]), _number(own.law[_EIGHT]))
+            for i, own in enumerate(findings.layers)
+        ],
+    )  # fmt: skip
+
+
+def _position(findings: Findings) -> Sheet:
+    share = [findings.mean(lambda own: own.overflow[i]) for i in range(PARTS)]  # noqa: B023
+    return Sheet(
+        "position",
+        "Drop towards the end, %",
+        f"Visits beyond a capacity of {CAPACITY} times an equal share, by tenths of a sequence, "
+        "mean over layers: what a model with capacity limits would drop. This engine drops none.",
+        ("tenth", *(str(i + 1) for i in range(PARTS))),
+        [("beyond", *map(_percent, share))],
+    )
+
+
+def odp_ratios(findings: Findings) -> str:
+    """The ratios of the policy `odp`, one for each layer."""
+    return ",".join(
+        "0" if isnan(own.weight_ratio) else f"{own.weight_ratio:.3f}" for own in findings.layers
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None or isnan(share) else f"{100 * share:.1f}"
+
+
+def _number(value: float) -> str:
+    return "-" if isnan(value) else f"{value:.2f}"

@@ -1,0 +1,197 @@
+"""Rebalancing: forecasts of drifting loads, moves only where they pay, never for another group."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.placement import Placement, first_placement, linear, moved_bytes, pack, repack
+from experts.placement.background import Background, Job
+from experts.placement.packing import heaviest
+from experts.placement.placement import Floats
+from experts.placement.rebalance import LEAST_STEPS, Rebalancer, StepRate
+
+
+class Inline:
+    """A repacker that answers at once, or never, if it is told to."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.jobs: list[Job] = []
+        self.busy, self.answers, self.closed = False, answers, False
+
+    def submit(self, job: Job) -> None:
+        assert not self.busy
+        self.jobs.append(job)
+        self.busy = True
+
+    def result(self) -> Placement | None:
+        if not (self.busy and self.answers):
+            return None
+        self.busy = False
+        job = self.jobs[-1]
+        return repack(job.costs_SE, job.current, job.price_E)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def rebalancer(repacker: Inline, placement: Placement, price_s: float = 0.0) -> Rebalancer:
+    size_E: Floats = np.full(placement.num_experts, price_s)
+    return Rebalancer(
+        [placement], bytes_LE=[size_E], read_bytes_per_s=1.0, horizon_s=60.0, repacker=repacker
+    )
+
+
+SKEWED = np.array([40, 40, 40, 40, 1, 1, 1, 1])
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_a_repacking_lowers_the_load_by_more_than_its_moves_cost(seed: int, price: float) -> None:
+    rng = np.random.default_rng(seed)
+    costs_SE = rng.poisson(30 * (rng.permutation(12) + 1.0) ** -1, size=(6, 12)).astype(np.float64)
+    current = first_placement("packed", 12, 3, 0.25)
+    price_E = rng.uniform(0, 20 * price, size=12)
+    new = repack(costs_SE, current, price_E)
+    saved = heaviest(costs_SE, current.copies_ER) - heaviest(costs_SE, new.copies_ER)
+    moved = moved_bytes(current, new, price_E)
+    assert new == current or saved > moved
+    assert repack(costs_SE, current, price_E + 1e9) == current
+
+
+def test_free_moves_come_near_to_packing_anew() -> None:
+    rng = np.random.default_rng(1)
+    drawn_SE = rng.poisson(30 * (rng.permutation(32) + 1.0) ** -0.7, size=(16, 32))
+    costs_SE = drawn_SE.astype(np.float64)
+    new = repack(costs_SE, first_placement("packed", 32, 4, 0.25), np.zeros(32))
+    anew = pack(costs_SE, 40, 4)
+    assert heaviest(costs_SE, new.copies_ER) <= 1.02 * heaviest(costs_SE, anew.copies_ER)
+
+
+def test_seconds_a_token_are_the_slope_where_steps_differ() -> None:
+    rate = StepRate()
+    for tokens in (10, 200, 40, 120) * 8:
+        rate.observe(tokens, 0.5 + 0.01 * tokens)
+    assert rate.seconds_a_token == pytest.approx(0.01)
+    alike = StepRate()
+    for _ in range(8):
+        alike.observe(100, 2.0)
+    assert alike.seconds_a_token == pytest.approx(0.01)
+    assert alike.seconds_a_step == pytest.approx(2.0)
+
+
+def test_uneven_ranks_are_levelled_under_one_epoch_and_then_left_alone() -> None:
+    rebalance = rebalancer(Inline(), linear(8, 8, 2))
+    moves = []
+    for _ in range(4 * LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        moves.append(rebalance.poll())
+    made = [one for one in moves if one is not None]
+    assert [one.epoch for one in made] == [1]
+    loads_R = SKEWED @ made[0].placements[0].copies_ER
+    assert loads_R.tolist() == [82, 82]
+    assert moves[: LEAST_STEPS - 1] == [None] * (LEAST_STEPS - 1)
+
+
+def test_a_move_that_takes_longer_than_it_saves_is_not_made() -> None:
+    rebalance = rebalancer(Inline(), linear(8, 8, 2), price_s=60.0)
+    for _ in range(4 * LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        assert rebalance.poll() is None
+
+
+def test_an_answer_for_a_group_that_is_no_more_is_dropped() -> None:
+    repacker = Inline(answers=False)
+    rebalance = rebalancer(repacker, linear(8, 8, 2))
+    for _ in range(LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        rebalance.poll()
+    assert repacker.busy
+    rebalance.reset([linear(8, 8, 1)])
+    repacker.answers = True
+    assert rebalance.poll() is None
+    for _ in range(4 * LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        assert rebalance.poll() is None  # one rank has nothing to level
+    rebalance.close()
+    assert repacker.closed
+
+
+def test_layers_that_nobody_visits_are_never_asked_about() -> None:
+    repacker = Inline()
+    size_E: Floats = np.zeros(8)
+    rebalance = Rebalancer(
+        [linear(8, 8, 2)] * 3,
+        bytes_LE=[size_E] * 3,
+        read_bytes_per_s=1.0,
+        horizon_s=60.0,
+        repacker=repacker,
+    )
+    layers = set()
+    for _ in range(4 * LEAST_STEPS):
+        rebalance.observe([SKEWED, None, SKEWED], 1.0)
+        moves = rebalance.poll()
+        layers |= set(moves.placements) if moves else set()
+    assert layers == {0, 2}
+
+
+def wait_for(background: Background) -> Placement:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = background.result()
+        if found is not None:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("no answer")
+
+
+def test_the_process_answers_as_the_function_and_ends_with_whoever_holds_it() -> None:
+    costs_SE, current = np.tile(SKEWED * 1.0, (4, 1)), linear(8, 8, 2)
+    job = Job(costs_SE, current, np.full(8, 0.5))
+    background = Background()
+    background.submit(job)
+    assert background.busy
+    assert wait_for(background) == repack(costs_SE, current, job.price_E) != current
+    process = background._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # as the kernel does it when the holder is killed
+    assert process.wait(10) == 0
+    background.close()
+
+
+def test_a_process_that_was_killed_is_an_error() -> None:
+    job = Job(np.ones((1, 8)), linear(8, 8, 2), np.zeros(8))
+    background = Background()
+    background.submit(job)
+    wait_for(background)
+    assert background._process is not None
+    background._process.kill()
+    background._process.wait()
+    background.submit(job)
+    with pytest.raises(OSError, match=r"Broken pipe|ended with status -9"):
+        wait_for(background)
+    background.close()
+
+
+def test_rebalancing_ends_with_its_process_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Lost(Inline):
+        def result(self) -> Placement | None:
+            if self.busy:
+                self.busy = False
+                raise OSError("it ended")
+            return None
+
+    rebalance = rebalancer(Lost(), linear(8, 8, 2))
+    for _ in range(4 * LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        assert rebalance.poll() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "experts stay where they are from now on: it ended"
+    ]

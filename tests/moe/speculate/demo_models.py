@@ -1,0 +1,120 @@
+"""The shipped model in memory and with part of its experts on disk, and engines that speculate."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from experts.manifest import read_manifest
+from moe import MoE, SamplingParams
+from moe.convert import convert
+from moe.engine import Engine
+from moe.plan import GIB
+from moe.runner import Runner
+from moe.settings import ModelSettings, SpeculationSettings
+from moe.speculate import enable_speculation
+from moe.speculate.draft import Controller, Round
+from moe.wave import Group
+from offload.opening import fixed_bytes, slot_bytes
+
+DEMO = Path("examples/demo-model")
+NEW_TOKENS = 8
+PROMPTS = 216
+MODES: dict[str, dict[str, Any]] = {
+    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},
+    "4 bits": {"mode": "elastic", "bits": 4},
+    "2 bits": {"mode": "elastic", "bits": 2},
+    "voted": {"mode": "elastic", "bits": 4, "core": "vote", "core_share": 0.2},
+    "first experts": {"mode": "elastic", "bits": 2, "core": "seq", "experts": 3},
+    "skipping": {"mode": "elastic", "bits": 4, "skip_layers": 0.5},
+    "ngram": {"mode": "ngram"},
+    "recycling": {"mode": "recycling"},
+    "auto": {"mode": "auto"},
+}
+MEMORY: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
+PROFILE: dict[str, Any] = {
+    "prefill": {"wave_tokens": 64, "mode": "layered", "group_tokens": 32},
+    "engine": {"max_batch_size": 8},
+    "offload": {"hot_set": False},
+}
+
+
+class Models:
+    """The shipped model in memory and with part of its experts on disk; loaded once."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = ModelSettings(expert_bits=8)
+        self._store = convert(DEMO, folder / "store", settings)
+        self._loaded = {1.0: MoE.from_pretrained(self._store, PROFILE, memory=MEMORY)}
+        whole = self._loaded[1.0]
+        text = (DEMO / "README.md").read_text()
+        ids = whole.codec.encode(text)
+        draw = random.Random(0)
+        starts = [draw.randrange(len(ids) - 30) for _ in range(PROMPTS)]
+        self.prompts = [ids[start : start + draw.randint(2, 20)] for start in starts]
+        self.expected = [c.token_ids for c in whole.generate(self.prompts, greedy())]
+
+    def at(self, residency: float) -> MoE:
+        if residency not in self._loaded:
+            manifest, plan = read_manifest(self._store), self._loaded[1.0].memory_plan
+            slots = round(residency * sum(layer.experts for layer in manifest.layers))
+            rest = sum(line.bytes for line in plan.lines if line.name != "experts")
+            room = rest + slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
+            memory = MEMORY | {"device_gib": room / GIB}
+            self._loaded[residency] = MoE.from_pretrained(self._store, PROFILE, memory=memory)
+            assert self._loaded[residency].memory_plan.expert_slots == slots
+        return self._loaded[residency]
+
+
+def greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, **params)
+
+
+class Watched:
+    """A controller that keeps what became of drafts."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.rounds: list[Round] = []
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+    def observe(self, round: Round) -> None:
+        self.rounds.append(round)
+        self._controller.observe(round)
+
+    @property
+    def drafted(self) -> int:
+        return sum(trial.drafted for round in self.rounds for trial in round.trials)
+
+    @property
+    def accepted(self) -> int:
+        return sum(trial.accepted for round in self.rounds for trial in round.trials)
+
+
+def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
+    """An engine of its own for a model that may be shared."""
+    loaded, engine = model._loaded, model.engine()
+    assert isinstance(engine, Engine)
+    made = enable_speculation(
+        SpeculationSettings(**settings),
+        loaded.trunk,
+        loaded.experts,
+        loaded.backend.forward,
+        loaded.logits_size,
+    )
+    assert made.speculator is not None, made.reason
+    watched = made.speculator.controller = Watched(made.speculator.controller)
+    engine.runner = Runner(loaded.trunk, loaded.experts, made.speculator)
+    return engine, watched
+
+
+def tokens_of(engine: Engine, groups: list[Group]) -> list[list[int]]:
+    for group in groups:
+        engine.submit(group)
+    while not engine.idle:
+        for _, event in engine.step():
+            assert not isinstance(event, Exception), event
+    return [group.sequences[0].token_ids for group in groups]

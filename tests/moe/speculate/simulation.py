@@ -1,0 +1,240 @@
+"""A simulated engine: steps whose costs and acceptance are known, for those who have to learn them.
+
+A pass costs for itself, for each row, for each distinct expert and more for each that is not in
+memory; how many there are follows a law of its own. Drafted tokens have a confidence, of which the
+acceptance is a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from moe.sequence import RunningSequence
+from moe.speculate.control.controller import Controller
+from moe.speculate.control.coverage import Sizes
+from moe.speculate.control.steps import StepCosts
+from moe.speculate.draft import Choice, Draft, Mode, Round, Trial
+
+MAX_DEPTH = 6
+NGRAM = Mode("ngram")
+
+
+class Someone:
+    """Stands for a sequence."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What the controller does not know.
+
+    Attributes:
+        accepts: mean acceptance of each mode; of a model-free one where it has an offer.
+        draft_pass, draft_row: seconds of a draft pass of each elastic mode, and of a row in it.
+        spread: of acceptance from token to token; confidences follow it.
+        unlike: of acceptance from sequence to sequence.
+        offers: share of steps in which a model-free mode has something to say.
+        step, row, near, far: seconds of a pass, a row, an expert in memory, a missing one.
+        experts, visits, resident, hits: of all layers; of a token; share in memory; share of a
+            token's experts that are.
+        kin: exponent of the independence of sequences, and of neighbours in one.
+        noise: standard deviation of the logarithm of times.
+    """
+
+    accepts: Mapping[Mode, float]
+    draft_pass: float = 0.4
+    draft_row: float = 0.02
+    spread: float = 0.25
+    unlike: float = 0.0
+    offers: float = 0.0
+    step: float = 0.2
+    row: float = 0.02
+    near: float = 0.7 / 384
+    far: float = 0.0
+    experts: int = 48 * 128
+    visits: float = 48 * 8
+    resident: float = 1.0
+    hits: float = 1.0
+    kin: tuple[float, float] = (0.85, 0.7)
+    noise: float = 0.05
+
+    def visited(self, batch: int, rows: int) -> tuple[float, float]:
+        """Distinct experts of a pass, and the missing ones."""
+        worth = batch ** self.kin[0] * (rows / batch) ** self.kin[1]
+        share = self.visits / self.experts
+        away = 1 - self.resident
+        distinct = self.experts * (1 - (1 - share) ** worth)
+        if away == 0:
+            return distinct, 0.0
+        lost = (1 - self.hits) * share / away
+        return distinct, self.experts * away * (1 - (1 - lost) ** worth)
+
+    def verify(self, batch: int, rows: int) -> float:
+        distinct, missing = self.visited(batch, rows)
+        return self.step + self.row * rows + self.near * distinct + self.far * missing
+
+    def draft(self, rows: int) -> float:
+        return self.draft_pass + self.draft_row * rows
+
+
+@dataclass
+class Outcome:
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class Simulation:
+    """Runs a controller in a world."""
+
+    world: World
+    batch: int = 1
+    seed: int = 0
+    counts: tuple[float, float] | None = None
+    sequences: list[RunningSequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self._quality: dict[int, float] = {}
+        self._renew()
+
+    def _renew(self) -> None:
+        self.sequences = [cast(RunningSequence, Someone()) for _ in range(self.batch)]
+        unlike = self.world.unlike
+        self._quality = {
+            id(each): float(self.rng.uniform(-unlike, unlike)) for each in self.sequences
+        }
+
+    def start(self) -> None:
+        """Nobody has visited an expert yet."""
+        self.counts = None
+
+    def read(self) -> tuple[float, float] | None:
+        return self.counts
+
+    def controller(self, max_depth: int = MAX_DEPTH) -> Controller:
+        """One that starts with no more knowledge than the real one."""
+        world = self.world
+        sizes = Sizes(world.experts, world.visits, int(world.resident * world.experts))
+        modes = list(world.accepts)
+        relative = {mode: 0.7 for mode in modes if mode.source == "elastic"}
+        far = 20.0 if world.far else 0.0
+        costs = StepCosts(sizes, (1.0, 0.05, 1.0 / world.visits, far / world.visits), relative)
+        return Controller(modes, max_depth, costs, self)
+
+    def run(self, controller: Any, steps: int, renew: int = 200) -> Outcome:
+        """Tokens and seconds of so many steps; sequences end and others come."""
+        outcome = Outcome()
+        for step in range(steps):
+            if step % renew == renew - 1:
+                self._renew()
+            self._step(controller, outcome)
+        return outcome
+
+    def _step(self, controller: Any, outcome: Outcome) -> None:
+        offers = [self._offers() for _ in self.sequences]
+        choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
+        chances: list[list[float]] = [[] for _ in choices]
+        draft_rows = self._draft(controller, choices, chances)
+        trials = []
+        for sequence, choice, own, offered in zip(
+            self.sequences, choices, chances, offers, strict=True
+        ):
+            if choice.mode is not None and choice.mode.source != "elastic":
+                offer = next(each for each in offered if each.mode == choice.mode)
+                own = list(offer.confidence[: choice.depth])
+            trials.append(self._trial(controller, sequence, choice, own))
+        rows = self.batch + sum(trial.drafted for trial in trials)
+        noise = np.exp(self.world.noise * self.rng.normal(size=2) - self.world.noise**2 / 2)
+        drafting = sum(map(self.world.draft, draft_rows)) * noise[0]
+        verifying = self.world.verify(self.batch, rows) * noise[1]
+        self.counts = self.world.visited(self.batch, rows)
+        controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
+        outcome.tokens += self.batch + sum(trial.accepted for trial in trials)
+        outcome.seconds += drafting + verifying
+
+    def _offers(self) -> list[Draft]:
+        if NGRAM not in self.world.accepts or self.rng.random() > self.world.offers:
+            return []
+        return [Draft.sure(NGRAM, [0] * MAX_DEPTH, [self._chance(NGRAM, 0.0)] * MAX_DEPTH)]
+
+    def _draft(
+        self, controller: Any, choices: Sequence[Choice], chances: list[list[float]]
+    ) -> tuple[int, ...]:
+        """Passes with everybody who goes on; fills in the chances of what they draft."""
+        modes = {i: c.mode for i, c in enumerate(choices) if c.mode is not None and c.depth}
+        modes = {index: mode for index, mode in modes.items() if mode.source == "elastic"}
+        going = set(modes)
+        rows = []
+        while going:
+            rows.append(len(going))
+            for index in list(going):
+                quality = self._quality[id(self.sequences[index])]
+                chances[index].append(self._chance(modes[index], quality))
+                done = len(chances[index]) == choices[index].depth
+                if done or not controller.goes_on(modes[index], chances[index]):
+                    going.remove(index)
+        return tuple(rows)
+
+    def _chance(self, mode: Mode, quality: float) -> float:
+        mean = min(max(self.world.accepts[mode] + quality, 0.02), 0.98)
+        spread = self.world.spread
+        if not spread:
+            return mean
+        strength = 0.25 / spread**2
+        return float(self.rng.beta(mean * strength, (1 - mean) * strength))
+
+    def _trial(
+        self, controller: Any, sequence: RunningSequence, choice: Choice, own: list[float]
+    ) -> Trial:
+        kept = controller.keep(choice.mode, own) if own else 0
+        accepted = 0
+        while accepted < kept and self.rng.random() < own[accepted]:
+            accepted += 1
+        return Trial(sequence, choice.mode if kept else None, kept, accepted, tuple(own))
+
+
+class Always:
+    """A fixed depth without any judgement."""
+
+    def __init__(self, mode: Mode, depth: int) -> None:
+        self.mode, self.depth = mode, depth
+
+    def plan(self, sequences: Sequence[RunningSequence], *_: Any) -> list[Choice]:
+        choice = Choice(self.mode, self.depth) if self.depth else Choice()
+        return [choice] * len(sequences)
+
+    def rests(self, _: int) -> bool:
+        return False
+
+    def took(self, *_: Any) -> None:
+        """Nothing to learn."""
+
+    def goes_on(self, *_: Any) -> bool:
+        return True
+
+    def keep(self, _: Mode, confidence: Sequence[float]) -> int:
+        return len(confidence)
+
+    def observe(self, _: Round) -> None:
+        """Nothing to learn."""
+
+
+def best_fixed(world: World, batch: int, steps: int = 1500) -> tuple[float, float]:
+    """Tokens a second of plain decoding and of the best mode and depth."""
+    world = replace(world, noise=0.0)
+
+    def rate(mode: Mode, depth: int) -> float:
+        return Simulation(world, batch, seed=1).run(Always(mode, depth), steps).rate
+
+    elastic = [mode for mode in world.accepts if mode.source == "elastic"]
+    plain = 1.0 * batch / world.verify(batch, batch)
+    drafted = [rate(mode, depth) for mode in elastic for depth in range(1, MAX_DEPTH + 1)]
+    return plain, max([plain, *drafted])

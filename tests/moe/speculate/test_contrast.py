@@ -1,0 +1,121 @@
+"""Self-contrast against two separate passes, and where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import MoE, SamplingParams
+from moe.errors import ProfileError
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.profile import load_profile
+from moe.speculate.contrast import Contrast
+from moe.visit import Visit
+from routing import Routing
+
+DEMO = Path("examples/demo-model").resolve()
+STRENGTH, FLOOR = 0.5, 0.1
+SPECULATION = {"contrast": STRENGTH, "contrast_floor": FLOOR, "contrast_rank": 2}
+SETTINGS: dict[str, Any] = {"lossless": False, "memory": {"kv_tokens": 1024}}
+
+
+@pytest.fixture(scope="module")
+def plain() -> MoE:
+    return MoE.from_pretrained(DEMO, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def contrasted() -> MoE:
+    return MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION)
+
+
+@torch.inference_mode()
+def weak_logits(model: MoE, ids: list[int], rank: int) -> Tensor:
+    """``(T, V)`` of the model with one expert of each row."""
+
+    def run(layer: int, visits: Sequence[Visit]) -> Any:
+        changed = []
+        for visit in visits:
+            ids_TK, weights_TK = visit.routing.expert_ids, visit.routing.weights
+            place = weights_TK.sort(dim=1, descending=True, stable=True).indices[:, rank, None]
+            total = weights_TK.sum(1, keepdim=True)
+            changed.append(replace(visit, routing=Routing(ids_TK.gather(1, place), total)))
+        return model._experts.run(layer, changed)
+
+    work = [Work(ids, model._trunk.new_cache(len(ids)), all_logits=True)]
+    lanes = model._trunk.lanes(work)
+    run_lanes(lanes, run)
+    return lanes[0].result()[0]
+
+
+def expected(strong_TV: Tensor, weak_TV: Tensor) -> Tensor:
+    scores = (1 + STRENGTH) * strong_TV - STRENGTH * weak_TV
+    scores[strong_TV < strong_TV.amax(-1, keepdim=True) + log(FLOOR)] = -torch.inf
+    return scores
+
+
+def test_one_pass_says_what_two_would(plain: MoE, contrasted: MoE) -> None:
+    ids = plain.codec.encode("def read_lines(path):\n    with open(path) as file:\n")
+    other = ids[3:9]
+    found = contrasted.batch_logits([ids, other])
+    for tokens, own in zip((ids, other), found, strict=True):
+        weak = weak_logits(plain, tokens, rank=2)
+        torch.testing.assert_close(own, expected(plain.logits(tokens), weak), atol=2e-4, rtol=1e-4)
+    assert not torch.equal(found[0], plain.logits(ids))
+
+
+@pytest.mark.parametrize("mode", ["whole", "chunked", "layered"])
+def test_generation_follows_both_views(plain: MoE, contrasted: MoE, mode: str) -> None:
+    prompts = [plain.codec.encode(text) for text in ("import os\n", "class A:\n    def f(self")]
+    prefill = {"mode": mode, "chunk_tokens": 4, "group_tokens": 4}
+    model = contrasted
+    if mode != "whole":
+        model = MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION, prefill=prefill)
+    params = SamplingParams(max_new_tokens=12, temperature=0, n=2)
+    for completion in model.generate(prompts, params):
+        ids = list(completion.prompt_token_ids)
+        for token in completion.token_ids:
+            scores = expected(plain.logits(ids), weak_logits(plain, ids, rank=2))[-1]
+            assert scores[token] >= scores.max() - 1e-3
+            ids.append(token)
+
+
+def test_a_rank_beyond_the_routers_choice(plain: MoE) -> None:
+    model = MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION | {"contrast_rank": 6})
+    ids = plain.codec.encode("return None")
+    assert not torch.equal(model.logits(ids), plain.logits(ids))
+
+
+def test_combine_leaves_only_what_is_likely() -> None:
+    contrast = Contrast(0.5, 0.1, 2)
+    strong, weak = torch.tensor([[2.0, 1.9, -5.0]]), torch.tensor([[2.0, 0.0, -9.0]])
+    found = contrast.combine(strong, weak)[0]
+    assert found[2] == -torch.inf
+    assert found[1] > found[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"lossless": True}, "lossless: false"),
+        ({"speculation": {"mode": "ngram", "contrast": 0.5}}, "speculation.mode: off"),
+        ({"parallel": {"enabled": True}}, "parallel.enabled: false"),
+    ],
+)
+def test_it_is_refused_with_what_it_cannot_go_with(settings: dict[str, Any], key: str) -> None:
+    tree = {"lossless": False, "speculation": {"contrast": 0.5}} | settings
+    with pytest.raises(ProfileError, match=key):
+        load_profile(tree)
+
+
+def test_a_rank_that_no_layer_has_is_refused() -> None:
+    with pytest.raises(ProfileError, match="ranks 0 to 31"):
+        MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION | {"contrast_rank": 32})

@@ -1,0 +1,181 @@
+"""What the controller of speculation is made of: coverage, times, rates, goodput, reports."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.sequence import RunningSequence
+from moe.speculate.control.coverage import Coverage, Sizes
+from moe.speculate.control.goodput import Ledger, best_option
+from moe.speculate.control.rates import Calibration, PositionRates
+from moe.speculate.control.report import Report
+from moe.speculate.control.times import Times
+from moe.speculate.draft import Mode, Round, Trial
+
+MODE = Mode("elastic", bits=4)
+
+
+@given(
+    experts=st.integers(8, 256),
+    top_k=st.integers(1, 8),
+    rows=st.integers(1, 100),
+    resident=st.floats(0.1, 1.0),
+)
+def test_coverage_keeps_to_its_bounds(experts: int, top_k: int, rows: int, resident: float) -> None:
+    coverage = Coverage(Sizes(experts, min(top_k, experts), max(1, int(resident * experts))))
+    distinct, missing = coverage.distinct(1, rows), coverage.missing(1, rows)
+    assert coverage.distinct(1, 1) == pytest.approx(min(top_k, experts))
+    assert 0 <= missing <= distinct + 1e-6 <= experts + 1e-5
+    assert coverage.distinct(1, rows + 1) >= distinct
+
+
+@pytest.mark.parametrize(("a", "b", "hits"), [(0.7, 0.5, 0.9), (1.0, 1.0, 0.5)])
+def test_coverage_is_learnt(a: float, b: float, hits: float) -> None:
+    sizes = Sizes(1024, 64, 512)
+    truth, learnt = Coverage(sizes), Coverage(sizes)
+    truth.exponents, truth.hits = (a, b), hits
+    for step in range(200):
+        sequences, per = (1, 2, 4)[step % 3], (1, 3, 5)[step % 5 % 3]
+        rows = sequences * per
+        visited = truth.distinct(sequences, rows), truth.missing(sequences, rows)
+        learnt.observe(sequences, rows, *visited)
+    assert learnt.exponents == pytest.approx((a, b), abs=0.05)
+    assert learnt.hits == pytest.approx(hits, abs=0.02)
+    assert learnt.distinct(8, 32) == pytest.approx(truth.distinct(8, 32), rel=0.05)
+    assert learnt.missing(8, 32) == pytest.approx(truth.missing(8, 32), rel=0.08)
+
+
+@settings(deadline=None)
+@given(prices=st.tuples(*[st.floats(0.5, 4.0)] * 3), scale=st.floats(1e-6, 1e3))
+def test_prices_are_found_from_times(prices: tuple[float, ...], scale: float) -> None:
+    times = Times((1.0, 1.0, 1.0))
+    grid = [(1.0, float(a), float(b)) for a, b in product(range(1, 5), range(1, 5))]
+    for _ in range(12):
+        for row in grid:
+            seconds = scale * sum(price * x for price, x in zip(prices, row, strict=True))
+            times.observe(row, row, seconds)
+    far = (1.0, 6.0, 6.0)
+    truth = scale * sum(price * x for price, x in zip(prices, far, strict=True))
+    assert times.modelled(far) == pytest.approx(truth, rel=0.25)
+    assert all(price >= 0 for price in times.prices)
+
+
+def test_a_slower_machine_is_slower_everywhere() -> None:
+    times = Times((1.0, 1.0))
+    for _ in range(10):
+        times.observe("a", (1.0, 1.0), 1.0)
+        times.observe("b", (1.0, 4.0), 2.0)
+    before = times.predict("b", (1.0, 4.0))
+    for _ in range(60):
+        times.observe("a", (1.0, 1.0), 1.4)
+    assert times.predict("a", (1.0, 1.0)) == pytest.approx(1.4, rel=0.05)
+    assert times.predict("b", (1.0, 4.0)) > 1.12 * before
+
+
+def test_an_outlier_moves_little() -> None:
+    times = Times((1.0,))
+    for _ in range(20):
+        times.observe("a", (1.0,), 1.0)
+    times.observe("a", (1.0,), 1000.0)
+    assert times.predict("a", (1.0,)) < 1.1
+
+
+@given(st.lists(st.lists(st.floats(0.0, 0.99), max_size=3), min_size=1, max_size=3))
+def test_the_best_option_is_no_worse_than_plain_and_near_the_best_of_all(
+    rates: list[list[float]],
+) -> None:
+    chains = []
+    for own in rates:
+        chain, survival = [], 1.0
+        for rate in own:
+            survival *= rate
+            chain.append(survival)
+        chains.append(chain)
+
+    def seconds(depths: tuple[int, ...]) -> float:
+        return 1.0 + 0.3 * sum(depths) ** 0.8 + 0.2 * max(depths)
+
+    found = best_option(chains, seconds)
+    assert found.goodput >= len(chains) / 1.0 - 1e-9
+
+    def goodput(depths: tuple[int, ...]) -> float:
+        tokens = sum(1 + sum(c[:d]) for c, d in zip(chains, depths, strict=True))
+        return tokens / seconds(depths)
+
+    every = product(*(range(len(chain) + 1) for chain in chains))
+    assert found.goodput >= 0.93 * max(map(goodput, every))
+
+
+def test_rates_start_low_hope_is_high_and_both_meet() -> None:
+    rates = PositionRates(3)
+    assert rates.rates(1)[0] < 0.5 < rates.rates(1, optimism=2.0)[0]
+    for step in range(2, 300):
+        rates.observe(step, 2, 2, 2, 2 if step % 2 else 1)
+    first, second, third = rates.rates(300)
+    assert first == pytest.approx(0.99, abs=0.02)
+    assert second == pytest.approx(0.5, abs=0.12)
+    assert third == pytest.approx(second, abs=0.1)  # by its likeness to the one before
+    assert rates.rates(300, optimism=2.0)[1] < 0.8
+
+
+def test_tokens_that_are_left_out_count_for_planning_and_not_for_judging() -> None:
+    rates = PositionRates(1)
+    for step in range(1, 200):
+        rates.observe(step, 1, 1, step % 2, step % 2)
+    assert rates.rates(200)[0] == pytest.approx(0.5, abs=0.1)
+    assert rates.verified_rates()[0] > 0.9
+    assert rates.effort()[1][0] == pytest.approx(0.5, abs=0.1)
+
+
+def test_confidence_is_calibrated() -> None:
+    calibration = Calibration()
+    for trial in range(400):
+        calibration.observe(0.95, trial % 2 == 0)
+    assert calibration.probability(0.95, 0.9) == pytest.approx(0.5, abs=0.05)
+    assert calibration.probability(0.3, 0.3) == pytest.approx(0.3)
+
+
+def test_trials_are_paid_from_a_share_of_the_time() -> None:
+    ledger = Ledger(0.01)
+    ledger.note(1.0, 1.0)
+    assert ledger.affords(1.5)
+    ledger.tried(2.0)
+    assert not ledger.affords(0.5)
+    for _ in range(100):
+        ledger.note(1.0, 1.0)
+    assert ledger.affords(0.5)
+    assert not ledger.affords(3.0)
+
+
+def test_drafting_that_loses_needs_more_to_be_chosen_again() -> None:
+    ledger = Ledger(0.01)
+    for _ in range(50):
+        ledger.note(1.0, 1.3)
+    assert ledger.gain == pytest.approx(1.3)
+    calm = ledger.caution
+    for _ in range(200):
+        ledger.note(1.0, 0.8)
+    assert ledger.caution > calm
+    assert ledger.gain < 1.0
+
+
+def test_a_report_counts_by_mode_and_position() -> None:
+    report, nobody = Report(), cast(RunningSequence, object())
+    trials = [Trial(nobody, MODE, 3, 2), Trial(nobody, MODE, 1, 1), Trial(nobody, None, 0, 0)]
+    report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
+    report.rest(3)
+    figures = report.figures()
+    assert figures["tokens"] == 3 + 2 + 1 + 3
+    assert figures["tokens_per_verification"] == pytest.approx(9 / 6)
+    assert figures["depths"] == {"0": 4, "1": 1, "3": 1}
+    mode = figures["modes"][MODE.name]
+    assert mode["acceptance"] == pytest.approx(3 / 4)
+    assert [p["acceptance"] for p in mode["by_position"]] == [1.0, 1.0, 0.0]
+    assert mode["draft_bytes"] == 1000
+    report.reset()
+    assert report.figures()["tokens"] == 0

@@ -1,0 +1,104 @@
+"""What a draft makes of routings: who may be visited, and with what weight."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import ExpertWeights, experts_forward
+from moe.speculate.draft import Mode
+from moe.speculate.layers import DraftLayers, elected, heaviest, middle, restrict
+from moe.visit import Visit
+from routing import Routing
+
+EXPERTS, HIDDEN = 6, 8
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> Routing:
+    tokens, top_k = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    rows = [draw(st.permutations(range(EXPERTS)))[:top_k] for _ in range(tokens)]
+    weights = [[draw(st.integers(1, 9)) / 10 for _ in row] for row in rows]
+    return Routing.from_router(torch.tensor(rows), torch.tensor(weights), EXPERTS)
+
+
+@given(routings(), st.lists(st.booleans(), min_size=EXPERTS, max_size=EXPERTS), st.integers(1, 5))
+def test_restricted_routings(routing: Routing, allowed: list[bool], top_k: int) -> None:
+    made = restrict(routing, torch.tensor(allowed), top_k).validate(EXPERTS)
+    for ids, weights, before, old in zip(
+        made.expert_ids.tolist(),
+        made.weights.tolist(),
+        routing.expert_ids.tolist(),
+        routing.weights.tolist(),
+        strict=True,
+    ):
+        kept = {expert: weight for expert, weight in zip(ids, weights, strict=True) if expert >= 0}
+        possible = {e: w for e, w in zip(before, old, strict=True) if allowed[e]}
+        assert len(kept) == min(top_k, len(possible))
+        assert kept.keys() <= possible.keys()
+        left_out = [w for e, w in possible.items() if e not in kept]
+        assert max(left_out, default=0.0) <= min((possible[e] for e in kept), default=9.0)
+        if kept:
+            assert abs(sum(kept.values()) - sum(old)) < 1e-5
+
+
+@given(routings())
+def test_nothing_to_leave_out_changes_nothing(routing: Routing) -> None:
+    assert restrict(routing, None, None) is routing
+    assert restrict(routing, torch.ones(EXPERTS, dtype=torch.bool), routing.top_k) is routing
+
+
+@given(routings(), st.integers(1, 3))
+def test_the_heaviest_of_each_row(routing: Routing, count: int) -> None:
+    expected = {
+        expert
+        for ids, weights in zip(routing.expert_ids.tolist(), routing.weights.tolist(), strict=True)
+        for _, expert in sorted(zip([-w for w in weights], ids, strict=True))[:count]
+    }
+    assert set(heaviest(routing, count, EXPERTS).nonzero().flatten().tolist()) == expected
+
+
+def test_votes_elect_among_those_who_are_here() -> None:
+    votes = torch.tensor([0.5, 3.0, 0.0, 1.0])
+    assert elected(votes, None, 0.5).tolist() == [False, True, False, True]
+    here = torch.tensor([True, False, True, True])
+    assert elected(votes, here, 0.5).tolist() == [True, False, False, True]
+    assert elected(votes, None, 0.01).sum() == 1
+
+
+def test_the_middle_is_left_out_and_never_the_ends() -> None:
+    assert middle(8, 0.25) == {3, 4}
+    assert middle(8, 1.0) == set(range(1, 7))
+    assert middle(2, 1.0) == middle(1, 1.0) == middle(8, 0.0) == set()
+
+
+def layer() -> ExpertWeights:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, generator=generator)
+    down = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator)
+    return ExpertWeights(gate_up, down, lambda x: x[:, :HIDDEN].sigmoid() * x[:, HIDDEN:])
+
+
+@given(routings())
+def test_bytes_are_those_of_distinct_experts(routing: Routing) -> None:
+    experts = layer()
+    layers = DraftLayers([experts], experts_forward, [None])
+    layers.begin(Mode("elastic"))
+    rows = torch.ones(routing.num_tokens, HIDDEN)
+    (made,) = layers.run(0, [Visit(0, rows, routing)])
+    assert isinstance(made, torch.Tensor)
+    expected = experts_forward(rows, routing.expert_ids, routing.weights, experts)
+    assert torch.equal(made, expected)
+    distinct = len(set(routing.expert_ids.flatten().tolist()))
+    assert layers.bytes_read == distinct * experts.expert_bytes
+    assert torch.equal(layers.wanted[0][0], routing.expert_ids)
+
+
+def test_skipped_layers_give_nothing_and_cost_nothing() -> None:
+    layers = DraftLayers([layer()] * 4, experts_forward, [None] * 4)
+    layers.begin(Mode("elastic", skipped=0.5))
+    routing = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
+    (made,) = layers.run(1, [Visit(1, torch.ones(1, HIDDEN), routing)])
+    assert isinstance(made, torch.Tensor)
+    assert (layers.bytes_read, int(made.count_nonzero())) == (0, 0)

@@ -1,0 +1,194 @@
+"""Speculation changes no token: whoever drafts, however far, whoever is in memory or leaves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moe import SamplingParams
+from moe.engine import Engine
+from moe.prefix import PrefixCache
+from moe.runner import Runner
+from moe.sampling import Token
+from moe.sequence import RunningSequence
+from moe.speculate.draft import Draft, Mode
+from moe.speculate.fixed import FixedDepth
+from moe.speculate.speculator import Speculator
+from tests.moe.speculate.demo_models import (
+    MODES,
+    PROMPTS,
+    Models,
+    greedy,
+    speculating,
+    tokens_of,
+)
+
+
+@pytest.mark.parametrize("depth", [1, 4, 15])
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("residency", [1.0, 0.5, 0.25])
+def test_greedy_tokens_are_those_of_no_speculation(
+    models: Models, residency: float, name: str, depth: int
+) -> None:
+    """All prompts in the end, by few for each way to speculate."""
+    model = models.at(residency)
+    number = list(MODES).index(name) * 3 + (1, 4, 15).index(depth)
+    for batch, count in ((1, 2), (8, 9)):
+        places = [(number * 9 + index) % PROMPTS for index in range(count)]
+        engine, watched = speculating(model, max_depth=depth, **MODES[name])
+        settings = engine.scheduler.engine
+        engine.scheduler.engine = settings.model_copy(update={"max_batch_size": batch})
+        groups = [model.request(models.prompts[place], greedy()) for place in places]
+        assert tokens_of(engine, groups) == [models.expected[place] for place in places]
+        if MODES[name]["mode"] == "elastic":
+            assert watched.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["4 bits", "voted", "ngram"])
+@pytest.mark.parametrize("residency", [1.0, 0.25])
+def test_also_when_memory_is_short_and_requests_are_cancelled(
+    models: Models, residency: float, name: str
+) -> None:
+    model, draw = models.at(residency), random.Random(1)
+    engine, _ = speculating(model, max_depth=5, **MODES[name])
+    engine.scheduler.kv_tokens = 70  # a few sequences: they give way to each other all the time
+    groups = [model.request(prompt, greedy()) for prompt in models.prompts[:30]]
+    for group in groups:
+        engine.submit(group)
+    cancelled = set()
+    while not engine.idle:
+        for _, event in engine.step():
+            assert not isinstance(event, Exception), event
+        assert engine.scheduler.num_used_tokens() <= 70
+        if draw.random() < 0.15:
+            victim = draw.randrange(len(groups))
+            engine.cancel(groups[victim])
+            cancelled.add(victim)
+    assert 3 < len(cancelled) < 25
+    for index, group in enumerate(groups):
+        expected = models.expected[index]
+        tokens = group.sequences[0].token_ids
+        assert tokens == (expected[: len(tokens)] if index in cancelled else expected)
+
+
+def test_known_prefixes_and_forks_hold_no_drafts(models: Models) -> None:
+    """What drafts wrote into keys and values is neither kept for others nor shared."""
+    model = models.at(1.0)
+    engine, watched = speculating(model, max_depth=6, **MODES["4 bits"])
+    prefixes = engine.scheduler.prefixes = PrefixCache(800)
+    prompt = [*models.prompts[0], *models.prompts[1]]
+    for length in (3, 20, 40):
+        params = SamplingParams(max_new_tokens=length, temperature=0.0, ignore_eos=True, n=2)
+        group = model.request(prompt, params)
+        tokens_of(engine, [group])
+        both = [sequence.token_ids for sequence in group.sequences]
+        expected = model.generate([prompt], params)[0].token_ids
+        assert both == [expected, expected]
+        prompt = prompt + expected[:-2]
+    assert prefixes.hit_tokens > 0
+    assert watched.accepted > 0
+
+
+class Oracle:
+    """Drafts what the model will say."""
+
+    mode = Mode("ngram")
+
+    def __init__(self) -> None:
+        self.right: dict[RunningSequence, list[int]] = {}
+        self.most: list[int] = []
+
+    def offer(self, sequence: RunningSequence, limit: int) -> Draft:
+        done = len(sequence.token_ids)
+        rest = self.right[sequence][done : done + limit]
+        if sequence is next(iter(self.right)):
+            self.most.append(len(rest))
+        return Draft.sure(self.mode, rest, [1.0] * len(rest))
+
+    def learn(self, *_: Any) -> None:
+        return None
+
+
+def test_all_of_a_draft_may_stand(models: Models) -> None:
+    """The last drafted token's keys and values come from the verification like all others."""
+    model, oracle = models.at(1.0), Oracle()
+    engine, loaded = model.engine(), model._loaded
+    assert isinstance(engine, Engine)
+    speculator = Speculator(FixedDepth(oracle.mode, 3), None, [oracle], 3)
+    engine.runner = Runner(loaded.trunk, loaded.experts, speculator)
+    groups = [model.request(prompt, greedy()) for prompt in models.prompts[:6]]
+    for group, expected in zip(groups, models.expected, strict=False):
+        oracle.right[group.sequences[0]] = expected
+    assert tokens_of(engine, groups) == models.expected[:6]
+    assert all(group.sequences[0].cache is None for group in groups)
+    assert oracle.most == [3, 2]  # after the token of the prompt: 4 tokens, then 3
+
+
+def test_seeds_and_penalties_give_what_they_give_without_drafts(models: Models) -> None:
+    model = models.at(1.0)
+    params = SamplingParams(
+        max_new_tokens=24, temperature=0.8, top_p=0.9, frequency_penalty=0.4, seed=7, logprobs=1,
+        repetition_penalty=1.1, logit_bias={5: 1.0}, n=3,
+    )  # fmt: skip
+    prompts = models.prompts[:4]
+    expected = [c.token_ids for c in model.generate(prompts, params)]
+    for name in ("4 bits", "ngram"):
+        engine, _ = speculating(model, max_depth=5, **MODES[name])
+        groups = [model.request(prompt, params) for prompt in prompts]
+        tokens_of(engine, groups)
+        assert [s.token_ids for group in groups for s in group.sequences] == expected
+
+
+def test_chance_without_a_seed_is_drafted_and_judged(models: Models) -> None:
+    """By chances that differ a little (test_verify.py has that nothing is lost by it)."""
+    model = models.at(1.0)
+    params = SamplingParams(max_new_tokens=24, temperature=0.8, top_p=0.95, logprobs=0)
+    engine, watched = speculating(model, max_depth=4, **MODES["4 bits"])
+    groups = [model.request(prompt, params) for prompt in models.prompts[:6]]
+    tokens_of(engine, groups)
+    assert watched.accepted > 0.6 * watched.drafted > 30
+
+
+def test_tokens_behind_a_stop_are_not_given(models: Models) -> None:
+    model = models.at(1.0)
+    prompt = models.prompts[0]
+    plain = model.generate([prompt], SamplingParams(max_new_tokens=40, temperature=0.0))[0]
+    stop = plain.token_ids[10]
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, stop_token_ids=(stop,))
+    expected = model.generate([prompt], params)[0]
+    engine, _ = speculating(model, max_depth=12, mode="ngram")
+    group = model.request(prompt, params)
+    assert tokens_of(engine, [group]) == [expected.token_ids]
+    assert group.sequences[0].finish_reason == expected.finish_reason == "stop"
+
+
+def test_drafts_end_where_a_sequence_must(models: Models) -> None:
+    model = models.at(1.0)
+    engine, watched = speculating(model, max_depth=15, **MODES["4 bits"])
+    for left in (1, 2, 3):
+        params = SamplingParams(max_new_tokens=left, temperature=0.0, ignore_eos=True)
+        tokens_of(engine, [model.request(models.prompts[3], params)])
+    assert max(trial.drafted for round in watched.rounds for trial in round.trials) == 1
+
+
+def test_what_breaks_in_a_draft_is_met_by_the_verification(models: Models) -> None:
+    """The sequence that it concerns fails there; the others go on."""
+    model = models.at(1.0)
+    engine, _ = speculating(model, max_depth=3, **MODES["4 bits"])
+    groups = [model.request(prompt, greedy()) for prompt in models.prompts[:2]]
+    for group in groups:
+        engine.submit(group)
+    while not groups[0].sequences[0].token_ids:
+        engine.step()
+
+    def broken(*_: Any) -> Token:
+        raise ArithmeticError("no token")
+
+    groups[0].sequences[0].sampler.sample = broken  # type: ignore
+    errors = []
+    while not engine.idle:
+        errors += [event for _, event in engine.step() if isinstance(event, Exception)]
+    assert [str(error) for error in errors] == ["no token"]
+    assert groups[1].sequences[0].token_ids == models.expected[1]

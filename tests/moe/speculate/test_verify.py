@@ -1,0 +1,210 @@
+"""Verification gives the model's own tokens: exactly where nothing is left to chance, else by their
+distribution, however bad the draft is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe.candidates import Proposal, candidates, draw_judged
+from moe.sampling import LogitsError, Sampler, SamplingParams, Token
+from moe.speculate.draft import PLAIN, Draft, Mode
+from moe.speculate.verify import verify
+
+MODE = Mode("elastic")
+VOCABULARY = 6
+ROUNDS = 20_000
+
+
+def sampler(**params: Any) -> Sampler:
+    return Sampler(SamplingParams(**params), [0, 1], VOCABULARY)
+
+
+def by_rule(*tokens: int) -> Draft:
+    return Draft.sure(MODE, tokens, [1.0] * len(tokens))
+
+
+def rows(count: int, seed: int = 0, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(count, VOCABULARY, generator=generator)
+
+
+def drafted(guesser: Sampler, logits_TV: Tensor) -> Draft:
+    """A draft whose own logits are these."""
+    pairs = [guesser.propose(row) for row in logits_TV]
+    return Draft(MODE, tuple(t for t, _ in pairs), (1.0,) * len(pairs), tuple(p for _, p in pairs))
+
+
+@given(st.lists(st.integers(0, VOCABULARY - 1), max_size=5), st.integers(0, 99))
+def test_greedy_tokens_are_those_of_no_draft(guesses: list[int], seed: int) -> None:
+    logits_TV = rows(len(guesses) + 1, seed)
+    tokens = [token.id for token in verify(sampler(temperature=0), by_rule(*guesses), logits_TV)]
+    best = logits_TV.argmax(-1).tolist()
+    right = next((i for i, (a, b) in enumerate(zip(guesses, best, strict=False)) if a != b), None)
+    assert tokens == best[: len(best) if right is None else right + 1]
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.4, 1.0, 2.0]),
+            "top_k": st.integers(0, 4),
+            "top_p": st.sampled_from([0.3, 0.9, 1.0]),
+            "min_p": st.sampled_from([0.0, 0.2]),
+            "repetition_penalty": st.sampled_from([1.0, 1.5]),
+            "frequency_penalty": st.sampled_from([0.0, 0.7]),
+            "logit_bias": st.sampled_from([{}, {3: 2.0}]),
+            "seed": st.integers(0, 5),
+        }
+    ),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.3, 3.0]),
+)
+def test_a_seed_gives_what_it_gives_without_drafts(
+    params: dict[str, Any], seed: int, noise: float
+) -> None:
+    """Also with penalties, which see each accepted token; whatever the draft is like."""
+    logits = rows(24, seed)
+    plain = sampler(**params, logprobs=2)
+    expected = [plain.sample(row) for row in logits]
+    speculating, chosen = sampler(**params, logprobs=2), 0
+    tokens: list[Token] = []
+    while len(tokens) < 20:
+        target = logits[len(tokens) : len(tokens) + 4]
+        guess = target[:-1] + noise * rows(3, seed + len(tokens))
+        draft = drafted(speculating.fork(), guess)
+        new = verify(speculating, draft, target)
+        tokens, chosen = tokens + new, chosen + len(new) - 1
+    assert tokens == expected[: len(tokens)]
+    if noise == 0.0:
+        assert chosen == 15  # all of every draft
+
+
+@pytest.mark.parametrize(
+    ("params", "own_TV"),
+    [
+        ({"top_k": 5, "top_p": 0.95, "min_p": 0.02}, torch.tensor([[6.0, 0, 0, 0, 0, 0]] * 2)),
+        (
+            {
+                "temperature": 1.3,
+                "presence_penalty": 1.0,
+                "frequency_penalty": 0.5,
+                "repetition_penalty": 1.3,
+                "logit_bias": {2: 1.5, 4: -50.0},
+            },
+            rows(2, seed=8, scale=3.0),
+        ),
+    ],
+)
+def test_chances_are_those_of_the_model(params: dict[str, Any], own_TV: Tensor) -> None:
+    """Chi-square over pairs of tokens, against the exact probabilities of the model, with drafts
+    that are far from it."""
+    logits_TV = rows(3, seed=5, scale=1.0)
+    counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    fresh = sampler(**params)
+    for _ in range(ROUNDS):
+        target = fresh.fork()
+        tokens = verify(target, drafted(target.fork(), own_TV), logits_TV)
+        if len(tokens) == 1:
+            tokens += verify(target, PLAIN, logits_TV[1:2])
+        counts[tokens[0].id, tokens[1].id] += 1
+    assert chi_square_fits(counts, pair_chances(params, logits_TV))
+
+
+def pair_chances(params: dict[str, Any], logits_TV: Tensor) -> Tensor:
+    """``(V, V)`` probabilities of the first two tokens."""
+    chances = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    given = SamplingParams(**params)
+    ids, weights = candidates(sampler(**params)._penalise(logits_TV[0].double()), given)
+    for first, chance in zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True):
+        after = sampler(**params)
+        after._remember(first)
+        following, more = candidates(after._penalise(logits_TV[1].double()), given)
+        chances[first, following] = chance * more / more.sum()
+    return chances
+
+
+def chi_square_fits(counts: Tensor, chances: Tensor) -> bool:
+    """Whether counts are as chances say, but for one time in ten thousand."""
+    assert counts[chances == 0].sum() == 0
+    expected = chances * counts.sum()
+    common = expected >= 5
+    seen = torch.cat([counts[common], counts[~common].sum()[None]])
+    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    degrees = len(seen) - 1
+    statistic = float(((seen - wanted) ** 2 / wanted).sum())
+    # Wilson and Hilferty's cube root: 3.72 standard deviations are one in ten thousand.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
+    return statistic < limit
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
+    """The chance that a token drawn from q is taken is the overlap of p and q; all of p comes out.
+
+    Exact: over a grid of the uniform number that decides.
+    """
+    weight = st.integers(0, 5)
+    p = torch.tensor(
+        data.draw(st.lists(weight, min_size=4, max_size=4).filter(any)), dtype=torch.float64
+    )
+    q = torch.tensor(
+        data.draw(st.lists(weight, min_size=4, max_size=4).filter(any)), dtype=torch.float64
+    )
+    q /= q.sum()
+    grid = 499
+    taken, came = 0.0, torch.zeros(4, dtype=torch.float64)
+    for token in q.nonzero().flatten().tolist():
+        for step in range(grid):
+            uniforms = iter([(step + 0.5) / grid, ((step * 307) % grid + 0.5) / grid])
+            got = draw_judged(
+                torch.arange(4),
+                p,
+                Proposal(token, torch.arange(4), q),
+                lambda: next(uniforms),  # noqa: B023
+            )
+            came[got] += q[token] / grid
+            taken += float(q[token]) / grid * (got == token)
+    p = p / p.sum()
+    assert taken == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.01)
+    assert torch.allclose(came, p, atol=0.02)
+
+
+def test_a_bad_row_ends_what_is_accepted_before_it() -> None:
+    logits_TV = rows(3)
+    best = logits_TV.argmax(-1).tolist()
+    logits_TV[1, 2] = float("nan")
+    assert len(verify(sampler(temperature=0), by_rule(*best[:2]), logits_TV)) == 1
+    with pytest.raises(LogitsError, match="NaN"):
+        verify(sampler(temperature=0), PLAIN, logits_TV[1:2])
+
+
+def test_logprobs_are_the_models_own() -> None:
+    logits_TV = rows(3)
+    target = sampler(logprobs=1, temperature=0.7, top_k=3)
+    draft = drafted(target.fork(), rows(2, seed=9))
+    for token, row in zip(verify(target, draft, logits_TV), logits_TV, strict=False):
+        assert token.logprob == pytest.approx(float(row.double().log_softmax(0)[token.id]))
+
+
+def test_a_fork_leaves_the_sampler_as_it_is() -> None:
+    one, other = (sampler(seed=3, frequency_penalty=0.5, repetition_penalty=1.2) for _ in range(2))
+    logits = rows(8)
+    for row in logits[:3]:
+        fork = one.fork()
+        for guess in rows(4, seed=1):
+            fork.propose(guess)
+        assert one.sample(row) == other.sample(row)
+
+
+def test_drafts_of_chance_draw_by_numbers_of_their_own() -> None:
+    """Or what is drafted and what judges it would not be independent."""
+    forks = [sampler().fork() for _ in range(2)]
+    assert forks[0]._random.getstate() != forks[1]._random.getstate()

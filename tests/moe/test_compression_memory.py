@@ -1,0 +1,149 @@
+"""What compression holds in memory: a few whole experts, wherever the model's experts are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experts.manifest import read_manifest
+from kernels import ExpertWeights
+from moe import MoE
+from moe.calibrate import compression, pieces
+from moe.calibrate.compression import Original, analyse, load_statistics, losses, spread
+from moe.calibrate.record import record
+from moe.calibrate.trace import Trace
+from moe.convert import convert
+from moe.errors import CalibrationError
+from moe.plan import GIB
+from moe.settings import ModelSettings
+from offload.experts import OffloadedExperts
+from offload.opening import fixed_bytes, slot_bytes
+
+SMALL: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
+PREFILL: dict[str, Any] = {"wave_tokens": 128, "mode": "whole"}
+
+
+@pytest.fixture(scope="module", params=[8, 16])
+def store(
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    settings = ModelSettings(expert_bits=request.param, group_size=32)
+    return convert(
+        tiny_checkpoint("qwen3_moe"), tmp_path_factory.mktemp("stores") / "store", settings
+    )
+
+
+@pytest.fixture(scope="module")
+def resident(store: Path) -> MoE:
+    return MoE.from_pretrained(store, {"memory": SMALL, "prefill": PREFILL})
+
+
+@pytest.fixture(scope="module")
+def on_disk(store: Path, resident: MoE) -> MoE:
+    """With room for a quarter of the experts."""
+    manifest = read_manifest(store)
+    rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
+    room = 8 * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
+    memory = SMALL | {"device_gib": (rest + room) / GIB}
+    model = MoE.from_pretrained(store, {"memory": memory, "prefill": PREFILL})
+    assert all(isinstance(layer, OffloadedExperts) for layer in model._experts.layers)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trace(resident: MoE) -> Trace:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, resident.config.vocab_size, (6, 100), generator=generator)
+    return record(resident._trunk, resident._experts, ids.tolist())
+
+
+def test_experts_on_disk_are_measured_as_those_in_memory(
+    resident: MoE, on_disk: MoE, trace: Trace, tmp_path: Path
+) -> None:
+    found = []
+    for name, model in (("resident", resident), ("on disk", on_disk)):
+        assert trace.rows is not None
+        own = record(model._trunk, model._experts, spread(trace, trace.num_tokens))
+        analyse(model, own, tmp_path / name, read_tokens=100, group_size=32)
+        found.append(load_statistics(tmp_path / name, len(model._experts.layers)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.error_EW, other.error_EW)
+        assert torch.equal(one.kl_W, other.kl_W)
+
+
+def test_pieces_are_the_layer(resident: MoE, on_disk: MoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three experts at a time, the last piece smaller."""
+    one = on_disk._experts.layers[1]
+    monkeypatch.setattr(
+        pieces, "PIECE_WEIGHTS", 3 * 3 * one.hidden_size * one.intermediate_size + 1
+    )
+    whole = pieces.take(resident._experts.layers[1], range(8))
+    for model in (resident, on_disk):
+        found = list(pieces.pieces(model._experts.layers[1]))
+        assert [len(ids) for ids, _ in found] == [3, 3, 2]
+        assert torch.equal(torch.cat([own.gate_up_EGH for _, own in found]), whole.gate_up_EGH)
+        assert torch.equal(torch.cat([own.down_EHF for _, own in found]), whole.down_EHF)
+
+
+def test_one_piece_is_in_memory_at_a_time(
+    on_disk: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all layers: what is whole does not add up."""
+    taken: list[weakref.ref[ExpertWeights]] = []
+    monkeypatch.setattr(pieces, "PIECE_WEIGHTS", 1)
+    take = pieces.take
+
+    def spy(layer: Any, experts: Sequence[int]) -> ExpertWeights:
+        assert sum(one() is not None for one in taken) <= 1, "the piece before, at most"
+        own = take(layer, experts)
+        assert own.num_experts == 1
+        taken.append(weakref.ref(own))
+        return own
+
+    monkeypatch.setattr(pieces, "take", spy)
+    analyse(on_disk, trace, tmp_path, read_tokens=100, group_size=32)
+    assert len(taken) == 4 * 8
+
+
+def test_predictions_that_are_not_kept_are_made_again(
+    resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same losses, whether there is room for the original's predictions, for some, or none."""
+    read, count, found = compression.read, 0, []
+    coarse = {1: pieces.take(resident._experts.layers[2], range(8))}
+
+    def counting(*args: Any, **more: Any) -> Any:
+        nonlocal count
+        count += 1
+        return read(*args, **more)
+
+    monkeypatch.setattr(compression, "read", counting)
+    one = 100 * resident.config.vocab_size * 4
+    for room in (1 << 28, one, 0):
+        monkeypatch.setattr(compression, "KEPT_BYTES", room)
+        original, count = Original(resident, spread(trace, 300)), 0
+        for _ in range(2):
+            found.append(losses(resident, original, [coarse]))
+        assert count == 2 * 3 + {1 << 28: 3, one: 3 + 2, 0: 6}[room]
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_losses_that_are_not_finite(
+    resident: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        compression, "losses", lambda *_: torch.tensor([0.1, torch.nan, 0.0]).double()
+    )
+    with pytest.raises(
+        CalibrationError,
+        match=r"MoE layer 0: what it loses at \(2, 4, 8\) bits is not finite \(KL \[0\.1.*nan",
+    ):
+        analyse(resident, trace, tmp_path, read_tokens=100, group_size=32)
+    assert not list(tmp_path.rglob("*.safetensors"))

@@ -1,0 +1,97 @@
+"""A model's router found by probing decides as the model does, and among fewer experts if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe import MoE
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.selection import FoundSelector, Selector, find_selectors
+from moe.visit import Visit
+
+FOUND = [
+    "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "gpt_oss",
+    "granitemoehybrid", "phimoe", "hunyuan_v1_moe", "nemotron_h", "lfm2_moe", "qwen3_next", "jamba",
+    "afmoe", "minimax_m2",
+]  # fmt: skip
+UNKNOWN = ["zaya", "gemma4_text"]
+
+
+def visits_of(model: MoE) -> list[Visit]:
+    """What a prompt brings to each MoE layer."""
+    seen: list[Visit] = []
+
+    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        seen.extend(visits)
+        return model._experts.run(layer, visits)
+
+    with torch.inference_mode():
+        work = Work(list(range(3, 40)), model._trunk.new_cache(37))
+        lanes = model._trunk.lanes([work])
+        run_lanes(lanes, run)
+        lanes[0].result()
+    return seen
+
+
+def selector_of(found: FoundSelector) -> Selector:
+    assert found.selector is not None, found.reason
+    return found.selector
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_with_nothing_restricted_it_is_the_models_own_routing(
+    tiny_moe: Callable[[str], MoE], model_type: str
+) -> None:
+    model = tiny_moe(model_type)
+    visits = visits_of(model)
+    found = find_selectors(model._trunk)
+    assert len(found) == len(visits) == len(model._experts.layers)
+    for one, visit in zip(found, visits, strict=True):
+        selector = selector_of(one)
+        scores = selector.scores(visit.hidden_states)
+        routing = selector.select(scores)
+        assert torch.equal(routing.expert_ids, visit.routing.expert_ids)
+        assert torch.allclose(routing.weights, visit.routing.weights, rtol=1e-5, atol=1e-6)
+        everybody = torch.ones_like(scores, dtype=torch.bool)
+        again = selector.select(scores, everybody, routing.top_k)
+        assert torch.equal(again.weights, routing.weights)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "phimoe"])
+def test_only_what_is_allowed_is_chosen(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
+    model = tiny_moe(model_type)
+    selector = selector_of(find_selectors(model._trunk)[0])
+    scores = selector.scores(visits_of(model)[0].hidden_states)
+    allowed = torch.zeros(8, dtype=torch.bool)
+    allowed[[1, 6, 7]] = True
+    routing = selector.select(scores, allowed).validate(8)
+    assert set(routing.expert_ids.unique().tolist()) <= {-1, 1, 6, 7}
+    one = selector.select(scores, allowed, top_k=1)
+    assert one.top_k == 1
+    assert bool((one.expert_ids == routing.expert_ids).any(1).all())
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_a_layer_whose_rule_is_not_known_says_why(
+    tiny_moe: Callable[[str], MoE], model_type: str
+) -> None:
+    found = find_selectors(tiny_moe(model_type)._trunk)
+    assert all(one.selector is None for one in found)
+    assert {one.reason for one in found} <= {
+        "its router follows no rule that is known here",
+        "the router follows no rule that is known here",
+        "its router reads other rows than its experts",
+    }
+
+
+def test_looking_reads_no_experts(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    model.reset_stats()
+    find_selectors(model._trunk)
+    assert all(layer["steps"] == 0 for layer in model.stats()["layers"])
+    assert not any(module._forward_hooks for module in model._trunk.model.modules())

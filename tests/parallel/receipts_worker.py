@@ -1,0 +1,174 @@
+"""One of four ranks: logits of the same sequences alone, on two ranks and on four.
+
+Started by test_receipts.py with a directory and a rank; says in `<rank>.json` whether the sequences
+of this rank got the bits that they get where one process has all experts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, nearest
+from experts.manifest import read_manifest
+from experts.placement import Placement, linear
+from moe import MoE
+from moe.halves import run_halves
+from moe.kv import SequenceCache, Work
+from moe.lanes import run_lanes
+from moe.plan import GIB
+from offload.opening import slot_bytes
+from routing import Phase
+from tests.experts.dispatch_cases import random_placement
+
+RANKS = 4
+SECONDS = 300.0
+PROMPTS = [[20, 7, 31, 5], [90], [11, 64, 33, 2, 8], [3, 3], [70, 12, 1]]
+SETTINGS: dict[str, Any] = {
+    "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
+    "prefill": {"wave_tokens": 128},
+    "engine": {"max_batch_size": 8},
+    "offload": {"hot_set": False},
+    "threads": 1,
+}
+STEPS = 6
+MOVES = {2: "another", 4: "copies"}
+"""Steps before which placements change."""
+
+
+class Ranks:
+    """How a model's experts are shared, and which sequences are whose."""
+
+    def __init__(
+        self, model: MoE, exchange: Exchange | None = None, extra: int = 0, how: str = "exact"
+    ) -> None:
+        self.experts, self.halves = model._experts, how == "halves"
+        self.rank, self.size = (exchange.rank, exchange.size) if exchange else (0, 1)
+        self.counts = [layer.num_experts for layer in self.experts.layers]
+        self.dispatcher = None
+        if exchange is not None:
+            size = self.size
+            placements = [linear(count, -(-count // size) * size, size) for count in self.counts]
+            if extra:
+                placements = self._random(extra, 0)
+            combine: Any = "summed" if how == "summed" else "exact"
+            self.dispatcher = AllToAllDispatcher(
+                exchange, placements, combine=combine, buffer_rows=3 * self.halves
+            )
+
+    def _random(self, extra: int, seed: int) -> list[Placement]:
+        return [random_placement(count, self.size, extra, seed + count) for count in self.counts]
+
+    def owns(self, sequence: int) -> bool:
+        return sequence % self.size == self.rank and (self.size < 4 or sequence != 3)
+
+    def together(self, layers: Iterable[int]) -> AbstractContextManager[None]:
+        return nullcontext() if self.dispatcher is None else self.experts.lockstep(layers)
+
+    def move(self, step: int) -> None:
+        if self.dispatcher is not None and step in MOVES:
+            extra = 0 if MOVES[step] == "another" else 3
+            self.dispatcher.place(step, dict(enumerate(self._random(extra, step))))
+
+
+@torch.inference_mode()
+def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
+    """Logits of each own sequence's last tokens: of its prompt, then of greedy steps.
+
+    Each sequence is a lane of its own, so that only the experts see company; prompts are read in
+    two stages, as layered prefill does.
+    """
+    trunk, own = model._trunk, [s for s in range(len(PROMPTS)) if ranks.owns(s)]
+    everywhere = range(len(ranks.counts))
+    if ranks.dispatcher is not None:
+        model._experts.dispatcher = ranks.dispatcher
+    caches = {s: trunk.new_cache(32) for s in own}
+    found: dict[int, list[Tensor]] = {s: [] for s in own}
+    tokens = {s: PROMPTS[s] for s in own}
+    for step in range(STEPS):
+        ranks.move(step)
+        lanes = {s: _lane(model, tokens[s], caches[s], step) for s in own}
+        stages: Sequence[int | None] = [1, None] if step == 0 else [None]
+        first = 0
+        for end in stages:
+            pauses = {} if end is None else dict.fromkeys(lanes.values(), end)
+            with ranks.together(everywhere[first:end]):
+                if ranks.halves:
+                    both = list(lanes.values())
+                    run_halves((both[::2], both[1::2]), model._experts, pauses)
+                else:
+                    run_lanes(list(lanes.values()), model._experts.run, pause_at=pauses)
+            first = end or 0
+        for s, lane in lanes.items():
+            found[s].append(lane.result()[0][-1])
+            tokens[s] = [int(found[s][-1].argmax())]
+    return found
+
+
+def _lane(model: MoE, tokens: list[int], cache: SequenceCache, step: int) -> Any:
+    phase: Phase = "prefill" if step == 0 else "decode"
+    return model._trunk.lanes([Work(tokens, cache)], phase)[0]
+
+
+def open_quarter(store: Path, resident: MoE, bits: int) -> MoE:
+    """A quarter of the experts in memory."""
+    rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
+    total = sum(layer.num_experts for layer in resident._experts.layers)
+    room = total // 4 * slot_bytes(read_manifest(store), bits) + 64
+    memory = SETTINGS["memory"] | {"device_gib": (rest + room) / GIB}
+    offload = SETTINGS["offload"] | {"predictor": "off"}
+    model = MoE.from_pretrained(store, SETTINGS | {"memory": memory, "offload": offload})
+    assert model.memory_plan.expert_slots is not None
+    assert model.memory_plan.expert_slots <= total // 4 + 1
+    return model
+
+
+def main(directory: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=RANKS
+    )
+    pair = dist.new_group([0, 1])
+    by_gloo: dict[int, Exchange] = {4: GroupExchange()}
+    by_sockets = {4: nearest(by_gloo[4], SECONDS)}
+    if rank < 2:
+        by_gloo[2] = GroupExchange(pair)
+        by_sockets[2] = nearest(by_gloo[2], SECONDS)
+    results = {}
+    for bits, exchanges in ((8, by_gloo), (16, by_sockets)):
+        store = directory / f"store{bits}"
+        resident = MoE.from_pretrained(store, SETTINGS)
+        local = read(resident, Ranks(resident))
+        quarter = open_quarter(store, resident, bits)
+        cases = product((resident, quarter), exchanges, (0, 3), ("exact", "summed", "halves"))
+        for model, size, extra, how in cases:
+            residency = "resident" if model is resident else "quarter"
+            ranks = Ranks(model, exchanges[size], extra, how)
+            found = compare(read(model, ranks), local)
+            assert ranks.dispatcher is not None
+            found["travelled"] = ranks.dispatcher.statistics.pairs
+            results[f"{bits}-{residency}-{size}-{extra}-{how}"] = found
+    (directory / f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def compare(found: dict[int, list[Tensor]], local: dict[int, list[Tensor]]) -> dict[str, Any]:
+    pairs = [(a, b) for s, rows in found.items() for a, b in zip(rows, local[s], strict=True)]
+    return {
+        "rows": len(pairs),
+        "equal": sum(torch.equal(a, b) for a, b in pairs),
+        "error": max((float((a - b).abs().max()) for a, b in pairs), default=0.0),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,33 @@
+"""``parallel.on_rank_loss: continue``: the others go on, and nothing that is said changes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe import MoE
+from moe.profile import load_profile
+from tests.parallel import losing
+from tests.parallel.generation import SETTINGS
+
+
+def test_sequences_of_lost_ranks_are_read_again(
+    tiny_checkpoint: Callable[[str], Path], launch: Any, tmp_path: Path
+) -> None:
+    path, out = tiny_checkpoint("qwen3_moe"), tmp_path / "out.json"
+    with launch(3, [losing.__file__, path, out]) as launched:
+        alone = losing.say(MoE.from_pretrained(path, load_profile(SETTINGS)))
+        codes = launched.codes()
+        assert codes == [0, -signal.SIGKILL, -signal.SIGKILL], launched.everything()
+    found = json.loads(out.read_text())
+    assert len(found["said"]) == 5
+    for said in found["said"]:
+        assert said == alone
+    status = found["status"]
+    assert status["ranks"] == [0]
+    assert status["epoch"] == 2
+    assert "has ended" in status["lost"]["2"]
+    assert "has not been heard of" in status["lost"]["1"]

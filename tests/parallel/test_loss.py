@@ -1,0 +1,74 @@
+"""A rank is lost while requests run: everybody is told within the bound, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+TIMEOUT_S = 6.0
+SLACK_S = 6.0
+"""Beyond the bound, on a machine that others use too."""
+ARGUMENTS = [
+    *("serve", str(DEMO), "--profile", "expert-parallel", "--port", "0"),
+    *("--set", "device=cpu", "--set", f"parallel.timeout_s={TIMEOUT_S}"),
+]
+LONG = {"model": "demo-model", "prompt": "import os", "max_tokens": 400, "ignore_eos": True}
+KILLED = -signal.SIGKILL
+
+
+def url_of(launched: Any) -> str:
+    return str(launched.wait_for("serving").split()[-1])
+
+
+def ask(url: str, **changes: Any) -> tuple[int, Any]:
+    """Status and body; the status of a stream is that of its last event."""
+    with httpx.Client(base_url=url, timeout=120) as client:
+        if not changes.get("stream"):
+            answer = client.post("/v1/completions", json=LONG | changes)
+            return answer.status_code, answer.json()
+        with client.stream("POST", "/v1/completions", json=LONG | changes) as stream:
+            events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+        return 0, json.loads(events[-1])
+
+
+def first_token(url: str) -> None:
+    assert ask(url, max_tokens=1)[0] == 200
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop", "raise", "stall"])
+def test_everybody_is_told_and_all_processes_end(launch: Any, fault: str) -> None:
+    planned = {"rank": 1, "kind": fault, "step": 40} if fault in ("raise", "stall") else None
+    reasons = {
+        "kill": "rank 1 has ended",
+        "stop": "rank 1 has not been heard of",
+        "raise": "rank 1 has failed: AssertionError: broken on purpose",
+        "stall": "rank 1 has got nowhere",
+    }
+    with launch(2, ARGUMENTS, planned) as launched, ThreadPoolExecutor(4) as pool:
+        url = url_of(launched)
+        first_token(url)
+        began = time.monotonic()
+        asked = [pool.submit(ask, url, stream=n % 2 == 1, seed=n) for n in range(4)]
+        if planned is None:
+            time.sleep(0.5)
+            began = time.monotonic()
+            launched.signal(1, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        answers = [future.result() for future in asked]
+        took = time.monotonic() - began
+        codes = launched.codes(TIMEOUT_S + 3 * SLACK_S)
+    for status, body in answers:
+        assert status in (0, 500), body
+        assert reasons[fault] in body["error"]["message"], body
+    if planned is None:
+        assert took < TIMEOUT_S + SLACK_S
+    assert codes[0] == 1, launched.everything()
+    assert codes[1] in (1, KILLED)
+    assert reasons[fault] in launched.errors(0)

@@ -1,0 +1,170 @@
+"""What rank 0 plans and other ranks do, with all of them in this process; orders are JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe import MoE, SamplingParams
+from moe.errors import RankLostError, RequestError
+from moe.parallel.engine import ParallelEngine
+from moe.parallel.mirror import Mirror
+from moe.parallel.station import Station
+from moe.parallel.watch import Pulse
+from moe.runner import Runner
+from moe.sampling import LogitsError, Sampler
+from moe.settings import ParallelSettings
+from tests.parallel.generation import PROMPTS
+
+KV_TOKENS = 400
+
+
+class Loopback:
+    """Stands for `Leading`: every rank is a station of this process, with all experts."""
+
+    def __init__(self, model: MoE, ranks: int) -> None:
+        def new_mirror() -> Mirror:
+            loaded = model._loaded
+            return Mirror(Runner(loaded.trunk, loaded.experts), loaded.logits_size)
+
+        def new_station() -> Station:
+            return Station(model._experts, new_mirror, ParallelSettings(), Pulse(), math.inf)
+
+        self.team = SimpleNamespace(ranks=list(range(ranks)))
+        self.stations = {rank: new_station() for rank in range(ranks)}
+        self.station = self.stations[0]
+        self.kv_tokens = dict.fromkeys(range(ranks), KV_TOKENS)
+        self.ended: deque[int] = deque()
+        self.epoch = self._engines = self.steps = 0
+        self.lost_at: dict[int, int] = {}
+        self.worked: Counter[int] = Counter()
+
+    def new_engine(self) -> int:
+        self._engines += 1
+        return self._engines
+
+    def step(self, message: Any, orders: Mapping[int, Any]) -> dict[int, Any]:
+        self.steps += 1
+        if self.steps in self.lost_at:
+            raise RankLostError("somebody is lost")
+        self.worked.update(r for r, order in orders.items() if order["decode"] or order["wave"])
+        still: dict[str, Any] = {
+            "ended_engines": [],
+            "moves": None,
+            "reset": False,
+            "halves": False,
+        }
+        message = still | message
+        replies = {}
+        for rank in self.team.ranks:
+            order = json.loads(json.dumps(message | {"order": orders[rank]}))
+            replies[rank] = json.loads(json.dumps(self.stations[rank].step(order)))
+        return replies
+
+    def tell(self, rank: int, message: Any) -> None:
+        self.stations[rank].prepare(json.loads(json.dumps(message)))
+
+    def regroup(self) -> None:
+        self.team.ranks.remove(self.lost_at[self.steps])
+        self.epoch += 1
+        for rank in self.team.ranks:
+            self.stations[rank].join(None, [])
+
+
+def parallel(model: MoE, ranks: int = 2, **how: Any) -> tuple[ParallelEngine, Loopback]:
+    loopback = Loopback(model, ranks)
+    new_engine = how.pop("new_engine", model._planning_engine)
+    engine = ParallelEngine(loopback, new_engine, goes_on=True)  # type: ignore[arg-type]
+    return engine, loopback
+
+
+def tokens_of(engine: Any, model: MoE, params: list[SamplingParams]) -> list[Any]:
+    """Token ids of the prompts, or what ended each."""
+    groups = [model.request(p, s) for p, s in zip(PROMPTS, params, strict=True)]
+    ended: dict[Any, Any] = {}
+    for group in groups:
+        engine.submit(group)
+    while not engine.idle:
+        for sequence, event in engine.step():
+            if isinstance(event, Exception):
+                ended[sequence] = type(event).__name__
+    return [ended.get(s, s.token_ids) for group in groups for s in group.sequences]
+
+
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=n, n=1 + n % 2, max_new_tokens=5 + n, ignore_eos=True)
+    for n in range(len(PROMPTS))
+]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_say_what_one_engine_says(
+    tiny_moe: Callable[[str], MoE], architecture: str, ranks: int
+) -> None:
+    model = tiny_moe(architecture)
+    engine, loopback = parallel(model, ranks)
+    assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
+    assert loopback.worked.keys() == set(range(ranks))
+    for station in loopback.stations.values():
+        for mirror in station._mirrors.values():
+            held = mirror._sequences, mirror._caches, mirror._groups, mirror._numbers
+            assert not any(held), "left behind"
+
+
+def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    engine, loopback = parallel(model, 3)
+    loopback.lost_at = {2: 1, 6: 2}
+    assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
+    assert loopback.team.ranks == [0]
+
+
+def test_what_fails_on_a_rank_ends_its_own_sequence_only(
+    tiny_moe: Callable[[str], MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sample = tiny_moe("qwen3_moe"), Sampler.sample
+    expected = tokens_of(model.engine(), model, PARAMS)
+
+    def failing(sampler: Sampler, *arguments: Any) -> Any:
+        if sampler.params.seed == 2:
+            raise LogitsError("on purpose")
+        return sample(sampler, *arguments)
+
+    monkeypatch.setattr(Sampler, "sample", failing)
+    found = tokens_of(parallel(model)[0], model, PARAMS)
+    failed = [place for place, tokens in enumerate(found) if tokens == "RankError"]
+    assert failed == [3]
+    del found[3], expected[3]
+    assert found == expected
+
+
+def test_prompts_go_where_least_is_to_be_done(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    engine, _ = parallel(model, 2)
+    params = SamplingParams(max_new_tokens=5)
+    groups = [model.request([5] * size, params) for size in (50, 10, 10, 30, 10)]
+    for group in groups:
+        engine.submit(group)
+    assert [engine._homes[group.sequences[0]] for group in groups] == [0, 1, 1, 1, 0]
+    occupancy = engine.occupancy()
+    assert occupancy["waiting_prompts"] == 5
+    assert engine.kv_tokens == 2 * KV_TOKENS
+
+
+def test_what_no_rank_has_room_for_is_refused(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    engine, loopback = parallel(model, 2)
+    loopback.kv_tokens = {0: 20, 1: 60}
+    engine, _ = ParallelEngine(loopback, model._planning_engine, goes_on=True), None  # type: ignore[arg-type]
+    group = model.request([5] * 40, SamplingParams(max_new_tokens=5))
+    engine.submit(group)
+    assert engine._homes[group.sequences[0]] == 1
+    with pytest.raises(RequestError, match=r"memory.kv_tokens is 20|memory.kv_tokens is 60"):
+        engine.submit(model.request([5] * 80, SamplingParams(max_new_tokens=5)))

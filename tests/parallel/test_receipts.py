@@ -1,0 +1,80 @@
+"""Receipts: logits have the same bits on one, two and four ranks.
+
+Four processes joined by gloo read the same sequences; with and without copies of experts, with all
+experts in memory and with a quarter of them, before, at and after changes of placement, in halves
+that overlap and whole, prompts in two stages, and (on four ranks) with a rank that has no sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.convert import convert
+from moe.settings import ModelSettings
+from tests.parallel.receipts_worker import PROMPTS, RANKS, SECONDS, STEPS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def receipts(
+    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each rank found."""
+    directory = tmp_path_factory.mktemp("receipts")
+    for bits in (8, 16):
+        settings = ModelSettings(expert_bits=bits, group_size=32)
+        convert(tiny_checkpoint("qwen3_moe"), directory / f"store{bits}", settings)
+    command = [sys.executable, "-m", "tests.parallel.receipts_worker", str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(RANKS)
+    ]
+    try:
+        assert [rank.wait(SECONDS) for rank in ranks] == [0] * RANKS
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def summed_up(receipts: list[dict[str, Any]], case: str) -> tuple[int, int, float]:
+    """Rows of all ranks, how many of them are equal, and the largest error."""
+    found = [rank[case] for rank in receipts if case in rank]
+    rows, equal = sum(f["rows"] for f in found), sum(f["equal"] for f in found)
+    return rows, equal, max(f["error"] for f in found)
+
+
+def expected_rows(size: int) -> int:
+    return (len(PROMPTS) - (size == 4)) * STEPS
+
+
+CASES = list(product((8, 16), ("resident", "quarter"), (2, 4), (0, 3), ("exact", "halves")))
+
+
+@pytest.mark.parametrize(("bits", "residency", "size", "copies", "how"), CASES)
+def test_bits_do_not_depend_on_ranks(
+    receipts: list[dict[str, Any]], bits: int, residency: str, size: int, copies: int, how: str
+) -> None:
+    case = f"{bits}-{residency}-{size}-{copies}-{how}"
+    rows, equal, _ = summed_up(receipts, case)
+    assert rows == equal == expected_rows(size)
+    assert sum(rank[case]["travelled"] for rank in receipts if case in rank) > rows
+
+
+@pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))
+def test_summed_rows_are_equal_up_to_their_order(
+    receipts: list[dict[str, Any]], size: int, copies: int
+) -> None:
+    rows, _, error = summed_up(receipts, f"16-resident-{size}-{copies}-summed")
+    assert rows == expected_rows(size)
+    assert error < 1e-3

@@ -1,0 +1,156 @@
+"""Ranks come together within bounded time, or everybody there is told who or what is missing."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from moe.errors import LaunchError, ProfileError
+from moe.parallel.identity import identity
+from moe.parallel.launch import Launch, wanted_launch
+from moe.parallel.roll import CONTROL, WATCH, Roll
+from moe.parallel.start import come_together
+from moe.profile import load_profile
+from tests.parallel.conftest import free_port
+
+SAME = {"moe": "1", "setting lossless": "True"}
+
+
+def launch(rank: int, size: int, port: int) -> Launch:
+    return Launch(rank, size, "127.0.0.1", port, True)
+
+
+def meet(identities: list[dict[str, str]], size: int | None = None) -> list[Roll | Exception]:
+    """What becomes of ranks with these identities; of a launch of more, if ``size`` says so."""
+    port = free_port()
+
+    def one(rank: int) -> Roll | Exception:
+        timeout_s = 1.0 if size else 60.0
+        try:
+            return come_together(
+                launch(rank, size or len(identities), port), identities[rank], timeout_s
+            )
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(identities)) as pool:
+        return list(pool.map(one, range(len(identities))))
+
+
+def test_ranks_that_fit_are_connected() -> None:
+    rolls = meet([SAME] * 3)
+    assert all(isinstance(roll, Roll) for roll in rolls), rolls
+    first, second, third = rolls
+    assert isinstance(first, Roll)
+    assert isinstance(second, Roll)
+    assert isinstance(third, Roll)
+    assert first.connections[CONTROL].keys() == first.connections[WATCH].keys() == {1, 2}
+    second.connections[CONTROL][0].send({"from": 1})
+    third.connections[CONTROL][0].send({"from": 2})
+    assert [first.connections[CONTROL][rank].receive()["from"] for rank in (1, 2)] == [1, 2]
+    assert first.neighbours(0) == 3
+    assert first.threads(0) == max(1, len(first.members[0].cores) // 3)
+
+
+def test_every_difference_is_named_on_every_rank() -> None:
+    other = {"moe": "2", "setting lossless": "True", "model file x.json": "abc"}
+    for error in meet([SAME, SAME, other]):
+        assert isinstance(error, LaunchError)
+        assert "moe: 1 on rank 0, 2 on rank 2" in str(error)
+        assert "model file x.json: absent on rank 0, abc on rank 2" in str(error)
+        assert "lossless" not in str(error)
+        assert "rank 1" not in str(error)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    for error in meet([SAME, SAME], size=4):
+        assert isinstance(error, LaunchError)
+        assert "rank 2, rank 3 did not come up within 1 s" in str(error)
+
+
+def test_without_rank_0_nobody_waits_for_ever() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 did not come up at 127\.0\.0\.1 port"):
+        come_together(launch(1, 2, free_port()), SAME, 1.0)
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(LaunchError, match=r"cannot listen on 127\.0\.0\.1 port .* --master_port"),
+    ):
+        come_together(launch(0, 2, taken.getsockname()[1]), SAME, 1.0)
+
+
+def test_rank_0_listens_on_its_own_address_only() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(come_together, launch(0, 2, port), SAME, 1.0)
+        while not (listening := _listening(port)) and not future.done():
+            pass
+        assert listening == {"0100007F"}  # 127.0.0.1
+        with pytest.raises(LaunchError):
+            future.result()
+
+
+def _listening(port: int) -> set[str]:
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and row[1].endswith(f"{port:04X}")
+    }
+
+
+def test_settings_versions_code_and_files_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"123")
+    profile = load_profile(None, {"parallel.timeout_s": 3.0}, {}).profile
+    one = identity(profile, tmp_path)
+    assert one["setting parallel.timeout_s"] == "3.0"
+    assert one["model file model.safetensors"] == "3 bytes"
+    assert {"torch", "deepspeed", "code", "python"} <= one.keys()
+    assert "setting threads" not in one
+    (tmp_path / "config.json").write_text("[]")
+    changed = {key for key, value in identity(profile, tmp_path).items() if one[key] != value}
+    assert changed == {"model file config.json"}
+
+
+RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5"}
+
+
+def test_one_rank_or_no_launcher_is_nobody_else() -> None:
+    assert Launch.from_environment({}) is None
+    assert Launch.from_environment(RANKED | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert Launch.from_environment(RANKED) == Launch(1, 2, "127.0.0.1", 5, True)
+    spread = Launch.from_environment(RANKED | {"MASTER_ADDR": "10.0.0.1", "LOCAL_SIZE": "1"})
+    assert spread is not None
+    assert not spread.on_one_machine
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "two"}, "RANK must be a whole number, got 'two'"),
+        ({"RANK": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({"MASTER_ADDR": "no such host."}, "MASTER_ADDR 'no such host.' is not known here"),
+    ],
+)
+def test_nonsense_of_a_launcher_is_refused(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        Launch.from_environment(RANKED | changed)
+
+
+def test_public_addresses_are_warned_of() -> None:
+    assert "public address" in Launch(0, 2, "8.8.8.8", 1, False).warning
+    assert Launch(0, 2, "10.1.2.3", 1, False).warning == ""
+    assert Launch(0, 2, "127.0.0.1", 1, True).warning == ""
+
+
+def test_ranks_that_the_profile_does_not_want_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANKED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ProfileError, match=r"rank 1 of 2 .* add --profile expert-parallel"):
+        wanted_launch(load_profile(None, environ={}).profile)
+    wanted = load_profile("expert-parallel", environ={}).profile
+    assert wanted_launch(wanted) == Launch(1, 2, "127.0.0.1", 5, True)

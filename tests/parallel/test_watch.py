@@ -1,0 +1,103 @@
+"""Who is lost, who is only slow or waits for others, and within which time that is known."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moe.parallel.watch import SOONER, Pulse, Watch
+from moe.parallel.wire import Connection, WireError
+
+TIMEOUT_S = 1.0
+
+
+class Watched:
+    """A watch over one peer that the test plays; what it has reported."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.peer, self.pulse = Connection(theirs), Pulse()
+        self.lost: dict[int, str] = {}
+        self.heard: list[dict[str, Any]] = []
+        self.watch = Watch(
+            0,
+            {1: Connection(ours)},
+            self.pulse,
+            TIMEOUT_S,
+            self.lost.__setitem__,
+            lambda _, message: self.heard.append(message),
+        )
+        self._playing = threading.Event()
+        self.watch.start()
+
+    def play(self, seconds: float, state: str, *, moves: bool) -> None:
+        """Be a peer that says so all the time."""
+        ticks, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            ticks += moves
+            try:
+                self.peer.send({"state": state, "ticks": ticks})
+            except WireError:
+                return
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.watch.close()
+    watched.peer.close()
+
+
+def test_a_silent_peer_is_lost_within_the_bound(watched: Watched) -> None:
+    began = time.monotonic()
+    while not watched.lost and time.monotonic() < began + 60:
+        time.sleep(0.01)
+    assert "has not been heard of" in watched.lost[1]
+    assert time.monotonic() - began >= SOONER * TIMEOUT_S
+
+
+def test_a_closed_connection_is_a_loss_at_once(watched: Watched) -> None:
+    watched.peer.close()
+    for _ in range(2000):
+        if watched.lost:
+            break
+        time.sleep(0.01)
+    assert "has ended or cannot be reached" in watched.lost[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "moves", "lost"),
+    [
+        ("computing", False, True),
+        ("computing", True, False),
+        ("waiting", False, False),
+        ("idle", False, False),
+    ],
+)
+def test_who_computes_without_getting_anywhere_is_lost(
+    watched: Watched, state: str, moves: bool, lost: bool
+) -> None:
+    watched.play(2.5 * TIMEOUT_S, state, moves=moves)
+    assert ("has got nowhere" in watched.lost.get(1, "")) is lost
+    assert lost or not watched.lost
+
+
+def test_a_process_that_hangs_notices_it_itself(watched: Watched) -> None:
+    watched.pulse.now("computing")
+    watched.play(2.5 * TIMEOUT_S, "waiting", moves=False)
+    assert "has got nowhere" in watched.lost[0]
+    assert 1 not in watched.lost
+
+
+def test_other_messages_are_handed_on(watched: Watched) -> None:
+    watched.peer.send({"failed": "why"})
+    watched.play(0.3, "idle", moves=False)
+    assert watched.heard == [{"failed": "why"}]
+    assert not watched.lost
