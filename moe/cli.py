@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe import __version__, arguments
+from moe import __version__, arguments, commands
+from moe.commands import load_settings
 from moe.errors import MoEError, ProfileError, RankLostError, RequestError
 from offload.errors import OffloadError
 
@@ -47,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers say it, here too
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, what, add_arguments, run in (
         ("generate", "continue a prompt", arguments.add_generate, _generate),
         ("chat", "talk to a model; /reset, /stats and /exit inside", arguments.add_chat, _chat),
@@ -56,47 +57,40 @@ def build_parser() -> argparse.ArgumentParser:
             "convert",
             "write a model as a store, which loads at once",
             arguments.add_convert,
-            _convert,
+            commands.convert,
         ),
         (
             "calibrate",
             "learn from a text which experts will be needed, for a model that offloads",
             arguments.add_calibrate,
-            _calibrate,
+            commands.calibrate,
         ),
-        ("plan", "what a model takes, and how fast it will be", arguments.add_plan, _plan),
-        ("eval", "how well a model predicts a text", arguments.add_eval, _eval),
-        ("trace", "how a model routes the tokens of a text", arguments.add_trace, _trace),
+        ("plan", "what a model takes, and how fast it will be", arguments.add_plan, commands.plan),
+        ("eval", "how well a model predicts a text", arguments.add_eval, commands.evaluate),
+        ("trace", "how a model routes the tokens of a text", arguments.add_trace, commands.trace),
         (
             "inspect",
             "what a store holds: the bits of its experts",
             arguments.add_inspect,
-            _inspect,
+            commands.inspect_store,
         ),
-        ("bench", "how fast a model is here, and what drafts gain", arguments.add_bench, _bench),
+        (
+            "bench",
+            "how fast a model is here, and what drafts gain",
+            arguments.add_bench,
+            commands.bench,
+        ),
         (
             "doctor",
             "check this machine: what works, what is missing",
             arguments.add_doctor,
-            _doctor,
+            commands.doctor,
         ),
     ):
-        command = commands.add_parser(name, help=what)
+        command = subparsers.add_parser(name, help=what)
         add_arguments(command)
         command.set_defaults(run=run)
     return parser
-
-
-def load_settings(options: argparse.Namespace) -> Any:
-    """The profile that a command line asks for; sampling options are settings like any other."""
-    from moe.profile import load_profile
-    from moe.profile_sources import parse_assignments
-
-    overrides = parse_assignments(options.settings)
-    for name in ("max_new_tokens", "temperature", "seed"):
-        if getattr(options, name, None) is not None:
-            overrides[f"generation.{name}"] = getattr(options, name)
-    return load_profile(options.profile, overrides)
 
 
 def _follows(model: str, profile: Any) -> bool:
@@ -187,110 +181,3 @@ def _serve(options: argparse.Namespace) -> int:
     from moe.server.serve import serve
 
     return serve(options.model, profile, options.host, options.port, options.api_key)
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from moe.allotment import Budget
-    from moe.convert import convert
-    from moe.settings import ModelSettings
-
-    settings = ModelSettings(
-        expert_bits=options.bits,
-        trunk_bits=options.trunk_bits,
-        head_bits=options.head_bits,
-        group_size=options.group_size,
-    )
-    budget = None
-    if options.target_bits is not None or options.target_gib is not None:
-        budget = Budget(options.target_bits, options.target_gib)
-    folder = None if options.calibration is None else Path(options.calibration)
-    out = convert(
-        options.model,
-        options.out,
-        settings,
-        calibration=folder,
-        budget=budget,
-        repair=options.repair_routers,
-        progress=True,
-        on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
-    )
-    print(out)
-    return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    profile = load_settings(options)
-    from moe.evaluate import run
-
-    return run(
-        options.model,
-        profile,
-        Path(options.text),
-        tokens=options.tokens,
-        against=options.against,
-        as_json=options.json,
-    )
-
-
-def _trace(options: argparse.Namespace) -> int:
-    profile = load_settings(options)
-    from moe.tracing.command import run
-
-    return run(
-        options.model,
-        profile,
-        Path(options.text),
-        tokens=options.tokens,
-        out=None if options.out is None else Path(options.out),
-        as_json=options.json,
-    )
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    from moe.inspect_store import run
-
-    return run(Path(options.store), None if options.image is None else Path(options.image))
-
-
-def _calibrate(options: argparse.Namespace) -> int:
-    profile = load_settings(options)
-    from moe.calibrate.calibrate import calibrate
-
-    out = None if options.out is None else Path(options.out)
-    text = Path(options.text)
-    return calibrate(
-        options.model, profile, text, options.tokens, out, compression=options.compression
-    )
-
-
-def _plan(options: argparse.Namespace) -> int:
-    profile = load_settings(options)
-    if options.ranks is not None:
-        from moe.rank_command import run as run_ranks
-
-        return run_ranks(
-            options.model,
-            profile,
-            ranks=options.ranks,
-            nodes=options.nodes,
-            link=options.link,
-            network=options.network,
-            as_json=options.json,
-        )
-    from moe.plan_command import run
-
-    return run(options.model, profile, as_json=options.json)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    profile = load_settings(options)
-    from moe.bench_command import run
-
-    sizes = {"prompt": options.prompt_tokens, "tokens": options.new_tokens}
-    return run(options.model, profile, **sizes, as_json=options.json)
-
-
-def _doctor(_: argparse.Namespace) -> int:
-    from moe.doctor import main as doctor
-
-    return doctor()
