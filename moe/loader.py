@@ -137,26 +137,16 @@ def _load(
         expect, apart = expectation(path, planned.config, counts)
     experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
-    trunk = Trunk(network)
-    packing = enable_packing(trunk)
-    mended = mend_linears(network)
-    fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
-    speculation = enable_speculation(
-        profile.speculation, trunk, experts, backend.forward, planned.logits_size
-    )
-    # Policies come after the probes, which compare ways to compute the model as it is.
-    experts.selectors = prepare(policies, trunk)
-    experts.policies = policies
-    enable_contrast(profile.speculation, trunk, experts)
+    ready = _make_ready(Trunk(network), experts, policies, profile, planned.logits_size)
     codec = TextCodec.from_directory(path, planned.config)
     return LoadedModel(
-        trunk=trunk,
+        trunk=ready.trunk,
         experts=experts,
         backend=backend,
         codec=codec,
-        packing=packing,
-        fused=fused,
-        speculation=speculation,
+        packing=ready.packing,
+        fused=ready.fused,
+        speculation=ready.speculation,
         memory_plan=plan,
         weight_bytes=total_bytes(network, layers),
         logits_size=planned.logits_size,
@@ -164,13 +154,41 @@ def _load(
         offloaded=offloaded,
         expect=expect,
         notices=[
-            *_notices(packing, fused, codec, loaded),
-            *speculation.notices,
+            *_notices(ready.packing, ready.fused, codec, loaded),
+            *ready.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
-            *precision_notices(network, layers, mended),
+            *precision_notices(network, layers, ready.mended),
             *(notice for notice in (foresight, apart) if notice),
         ],
     )
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """How a loaded model runs; ``mended``: see `moe.linears.mend_linears`."""
+
+    trunk: Trunk
+    packing: Packing
+    mended: list[str]
+    fused: Fused
+    speculation: Speculation
+
+
+def _make_ready(
+    trunk: Trunk, experts: MoELayers, policies: PolicyChain, profile: Profile, logits_size: int
+) -> _Ready:
+    """Find out which faster ways the model can go, and let its policies decide from then on."""
+    packing = enable_packing(trunk)
+    mended = mend_linears(trunk.model)
+    fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
+    speculation = enable_speculation(
+        profile.speculation, trunk, experts, experts.forward, logits_size
+    )
+    # Policies come after the probes, which compare ways to compute the model as it is.
+    experts.selectors = prepare(policies, trunk)
+    experts.policies = policies
+    enable_contrast(profile.speculation, trunk, experts)
+    return _Ready(trunk, packing, mended, fused, speculation)
 
 
 def _policies(profile: Profile) -> PolicyChain:
