@@ -163,10 +163,6 @@ class StepCosts:
         self._verify.observe((sequences, rows), features, round.verify_seconds)
         self._known.clear()
 
-    def measurements(self, sequences: int, rows: int) -> float:
-        """How often such a pass has been measured."""
-        return self._verify.count((sequences, rows))
-
     def _verify_whole(self, sequences: int, rows: int) -> float:
         point = sequences, rows
         if point not in self._known:

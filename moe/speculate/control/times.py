@@ -69,10 +69,6 @@ class Times:
     def known(self) -> bool:
         return bool(self._points)
 
-    def count(self, point: object) -> float:
-        """Measurements of a point, at most `MOST_COUNT`."""
-        return self._points[point].count if point in self._points else 0.0
-
     def modelled(self, features: Sequence[float]) -> float:
         """By prices alone."""
         prices = zip(self.prices, features, strict=True)
