@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 from contextlib import suppress
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -60,12 +59,7 @@ class FileReader:
     def __enter__(self) -> FileReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -101,12 +100,7 @@ class Held:
     def __enter__(self) -> Held:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _guarded(self, step: Callable[[], T]) -> T:
