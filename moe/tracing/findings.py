@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from moe.calibrate.trace import Trace
 from moe.tracing import locality, tokens
-from moe.tracing.locality import Ids
+from moe.tracing.locality import Floats, Ids
 
 RUNS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens whose experts are counted together."""
@@ -47,6 +47,7 @@ class LayerFindings:
         overflow: share of visits beyond a capacity of `CAPACITY`, by tenths of a sequence.
         weight_ratio: median of a token's second over its first weight.
         pairs: experts that serve the same tokens most beyond chance, with how often beyond it.
+        lift: ``(E, E)`` of all pairs (`locality.together`).
     """
 
     num_experts: int
@@ -66,6 +67,7 @@ class LayerFindings:
     overflow: list[float]
     weight_ratio: float
     pairs: list[tuple[int, int, float]]
+    lift: Floats = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,13 @@ class Findings:
         return float(np.mean(known)) if known else float("nan")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; unknown numbers are null."""
+        """Plain values; unknown numbers are null. Without those of all pairs of experts: they are
+        too many."""
         about = {"runs": RUNS, "segment": SEGMENT, "caches": CACHES, "capacity": CAPACITY}
-        plain: dict[str, Any] = _without_nan(about | asdict(self))
+        found: dict[str, Any] = about | asdict(self)
+        for layer in found["layers"]:
+            del layer["lift"]
+        plain: dict[str, Any] = _without_nan(found)
         return plain
 
 
@@ -135,6 +141,7 @@ def _layer(
     top_k = float((ids >= 0).sum() / len(ids))
     segments = locality.visits(ids, lengths, SEGMENT, experts)
     slots = [max(round(times * top_k), 1) for times in CACHES]
+    lift = locality.together(ids, experts)
     return LayerFindings(
         num_experts=experts,
         top_k=top_k,
@@ -152,12 +159,13 @@ def _layer(
         segment_score=locality.routing_best_score(segments, SEGMENT),
         overflow=locality.overflow(ids, lengths, experts, CAPACITY, PARTS).tolist(),
         weight_ratio=ratio,
-        pairs=_most_together(ids, experts),
+        pairs=_most_together(lift),
+        lift=lift,
     )
 
 
-def _most_together(ids: Ids, experts: int, count: int = 3) -> list[tuple[int, int, float]]:
-    lift = np.triu(np.nan_to_num(locality.together(ids, experts)), 1)
+def _most_together(lift: Floats, count: int = 3) -> list[tuple[int, int, float]]:
+    lift = np.triu(np.nan_to_num(lift), 1)
     best = np.argsort(-lift, axis=None, kind="stable")[:count]
     rows, columns = np.unravel_index(best, lift.shape)
     found = zip(rows.tolist(), columns.tolist(), lift[rows, columns].tolist(), strict=True)

@@ -46,6 +46,7 @@ def sheets(findings: Findings) -> list[Sheet]:
         _tokens(findings),
         _context(findings),
         _load(findings),
+        _company(findings),
         _coverage(findings),
         _consistency(findings),
         _position(findings),
@@ -85,36 +86,56 @@ def _context(findings: Findings) -> Sheet:
 def _load(findings: Findings) -> Sheet:
     return Sheet(
         "load",
-        "Load and company of experts",
+        "Load of experts",
         "MaxVio: heaviest load over the mean, minus 1. Unused: experts that no token visits. "
         "Second weight: median of a token's second over its first weight, the ratios of "
-        f"`odp:{odp_ratios(findings)}`. Pairs serve the same tokens that many times as often as "
-        "by chance.",
-        ("layer", "MaxVio", "unused", "second weight", "pairs"),
+        f"`odp:{odp_ratios(findings)}`.",
+        ("layer", "MaxVio", "unused", "second weight"),
         [
-            (str(i), f"{own.max_violation:.2f}", str(own.load.count(0)), _number(own.weight_ratio),
-             ", ".join(f"{a}+{b} ({lift:.1f}x)" for a, b, lift in own.pairs))
+            (str(i), f"{own.max_violation:.2f}", str(own.load.count(0)), _number(own.weight_ratio))
+            for i, own in enumerate(findings.layers)
+        ],
+    )
+
+
+def _company(findings: Findings) -> Sheet:
+    return Sheet(
+        "company",
+        "Experts that serve the same tokens",
+        "The pairs of experts that go together most beyond chance, and how many times as often as "
+        "by chance they do.",
+        ("layer", "first", "second", "third"),
+        [
+            (str(i), *(f"{a}+{b} ({lift:.1f}x)" for a, b, lift in own.pairs),
+             *("-" for _ in range(3 - len(own.pairs))))
             for i, own in enumerate(findings.layers)
         ],
     )  # fmt: skip
 
 
 def _coverage(findings: Findings) -> Sheet:
-    def row(title: str, name: str) -> tuple[str, ...]:
-        means = (
+    def means(name: str) -> list[float]:
+        return [
             findings.mean(lambda own: getattr(own, name)[i] / own.num_experts)  # noqa: B023
             for i in range(len(RUNS))
-        )
-        return (title, *map(_percent, means))
+        ]
+
+    def row(title: str, name: str) -> tuple[str, ...]:
+        return (title, *map(_percent, means(name)))
 
     return Sheet(
         "coverage",
         "Share of a layer's experts that tokens need together, %",
         "The law N(t) = E (1 - (1 - K/E)^t) is for even, independent routing. What consecutive "
-        "tokens need less is what caches, shared experts and verification windows live on. One "
-        "minus it is the chunk-level sparsity.",
+        "tokens need less is what caches, shared experts and verification windows live on. What "
+        "they leave alone is the chunk-level sparsity.",
         ("tokens", *map(str, RUNS)),
-        [row("law", "law"), row("anywhere", "distinct_apart"), row("consecutive", "distinct")],
+        [
+            row("law", "law"),
+            row("anywhere", "distinct_apart"),
+            row("consecutive", "distinct"),
+            ("left alone", *(_percent(1 - share) for share in means("distinct"))),
+        ],
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from moe.calibrate.trace import Trace
 from moe.tracing.findings import Findings, analyse
-from moe.tracing.plots import draw
+from moe.tracing.plots import by_company, draw
 from moe.tracing.report import html
 from moe.tracing.tables import sheets
 
@@ -48,3 +49,16 @@ def test_what_is_unknown_is_null() -> None:
     assert single["distinct"] == [3.0, *[None] * 7]
     only = found(50, [20, 30]).layers[2]
     assert (only.explained, only.max_violation, only.pairs) == (0.0, 0.0, [])
+
+
+def test_experts_that_go_together_are_drawn_side_by_side() -> None:
+    lift = np.full((6, 6), 0.5)
+    for some in ([0, 3, 5], [1, 2, 4]):
+        lift[np.ix_(some, some)] = 4.0
+    np.fill_diagonal(lift, np.nan)
+    shown = by_company(lift)
+    assert np.isnan(np.diag(shown)).all()
+    together = np.nan_to_num(shown, nan=2.0) == 2
+    assert together[:3, :3].all()
+    assert together[3:, 3:].all()
+    assert together.sum() == 18
