@@ -6,8 +6,8 @@ Held-out sequences of three kinds wait in random order; batches are taken from t
 or by `routing.predict.overlap.choose_batch` from what the token table and the path predictor expect
 of the prompt, from the prompt's true routing, or from the true routing of what is read next (which
 nobody can know). Then every batch reads its sequences in step, and distinct experts a step and
-layer are counted, after the prompt. The predictors come from `benchmarks.predict`'s calibration.
-The last line is one JSON object.
+layer are counted, after the prompt, and how many batches the unluckiest in a hundred wait. The
+predictors come from `benchmarks.predict`'s calibration. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from routing.predict.calibrated import Calibrated
 from routing.predict.overlap import choose_batch
 
 PROMPT, ANSWER = 64, 64
-BATCHES = (2, 4, 8, 16)
+BATCHES = (2, 4, 8, 16, 32, 64)
 PATIENCE = 4
 Visits = NDArray[np.bool_]
 
@@ -61,25 +61,32 @@ def usage(visits: Visits) -> Floats:
     return visits.mean(1).reshape(len(visits), -1).astype(np.float32)
 
 
-def distinct(visits: Visits, needs: Floats | None, batch: int, queue: int) -> float:
-    """Experts a step and layer where batches are taken from a queue of this many sequences."""
+def distinct(
+    visits: Visits, needs: Floats | None, batch: int, queue: int
+) -> tuple[float, list[int]]:
+    """Experts a step and layer where batches are taken from a queue of this many sequences, and how
+    many batches each sequence has waited."""
     arrivals = list(range(len(visits)))
-    waiting, waited, counts = arrivals[:queue], [0] * len(visits), []
+    waiting, overtaken, counts = arrivals[:queue], [0] * len(visits), []
+    since, waits = [0] * len(visits), []
     arrivals = arrivals[queue:]
     while len(waiting) >= batch:
         if needs is None:
             chosen = list(range(batch))
         else:
-            chosen = choose_batch(needs[waiting], batch, [waited[i] for i in waiting], PATIENCE)
+            chosen = choose_batch(needs[waiting], batch, [overtaken[i] for i in waiting], PATIENCE)
         taken = [waiting[index] for index in chosen]
         for index in range(max(chosen)):
-            waited[waiting[index]] += 1
+            overtaken[waiting[index]] += 1
+        counts.append(visits[taken, PROMPT:].any(0).sum(-1).mean())
+        waits += [len(counts) - since[name] for name in taken]
+        for name in arrivals[:batch]:
+            since[name] = len(counts)
         waiting = [name for name in waiting if name not in taken] + arrivals[:batch]
         arrivals = arrivals[batch:]
-        counts.append(visits[taken, PROMPT:].any(0).sum(-1).mean())
         if not arrivals:  # the last ones have no choice left
             break
-    return float(np.mean(counts))
+    return float(np.mean(counts)), waits
 
 
 def measure(visits: Visits, ways: dict[str, Floats | None], rounds: int) -> list[dict[str, Any]]:
@@ -88,11 +95,14 @@ def measure(visits: Visits, ways: dict[str, Floats | None], rounds: int) -> list
         if 4 * batch > len(visits):
             continue
         totals = dict.fromkeys(ways, 0.0)
+        waits: dict[str, list[int]] = {name: [] for name in ways}
         for seed in range(rounds):
             order = np.random.default_rng(seed).permutation(len(visits))
             for name, needs in ways.items():
                 own = None if needs is None else needs[order]
-                totals[name] += distinct(visits[order], own, batch, 4 * batch) / rounds
+                found, waited = distinct(visits[order], own, batch, 4 * batch)
+                totals[name] += found / rounds
+                waits[name] += waited
         first = totals["in order"]
         records += [
             {
@@ -100,6 +110,7 @@ def measure(visits: Visits, ways: dict[str, Floats | None], rounds: int) -> list
                 "way": name,
                 "distinct": round(total, 3),
                 "fewer_percent": round(100 * (1 - total / first), 2),
+                "waits_p99": float(np.percentile(waits[name], 99)),
             }
             for name, total in totals.items()
         ]
@@ -133,8 +144,11 @@ def main() -> None:
     records = measure(visits, ways, 2 if options.quick else 5)
     print_table(
         f"Distinct experts a step and layer, of {trace.num_experts[0]}",
-        ("batch", "needs by", "experts", "fewer by %"),
-        [[r["batch"], r["way"], r["distinct"], r["fewer_percent"]] for r in records],
+        ("batch", "needs by", "experts", "fewer by %", "waits, p99"),
+        [
+            [r["batch"], r["way"], r["distinct"], r["fewer_percent"], r["waits_p99"]]
+            for r in records
+        ],
     )
     print_json({**facts, "records": records})
 
