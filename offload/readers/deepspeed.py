@@ -22,15 +22,19 @@ from typing import Any
 import torch
 
 from offload.readers.ways import (
-    BOUNCE_BYTES,
+    ALIGNMENT,
     Direct,
     DirectFiles,
+    first,
+    remaining,
     round_down,
     round_up,
     scatter,
 )
 
 BLOCK_BYTES = 256 << 10
+PART_BYTES = 1 << 20
+BUFFER_BYTES = PART_BYTES + 2 * ALIGNMENT
 MARK_BYTES = 16
 
 
@@ -40,19 +44,28 @@ class DeepSpeedReads:
     def __init__(self, module: Any, files: DirectFiles) -> None:
         self._files, self._direct = files, Direct(files)
         self._handle = module.aio_handle(
-            BLOCK_BYTES, BOUNCE_BYTES // BLOCK_BYTES + 1, False, False, 1
+            BLOCK_BYTES, BUFFER_BYTES // BLOCK_BYTES + 1, False, False, 1
         )
-        locked = self._handle.new_cpu_locked_tensor(BOUNCE_BYTES, torch.empty(0, dtype=torch.uint8))
+        locked = self._handle.new_cpu_locked_tensor(BUFFER_BYTES, torch.empty(0, dtype=torch.uint8))
         self._buffer, self._bytes = locked, memoryview(locked.numpy())
         weakref.finalize(self, self._handle.free_cpu_locked_tensor, locked)
 
     def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        done = 0
+        while rest := remaining(views, done):
+            got = self._part(fd, offset + done, first(rest, PART_BYTES))
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def _part(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
         start, end = round_down(offset), round_up(offset + sum(map(len, views)))
         if end > os.fstat(fd).st_size or self._files.get(fd) is None:
             return self._direct.read(fd, offset, views)
         mark = os.urandom(MARK_BYTES)
         size = end - start
-        ends = [min(first + BLOCK_BYTES, size) for first in range(0, size, BLOCK_BYTES)]
+        ends = [min(at + BLOCK_BYTES, size) for at in range(0, size, BLOCK_BYTES)]
         for block in ends:
             self._bytes[block - MARK_BYTES : block] = mark
         path = f"/proc/self/fd/{fd}"  # the file that was checked, whatever bears its name now
@@ -73,7 +86,7 @@ def load_deepspeed(threads: int, build: bool) -> tuple[Any, str]:
     """
     if importlib.util.find_spec("deepspeed") is None:
         return None, "DeepSpeed is not installed"
-    if why := _no_libaio() or _no_locked_memory(threads * BOUNCE_BYTES):
+    if why := _no_libaio() or _no_locked_memory(threads * BUFFER_BYTES):
         return None, why
     if not build and not _is_built():
         return None, "DeepSpeed's reads are not compiled (asking for them by name does it)"

@@ -137,6 +137,17 @@ def remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
+def first(views: Sequence[memoryview], most: int) -> list[memoryview]:
+    """The views' first ``most`` bytes."""
+    taken = []
+    for view in views:
+        taken.append(view[:most])
+        most -= len(taken[-1])
+        if most == 0:
+            break
+    return taken
+
+
 def scatter(source: memoryview, views: Sequence[memoryview]) -> int:
     """Copy into the views one after the other; returns the bytes copied."""
     done = 0
