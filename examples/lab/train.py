@@ -83,6 +83,26 @@ def learning_rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP, (steps - step) / (DECAY_SHARE * steps))
 
 
+def training_step(
+    model: LabForCausalLM, variant: Variant, calls: list[Routed], batch: Tensor,
+    optimizer: torch.optim.Optimizer, step: int,
+) -> float:  # fmt: skip
+    """Nats of a token of the text, before the step.
+
+    Args:
+        calls: of the model's routers (`watched_routers`), none so far.
+        batch: ``(B, S)`` token ids.
+    """
+    logits = model(batch).logits[:, :-1].flatten(0, 1)
+    nats = cross_entropy(logits, batch[:, 1:].flatten())
+    (nats + losses(variant, calls)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    balance(variant, calls, step + 1)
+    return nats.item()
+
+
 def train(
     name: str, corpus: data.Corpus, out: Path, *, seed: int = 0, steps: int = 300, lr: float = 6e-3
 ) -> None:
@@ -97,17 +117,11 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = lr * learning_rate(step, steps)
             batch = data.training_batch(streams, LENGTH, BATCH, step, seed)
-            logits = model(batch).logits[:, :-1].flatten(0, 1)
-            nats = cross_entropy(logits, batch[:, 1:].flatten())
-            (nats + losses(variant, calls)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            balance(variant, calls, step + 1)
+            nats = training_step(model, variant, calls, batch, optimizer, step)
             if (step + 1) % 50 == 0 or step + 1 == steps:
                 used = sum(int((c.routing.weights != 0).sum()) for c in calls) / len(calls)
                 print(
-                    f"{name} seed {seed} step {step + 1}/{steps} loss {nats.item():.3f} experts a "
+                    f"{name} seed {seed} step {step + 1}/{steps} loss {nats:.3f} experts a "
                     f"token {used / batch.numel():.2f} {time.time() - started:.0f} s",
                     flush=True,
                 )
