@@ -7,10 +7,9 @@ bits per byte, divergence (KL, bits a token), distinct experts a layer for 8 con
 the share of visits that are not made. Shared experts (DES, ALGORITHMS.md 7) are set beside the
 plain cut of `top_k`, and beside votes to the second power and with a share of its own for each
 layer; those shares come from other text (`allotted`). Online pruning (ODP, 3.2) is run with the
-medians of other text as its ratios, with protected tokens by attention, by the size of rows alone,
-and without. "batch": the same policy for eight texts that are decoded side by side, one token of
-each, which is what a batch of unrelated requests does. Nothing here is timed. The last line is one
-JSON object.
+medians of other text as its ratios and none protected (`benchmarks.protection` is about that).
+"batch": the same policy for eight texts that are decoded side by side, one token of each, which is
+what a batch of unrelated requests does. Nothing here is timed. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from moe.policy_costs import WINDOW, PolicyCost
 
 def specs_of(ratios: str, *, quick: bool) -> list[str]:
     shares = (0.281, 0.5) if quick else (0.187, 0.25, 0.281, 0.312, 0.375, 0.5)
-    less = [",".join(f"{by * float(r):.3f}" for r in ratios.split(",")) for by in (0.9, 0.5)]
+    scaled = [",".join(f"{by * float(r):.3f}" for r in ratios.split(",")) for by in (1, 0.9, 0.5)]
     return [
         *(f"des_vote:{share:g}:{WINDOW}{power}" for power in ("", ":2") for share in shares),
         *(f"des_seq:{k}:{WINDOW}" for k in (1, 2, 3)),
         *(f"top_k:{k}" for k in (1, 2, 3)),
         *(f"top_p:{p}" for p in (0.7, 0.8, 0.9, 0.95)),
-        f"odp:{ratios}:0", f"odp:{ratios}", f"odp:{ratios}:0.1", *(f"odp:{r}:0" for r in less),
+        *(f"odp:{own}:0" for own in scaled),
         *(f"pesf:{share}" for share in (0.3, 0.5, 0.7)),
     ]  # fmt: skip
 
@@ -97,8 +96,6 @@ def main() -> None:
     own = allotted(texts, half)
     costs = texts.price([*own, *specs_of(ratios, quick=options.quick)])
     found = list(points(costs))
-    for point in points(texts.price([f"odp:{ratios}", f"odp:{ratios}:0.1"], attention=False)):
-        found.append(point | {"policy": f"{point['policy']}, by size"})
     print_table(
         f"{costs[0].without:.4f} bits per byte and {2 * half:.2f} distinct experts for {WINDOW} "
         "tokens without policies",

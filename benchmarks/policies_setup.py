@@ -35,14 +35,10 @@ class Texts:
         middle = [text[len(text) // 2 :][:other_bytes] for text in texts]
         self.other = [window for text in middle for window in windows_of(model, text)]
 
-    def price(
-        self, specs: Sequence[str], *, other: bool = False, attention: bool = True
-    ) -> list[PolicyCost]:
-        """Each policy alone, read as what it is for; without attention importance is a row's size
-        alone."""
+    def price(self, specs: Sequence[str], *, other: bool = False) -> list[PolicyCost]:
+        """Each policy alone, read as what it is for."""
         chain = parse_policies(specs, lossless=False)
         self.model._experts.selectors = prepare(chain, self.model._trunk)
-        self.model._trunk.watched &= attention
         prices = PolicyPrices(self.model, [PolicyChain((policy,)) for policy in chain.policies])
         for window in self.other if other else self.test:
             prices.add(window)
