@@ -159,7 +159,7 @@ class ExpertCache:
         if filling.busy:
             raise OffloadError("the cache cannot be resized while a read does not end")
         surplus = int(table.present.sum()) - slots
-        for _, unit in filling.victims(max(0, surplus)):
+        for _, unit in filling.victims.least(max(0, surplus)):
             filling.evict(unit)
         low = [slot for slot in table.free if slot < slots]
         for slot, unit in enumerate(table.unit[slots:], slots):

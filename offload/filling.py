@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
-
-import numpy as np
 
 from offload.errors import OffloadError
 from offload.policies import Policy
 from offload.slots import SlotTable
 from offload.statistics import CacheStatistics, LayerStatistics
 from offload.transfer import Transfer
+from offload.victims import Victims
 
 
 class Source(Protocol):
@@ -64,6 +64,7 @@ class Filling:
         self._bytes = [sum(plane_bytes[:count]) for count in range(len(plane_bytes) + 1)]
         self._flying: dict[int, _Fetch] = {}
         self._unasked: dict[int, int] = {}  # prefetched and asked for by nobody yet: bytes
+        self.victims = Victims(table, policy, lambda: chain(self._flying, *self.pins.values()))
 
     def counters(self, unit: int) -> LayerStatistics:
         return self.statistics.layers[unit // self.table.width]
@@ -80,6 +81,7 @@ class Filling:
 
     def asked(self, layer: int, units: Sequence[int], missing: Sequence[int]) -> None:
         """Count a call's units, and hasten what of them is on its way."""
+        self.victims.forget()
         counters = self.statistics.layers[layer]
         counters.hits += len(units) - len(missing)
         if self._unasked:
@@ -138,26 +140,13 @@ class Filling:
     def is_flying(self, unit: int) -> bool:
         return unit in self._flying
 
-    def victims(self, count: int) -> list[tuple[float, int]]:
-        """At most ``count`` units that may be evicted, least valuable first, with their values."""
-        values = np.where(self.table.present, self.policy.values(), np.inf)
-        for pinned in self.pins.values():
-            values[pinned] = np.inf
-        values[list(self._flying)] = np.inf
-        if count < len(values):
-            lowest = np.argpartition(values, count)[:count]
-        else:
-            lowest = np.arange(len(values))
-        lowest = lowest[np.argsort(values[lowest], kind="stable")]
-        return [(values[unit].item(), int(unit)) for unit in lowest if values[unit] < np.inf]
-
     def make_room(self, unit: int, worth: float) -> bool:
         """A slot for a unit, free or of something worth less; whether there is one."""
         if not self.table.free:
-            victims = self.victims(1)
-            if not victims or victims[0][0] >= worth:
+            victim = self.victims.cheapest()
+            if victim is None or victim[0] >= worth:
                 return False
-            self.evict(victims[0][1])
+            self.evict(victim[1])
         self.table.place(unit, self.table.free.pop())
         return True
 

@@ -118,7 +118,8 @@ class Held:
         """
         filling, queue = self._filling, self._queue
         table, values = filling.table, filling.policy.values()
-        victims = deque(filling.victims(len(queue)) if len(queue) > len(table.free) else ())
+        if len(queue) > len(table.free):
+            filling.victims.rank(len(queue))
         most = len(queue) if most is None else most
         for _ in range(most):
             unit, cause = queue[0], "demand"
@@ -126,9 +127,10 @@ class Held:
                 queue.popleft()
                 continue
             if table.slot[unit] < 0 and not table.free:
-                if not victims:
+                found = filling.victims.cheapest()
+                if found is None:
                     return
-                value, victim = victims.popleft()
+                value, victim = found
                 if values[unit] <= value:
                     if len(self._fetched) >= RING:
                         return
