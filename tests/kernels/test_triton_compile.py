@@ -10,6 +10,8 @@ _PROGRAM = """
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from kernels.triton.attention import OPTIONS
+from kernels.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
 from kernels.triton.combine import combine_kernel
 from kernels.triton.planes import planes_kernel
 from kernels.triton.tiles import DECODE, PREFILL
@@ -17,15 +19,17 @@ from kernels.triton.whole import whole_kernel
 
 POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
 POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}
-POINTERS |= {"table": "*i64", "ids": "*i64", "weights": "*fp32"}
-FLOATS = {name: "fp32" for name in ("slope", "limit", "offset")}
+POINTERS |= {name: "*bf16" for name in ("query", "second", "keys", "values")}
+POINTERS |= {name: "*fp32" for name in ("weights", "peaks", "totals", "sums", "sinks")}
+POINTERS |= {"table": "*i64", "ids": "*i64", "places": "*i64"}
+FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale", "softcap")}
 
 def build(architecture, kernel, options, **constants):
     names = {n: "constexpr" if n in constants else (POINTERS | FLOATS).get(n, "i32")
              for n in kernel.arg_names}
     target = GPUTarget("cuda", architecture, 32)
     built = triton.compile(ASTSource(kernel, names, constants), target=target, options=options)
-    assert "mma" in built.asm["ptx"] or kernel is combine_kernel
+    assert "mma" in built.asm["ptx"] or kernel in (combine_kernel, join_kernel, store_kernel)
     print(kernel.__name__, len(built.asm["cubin"]), built.metadata.shared)
 
 # Triton makes constants of arguments that are 1.
@@ -43,6 +47,16 @@ build(80, planes_kernel, DECODE[0].options, CURVE=2, GATED=True, GROUP=32,
       ROWS=16, COLUMNS=64, **SHAPE)
 build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
       ROWS=64, COLUMNS=64, **SHAPE, **ONES)
+# Heads of 80, and latents of 512 beside keys of 64.
+ATTEND = {"COMPUTE": tl.bfloat16, "HEADS": 16}
+for architecture in (80, 90):
+    build(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=64,
+          WIDTH_D=128, WIDTH_R=128, WIDTH_V=128, **ATTEND)
+    build(architecture, attend_kernel, OPTIONS, LATENT=True, CAPPED=False, SPLITS=32, KEYS=16,
+          WIDTH_D=512, WIDTH_R=64, WIDTH_V=512, **ATTEND)
+    build(architecture, store_kernel, OPTIONS, WIDTH_D=128, WIDTH_V=128)
+POINTERS["output"] = "*fp32"
+build(90, join_kernel, OPTIONS, SUNK=True, SPLITS=16, KEYS=64, WIDTH_V=128)
 """
 
 
@@ -55,4 +69,4 @@ def test_kernels_compile() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 7
+    assert len(done.stdout.splitlines()) == 14
