@@ -13,7 +13,8 @@ from moe.calibrate.record import record
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.policing import prepare
-from moe.policy_costs import WINDOW, PolicyCost, PolicyPrices, distinct_experts, routed_by
+from moe.policy_costs import WINDOW, PolicyCost, PolicyPrices, Way
+from moe.routed import distinct_experts, routed_by
 from moe.scoring import windows_of
 from moe.tracing.tokens import weight_ratios
 from routing import PolicyChain, parse_policies
@@ -39,7 +40,7 @@ class Texts:
         """Each policy alone, read as what it is for."""
         chain = parse_policies(specs, lossless=False)
         self.model._experts.selectors = prepare(chain, self.model._trunk)
-        prices = PolicyPrices(self.model, [PolicyChain((policy,)) for policy in chain.policies])
+        prices = PolicyPrices(self.model, [Way(PolicyChain((own,))) for own in chain.policies])
         for window in self.other if other else self.test:
             prices.add(window)
         return list(prices.costs(self.num_bytes))
@@ -103,7 +104,9 @@ def batch(texts: Texts, spec: str, tokens: int) -> dict[str, float]:
                 logits = torch.cat([row for lane in lanes for row in lane.result()])
                 after = torch.tensor([window[at + 1] for window in windows])
                 bits -= float(logits.log_softmax(-1).gather(1, after[:, None]).sum()) / math.log(2)
-                distinct += float(distinct_experts(visited.experts_LTK, WINDOW).double().mean())
+                distinct += float(
+                    distinct_experts(visited.of_tokens(WINDOW), WINDOW).double().mean()
+                )
         found[f"bits_{name}"] = round(bits / (tokens - 1) / len(windows), 5)
         found[f"distinct_{name}"] = round(distinct / (tokens - 1), 2)
     return {"worse": round(found["bits_with"] / found["bits_without"] - 1, 6), **found}

@@ -29,7 +29,7 @@ class Quality:
         bits_per_byte: information of the text given the model, by its bytes.
         perplexity: of a token.
         difference: from the original model, where there is one.
-        policies: what each of the profile's routing policies costs.
+        policies: what each of the profile's routing policies costs, and self-contrast.
     """
 
     tokens: int
@@ -83,7 +83,7 @@ def evaluate(
     if original is not None:
         _check(model, original, text)
     score = Score()
-    prices = PolicyPrices(model, alone_and_together(model._experts.policies))
+    prices = PolicyPrices(model, alone_and_together(model))
     bar = {"console": Console(stderr=True), "disable": not progress, "transient": True}
     for window in track(windows, "reading", **bar):  # type: ignore[arg-type]
         before = None if original is None else read(original, window)

@@ -1,4 +1,4 @@
-"""What routing policies cost and save on a text, each against the model without policies.
+"""What routing policies and self-contrast cost and save on a text, each against the model alone.
 
 A policy may treat prompts and tokens that are decoded differently, so a text is read as either; a
 window of 512 tokens in one pass says the same of tokens that are decoded together as many small
@@ -8,17 +8,15 @@ the cache as it is while the text is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from rich.table import Table
-from torch import Tensor
 
 from moe.model import MoE
+from moe.routed import Visited, distinct_experts, routed_by
 from moe.scoring import Reading, Score, read
-from routing import PHASES, Phase, Policy, PolicyChain, Routing, RoutingContext
+from routing import PHASES, Phase, PolicyChain
 
 WINDOW = 8
 """Tokens whose distinct experts are counted: a verified draft, or a small batch."""
@@ -54,24 +52,42 @@ class PolicyCost:
         return self.bits_per_byte / self.without - 1
 
 
-def alone_and_together(chain: PolicyChain) -> list[PolicyChain]:
-    """Each lossy policy of a chain by itself, and the chain."""
-    chains = [PolicyChain((policy,)) for policy in chain.policies if not policy.lossless]
-    return [*chains, chain] if len(chain.policies) > 1 else chains
+@dataclass(frozen=True)
+class Way:
+    """How the model is read: by policies, and with self-contrast if its profile asks for it."""
+
+    chain: PolicyChain
+    contrasted: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [policy.spec for policy in self.chain.policies]
+        return " + ".join([*parts, "self-contrast"] if self.contrasted else parts)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In which it does something; contrast alone makes no difference between them."""
+        policies = self.chain.policies
+        wanted = tuple(p for p in PHASES if any(p in policy.phases for policy in policies))
+        return wanted or ("decode",)
+
+
+def alone_and_together(model: MoE) -> list[Way]:
+    """Each lossy policy of a model's profile by itself, contrast by itself, and all of them."""
+    chain, contrasted = model._experts.policies, model._trunk.contrast is not None
+    ways = [Way(PolicyChain((policy,))) for policy in chain.policies if not policy.lossless]
+    if contrasted:
+        ways.append(Way(PolicyChain(), contrasted))
+    return [*ways, Way(chain, contrasted)] if len(chain.policies) + contrasted > 1 else ways
 
 
 class PolicyPrices:
-    """Reads windows with each of several chains, and with none."""
+    """Reads windows in each of several ways, and plainly."""
 
-    def __init__(self, model: MoE, chains: Sequence[PolicyChain]) -> None:
+    def __init__(self, model: MoE, ways: Sequence[Way]) -> None:
         self._model = model
         self._plain = _Sums()
-        self._sums: dict[tuple[str, Phase], tuple[PolicyChain, _Sums]] = {
-            (" + ".join(policy.spec for policy in own.policies), phase): (own, _Sums())
-            for own in chains
-            for phase in PHASES
-            if any(phase in policy.phases for policy in own.policies)
-        }
+        self._sums = [(way, phase, _Sums()) for way in ways for phase in way.phases]
 
     def add(self, window: Sequence[int]) -> None:
         """Read one window in every way."""
@@ -80,45 +96,16 @@ class PolicyPrices:
         with routed_by(self._model, PolicyChain()) as visited:
             plain = read(self._model, window)
         self._plain.add(plain, plain, visited)
-        for (_, phase), (chain, sums) in self._sums.items():
-            with routed_by(self._model, chain) as visited:
+        for way, phase, sums in self._sums:
+            with routed_by(self._model, way.chain, contrasted=way.contrasted) as visited:
                 reading = read(self._model, window, phase=phase)
             sums.add(reading, plain, visited)
 
     def costs(self, num_bytes: int) -> tuple[PolicyCost, ...]:
         """One for each policy and phase; ``num_bytes`` of the text that was read."""
         return tuple(
-            sums.cost(name, phase, self._plain, num_bytes)
-            for (name, phase), (_, sums) in self._sums.items()
+            sums.cost(way.name, phase, self._plain, num_bytes) for way, phase, sums in self._sums
         )
-
-
-@dataclass(eq=False)
-class Visited(Policy):
-    """Changes nothing, and remembers where the tokens of each layer went."""
-
-    spec: str = "visited"
-    expert_ids: dict[int, Tensor] = field(default_factory=dict)
-
-    def __call__(self, routing: Routing, context: RoutingContext) -> Routing:
-        self.expert_ids[context.layer] = routing.expert_ids
-        return routing
-
-    @property
-    def experts_LTK(self) -> Tensor:
-        """Ascending; -1 for none. Of the tokens that were read last."""
-        return torch.stack([self.expert_ids[layer] for layer in sorted(self.expert_ids)])
-
-
-@contextmanager
-def routed_by(model: MoE, chain: PolicyChain) -> Iterator[Visited]:
-    """The model with other policies while this is open; gives where its tokens go then."""
-    own, visited = model._experts.policies, Visited()
-    model._experts.policies = PolicyChain((*chain.policies, visited))
-    try:
-        yield visited
-    finally:
-        model._experts.policies = own
 
 
 class _Sums:
@@ -130,7 +117,7 @@ class _Sums:
 
     def add(self, reading: Reading, plain: Reading, visited: Visited) -> None:
         self._score.add(reading, plain)
-        experts_LTK = visited.experts_LTK
+        experts_LTK = visited.of_tokens(len(reading.token_ids))
         self._visits += int((experts_LTK >= 0).sum())
         counts = distinct_experts(experts_LTK, WINDOW)
         self._distinct, self._runs = self._distinct + int(counts.sum()), self._runs + counts.numel()
@@ -148,16 +135,6 @@ class _Sums:
             distinct_without=plain._distinct / max(plain._runs, 1),
             dropped=1 - self._visits / max(plain._visits, 1),
         )
-
-
-def distinct_experts(visited_LTK: Tensor, tokens: int) -> Tensor:
-    """``(L, T // tokens)`` int64: experts that each whole run of so many tokens visits."""
-    layers, count, slots = visited_LTK.shape
-    whole = visited_LTK[:, : count // tokens * tokens]
-    runs = whole.reshape(layers, count // tokens, tokens * slots)
-    ordered = runs.sort(-1).values
-    new = (ordered[..., 1:] != ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    return new.sum(-1) + (ordered[..., 0] >= 0)
 
 
 def cost_table(costs: Sequence[PolicyCost]) -> Table:

@@ -19,6 +19,7 @@ from kernels.reference import AnyExperts
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.model import MoE
+from moe.speculate.contrast import uncontrasted
 from moe.visit import Visit
 from routing import Phase, Routing
 
@@ -71,7 +72,8 @@ def read(
     routed_as: Reading | None = None,
     phase: Phase = "prefill",
 ) -> Reading:
-    """Read one window.
+    """Read one window. Under self-contrast, what cannot be drawn (`moe.speculate.contrast`) keeps
+    the probability that it has without, so that every text has a score.
 
     Args:
         instead: experts in place of the model's own, by layer.
@@ -79,7 +81,20 @@ def read(
             that the model's routers choose.
         phase: what routing policies take the tokens for.
     """
-    replaced: dict[int, AnyExperts] = dict(instead or {})
+    if model._trunk.contrast is None:
+        return _read(model, token_ids, instead or {}, routed_as, phase)
+    with uncontrasted(model._trunk, model._experts):
+        plain = _read(model, token_ids, instead or {}, routed_as, phase).logprobs_TV
+    reading = _read(model, token_ids, instead or {}, routed_as, phase)
+    cut_TV = reading.logprobs_TV == -torch.inf
+    share_T1 = plain.masked_fill(cut_TV, -torch.inf).logsumexp(-1, keepdim=True)
+    return replace(reading, logprobs_TV=plain.where(cut_TV, reading.logprobs_TV + share_T1))
+
+
+def _read(
+    model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts],
+    routed_as: Reading | None, phase: Phase,
+) -> Reading:  # fmt: skip
     chosen: dict[int, Routing] = {}
 
     def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
@@ -88,10 +103,10 @@ def read(
         if routed_as is not None:
             given = Routing(routed_as.experts_LTK[layer], routed_as.weights_LTK[layer])
             visit = replace(visit, routing=given)
-        if layer not in replaced:
+        if layer not in instead:
             return model._experts.run(layer, [visit])
         own = visit.hidden_states, visit.routing.expert_ids, visit.routing.weights
-        return [experts_forward(*own, replaced[layer])]
+        return [experts_forward(*own, instead[layer])]
 
     trunk = model._trunk
     work = Work(list(token_ids), trunk.new_cache(len(token_ids)), all_logits=True)
@@ -100,7 +115,8 @@ def read(
     (logits,) = lanes[0].result()
     routings = [chosen[layer] for layer in sorted(chosen)]
     ids, weights = (
-        torch.stack([getattr(own, name) for own in routings]) for name in ("expert_ids", "weights")
+        torch.stack([getattr(own, name)[: len(token_ids)] for own in routings])
+        for name in ("expert_ids", "weights")
     )
     return Reading(token_ids, logits.log_softmax(-1), ids, weights)
 

@@ -8,7 +8,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import log
 
@@ -130,6 +131,17 @@ def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELay
         settings.contrast, settings.contrast_floor, settings.contrast_rank, selectors
     )
     experts.weaken, trunk.contrast, trunk.cache_type = contrast.weaken, contrast.read, TwinKV
+
+
+@contextmanager
+def uncontrasted(trunk: Trunk, experts: MoELayers) -> Iterator[None]:
+    """Every token is read once while this is open."""
+    own = trunk.contrast, experts.weaken
+    trunk.contrast = experts.weaken = None
+    try:
+        yield
+    finally:
+        trunk.contrast, experts.weaken = own
 
 
 def _twin(item: Work) -> TwinKV:
