@@ -76,6 +76,8 @@ class MoELayers:
             contexts: of each, the last `context` tokens of its sequence up to it, or fewer.
             told: what the step will need, as a draft of it has found; None where there is none.
         """
+        if self.weaken is not None:
+            contexts = [*contexts, *contexts]  # each token's weak reading, behind all others
         self._decoding = len(contexts)
         if self._prefetcher is not None and contexts and self.dispatcher.local:
             tokens = torch.full((len(contexts), self.context), NO_TOKEN)

@@ -43,14 +43,16 @@ def resident(store: Path) -> MoE:
     return MoE.from_pretrained(store, SMALL)
 
 
-def offload(store: Path, resident: MoE, share: float, **offload: Any) -> MoE:
+def offload(
+    store: Path, resident: MoE, share: float, profile: dict[str, Any] = SMALL, **offload: Any
+) -> MoE:
     manifest = read_manifest(store)
     slots = round(share * sum(layer.experts for layer in manifest.layers))
     rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
     room = slots * slot_bytes(manifest, 8) + 16
-    memory = SMALL["memory"] | {"device_gib": (rest + room) / GIB}
+    memory = profile["memory"] | {"device_gib": (rest + room) / GIB}
     settings = {"hot_set": False} | offload
-    return MoE.from_pretrained(store, SMALL | {"memory": memory, "offload": settings})
+    return MoE.from_pretrained(store, profile | {"memory": memory, "offload": settings})
 
 
 class Liar:
@@ -107,6 +109,19 @@ def test_adversarial_predictors(store: Path, resident: MoE, kind: Kind, share: f
     assert offloaded["prefetch"]["layers_on"] == 4
     if kind != "empty" and share > 0.2:
         assert offloaded["prefetches"] > 0
+
+
+def test_self_contrast_looks_ahead_for_both_readings(store: Path) -> None:
+    contrast = {"contrast": 0.5, "contrast_rank": 1}
+    profile = SMALL | {"lossless": False, "speculation": contrast}
+    resident = MoE.from_pretrained(store, profile)
+    model = offload(store, resident, 0.5, profile)
+    parts, liar = model._loaded.offloaded, Liar("random", 4, 8)
+    assert parts is not None
+    model._experts._prefetcher = parts.prefetch_with(liar)
+    expected = [completion.token_ids for completion in resident.generate(PROMPTS, GREEDY)]
+    assert [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)] == expected
+    assert liar.last is not None, "it saw where both readings went"
 
 
 def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
