@@ -12,7 +12,7 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, relu, silu
+from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
 from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix, linear_forward
@@ -73,7 +73,10 @@ def describe_norm(module: nn.Module, size: int) -> Norm:
 
 def apply_norm(norm: Norm, rows: Tensor) -> Tensor:
     """``(..., H)`` float32."""
-    normed = _normed(rows, norm.eps, norm.centered) * norm.weight
+    shape = list(norm.weight.shape)
+    if norm.centered:
+        return layer_norm(rows, shape, norm.weight, norm.bias, norm.eps)
+    normed = rms_norm(rows, shape, norm.weight, norm.eps)
     return normed if norm.bias is None else normed + norm.bias
 
 
@@ -130,18 +133,19 @@ def describe_rotation(
     if same(before, after):
         return None
     size = 2 * table.cos.shape[1]
+    cos, sin = table.cos[positions], table.sin[positions]
     for begin in dict.fromkeys((0, before.shape[-1] - size)):
         for style in get_args(Style):
             rotation = Rotation(style, begin, size, table)
-            if begin >= 0 and close(rotate(rotation, before, positions), after):
+            if begin >= 0 and close(rotate(rotation, before, cos, sin), after):
                 return rotation
     raise NotDescribed("queries or keys are changed by something other than a known rotation")
 
 
-def rotate(rotation: Rotation, heads: Tensor, positions: Tensor) -> Tensor:
-    """``(T, heads, D)`` at ``(T,)`` positions."""
+def rotate(rotation: Rotation, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``(T, heads, D)`` by ``(T, size / 2)`` cosines and sines."""
     begin, end = rotation.begin, rotation.begin + rotation.size
-    cos, sin = rotation.table.cos[positions][:, None], rotation.table.sin[positions][:, None]
+    cos, sin = cos[:, None], sin[:, None]
     part = heads[..., begin:end]
     if rotation.style == "half":
         first, second = part.chunk(2, -1)

@@ -123,10 +123,8 @@ def _first_difference(
     run = Run([_kv(trunk.new_cache(len(ids))) for ids in tokens])
     _by_transformers(trunk, [ids[:-1] for ids in tokens], run)
     outputs: list[Tensor] = []
-    reference_step(
-        description, [ids[-1] for ids in tokens], run.caches, run.visit,
-        lambda _layer, rows: outputs.append(rows),
-    )  # fmt: skip
+    work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
+    reference_step(description, work, run.visit, lambda _layer, rows: outputs.append(rows))
     seen = observe(trunk, tokens)
     modules = [module for module, _ in decoder_layers(trunk.model, seen)]
     last = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu import decode as native
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
-from moe.fused.reference import Visitor
+from moe.fused.reference import Visitor, read_by
 from moe.kv import SequenceKV, Work
 from routing import Routing
 
@@ -61,11 +61,7 @@ class FusedStep:
             positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
             torch.get_num_threads(),
         )  # fmt: skip
-        logits = self._run(addressof(step), h, visit)
-        for item in work:
-            item.cache.length += len(item.token_ids)
-        parts = logits.split([len(item.token_ids) for item in work])
-        return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]
+        return read_by(work, self._run(addressof(step), h, visit))
 
     def _run(self, step: int, h: Tensor, visit: Visitor) -> Tensor:
         """Every layer and the head: ``(B, V)``."""

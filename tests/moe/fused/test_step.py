@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -237,9 +238,10 @@ def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: 
     tolerance = 1e-4 if maker.bits is None else 5e-2
     for _ in range(2):
         tokens = torch.randint(VOCABULARY, (len(lengths),)).tolist()
-        expected = reference_step(description, tokens, plain, visit)
-        work = [Work([token], cache) for token, cache in zip(tokens, fast, strict=True)]
-        actual = torch.cat(step(work, visit))
+        expected, actual = (
+            torch.cat(run([Work([t], c) for t, c in zip(tokens, caches, strict=True)], visit))
+            for run, caches in ((partial(reference_step, description), plain), (step, fast))
+        )
         scale = expected.abs().max().clamp_min(1.0)
         wrong = ((actual - expected).abs().amax(1) > tolerance * scale).float().mean()
         # A choice between nearly equal experts may fall either way too.
