@@ -295,9 +295,10 @@ class ParallelSettings(_Settings):
     """Hidden states on their way to other ranks. int8: in 8 bits with a scale for each token, which
     ``lossless: true`` refuses."""
 
-    buffer_rows: int = Field(default=0, ge=0)
+    buffer_rows: int | None = Field(default=None, ge=0)
     """Static buffers: rows of so many tokens a rank go to all ranks in a layer's first message,
-    which saves an exchange where they suffice and sends more bytes. 0: exact sizes."""
+    which saves an exchange where they suffice and sends more bytes. 0: exact sizes. None: rows of
+    decode steps go along where 15 of 16 or more are needed on all ranks anyway."""
 
     overlap: Annotated[Literal["auto", "on", "off"], _Off] = "auto"
     """Steps in two halves, of which one computes while rows of the other travel. auto: where that

@@ -5,10 +5,12 @@ ranks to light ones along experts that have copies on both: where no way leads f
 rank is as light as any choice can make it (ALGORITHMS.md 10.5; `experts.placement.sharing` is the
 same with divisible loads and many steps at once).
 
-Legend: E experts, R ranks, T tokens, K slots of a token.
+Legend: E experts, R ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +21,6 @@ Ints = NDArray[np.int64]
 def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
     """``(E, R)``: how many of an expert's tokens each rank takes in this step.
 
-    The heaviest rank is as light as it can be with whole tokens, and few experts are computed on
-    more than one rank: each that is costs a second reading of its weights. No numpy in the loops:
-    this runs at every layer of every step, on a handful of numbers.
-
     Args:
         tokens_E: of this step, as routed.
         copies_ER: copies of each expert on each rank.
@@ -30,17 +28,54 @@ def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
     held_ER = copies_ER > 0
     single_E = held_ER.sum(1) == 1
     counts_ER = np.where(single_E[:, None], held_ER * tokens_E[:, None], 0).astype(np.int64)
-    loads = counts_ER.sum(0).tolist()
-    shared = np.flatnonzero(~single_E & (tokens_E > 0))
-    shared = shared[np.argsort(-tokens_E[shared], kind="stable")]
-    parts = [dict.fromkeys(np.flatnonzero(held_ER[expert]).tolist(), 0) for expert in shared]
-    for part, tokens in zip(parts, tokens_E[shared].tolist(), strict=True):
-        _pour(part, tokens, loads)
-    _level(parts, loads)
-    _gather(parts)
+    shared = np.flatnonzero(~single_E)
+    ranks_of = [np.flatnonzero(held_ER[expert]).tolist() for expert in shared]
+    parts = share(ranks_of, tokens_E[shared].tolist(), counts_ER.sum(0).tolist())
     for expert, part in zip(shared.tolist(), parts, strict=True):
         counts_ER[expert, list(part)] = list(part.values())
     return counts_ER
+
+
+def share(
+    ranks_of: Iterable[Sequence[int]], tokens_of: Sequence[int], loads: list[int]
+) -> list[dict[int, int]]:
+    """Of each expert with several copies, the tokens that each of its ranks takes in this step.
+
+    The heaviest rank is as light as it can be with whole tokens, and few experts are computed on
+    more than one rank: each that is costs a second reading of its weights. No numpy in the loops:
+    this runs at every layer of every step, on a handful of numbers.
+
+    Args:
+        ranks_of: those with a copy.
+        tokens_of: of this step, as routed.
+        loads: of each rank without these tokens; with them, afterwards.
+    """
+    parts = [dict.fromkeys(ranks, 0) for ranks in ranks_of]
+    order = sorted(range(len(parts)), key=tokens_of.__getitem__, reverse=True)
+    poured = [parts[expert] for expert in order if tokens_of[expert]]
+    for part, expert in zip(poured, order, strict=False):
+        _pour(part, tokens_of[expert], loads)
+    _level(poured, loads)
+    _gather(poured)
+    return parts
+
+
+def deal(part: Mapping[int, int], source_N: Ints) -> Ints:
+    """``(N,)``: the rank that serves each token of one expert.
+
+    Args:
+        part: tokens that each rank takes, N in all.
+        source_N: the rank that each token is on, ascending: a rank first takes tokens of its own,
+            which need not travel.
+    """
+    chosen, left = np.full(len(source_N), -1), {}
+    for rank, count in part.items():
+        first, last = np.searchsorted(source_N, (rank, rank + 1)).tolist()
+        own = min(count, last - first)
+        chosen[first : first + own] = rank
+        left[rank] = count - own
+    chosen[chosen < 0] = np.repeat(list(left), list(left.values()))
+    return chosen
 
 
 def _pour(part: dict[int, int], tokens: int, loads: list[int]) -> None:
@@ -58,8 +93,7 @@ def _pour(part: dict[int, int], tokens: int, loads: list[int]) -> None:
 
 def _level(parts: list[dict[int, int]], loads: list[int]) -> None:
     """Move tokens along chains of copies until none leads from a heaviest rank to one 2 below."""
-    while True:
-        heaviest = max(loads)
+    while (heaviest := max(loads)) - min(loads) > 1:
         for start in [rank for rank, load in enumerate(loads) if load == heaviest]:
             chain = _chain(parts, loads, start)
             if chain:
@@ -103,6 +137,8 @@ def _gather(parts: list[dict[int, int]]) -> None:
     """Split fewer experts at the same loads: two that share a pair of ranks trade tokens."""
     open_by: dict[tuple[int, int], int] = {}
     for expert, part in enumerate(parts):
+        if sum(map(bool, part.values())) < 2:
+            continue
         for a in part:
             for b in part:
                 while a < b and part[a] and part[b]:
@@ -118,31 +154,3 @@ def _gather(parts: list[dict[int, int]]) -> None:
                     part[b] -= moved
                     theirs[a] -= moved
                     theirs[b] += moved
-
-
-def choose_ranks(expert_ids_TK: Ints, counts_ER: Ints, source_T: Ints | None = None) -> Ints:
-    """``(T, K)``: the rank that serves each slot, -1 for unused ones (expert -1).
-
-    Args:
-        counts_ER: of `choose_counts` for these tokens; an expert's first tokens go to its first
-            rank, so neighbours stay together.
-        source_T: the rank that each token is on, ascending: a rank first takes tokens of its own,
-            which need not travel.
-    """
-    ids = expert_ids_TK.reshape(-1)
-    order = np.argsort(ids, kind="stable")
-    order = order[np.count_nonzero(ids < 0) :]
-    experts, ranks = counts_ER.shape
-    chosen = np.full(ids.shape, -1, np.int64)
-    if source_T is not None:
-        source = source_T[order // expert_ids_TK.shape[1]]
-        cells = ids[order] * ranks + source  # ascending: one run for each expert and source
-        brought = np.bincount(cells, minlength=experts * ranks)
-        starts = brought.cumsum() - brought
-        stays = np.arange(len(order)) - starts[cells] < counts_ER.reshape(-1)[cells]
-        chosen[order[stays]] = source[stays]
-        counts_ER = counts_ER - np.minimum(counts_ER, brought.reshape(experts, ranks))
-        order = order[~stays]
-    places = np.tile(np.arange(ranks), experts)
-    chosen[order] = np.repeat(places, counts_ER.reshape(-1))
-    return chosen.reshape(expert_ids_TK.shape)

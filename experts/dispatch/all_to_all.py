@@ -1,7 +1,8 @@
 """Tokens go to the ranks that serve their experts, and results come back.
 
 All ranks hear which experts everybody's tokens want (`agreement`), work out who serves what
-(`assignment`), and exchange rows twice. Dropless: sizes are exact, whatever the routing.
+(`assignment`), and exchange rows twice, or once where rows go along with the ids (`rooms`).
+Dropless, whatever the routing.
 
 `exact` brings back one row for each slot, before its weight, and the token's own rank sums them in
 slot order as kernels do where all experts are at hand: the bits do not depend on how many ranks
@@ -11,9 +12,7 @@ rank that served the token, which is the least there is to send, and equal up to
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from experts.dispatch import rows as wire
 from experts.dispatch.agreement import agree
-from experts.dispatch.assignment import assign, fitting
+from experts.dispatch.assignment import Assignment, Ints, fitting
 from experts.dispatch.base import Combined, Failures
-from experts.dispatch.exchange import Exchange, ExchangeError
+from experts.dispatch.exchange import Exchange
+from experts.dispatch.rooms import Rooms
 from experts.dispatch.statistics import DispatchStatistics
-from experts.dispatch.travelling import Arrived, Returning, Sent, Wait
+from experts.dispatch.travelling import Arrived, Returning, Sent, Together, Wait, no_wait
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
@@ -43,7 +43,8 @@ class AllToAllDispatcher:
         combine: `exact` or `summed`; see above.
         payload: of hidden states: `plain`, or `int8` with a scale for each token.
         buffer_rows: room for so many tokens' rows in the first message, to all ranks alike: static
-            buffers, and one exchange less where they suffice; more tokens travel as always.
+            buffers, and one exchange less where they suffice; more tokens travel as always, all of
+            them with 0. None: see `rooms`.
 
     Attributes:
         placements: in force now.
@@ -62,14 +63,14 @@ class AllToAllDispatcher:
         *,
         combine: Sum = "exact",
         payload: wire.Payload = "plain",
-        buffer_rows: int = 0,
+        buffer_rows: int | None = None,
     ) -> None:
         self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
-        self._buffer_rows = buffer_rows
+        self._rooms, self._ones = Rooms(exchange.size, buffer_rows), torch.ones(0, 1)
         self.placements = [fitting(placement, exchange.size) for placement in placements]
         self.epoch = 0
         self.statistics = DispatchStatistics(len(placements))
-        self._broken: ExchangeError | None = None
+        self._together = Together(self.statistics)
 
     def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:
         """New placements of some layers, between steps; every rank gets the same."""
@@ -84,71 +85,80 @@ class AllToAllDispatcher:
         return self.receive_back(self.send_back(dispatched, rows, failures))
 
     def check(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+        self._together.check()
 
     def send(self, layer: int, hidden_states: Tensor, routing: Routing) -> Sent:
         """The first half of `dispatch`: tokens leave."""
-        rank, device, hidden = self._exchange.rank, self._exchange.device, hidden_states.shape[1]
-        hidden_states = hidden_states.to(device)
-        routing = Routing(routing.expert_ids, routing.weights.to(device))
-        room = self._buffer_rows * wire.room_for(hidden)
-        fits = room > 0 and len(hidden_states) <= self._buffer_rows
+        exchange, hidden = self._exchange, hidden_states.shape[1]
+        hidden_states = hidden_states.to(exchange.device)
+        routing = Routing(routing.expert_ids, routing.weights.to(exchange.device))
+        slots = 0 if self._exact else routing.top_k
+        width = wire.width(hidden, hidden_states.dtype, slots, self._payload)
+        room_R = self._rooms.bytes_R(wire.room_for(hidden))
+        fits = len(hidden_states) * width <= room_R[exchange.rank]
         along = self._packed(hidden_states, routing.weights) if fits else None
-        with self._together():
-            ids, dtype = routing.expert_ids, hidden_states.dtype
-            agreed = agree(self._exchange, layer, self.epoch, ids, dtype, along, room)
-        part = assign(agreed.experts_R, rank, self.placements[layer])
-        hidden_states, slots = hidden_states.to(agreed.dtype), part.position_TK.shape[1]
-        routing = routing.pad(slots)
+        at, ids, dtype = (layer, self.epoch), routing.expert_ids, hidden_states.dtype
+        with self._together:
+            agreed = agree(exchange, at, ids, dtype, width, along, room_R)
+        self._rooms.saw(agreed.heads)
+        part = Assignment(agreed.experts_TK, agreed.tokens_R, exchange.rank, self.placements[layer])
+        hidden_states = hidden_states.to(agreed.dtype)
+        routing = routing.pad(agreed.experts_TK.shape[1])
+        wait, sent_bytes = no_wait, room_R[exchange.rank] * (exchange.size - 1)
+        place_T = None
         if agreed.rows is not None:
-            assert along is not None
-            received = torch.from_numpy(agreed.rows[part.received_N]).to(device)
-            wait, sent_bytes = (lambda: None), along.numel() * (self._exchange.size - 1)
+            received = torch.from_numpy(agreed.rows).to(exchange.device)
         else:
-            leaving = torch.from_numpy(part.leaving).to(device)
+            _, place_T = part.arriving
+            leaving = torch.from_numpy(part.rows.leaving).to(exchange.device)
             message = self._packed(hidden_states[leaving], routing.weights[leaving])
-            wait, received = self._start(message, part.send_R, part.receive_R)
-            sent_bytes = message.numel()
+            wait, received = self._start(message, part.rows.send_R, part.rows.receive_R)
+            sent_bytes += message.numel()
         row_bytes = hidden * hidden_states.element_size()
         self.statistics.add(layer, part, sent_bytes, row_bytes, agreed.sent_bytes)
-        if self._payload == "int8":  # also the rows that stay: where they are served is no matter
-            hidden_states = wire.rounded(hidden_states)
-        return Sent(layer, part, routing, hidden_states, received, wait)
+        return Sent(layer, part, routing, hidden_states, received, place_T, wait)
 
     def receive(self, sent: Sent) -> Arrived:
         """The second half of `dispatch`: what this rank serves."""
-        with self._together():
+        with self._together:
             sent.wait()
-        part, own = sent.part, sent.hidden_states
+        part, own, device = sent.part, sent.hidden_states, sent.hidden_states.device
         rows, weights = wire.unpack(sent.received, own.shape[1], own.dtype, self._payload)
-        rows = torch.cat([rows, own])
+        if sent.place_T is not None:  # also the rows that stay: where they are served is no matter
+            own = wire.rounded(own) if self._payload == "int8" else own
+            rows, weights = torch.cat([rows, own]), torch.cat([weights, sent.own_weights(weights)])
+
+        def place(tokens: Ints) -> Tensor:
+            places = tokens if sent.place_T is None else sent.place_T[tokens]
+            return torch.from_numpy(places).to(device)
+
         if self._exact:
-            rows = rows[torch.from_numpy(part.rows_N[part.served_A]).to(own.device)]
-            experts = torch.from_numpy(part.experts_A)[:, None].to(own.device)
-            routing = Routing(experts, torch.ones(len(rows), 1, device=own.device))
-        else:
-            chosen = torch.from_numpy(part.rows_N).to(own.device)
-            experts = torch.from_numpy(part.experts_NK).to(own.device)
-            weights = torch.cat([weights, sent.routing.weights])[chosen]
-            routing = Routing(experts, weights.masked_fill(experts < 0, 0.0)).ascending()
-            rows = rows[chosen]
-        return Arrived(sent.layer, rows, routing, True, sent)
+            slots = part.slots
+            experts = torch.from_numpy(slots.experts_A)[:, None].to(device)
+            if len(self._ones) < len(experts):
+                self._ones = torch.ones(len(experts), 1, device=device)
+            routing = Routing(experts, self._ones[: len(experts)])
+            return Arrived(sent.layer, rows[place(slots.token_A)], routing, True, sent)
+        chosen = place(part.rows.served_N)
+        experts = torch.from_numpy(part.rows.experts_NK).to(device)
+        routing = Routing(experts, weights[chosen].masked_fill(experts < 0, 0.0)).ascending()
+        return Arrived(sent.layer, rows[chosen], routing, True, sent)
 
     def send_back(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Returning:
         """The first half of `combine`: results leave."""
         sent, rank = dispatched.sent, self._exchange.rank
         part, dtype = sent.part, sent.hidden_states.dtype
         if self._exact:
-            go_R, come_R, position = part.slots_R, part.returned_R, part.position_TK
-            weights = sent.routing.weights
+            go_R, come_R = part.slots.served_R, part.slots.returned_R
+            position, weights = part.slots.position_TK, sent.routing.weights
         else:
-            go_R, come_R, position = part.receive_R, part.send_R, part.position_TR
-            rows, weights = rows.to(dtype), torch.ones(position.shape, device=rows.device)
+            go_R, come_R = part.rows.receive_R, part.rows.send_R
+            position, rows = part.rows.position_TR, rows.to(dtype)
+            weights = torch.ones(position.shape, device=rows.device)
         for index, reason in failures.items():
             wire.write_failure(rows, index, f"rank {rank}: {reason}")
         leaving, staying = rows.split([len(rows) - go_R[rank], go_R[rank]])
-        message = leaving.contiguous().view(torch.uint8)
+        message = leaving.view(torch.uint8)
         wait, received = self._start(message, go_R, come_R, len(staying))
         returned = received.view(rows.dtype)
         returned[len(returned) - len(staying) :] = staying
@@ -157,7 +167,7 @@ class AllToAllDispatcher:
 
     def receive_back(self, returning: Returning) -> Combined:
         """The second half of `combine`: rows of the tokens that this rank brought."""
-        with self._together():
+        with self._together:
             returning.wait()
         rows, position = returning.rows, returning.position.to(returning.rows.device)
         failures: dict[int, str] = {}
@@ -181,19 +191,6 @@ class AllToAllDispatcher:
         others[0][rank] = others[1][rank] = 0
         coming = sum(others[1])
         received = message.new_empty(coming + spare, message.shape[1])
-        with self._together():
+        with self._together:
             wait = self._exchange.start(message, received[:coming], *others)
         return wait, received
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Time spent with the other ranks; what ends there has ended for good."""
-        self.check()
-        began = time.perf_counter()
-        try:
-            yield
-        except ExchangeError as error:
-            self._broken = error
-            raise
-        finally:
-            self.statistics.seconds += time.perf_counter() - began

@@ -1,8 +1,9 @@
 """Who serves what in a layer, worked out by every rank alike from the routing of all ranks.
 
-Pure functions on arrays. A row goes once to each rank that serves one of its token's experts; rows
-of the own rank stay. Lists of rows are in the order of the ranks they go to or come from, the own
-rank last, and within a rank in the order of tokens, so both ends agree without a word.
+A row goes once to each rank that serves one of its token's experts; rows of the own rank stay.
+Lists of rows are in the order of the ranks they go to or come from, the own rank last, and within a
+rank in the order of tokens, so both ends agree without a word. This runs at every layer of every
+step: what a way of travelling does not need is not worked out.
 
 Legend: R ranks, T tokens of this rank, K slots, N rows that this rank serves, E experts, A slots
 that it serves, B slots of its own tokens in use.
@@ -12,51 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement import Placement
-from routing.balance import choose_counts, choose_ranks
+from routing.balance import deal, share
 
 Ints = NDArray[np.int64]
 
 MOST_EXPERTS = 2**15 - 1
 """Ids travel in 16 bits."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What one rank sends, serves and gets back.
-
-    Attributes:
-        leaving: its own tokens that go to other ranks, by rank.
-        received_N: the rows that come from others, among the tokens of all ranks.
-        rows_N: the rows it serves among those that come from others and, after them, its tokens.
-        send_R, receive_R: rows to and from each rank; those of the own rank are equal.
-        experts_NK: of the rows it serves, -1 for slots that others serve.
-        served_A, experts_A: row and expert of each slot it serves; by row, then by expert.
-        slots_R: those by rank that they come from.
-        returned_R: slots of its own tokens by rank that serves them.
-        position_TK: where the results of its slots are among the B returned; -1: unused.
-        position_TR: where the rows of its tokens are among those sent; -1: not sent there.
-        loads_E: tokens of all ranks together that visit each expert.
-    """
-
-    leaving: Ints
-    received_N: Ints
-    rows_N: Ints
-    send_R: list[int]
-    receive_R: list[int]
-    experts_NK: Ints
-    served_A: Ints
-    experts_A: Ints
-    slots_R: list[int]
-    returned_R: list[int]
-    position_TK: Ints
-    position_TR: Ints
-    loads_E: Ints
 
 
 def fitting(placement: Placement, ranks: int) -> Placement:
@@ -70,84 +39,155 @@ def fitting(placement: Placement, ranks: int) -> Placement:
     return placement
 
 
-def assign(experts_R: Sequence[NDArray[np.integer]], rank: int, placement: Placement) -> Assignment:
-    """The part of one rank.
-
-    Args:
-        experts_R: ``(T_r, K)`` expert ids of each rank's tokens, -1 for unused slots.
-        rank: whose part.
-        placement: who may serve what.
-    """
-    ranks, sizes = len(experts_R), [len(ids) for ids in experts_R]
-    ids = np.concatenate(experts_R).astype(np.int64)
-    source = np.repeat(np.arange(ranks), sizes)
-    loads_E = np.bincount(ids.reshape(-1) + 1, minlength=placement.num_experts + 1)[1:]
-    serving = serve(ids, loads_E, source, placement)
-    mine = serving[source == rank]
-    tokens, position_TR, send_R = _sent(mine, rank, ranks)
-    position_TK, returned_R = _returned(mine, rank, ranks)
-    here = serving == rank
-    served = _own_last(np.flatnonzero(here.any(1)), source, rank)
-    row, slot = here[served].nonzero()
-    come = len(served) - send_R[rank]
-    return Assignment(
-        leaving=tokens[: len(tokens) - send_R[rank]],
-        received_N=served[:come],
-        rows_N=np.concatenate([np.arange(come), come + tokens[len(tokens) - send_R[rank] :]]),
-        send_R=send_R,
-        receive_R=np.bincount(source[served], minlength=ranks).tolist(),
-        experts_NK=np.where(here, ids, -1)[served],
-        served_A=row,
-        experts_A=ids[served[row], slot],
-        slots_R=np.bincount(source[served[row]], minlength=ranks).tolist(),
-        returned_R=returned_R,
-        position_TK=position_TK,
-        position_TR=position_TR,
-        loads_E=loads_E,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _homes(placement: Placement) -> Ints | None:
-    """The only rank that may serve each expert, and -1 for no expert; None where some have more."""
-    held_ER = placement.copies_ER > 0
-    return np.append(held_ER.argmax(1), -1) if (held_ER.sum(1) == 1).all() else None
-
-
 def serve(experts_TK: Ints, loads_E: Ints, source_T: Ints, placement: Placement) -> Ints:
     """``(T, K)``: the rank that serves each slot of the tokens of all ranks; -1 for unused ones.
 
     Args:
+        loads_E: tokens of each expert.
         source_T: the rank that each token is on, ascending.
     """
-    if (home_E := _homes(placement)) is not None:
+    home_E, shared = placement.home_E, placement.shared
+    if not shared:
         return np.asarray(home_E[experts_TK])
-    counts_ER = choose_counts(loads_E, placement.copies_ER)
-    return choose_ranks(experts_TK, counts_ER, source_T)
+    tokens_S = loads_E[placement.shared_S].tolist()
+    parts = share(shared.values(), tokens_S, (placement.alone_RE @ loads_E).tolist())
+    homes_S = [max(part, key=part.__getitem__) for part in parts]
+    home_E = home_E.copy()
+    home_E[placement.shared_S] = homes_S
+    serving_TK: Ints = home_E[experts_TK]
+    for expert, part, home, tokens in zip(shared, parts, homes_S, tokens_S, strict=True):
+        if part[home] < tokens:
+            token, slot = (experts_TK == expert).nonzero()
+            serving_TK[token, slot] = deal(part, source_T[token])
+    return serving_TK
 
 
-def _sent(serving_TK: Ints, rank: int, ranks: int) -> tuple[Ints, Ints, list[int]]:
-    """Tokens by the rank they go to, where each of them is in that list, and how many go where."""
-    goes_RT = np.zeros((ranks, len(serving_TK)), bool)
-    token, slot = (serving_TK >= 0).nonzero()
-    goes_RT[serving_TK[token, slot], token] = True
-    order = [*(r for r in range(ranks) if r != rank), rank]
-    place, tokens = goes_RT[order].nonzero()
-    position_TR = np.full(goes_RT.T.shape, -1)
-    position_TR[tokens, place] = np.arange(len(tokens))
-    return tokens, position_TR, goes_RT.sum(1).tolist()
+@dataclass(frozen=True)
+class Slots:
+    """Results with a row for each slot.
+
+    Attributes:
+        token_A: the token, of all ranks', of each slot that this rank serves; by token and expert.
+        experts_A: its expert.
+        served_R: how many of them are of each rank's tokens.
+        returned_R: slots of its own tokens by the rank that serves them.
+        position_TK: where their results are among the B returned; negative: unused.
+    """
+
+    token_A: Ints
+    experts_A: Ints
+    served_R: list[int]
+    returned_R: list[int]
+    position_TK: NDArray[np.int32]
 
 
-def _returned(serving_TK: Ints, rank: int, ranks: int) -> tuple[Ints, list[int]]:
-    """Where the results of slots come back, and how many from which rank."""
-    flat = serving_TK.reshape(-1)
-    used = np.flatnonzero(flat >= 0)
-    order = _own_last(used[np.argsort(flat[used], kind="stable")], flat, rank)
-    position = np.full(flat.shape, -1)
-    position[order] = np.arange(len(order))
-    return position.reshape(serving_TK.shape), np.bincount(flat[used], minlength=ranks).tolist()
+@dataclass(frozen=True)
+class Rows:
+    """Rows of tokens, one for each rank that they go to.
+
+    Attributes:
+        leaving: its own tokens that go to other ranks, by rank.
+        served_N: the tokens, of all ranks', that this rank serves.
+        experts_NK: their experts, -1 for slots that others serve.
+        send_R, receive_R: rows to and from each rank; those of the own rank are equal.
+        position_TR: where the rows of its tokens are among those sent; -1: not sent there.
+    """
+
+    leaving: Ints
+    served_N: Ints
+    experts_NK: Ints
+    send_R: list[int]
+    receive_R: list[int]
+    position_TR: NDArray[np.int32]
 
 
-def _own_last(places: Ints, owner: Ints, rank: int) -> Ints:
-    own = owner[places] == rank
-    return np.concatenate([places[~own], places[own]])
+class Assignment:
+    """What one rank sends, serves and gets back.
+
+    Args:
+        experts_TK: expert ids of the tokens of all ranks, by rank; -1 for unused slots.
+        tokens_R: how many of them are on each rank.
+        rank: whose part.
+        placement: who may serve what.
+
+    Attributes:
+        rank, ranks: whose part, and of how many.
+        loads_E: tokens of all ranks together that visit each expert.
+        first: of this rank's tokens among those of all ranks.
+        tokens: of this rank.
+        pairs: distinct (token of this rank, other rank that serves it).
+        served: slots that this rank serves.
+    """
+
+    def __init__(
+        self, experts_TK: Ints, tokens_R: Sequence[int], rank: int, placement: Placement
+    ) -> None:
+        self._ids, self.rank, self.ranks = experts_TK, rank, len(tokens_R)
+        self._starts = [0, *accumulate(tokens_R)]
+        self.first, last = self._starts[rank : rank + 2]
+        source_T = np.arange(self.ranks).repeat(tokens_R)
+        self.loads_E = np.bincount(experts_TK.reshape(-1) + 1, minlength=placement.num_experts + 1)
+        self.loads_E = self.loads_E[1:]
+        self._serving = serve(experts_TK, self.loads_E, source_T, placement)
+        self._mine = self._serving[self.first : last]
+        self.tokens = last - self.first
+        others = (self._mine == other for other in range(self.ranks) if other != rank)
+        self.pairs = sum(int(np.count_nonzero(served.any(1))) for served in others)
+
+        self._served = np.flatnonzero(self._serving == rank)
+        self.served = len(self._served)
+
+    @cached_property
+    def slots(self) -> Slots:
+        slots = self._ids.shape[1]
+        served, served_R = self._own_last(self._served, slots)
+        owner = self._mine.reshape(-1)
+        counts = np.bincount(owner + 1, minlength=self.ranks + 1).tolist()
+        order = np.where(owner == self.rank, self.ranks, owner).argsort(kind="stable")
+        position = np.empty(len(order), np.int32)
+        position[order] = np.arange(-counts[0], len(order) - counts[0])
+        return Slots(
+            token_A=served // slots,
+            experts_A=self._ids.reshape(-1)[served],
+            served_R=served_R,
+            returned_R=counts[1:],
+            position_TK=position.reshape(self._mine.shape),
+        )
+
+    @cached_property
+    def rows(self) -> Rows:
+        here_TK = self._serving == self.rank
+        served, receive_R = self._own_last(np.flatnonzero(here_TK.any(1)), 1)
+        ranks = [*(r for r in range(self.ranks) if r != self.rank), self.rank]
+        goes_RT = np.stack([(self._mine == rank).any(1) for rank in ranks])
+        place, tokens = goes_RT.nonzero()
+        position_TR = np.full((len(self._mine), self.ranks), -1, np.int32)
+        position_TR[tokens, place] = np.arange(len(tokens))
+        send_R = dict(zip(ranks, goes_RT.sum(1).tolist(), strict=True))
+        return Rows(
+            leaving=tokens[: self.pairs],
+            served_N=served,
+            experts_NK=np.where(here_TK[served], self._ids[served], -1),
+            send_R=[send_R[rank] for rank in range(self.ranks)],
+            receive_R=receive_R,
+            position_TR=position_TR,
+        )
+
+    @property
+    def arriving(self) -> tuple[Ints, Ints]:
+        """Tokens whose rows come from others; and where the rows of all ranks' tokens are among
+        those and, after them, this rank's own."""
+        rows, own = self.rows, self.tokens
+        received = rows.served_N[: len(rows.served_N) - rows.receive_R[self.rank]]
+        place_T = np.empty(len(self._ids), np.int64)
+        place_T[received] = np.arange(len(received))
+        place_T[self.first : self.first + own] = np.arange(len(received), len(received) + own)
+        return received, place_T
+
+    def _own_last(self, places: Ints, width: int) -> tuple[Ints, list[int]]:
+        """Ascending places, of which each token has so many, with those of this rank's tokens
+        last; and how many are of each rank's."""
+        ends = places.searchsorted([start * width for start in self._starts]).tolist()
+        start, end = ends[self.rank : self.rank + 2]
+        ordered = np.concatenate([places[:start], places[end:], places[start:end]])
+        return ordered, [after - before for before, after in pairwise(ends)]

@@ -25,6 +25,11 @@ def pack(hidden_NH: Tensor, weights_NK: Tensor | None, payload: Payload) -> Tens
     return blobs[0] if len(blobs) == 1 else torch.cat(blobs, 1)
 
 
+def width(hidden: int, dtype: torch.dtype, slots: int, payload: Payload) -> int:
+    """Bytes of a row, with so many weights."""
+    return (hidden * dtype.itemsize if payload == "plain" else hidden + 4) + 4 * slots
+
+
 def room_for(hidden: int) -> int:
     """Bytes that hold a row of any payload, with the weights of 64 slots."""
     return 4 * hidden + 256
@@ -73,8 +78,7 @@ def write_failure(rows_NH: Tensor, index: int, text: str) -> None:
 
 def read_failures(rows_NH: Tensor) -> dict[int, str]:
     """Rows that failed, and why; they are zeros afterwards."""
-    first_N = rows_NH[:, 0]
-    if not bool((first_N != first_N).any()):
+    if not rows_NH[:, 0].sum().isnan().item():
         return {}
     blobs = rows_NH.view(torch.uint8)
     failed = (blobs[:, :_FAILED] == 255).all(1).nonzero()[:, 0].tolist()

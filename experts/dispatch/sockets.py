@@ -69,13 +69,12 @@ class SocketExchange:
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
         going, coming = _parts(sent, send_rows), _parts(received, receive_rows)
+        ends = []
         for peer in self._peers:
             peer.going.append(going[peer.rank])
             peer.coming.append(coming[peer.rank])
+            ends.append((peer, peer.sent + len(peer.going), peer.got + len(peer.coming)))
             peer.move(self.rank)
-        ends = [
-            (peer, peer.sent + len(peer.going), peer.got + len(peer.coming)) for peer in self._peers
-        ]
 
         def wait() -> None:
             while late := [p for p, out, back in ends if p.sent < out or p.got < back]:

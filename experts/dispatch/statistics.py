@@ -45,12 +45,11 @@ class DispatchStatistics:
             row_bytes: of one row of hidden states.
             meta_bytes: of ids.
         """
-        pairs = len(part.leaving)
         self.exchanges += 1
-        self.tokens += len(part.position_TK)
-        self.pairs += pairs
-        self.served += len(part.served_A)
-        self.lower_bound_bytes += 2 * pairs * row_bytes
+        self.tokens += part.tokens
+        self.pairs += part.pairs
+        self.served += part.served
+        self.lower_bound_bytes += 2 * part.pairs * row_bytes
         self.bytes_out += sent_bytes
         self.meta_bytes += meta_bytes
         seen = self._loads.get(layer)

@@ -46,6 +46,29 @@ class Placement:
         """From ``(E, R)``: whether a rank holds an expert."""
         return cls(tuple(np.nonzero(held_ER.T)[1].tolist()), *held_ER.shape)
 
+    @cached_property
+    def home_E(self) -> Ints:
+        """``(E + 1,)``: the first rank that holds each expert, and -1 for no expert (-1)."""
+        return np.append((self.copies_ER > 0).argmax(1), -1)
+
+    @cached_property
+    def shared(self) -> dict[int, list[int]]:
+        """The ranks of each expert that several hold."""
+        held_ER = self.copies_ER > 0
+        found = np.flatnonzero(held_ER.sum(1) > 1).tolist()
+        return {expert: np.flatnonzero(held_ER[expert]).tolist() for expert in found}
+
+    @cached_property
+    def shared_S(self) -> Ints:
+        """The experts that several ranks hold."""
+        return np.array(list(self.shared), np.int64)
+
+    @cached_property
+    def alone_RE(self) -> Ints:
+        """``(R, E)``: 1 where a rank is the only one that holds an expert."""
+        held_ER = self.copies_ER > 0
+        return np.ascontiguousarray((held_ER & (held_ER.sum(1) == 1)[:, None]).T, np.int64)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Experts, slots and ranks."""

@@ -75,7 +75,7 @@ some_layer = st.one_of(cases(), layers())
     case=some_layer,
     ranks=st.integers(1, 4),
     seed=st.integers(0, 99),
-    buffer_rows=st.sampled_from([0, 0, 1, 3, 99]),
+    buffer_rows=st.sampled_from([None, 0, 0, 1, 3, 99]),
 )
 def test_exact_sums_have_the_bits_of_one_rank(
     case: Case | LayerCase, ranks: int, seed: int, buffer_rows: int
@@ -103,7 +103,7 @@ def test_summed_is_the_same_up_to_order_and_sends_the_least(
     case=cases(),
     ranks=st.integers(2, 3),
     seed=st.integers(0, 99),
-    buffer_rows=st.sampled_from([0, 4]),
+    buffer_rows=st.sampled_from([None, 0, 4]),
 )
 def test_int8_payload_is_what_rounded_rows_give(
     case: Case, ranks: int, seed: int, buffer_rows: int
@@ -133,6 +133,39 @@ def test_rows_in_static_buffers_need_two_exchanges(case: Case | LayerCase, seed:
     assert torch.equal(static, exact)
     if len(exact):
         assert len(started) == 3 * 2
+
+
+def test_rows_go_along_where_nearly_all_are_needed_everywhere() -> None:
+    """Once a layer has shown how many there are: two exchanges instead of three."""
+    brought = [4, 4, 4, 6, 6, 2, 2]
+
+    def run(exchange: ThreadExchange) -> tuple[list[Tensor], list[int]]:
+        started, start, found = [0], exchange.start, []
+
+        def count(*arguments: Any) -> Any:
+            started[-1] += 1
+            return start(*arguments)
+
+        exchange.start = count  # type: ignore[assignment, method-assign]
+        buffer_rows = 0 if exact else None
+        dispatcher = AllToAllDispatcher(exchange, [linear(16, 16, 2)], buffer_rows=buffer_rows)
+        random = torch.Generator().manual_seed(exchange.rank)
+        for tokens in brought:
+            ids = torch.rand(tokens, 16, generator=random).argsort(1)[:, :8].sort(1).values
+            routing = Routing(ids, torch.rand(tokens, 8, generator=random))
+            arrived = dispatcher.dispatch(0, torch.rand(tokens, 5, generator=random), routing)
+            rows = arrived.hidden_states * (1 + arrived.routing.expert_ids)
+            found.append(dispatcher.combine(arrived, rows, {}).rows)
+            started.append(0)
+        return found, started[:-1]
+
+    exact = False
+    along = on_ranks(2, run)
+    exact = True
+    for (rows, started), (expected, always) in zip(along, on_ranks(2, run), strict=True):
+        assert all(map(torch.equal, rows, expected))
+        assert always == [3] * len(brought)
+        assert started == [3, 2, 2, 3, 2, 2, 2]
 
 
 def test_nobody_has_tokens() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.dispatch.assignment import Assignment, assign, serve
+from experts.dispatch.assignment import Assignment, serve
 from experts.placement import Placement, linear
 from tests.experts.dispatch_cases import random_placement
 
@@ -29,83 +29,103 @@ def tables(draw: st.DrawFn) -> tuple[list[np.ndarray], Placement]:
     return ids, random_placement(experts, ranks, draw(st.integers(0, 6)), seed)
 
 
-@given(case=tables())
-def test_both_ends_agree(case: tuple[list[np.ndarray], Placement]) -> None:
+Case = tuple[list[np.ndarray], Placement]
+
+
+def parts_of(case: Case) -> list[Assignment]:
     ids, placement = case
-    parts = [assign(ids, rank, placement) for rank in range(len(ids))]
+    sizes = [len(own) for own in ids]
+    return [Assignment(np.concatenate(ids), sizes, r, placement) for r in range(len(ids))]
+
+
+@given(case=tables())
+def test_both_ends_agree(case: Case) -> None:
+    parts = parts_of(case)
     for rank, part in enumerate(parts):
-        assert part.send_R[rank] == part.receive_R[rank]
-        assert part.rows_N[: len(part.rows_N) - part.send_R[rank]].tolist() == list(
-            range(sum(part.receive_R) - part.receive_R[rank])
-        )
-        assert part.slots_R[rank] == part.returned_R[rank]
+        rows, slots = part.rows, part.slots
+        assert rows.send_R[rank] == rows.receive_R[rank]
+        assert slots.served_R[rank] == slots.returned_R[rank]
+        assert len(rows.leaving) == part.pairs == sum(rows.send_R) - rows.send_R[rank]
         for other, peer in enumerate(parts):
-            assert part.send_R[other] == peer.receive_R[rank]
-            assert part.returned_R[other] == peer.slots_R[rank]
-        assert sum(part.receive_R) == len(part.experts_NK)
-        assert sum(part.slots_R) == len(part.served_A) == len(part.experts_A)
+            assert rows.send_R[other] == peer.rows.receive_R[rank]
+            assert slots.returned_R[other] == peer.slots.served_R[rank]
+        assert sum(rows.receive_R) == len(rows.served_N) == len(rows.experts_NK)
+        assert sum(slots.served_R) == len(slots.token_A) == len(slots.experts_A) == part.served
 
 
 @given(case=tables())
-def test_every_slot_is_served_once_by_a_rank_that_may(
-    case: tuple[list[np.ndarray], Placement],
-) -> None:
+def test_every_slot_is_served_once_by_a_rank_that_may(case: Case) -> None:
     ids, placement = case
-    parts = [assign(ids, rank, placement) for rank in range(len(ids))]
+    parts = parts_of(case)
     for rank, part in enumerate(parts):
-        assert (placement.copies_ER[part.experts_A, rank] > 0).all()
-        back = walk(parts, rank)
-        for token, row in enumerate(part.position_TK):
+        slots = part.slots
+        assert (placement.copies_ER[slots.experts_A, rank] > 0).all()
+        back = [result for other in own_last(parts, rank) for result in sent_back(other, rank)]
+        for token, row in enumerate(slots.position_TK):
             for slot, position in enumerate(row):
                 wanted = ids[rank][token, slot]
-                assert (position == -1) == (wanted == -1)
+                assert (position < 0) == (wanted == -1)
                 if position >= 0:
-                    assert back[position] == (token, wanted)
-        used = part.position_TK[part.position_TK >= 0]
+                    assert back[position] == (part.first + token, wanted)
+        used = slots.position_TK[slots.position_TK >= 0]
         assert sorted(used) == list(range(len(back)))
 
 
-def staying(part: Assignment, rank: int) -> list[int]:
-    """Its own tokens that a rank serves."""
-    come = sum(part.receive_R) - part.receive_R[rank]
-    return [int(row) - come for row in part.rows_N[come:]]
+def own_last(parts: list[Assignment], rank: int) -> list[Assignment]:
+    return [part for part in parts if part is not parts[rank]] + [parts[rank]]
 
 
-def walk(parts: list[Assignment], rank: int) -> list[tuple[int, int]]:
-    """The token and expert of each result that comes back to a rank, followed by hand."""
-    order = [*(r for r in range(len(parts)) if r != rank), rank]
-    tokens = list(parts[rank].leaving) + staying(parts[rank], rank)
-    results, start = [], 0
-    for other in order:
-        peer, count = parts[other], parts[rank].send_R[other]
-        sources = [*(r for r in range(len(parts)) if r != other), other]
-        first = sum(peer.receive_R[r] for r in sources[: sources.index(rank)])
-        for row, expert in zip(peer.served_A, peer.experts_A, strict=True):
-            if first <= row < first + count:
-                results.append((int(tokens[start + row - first]), int(expert)))
-        start += count
-    return results
+def sent_back(part: Assignment, rank: int) -> list[tuple[int, int]]:
+    """Token and expert of the results that one rank has for another, or for itself."""
+    order = [*(r for r in range(part.ranks) if r != part.rank), part.rank]
+    start = sum(part.slots.served_R[r] for r in order[: order.index(rank)])
+    found = zip(part.slots.token_A.tolist(), part.slots.experts_A.tolist(), strict=True)
+    return list(found)[start : start + part.slots.served_R[rank]]
 
 
 @given(case=tables())
-def test_a_row_goes_once_to_a_rank(case: tuple[list[np.ndarray], Placement]) -> None:
+def test_rows_come_to_those_who_serve_them(case: Case) -> None:
+    ids, _ = case
+    table, parts = np.concatenate(ids), parts_of(case)
+    for rank, part in enumerate(parts):
+        received, place_T = part.arriving
+        there = [*received.tolist(), *range(part.first, part.first + part.tokens)]
+        for token in {*part.slots.token_A.tolist(), *part.rows.served_N.tolist()}:
+            assert there[place_T[token]] == token
+        sent = [t for peer in own_last(parts, rank)[:-1] for t in leaving_for(peer, rank)]
+        assert received.tolist() == sent
+        for token, experts in zip(part.rows.served_N, part.rows.experts_NK, strict=True):
+            mine = part.slots.experts_A[part.slots.token_A == token]
+            assert sorted(experts[experts >= 0]) == sorted(mine)
+            assert set(mine) <= set(table[token])
+
+
+def leaving_for(part: Assignment, rank: int) -> list[int]:
+    """Tokens, among all ranks', whose rows go from one rank to another."""
+    order = [r for r in range(part.ranks) if r != part.rank]
+    start = sum(part.rows.send_R[r] for r in order[: order.index(rank)])
+    leaving = part.rows.leaving[start : start + part.rows.send_R[rank]]
+    places = part.rows.position_TR[leaving, order.index(rank)]
+    assert places.tolist() == list(range(start, start + len(leaving)))
+    return [part.first + int(token) for token in leaving]
+
+
+@given(case=tables())
+def test_a_row_goes_once_to_a_rank(case: Case) -> None:
     ids, placement = case
     table = np.concatenate(ids)
     loads = np.bincount(table.reshape(-1) + 1, minlength=placement.num_experts + 1)[1:]
     source = np.repeat(np.arange(len(ids)), list(map(len, ids)))
     serving = serve(table, loads, source, placement)
-    starts = np.cumsum([0, *map(len, ids)])
-    for rank in range(len(ids)):
-        part = assign(ids, rank, placement)
-        own = serving[starts[rank] : starts[rank + 1]]
-        pairs = sum(len(set(row.tolist()) - {-1}) for row in own)
-        assert len(part.leaving) + len(staying(part, rank)) == pairs
+    for part in parts_of(case):
+        own = serving[part.first : part.first + part.tokens]
+        assert part.pairs == sum(len(set(row.tolist()) - {-1, part.rank}) for row in own)
         assert part.loads_E.tolist() == loads.tolist()
 
 
 def test_all_tokens_to_one_expert() -> None:
     ids = [np.zeros((5, 1), np.int64), np.zeros((3, 1), np.int64)]
-    part = assign(ids, 0, linear(4, 4, 2))
-    assert part.receive_R == [5, 3]
-    assert part.send_R == [5, 0]
-    assert assign(ids, 1, linear(4, 4, 2)).receive_R == [0, 0]
+    first, second = parts_of((ids, linear(4, 4, 2)))
+    assert first.rows.receive_R == [5, 3]
+    assert first.rows.send_R == [5, 0]
+    assert second.rows.receive_R == [0, 0]
