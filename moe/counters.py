@@ -37,7 +37,7 @@ def reset(loaded: LoadedModel, session: Session) -> None:
     """Count from here on."""
     loaded.experts.statistics.reset()
     if loaded.offloaded is not None:
-        loaded.offloaded.cache.statistics.reset()
+        loaded.offloaded.reset_statistics()
     if isinstance(session, Leading):
         session.reset_statistics()
     if loaded.speculation.speculator is not None:

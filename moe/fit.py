@@ -15,6 +15,13 @@ def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> Non
     """
     if plan.fits:
         return
+    if plan.host_bytes is not None and plan.host_needed_bytes > plan.host_bytes:
+        gib = plan.host_needed_bytes / GIB
+        raise DoesNotFitError(
+            f"the model does not fit: beside {plan.place}, {size_text(plan.host_bytes).strip()} of "
+            f"main memory are available for experts, too little to bring them there: {plan}\n"
+            f"  - memory.host_gib of at least {gib:.3g}, if so much is free"
+        )
     assert plan.available_bytes is not None
     needed, free = size_text(plan.needed_bytes).strip(), size_text(plan.available_bytes).strip()
     raise DoesNotFitError(

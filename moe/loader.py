@@ -118,7 +118,7 @@ def _load(
         network, weights, plan = planned.network, planned.weights, planned.memory
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
-        made, loaded = planned.source.load(weights, device, report, plan.expert_slots)
+        made, loaded = planned.source.load(weights, device, report, planned.room)
     offloaded = made if isinstance(made, Offloaded) else None
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
         keep_freed_memory()

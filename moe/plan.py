@@ -12,6 +12,7 @@ from typing import Any
 
 from moe.footprint import Footprint
 from moe.settings import Profile
+from offload.tiers import HOST
 
 GIB = 2**30
 RESERVE_SHARE = 1 / 20
@@ -72,6 +73,7 @@ class MemoryPlan:
         kv_tokens: tokens of keys and values that may be held at once.
         kv_bytes_per_token: bytes of each.
         tiers: where experts are, the fastest place first; empty where all are in memory.
+        host_bytes: of main memory that experts may have beside those on a GPU; None on a CPU.
     """
 
     lines: tuple[PlanLine, ...]
@@ -80,6 +82,7 @@ class MemoryPlan:
     kv_tokens: int
     kv_bytes_per_token: int
     tiers: tuple[Tier, ...] = ()
+    host_bytes: int | None = None
 
     @property
     def expert_slots(self) -> int | None:
@@ -91,7 +94,14 @@ class MemoryPlan:
         return sum(line.bytes for line in self.lines)
 
     @property
+    def host_needed_bytes(self) -> int:
+        """Of main memory, beside a GPU."""
+        return sum(tier.bytes for tier in self.tiers if tier.name == HOST)
+
+    @property
     def fits(self) -> bool:
+        if self.host_bytes is not None and self.host_needed_bytes > self.host_bytes:
+            return False
         return self.available_bytes is None or self.needed_bytes <= self.available_bytes
 
     def __str__(self) -> str:
@@ -122,6 +132,7 @@ def plan_memory(
     context_length: int | None,
     logits_size: int,
     offloadable: Offloadable | None = None,
+    host_bytes: int | None = None,
 ) -> MemoryPlan:
     """The plan of one model: with all experts in memory if they fit, else with some.
 
@@ -131,6 +142,7 @@ def plan_memory(
         available_bytes: what can be taken now; None where that is not known.
         logits_size: V of the logits.
         offloadable: experts that may stay on disk; None where they may not.
+        host_bytes: main memory for experts that a GPU does not hold; None on a CPU.
     """
     if profile.memory.device_gib is not None:
         budget = int(profile.memory.device_gib * GIB)
@@ -154,7 +166,7 @@ def plan_memory(
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used
     per_token = max(footprint.kv_bytes_per_token, 1)
-    plan = MemoryPlan(tuple(lines), place, available_bytes, 0, per_token)
+    plan = MemoryPlan(tuple(lines), place, available_bytes, 0, per_token, (), host_bytes)
     resident = _with_pool(plan, profile, left, context_length)
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):
         return resident
@@ -180,18 +192,30 @@ def _offloaded(
     offloadable: Offloadable,
 ) -> MemoryPlan:
     """The plan with as many experts in memory as fit, or the fewest that there must be."""
-    left -= offloadable.fixed_bytes
+    fixed = offloadable.fixed_bytes if plan.host_bytes is None else 0
+    left -= fixed
     size, total = offloadable.slot_bytes, offloadable.experts
     wanted = total if offloadable.most is None else min(offloadable.most, total)
     pool = max(int(left * KV_SHARE), left - wanted * size)
     plan = _with_pool(plan, profile, pool, context_length)
     left -= plan.lines[-1].bytes
     slots = max(min(left // size, wanted), min(offloadable.least, total))
-    how = f"{slots} of {total} at a time ({slots / total:.1%}), the others on disk"
-    line = PlanLine("experts", slots * size + offloadable.fixed_bytes, how)
+    host = _host_tier(plan, offloadable)
+    where = "in host memory" if host and host[0].experts == total else "on disk"
+    how = f"{slots} of {total} at a time ({slots / total:.1%}), the others {where}"
+    line = PlanLine("experts", slots * size + fixed, how)
     lines = tuple(line if old.name == "experts" else old for old in plan.lines)
-    tiers = Tier(plan.place, slots, slots * size), Tier("disk", total, total * size)
+    tiers = Tier(plan.place, slots, slots * size), *host, Tier("disk", total, total * size)
     return replace(plan, lines=lines, tiers=tiers)
+
+
+def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[Tier, ...]:
+    """Beside a GPU: as many experts as there is room for, or the fewest that there must be."""
+    if plan.host_bytes is None:
+        return ()
+    size, fixed, total = offloadable.slot_bytes, offloadable.fixed_bytes, offloadable.experts
+    slots = max(min((plan.host_bytes - fixed) // size, total), min(offloadable.least, total))
+    return (Tier(HOST, slots, slots * size + fixed),)
 
 
 def wave_tokens(profile: Profile) -> int:

@@ -18,13 +18,16 @@ from moe.loading.hub import read_config
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report
 from moe.loading.weight_plan import DtypeFor, WeightPlan
-from moe.machine import memory_available
-from moe.plan import MemoryPlan, Offloadable, plan_memory, wave_tokens
+from moe.machine import memory_available, memory_total
+from moe.plan import GIB, MemoryPlan, Offloadable, plan_memory, wave_tokens
 from moe.profile import Profile
 from moe.seam import experts_modules
 from moe.sources import Source, open_source
+from offload.opening import Room
+from offload.tiers import HOST
 
-_NO_OFFLOAD = "device=cpu: experts that stay on disk run on the CPU so far"
+HOST_RESERVE = 1 / 10
+"""Of free main memory, for others, beside the experts that a GPU does not hold."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Planned:
         context_length: most tokens of a sequence, None where nothing limits it.
         why_resident: why its experts cannot stay on disk, and what would help; empty where they
             can.
+        room: for how many experts there is room where; None where the device holds all.
     """
 
     config: PreTrainedConfig
@@ -51,6 +55,7 @@ class Planned:
     logits_size: int
     context_length: int | None
     why_resident: str
+    room: Room | None
 
 
 @contextmanager
@@ -64,24 +69,28 @@ def planning(
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
+        ProfileError: `offload.borrow` on a GPU.
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
     with open_source(path, config, network, profile, report) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
-        offloadable = source.offloadable() if device.type == "cpu" else _NO_OFFLOAD
+        offloadable = source.offloadable()
         if ranks > 1 and isinstance(offloadable, Offloadable):
             most = _rank_experts(network, ranks, profile.parallel.replicas)
             offloadable = replace(offloadable, most=most)
+        host = host_room(profile, device, ranks)
+        memory = _plan(network, weights, profile, device, offloadable, host)
         yield Planned(
             config=config,
             network=network,
             source=source,
             weights=weights,
-            memory=_plan(network, weights, profile, device, offloadable),
+            memory=memory,
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             why_resident=offloadable if isinstance(offloadable, str) else "",
+            room=_room(memory, profile, device, ranks),
         )
 
 
@@ -97,6 +106,38 @@ def choose_device(profile: Profile) -> torch.device:
     return torch.device(profile.device)
 
 
+def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
+    """Bytes of host memory for experts that are not on the device; None where it is a CPU.
+
+    Raises:
+        ProfileError: `offload.borrow` on a GPU.
+    """
+    if device.type == "cpu":
+        return None
+    if profile.offload.borrow:
+        raise ProfileError(
+            "offload.borrow moves the border between experts and keys in main memory, and a GPU's "
+            f"slots are fixed while a model is loaded (device is '{device}'): set it to false"
+        )
+    free, wanted = memory_available(), profile.memory.host_gib
+    limit = 0 if free is None else int(free * (1 - HOST_RESERVE)) // ranks
+    if wanted is None:
+        return limit
+    return int(wanted * GIB) if free is None else min(int(wanted * GIB), free)
+
+
+def _room(plan: MemoryPlan, profile: Profile, device: torch.device, ranks: int) -> Room | None:
+    if not plan.tiers:
+        return None
+    near, host = plan.tiers[0], next((tier for tier in plan.tiers if tier.name == HOST), None)
+    if host is None:
+        return Room(device, near.experts)
+    gib = profile.memory.pinned_gib
+    limit = (memory_total() or 0) // (2 * ranks) if gib is None else int(gib * GIB)
+    pinned = min(host.experts, limit * host.experts // host.bytes)
+    return Room(device, near.experts, host.experts, pinned)
+
+
 def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
     """Experts that each of several ranks holds, copies included."""
     counts = [module.num_experts for _, module in experts_modules(network)]
@@ -109,6 +150,7 @@ def _plan(
     profile: Profile,
     device: torch.device,
     offloadable: Offloadable | str,
+    host_bytes: int | None,
 ) -> MemoryPlan:
     prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
     experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
@@ -124,6 +166,7 @@ def _plan(
         context_length=context,
         logits_size=network.get_output_embeddings().weight.shape[0],
         offloadable=None if isinstance(offloadable, str) else offloadable,
+        host_bytes=host_bytes,
     )
 
 

@@ -171,6 +171,15 @@ class MemorySettings(_Settings):
     """GiB of the device (main memory on a CPU) that the memory plan may fill with everything.
     null: what is free. Experts of a store that do not fit stay on disk, and the rest is a cache."""
 
+    host_gib: float | None = Field(default=None, gt=0.0)
+    """GiB of main memory for experts that a GPU does not hold. null: what is free but a tenth, at
+    most all experts, which are read from disk once then. Without a GPU there is no such tier, and
+    this changes nothing."""
+
+    pinned_gib: float | None = Field(default=None, ge=0.0)
+    """GiB of those that may be page-locked, from where copies to the GPU run beside its computing.
+    null: at most half of main memory."""
+
     keep_freed: bool = True
     """Keep freed memory for the next pass over a long prompt, up to 1 GiB, where all experts are
     in memory on a CPU. Concerns all of the process; false gives it back to the system at once."""

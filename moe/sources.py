@@ -31,6 +31,7 @@ from moe.store_source import StoreSource
 from moe.takeover import Takeover, keep_layer
 from offload.experts import LayerExperts
 from offload.offloaded import Offloaded
+from offload.opening import Room
 
 
 class Source(Protocol):
@@ -45,13 +46,13 @@ class Source(Protocol):
         ...
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, slots: int | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
     ) -> tuple[list[AnyExperts] | Offloaded, LoadReport]:
         """Fill the network; the experts of each MoE layer, and what was done.
 
         Args:
-            slots: how many experts may be in memory at a time, the others staying on disk; None
-                for all.
+            room: for how many experts there is room where, the others staying on disk; None where
+                the device holds all.
         """
         ...
 
@@ -111,9 +112,9 @@ class CheckpointSource:
         return "moe convert writes a store, whose experts may stay on disk (this is a checkpoint)"
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, slots: int | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
     ) -> tuple[list[AnyExperts], LoadReport]:
-        assert slots is None, "not offloadable"
+        assert room is None, "not offloadable"
         loaded = load_weights(
             self._network,
             self._checkpoint,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,7 +36,7 @@ from moe.takeover import Takeover, keep_layer
 from offload.cache import LEAST_SLOTS
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
-from offload.opening import fixed_bytes, open_offloaded, slot_bytes, why_not
+from offload.opening import Room, fixed_bytes, open_offloaded, slot_bytes, why_not
 
 
 class StoreSource:
@@ -113,13 +113,13 @@ class StoreSource:
         return Offloadable(experts, size, LEAST_SLOTS, fixed)
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, slots: int | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
     ) -> tuple[list[AnyExperts] | Offloaded, LoadReport]:
         takeover = self._quantize_linears(self._network)
         like = take_experts(self._network)
-        if slots is not None:
-            resting = self._store.layer_bytes(self._read_bits)
-            weights = replace(weights, bytes_to_read=weights.bytes_to_read - resting)
+        experts = self._store.layer_bytes(self._read_bits)
+        if room is not None and not room.host_holds(self._store.manifest):
+            weights = replace(weights, bytes_to_read=weights.bytes_to_read - experts)
         loaded = load_weights(
             self._network,
             self._trunk,
@@ -131,15 +131,16 @@ class StoreSource:
             complete=takeover,
         )
         takeover.finish()
-        if slots is not None:
-            return self._open_offloaded(like, slots), loaded
         total = weights.bytes_to_read
-        done = total - self._store.layer_bytes(self._read_bits)
+        done = total - experts
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             report(LoadProgress("loading weights", done, total))
+
+        if room is not None:
+            return self._open_offloaded(like, room, advance), loaded
 
         def keep(layer: AnyExperts) -> AnyExperts:
             return keep_layer(self._settings, layer)
@@ -147,17 +148,20 @@ class StoreSource:
         layers = read_layers(self._store, like, self._read_bits, keep, device, advance)
         return layers, loaded
 
-    def _open_offloaded(self, like: Sequence[ExpertWeights], slots: int) -> Offloaded:
+    def _open_offloaded(
+        self, like: Sequence[ExpertWeights], room: Room, advance: Callable[[int], object]
+    ) -> Offloaded:
         check_orders(self._store, like, self._read_bits)
         try:
             return open_offloaded(
                 self._store.directory,
                 like,
                 self._read_bits,
-                slots,
+                room,
                 policy=self._offload.policy,
                 reader=self._offload.reader,
                 keep_hot_set=self._offload.hot_set,
+                advance=advance,
             )
         except OffloadError as error:
             raise CheckpointError(str(error)) from error

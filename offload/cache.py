@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.errors import BudgetError, OffloadError
 from offload.filling import Filling, Source
 from offload.held import Held
+from offload.loans import Loan, lend
 from offload.policies import Policy
 from offload.slots import SlotTable
 from offload.statistics import CacheStatistics
@@ -77,6 +79,11 @@ class ExpertCache:
         """Slots that may be used now."""
         return len(self._table.unit)
 
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """``(units,)``, live: who is there, if only with some planes."""
+        return self._table.present
+
     def slot_ids(self, layer: int) -> Tensor:
         """``(E + 1,)`` int64, live: slot of each expert that is there, else -1; the last is -1, so
         that the unused slots of a routing (id -1) translate to -1."""
@@ -111,6 +118,10 @@ class ExpertCache:
         missing = [unit for unit in units if there[unit] < planes]
         filling.asked(layer, units, missing)
         return Held(filling, layer, experts, units, planes, missing)
+
+    def lend(self, layer: int, expert: int, planes: int, *, urgent: bool) -> Loan | None:
+        """Pin an expert for a faster tier, that copies it; see `offload.loans.lend`."""
+        return lend(self._filling, layer * self._table.width + expert, planes, urgent=urgent)
 
     def prefetch(
         self, layer: int, expert: int, planes: int | None = None, *, value: float = 1.0

@@ -13,6 +13,7 @@ from kernels import ExpertWeights, Forward
 from kernels.reference import AnyExperts, sum_dtype
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
+from offload.host import HostSource
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.routing import UNUSED
@@ -26,12 +27,21 @@ class OffloadedExperts:
         num_experts: E of the layer.
         cache: who is in which slot.
         slots: the slots, as the experts of one layer with this layer's activation.
+        copies: what fills the slots of a GPU; None on a CPU.
     """
 
-    def __init__(self, layer: int, num_experts: int, cache: ExpertCache, slots: AnyExperts) -> None:
+    def __init__(
+        self,
+        layer: int,
+        num_experts: int,
+        cache: ExpertCache,
+        slots: AnyExperts,
+        copies: HostSource | None = None,
+    ) -> None:
         self.layer, self.num_experts = layer, num_experts
         self.cache, self.slots = cache, slots
         self.expert_bytes = one_expert_bytes(slots)
+        self._copies = copies
 
     @property
     def hidden_size(self) -> int:
@@ -61,15 +71,23 @@ class OffloadedExperts:
         Raises:
             OffloadError: an expert cannot be read; the cache goes on.
         """
-        wanted = sorted(set(expert_ids_TK.flatten().tolist()) - {UNUSED})
+        ids_TK, copies = expert_ids_TK.cpu(), self._copies
+        wanted = sorted(set(ids_TK.flatten().tolist()) - {UNUSED})
         total_TH = add_to_TH
+        if copies is not None:  # the compute stream is here: it has waited for what it had to
+            for layer, seconds in copies.take_delays():
+                self.cache.statistics.layers[layer].stall_seconds += seconds
         if prefetcher is not None:
             prefetcher.settle(self.layer, wanted)
         with self.cache.acquire(self.layer, wanted) as held:
+            if copies is not None:
+                copies.launch()
             if prefetcher is not None:
                 prefetcher.look_ahead(self.layer, hidden_TH, Routing(expert_ids_TK, weights_TK))
             for wave in held.waves:
-                slot_ids_TK = wave.slot_ids.to(hidden_TH.device).take(expert_ids_TK)
+                slot_ids_TK = wave.slot_ids.take(ids_TK)
+                if copies is not None:
+                    slot_ids_TK = copies.streams.bring(slot_ids_TK)
                 if len(wave.experts) == len(wanted) and add_to_TH is None:
                     return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
                 if total_TH is None:

@@ -140,6 +140,15 @@ class Filling:
     def is_flying(self, unit: int) -> bool:
         return unit in self._flying
 
+    def coming(self, unit: int, planes: int) -> Transfer | None:
+        """What brings at least the first ``planes`` of a unit, if anything does."""
+        fetch = self._flying.get(unit)
+        return fetch.transfer if fetch is not None and fetch.planes >= planes else None
+
+    def claim(self, unit: int) -> None:
+        """Somebody asks for what may have been prefetched."""
+        self.counters(unit).useful_bytes += self._unasked.pop(unit, 0)
+
     def make_room(self, unit: int, worth: float) -> bool:
         """A slot for a unit, free or of something worth less; whether there is one."""
         if not self.table.free:

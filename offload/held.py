@@ -151,7 +151,9 @@ class Held:
         if table.slot[units[start]] < 0:
             self._make_room(units[start])
             filling.pins[self] = units[start:]
-        filling.arrive(units[start], planes)
+        if table.planes[units[start]] < planes:
+            filling.arrive(units[start], planes)
+            filling.poll()  # what came with it: copies to a GPU end many at a time
         # While more is to be fetched, half of what has been is left for the next wave: its
         # transfers, and those into the slots of this one, run under this one's computation.
         most = max(1, len(self._fetched) // 2) if self._queue else len(units)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from offload.governor import LayerRecord as Record
 from offload.hot_set import save_hot_set
 from offload.prefetch import Prefetcher
 from offload.readers import ThreadedReader
+from offload.tiers import Tier, bytes_in
 from routing.predict import Predictor
 
 SLOWEST = 1e8
@@ -25,18 +27,23 @@ class Offloaded:
 
     Attributes:
         layers: one for each MoE layer.
-        cache: which experts are in memory.
+        tiers: which experts are in which memory, the one that kernels read first.
         reader: what reads the others.
         hot_set_file: where the hot set is kept; None for nowhere.
         prefetcher: what reads experts before they are needed, if anything does.
     """
 
     layers: list[OffloadedExperts]
-    cache: ExpertCache
+    tiers: Sequence[Tier]
     reader: ThreadedReader
     hot_set_file: Path | None
     closing: ExitStack
     prefetcher: Prefetcher | None = None
+
+    @property
+    def cache(self) -> ExpertCache:
+        """Of the memory that kernels read."""
+        return self.tiers[0].cache
 
     def status(self) -> dict[str, Any]:
         """What runs how, for JSON."""
@@ -46,6 +53,7 @@ class Offloaded:
             "predictor": None if self.prefetcher is None else self.prefetcher.predictor.name,
             "experts": sum(layer.num_experts for layer in self.layers),
             "slots": self.cache.slots,
+            "tiers": {tier.name: tier.cache.slots for tier in self.tiers},
         }
 
     def prefetch_with(self, predictor: Predictor, *, bids: bool = True) -> Prefetcher:
@@ -67,21 +75,27 @@ class Offloaded:
         return self.prefetcher
 
     def statistics(self) -> dict[str, Any]:
-        """What the cache did and what it holds, for JSON."""
-        counters = self.cache.statistics.as_dict()
-        causes = ("demand", "streamed", "useful", "wasted", "restored")
+        """What the caches did and hold, for JSON: of the fastest in detail, and of each tier.
+        ``bytes_read`` came from disk."""
         return {
-            **counters,
-            "bytes_read": sum(counters[f"{cause}_bytes"] for cause in causes),
+            **self.cache.statistics.as_dict(),
+            "bytes_read": bytes_in(self.tiers[-1].cache.statistics.total),
+            "tiers": [tier.statistics() for tier in self.tiers],
             "slots": self.cache.slots,
             "expert_bytes": self.cache.expert_bytes,
             "prefetch": None if self.prefetcher is None else _foresight(self.prefetcher),
         }
 
+    def reset_statistics(self) -> None:
+        """Count from here on."""
+        for tier in self.tiers:
+            tier.cache.statistics.reset()
+
     def close(self) -> None:
         """Save the hot set, stop reading and close the files; once is enough."""
         if self.hot_set_file is not None:
-            save_hot_set(self.hot_set_file, self.cache.hot_set())
+            hot_set = (unit for tier in self.tiers for unit in tier.cache.hot_set())
+            save_hot_set(self.hot_set_file, list(dict.fromkeys(hot_set)))
             self.hot_set_file = None
         self.closing.close()
 

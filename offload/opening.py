@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,34 @@ from offload.arena import PAGE, Arena, plane_arena, whole_arena
 from offload.cache import ExpertCache
 from offload.disk import DiskSource, read_biases
 from offload.experts import OffloadedExperts
-from offload.hot_set import hot_set_file, load_hot_set
+from offload.host import HostSource
+from offload.hot_set import HotSet, hot_set_file, load_hot_set
 from offload.offloaded import Offloaded
 from offload.policies import POLICIES, Policy
 from offload.readers import choose_reader
+from offload.streams import open_streams
+from offload.tiers import HOST, MEMORY, HostValues, Tier
+
+
+@dataclass(frozen=True)
+class Room:
+    """For how many experts there is room, and where.
+
+    Attributes:
+        device: where kernels run.
+        slots: there.
+        host_slots: in host memory, for a device that is not a CPU.
+        pinned_slots: of those, how many may be page-locked.
+    """
+
+    device: torch.device
+    slots: int
+    host_slots: int = 0
+    pinned_slots: int = 0
+
+    def host_holds(self, manifest: Manifest) -> bool:
+        """Whether host memory takes all experts of a store, which are read once then."""
+        return self.host_slots == sum(layer.experts for layer in manifest.layers)
 
 
 def why_not(manifest: Manifest) -> str:
@@ -55,21 +79,24 @@ def open_offloaded(
     directory: Path,
     like: Sequence[ExpertWeights],
     bits: int,
-    slots: int,
+    room: Room,
     *,
     policy: str,
     reader: str,
     keep_hot_set: bool,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> Offloaded:
-    """The experts of a store, of which ``slots`` are in memory at a time.
+    """The experts of a store, of which some are in memory at a time.
 
     Args:
         directory: the store; its files stay open.
         like: the architecture's own experts of each layer, on meta.
         bits: of the experts; 16 for whole ones.
+        room: for how many there is room where.
         policy: which experts are worth keeping; a name in `offload.policies`.
         reader: see `offload.readers.choose_reader`.
         keep_hot_set: read the experts first that were worth keeping at the end of the last run.
+        advance: hears of bytes read, where host memory takes all of the store.
 
     Raises:
         StoreError: the store is damaged.
@@ -82,34 +109,72 @@ def open_offloaded(
         counts = [layer.experts for layer in manifest.layers]
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
-        arena = _arena(manifest, bits, sum(counts), like[0])
-        views = _views(arena.experts, like)
         biases = [read_biases(store, layer) for layer in range(len(counts))]
-        source = DiskSource(store, bits, chosen, arena, biases)
         made: Policy = POLICIES[policy](len(counts), max(counts))
-        cache = ExpertCache(counts, slots, arena, source, made, _plane_bytes(manifest, bits))
+        file = hot_set_file(directory) if keep_hot_set else None
+        hot_set = [] if file is None else load_hot_set(file, counts)
+        planes, streams = _plane_bytes(manifest, bits), open_streams(room.device)
+
+        def filled_from_disk(arena: Arena, slots: int, policy: Policy) -> ExpertCache:
+            source = DiskSource(store, bits, chosen, arena, biases)
+            return ExpertCache(counts, slots, arena, source, policy, planes)
+
+        copies: HostSource | None = None
+        if streams is None:
+            arena = _arena(manifest, bits, sum(counts), like[0], room.device)
+            tiers = [Tier(MEMORY, filled_from_disk(arena, room.slots, made))]
+            tiers[0].cache.warm(hot_set)
+        else:
+            arena = _arena(manifest, bits, room.slots, like[0], room.device)
+            near = _arena(manifest, bits, room.host_slots, like[0], torch.device("cpu"))
+            for piece in near.pin(room.pinned_slots, streams.pin):
+                closing.callback(streams.unpin, piece)
+            values = HostValues(made)
+            host = filled_from_disk(near, room.host_slots, values)
+            copies = HostSource(host, near, arena, streams)
+            values.device = ExpertCache(counts, room.slots, arena, copies, made, planes)
+            tiers = [Tier(str(room.device), values.device), Tier(HOST, host)]
+            _fill(*tiers, counts=counts, hot_set=hot_set, advance=advance)
+        views = _views(arena.experts, like)
         layers = [
-            OffloadedExperts(index, count, cache, view)
+            OffloadedExperts(index, count, tiers[0].cache, view, copies)
             for index, (count, view) in enumerate(zip(counts, views, strict=True))
         ]
-        file = hot_set_file(directory) if keep_hot_set else None
-        if file is not None:
-            cache.warm(load_hot_set(file, counts))
-        return Offloaded(layers, cache, chosen, file, closing.pop_all())
+        return Offloaded(layers, tiers, chosen, file, closing.pop_all())
 
 
-def _arena(manifest: Manifest, bits: int, slots: int, like: ExpertWeights) -> Arena:
+def _fill(
+    device: Tier,
+    host: Tier,
+    *,
+    counts: Sequence[int],
+    hot_set: HotSet,
+    advance: Callable[[int], object],
+) -> None:
+    """Read all experts if host memory takes them, else those of the hot set."""
+    if host.cache.slots == sum(counts):
+        for layer, count in enumerate(counts):
+            host.cache.warm((layer, expert) for expert in range(count))
+            advance(count * host.cache.expert_bytes)
+    device.cache.warm(hot_set)
+    host.cache.warm(hot_set)
+
+
+def _arena(
+    manifest: Manifest, bits: int, slots: int, like: ExpertWeights, device: torch.device
+) -> Arena:
     """Room for ``slots`` experts of any layer."""
     record = manifest.layers[0]
     shape = record.shape(manifest.group_size)
     first, second = (
-        None if width is None else torch.zeros(slots, width) for width in _bias_widths(record)
+        None if width is None else torch.zeros(slots, width, device=device)
+        for width in _bias_widths(record)
     )
     own: dict[str, Any] = {"activation": like.activation, "post_norm": like.post_norm}
     own |= {"gate_up_bias_EG": first, "down_bias_EH": second}
     if bits == WHOLE:
-        return whole_arena(shape, DTYPES[record.dtype], slots, **own)
-    return plane_arena(shape, bits, slots, record.interleaved, **own)
+        return whole_arena(shape, DTYPES[record.dtype], slots, device, **own)
+    return plane_arena(shape, bits, slots, record.interleaved, device, **own)
 
 
 def _bias_bytes(record: LayerRecord) -> int:

@@ -62,6 +62,8 @@ def test_the_keys_are_these() -> None:
         "memory.kv_gib",
         "memory.reserve_gib",
         "memory.device_gib",
+        "memory.host_gib",
+        "memory.pinned_gib",
         "memory.keep_freed",
         "memory.prefix_tokens",
         "offload.policy",

@@ -1,0 +1,209 @@
+"""From host memory into the slots of a GPU; what host memory lacks is read from disk into it first.
+
+Copies whose bytes are there are launched together, with one mark behind them: the compute stream
+waits for it, the host does not. A copy begins when the kernels are done that were launched before
+its slot was given away; an expert keeps its slot in host memory until its copy has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from offload.arena import Arena
+from offload.cache import ExpertCache
+from offload.errors import OffloadError
+from offload.loans import Loan
+from offload.streams import Delay, Mark, Streams
+
+
+class HostSource:
+    """Fills slots of a device; see `offload.filling.Source`. Belongs to the step loop.
+
+    Args:
+        host: the experts in host memory; used by nobody else meanwhile.
+        near: its slots.
+        device: the slots to be filled.
+        streams: of the device.
+    """
+
+    def __init__(self, host: ExpertCache, near: Arena, device: Arena, streams: Streams) -> None:
+        self.streams = streams
+        self._host, self._near, self._device = host, near, device
+        self._waiting: list[Copy] = []  # for bytes in host memory, or to be launched
+        self._batches: deque[_Batch] = deque()  # launched, and not known to have ended
+        self._delays: list[tuple[int, Delay]] = []
+        self._fetched = 0
+
+    def fetch(self, layer: int, expert: int, planes: range, slot: int, *, urgent: bool) -> Copy:
+        self._fetched += 1
+        copy = Copy(self, layer, expert, planes, slot, urgent, self._fetched, self.streams.now())
+        self._borrow(copy)
+        if copy.failed is not None:
+            raise copy.failed
+        self._waiting.append(copy)
+        if not urgent:
+            self.launch()
+        return copy
+
+    def launch(self) -> None:
+        """Start all copies whose bytes are in host memory."""
+        while self._batches and self._batches[0].mark.reached():
+            for copy in self._batches.popleft().copies:
+                copy.end()
+        waiting, self._waiting, full = self._waiting, [], False
+        ready: list[Copy] = []
+        for copy in sorted(waiting, key=lambda copy: not copy.urgent):
+            if copy.loan is None and not full:
+                full = not self._borrow(copy)
+            if copy.failed is None and (copy.loan is None or not copy.loan.ready):
+                self._waiting.append(copy)
+                continue
+            if copy.loan is not None:
+                copy.failed = copy.loan.failed
+            if copy.failed is None:
+                ready.append(copy)
+            else:
+                copy.end()
+        if ready:
+            pairs = [pair for copy in ready for pair in self._pairs(copy)]
+            last = max(ready, key=lambda copy: copy.number)
+            batch = _Batch(self.streams.copy(pairs, last.after), ready)
+            self._batches.append(batch)
+            for copy in ready:
+                copy.batch = batch
+
+    def bring(self, copy: Copy) -> None:
+        """Wait until a copy has been launched.
+
+        Raises:
+            OffloadError: its bytes cannot be had, or a read does not end.
+        """
+        copy.hasten()
+        self.launch()
+        while copy.batch is None:
+            if copy.failed is not None:
+                raise copy.failed
+            reading = next((c for c in (copy, *self._waiting) if c.loan is not None), None)
+            if reading is not None and reading.loan is not None:
+                try:
+                    reading.loan.wait()
+                except OffloadError:
+                    if not reading.loan.ready:  # it hangs, and so does everything behind it
+                        raise
+            elif self._batches:
+                self._batches[0].mark.wait()
+            else:
+                raise OffloadError(
+                    f"no room in host memory for expert {copy.expert} of layer {copy.layer}: reads "
+                    "that do not end hold all of it; give it more memory (memory.host_gib)"
+                )
+            self.launch()
+
+    def follow(self, copy: Copy) -> None:
+        """Let kernels launched from now on wait for a copy, and all that were launched with it."""
+        assert copy.batch is not None
+        if not copy.batch.done:
+            self._delays.append((copy.layer, self.streams.follow(copy.batch.mark)))
+            copy.batch.followed = True
+
+    def withdraw(self, copy: Copy) -> bool:
+        """Whether a copy had not been launched, and now never will."""
+        if copy not in self._waiting:
+            return False
+        self._waiting.remove(copy)
+        copy.failed = OffloadError("the copy was cancelled")
+        copy.end(unused=True)
+        return True
+
+    def take_delays(self) -> list[tuple[int, float]]:
+        """Layers that kernels waited for since the last time, and the seconds."""
+        found = [(layer, delay, delay.seconds()) for layer, delay in self._delays]
+        self._delays = [(layer, delay) for layer, delay, seconds in found if seconds is None]
+        return [(layer, seconds) for layer, _, seconds in found if seconds is not None]
+
+    def _borrow(self, copy: Copy) -> bool:
+        """Ask for its bytes; whether host memory has room for them now."""
+        planes, urgent = copy.planes.stop, copy.urgent
+        try:
+            copy.loan = self._host.lend(copy.layer, copy.expert, planes, urgent=urgent)
+        except OffloadError as error:
+            copy.failed = error
+        return copy.loan is not None or copy.failed is not None
+
+    def _pairs(self, copy: Copy) -> list[tuple[Tensor, Tensor]]:
+        assert copy.loan is not None
+        sources = self._near.places(copy.loan.slot, copy.planes)
+        targets = self._device.places(copy.slot, copy.planes)
+        if copy.planes.start == 0:
+            sources += self._near.biases(copy.loan.slot)
+            targets += self._device.biases(copy.slot)
+        return list(zip(sources, targets, strict=True))
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Copies that were launched together."""
+
+    mark: Mark
+    copies: list[Copy]
+    followed: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether kernels launched from now on find the bytes."""
+        return self.followed or self.mark.reached()
+
+
+class Copy:
+    """An expert on its way to the device; see `offload.transfer.Transfer`. Waiting for it holds up
+    the compute stream, and the host only while its bytes are read from disk."""
+
+    def __init__(
+        self,
+        source: HostSource,
+        layer: int,
+        expert: int,
+        planes: range,
+        slot: int,
+        urgent: bool,
+        number: int,
+        after: Mark,
+    ) -> None:
+        self.layer, self.expert, self.planes, self.slot = layer, expert, planes, slot
+        self.urgent, self.number, self.after = urgent, number, after
+        self.loan: Loan | None = None
+        self.batch: _Batch | None = None
+        self.failed: Exception | None = None
+        self.seconds = 0.0
+        self._source, self._began = source, time.perf_counter()
+
+    @property
+    def done(self) -> bool:
+        if self.batch is None and self.failed is None and (self.loan is None or self.loan.ready):
+            self._source.launch()
+        return self.failed is not None or (self.batch is not None and self.batch.done)
+
+    def wait(self) -> float:
+        start = time.perf_counter()
+        self._source.bring(self)
+        self._source.follow(self)
+        return time.perf_counter() - start
+
+    def cancel(self) -> bool:
+        return self._source.withdraw(self)
+
+    def hasten(self) -> None:
+        self.urgent = True
+        if self.loan is not None:
+            self.loan.hasten()
+
+    def end(self, *, unused: bool = False) -> None:
+        """Its bytes have come, or will never come."""
+        self.seconds = time.perf_counter() - self._began
+        if self.loan is not None:
+            self.loan.give_back(unused=unused)
+            self.loan = None

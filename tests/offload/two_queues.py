@@ -1,0 +1,136 @@
+"""A device that is as late as the rules allow: two queues of work, run step by step at random.
+
+What is launched is only written down. A step of either queue runs whenever somebody looks at the
+device, if chance wants it and the mark that it waits for is reached: kernels long after the host
+has gone on, copies after whatever was launched behind them. A missing mark becomes a wrong result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+import torch
+from torch import Tensor
+
+from offload.streams import Mark
+
+
+class QueueMark:
+    """Reached when its queue has come to it."""
+
+    def __init__(self, device: TwoQueues) -> None:
+        self.passed = False
+        self._device = device
+
+    def reached(self) -> bool:
+        self._device.drift()
+        return self.passed
+
+    def wait(self) -> None:
+        self._device.run_until(self)
+
+
+class QueueDelay:
+    """A second each."""
+
+    def __init__(self, end: QueueMark) -> None:
+        self._end = end
+
+    def seconds(self) -> float | None:
+        return 1.0 if self._end.passed else None
+
+
+Step = Callable[[], object] | QueueMark
+"""Something to do; or, in the queue `waits` says, to be reached before the next."""
+
+
+class TwoQueues:
+    """See `offload.streams.Streams`.
+
+    Args:
+        pins: pieces of memory that may be locked before the system refuses.
+    """
+
+    def __init__(self, random: Random, pins: int = 1 << 30) -> None:
+        self.random, self.pins = random, pins
+        self.locked: list[Tensor] = []
+        self.copied_bytes = 0
+        self.batches = 0
+        self._kernels: deque[tuple[str, Step]] = deque()
+        self._copies: deque[tuple[str, Step]] = deque()
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """A kernel, that reads memory when it runs."""
+        self._kernels.append(("run", kernel))
+        self.drift()
+
+    def now(self) -> QueueMark:
+        mark = QueueMark(self)
+        self._kernels.append(("mark", mark))
+        return mark
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> QueueMark:
+        assert isinstance(after, QueueMark)
+        mark = QueueMark(self)
+        self._copies.append(("wait", after))
+        for source, target in pairs:
+            assert source.shape == target.shape
+            # In the middle of a copy there is neither the old nor the new.
+            self._copies.append(("run", partial(target.view(torch.uint8).fill_, 0x5A)))
+            self._copies.append(("run", partial(target.copy_, source)))
+            self.copied_bytes += source.nbytes
+        self._copies.append(("mark", mark))
+        self.batches += 1
+        self.drift()
+        return mark
+
+    def follow(self, mark: Mark) -> QueueDelay:
+        assert isinstance(mark, QueueMark)
+        self._kernels.append(("wait", mark))
+        return QueueDelay(self.now())
+
+    def bring(self, small: Tensor) -> Tensor:
+        return small.clone()
+
+    def pin(self, memory: Tensor) -> bool:
+        if self.pins <= 0:
+            return False
+        self.pins -= 1
+        self.locked.append(memory)
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        self.locked = [piece for piece in self.locked if piece is not memory]
+
+    def drift(self) -> None:
+        """Time goes by: some steps run, or none."""
+        for _ in range(self.random.choice((0, 0, 1, 3, 10))):
+            self._step(self.random.choice((self._kernels, self._copies)))
+
+    def run_until(self, mark: QueueMark) -> None:
+        while not mark.passed:
+            queues = [self._kernels, self._copies]
+            self.random.shuffle(queues)
+            assert self._step(queues[0]) or self._step(queues[1]), "a device that waits for ever"
+
+    def finish(self) -> None:
+        """The host waits for all kernels."""
+        self.run_until(self.now())
+
+    @staticmethod
+    def _step(queue: deque[tuple[str, Step]]) -> bool:
+        """Run the next step of a queue; whether it could."""
+        if not queue:
+            return False
+        kind, step = queue[0]
+        if isinstance(step, QueueMark):
+            if kind == "wait" and not step.passed:
+                return False
+            step.passed = True
+        else:
+            step()
+        queue.popleft()
+        return True
