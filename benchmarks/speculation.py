@@ -47,7 +47,7 @@ def grid(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
     made = Grid(
         MoE.from_pretrained(target.store), MoE.from_pretrained(ROOT / "examples/demo-model")
     )
-    count, tokens = (1, 24) if options.quick else (6, 64)
+    count, tokens = (1, 24) if options.quick else (24, 64)
     return [
         made.measure(point, count, tokens, temperature)
         for temperature in options.temperatures

@@ -1,10 +1,11 @@
 """Which part of a model drafts best? Acceptance by resident experts, their bits, and their choice.
 
 The shipped model at 8 bits verifies; the draft is the same planes with a part of the experts of
-each layer and a part of the bits: those that a domain's text visits most, random ones, or those
-that the tokens of the draft itself vote for (which have to be there then). Everything else is as in
-service: keys and values of the context are the model's own, those of a draft are thrown away.
-Legend: E experts of a layer.
+each layer and a part of the bits. Residents are those that a domain's text visits most
+(``frequency``), those that it weighs most (``mass``), those that the prompt itself weighs most
+(``prompt``), random ones, other ones for each prompt, or those that the tokens of the draft vote
+for (``voted``: they have to be there then). Everything else is as in service: keys and values of
+the context are the model's own, those of a draft are thrown away. Legend: E experts of a layer.
 """
 
 from __future__ import annotations
@@ -18,27 +19,24 @@ from torch import Tensor
 
 from benchmarks.predict import TEXTS, heldout
 from benchmarks.quality import changed, nested
+from benchmarks.speculation_residents import Popularity, Resident, first
 from benchmarks.speculation_runs import MAX_DEPTH, Contender, Prompts, decode
 from kernels import ExpertWeights, experts_forward
-from kernels.reference import AnyExperts
 from moe import MoE
-from moe.kv import Work
-from moe.lanes import run_lanes
 from moe.selection import find_selectors
 from moe.speculate import Speculator
 from moe.speculate.draft import Mode
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.fixed import FixedDepth
-from moe.speculate.layers import DraftLayers
-from routing import Routing
-from routing.routing import select_top_k
 
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 BITS = (2, 4, 8)
 DEPTH = 4
 HOT = 2000
 """Tokens of a domain, from its beginning, whose most frequent experts are resident."""
-SELECTIONS = ("frequency", "random", "voted")
+SELECTIONS = ("frequency", "random", "mass", "prompt", "voted")
+PARTED = (0.25, 0.5)
+"""Shares at which every selection is compared."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,6 @@ class Point:
     way: str = "planes"
 
 
-class Resident(DraftLayers):
-    """Draft layers of which only some experts are there; see `DraftLayers`."""
-
-    masks: Sequence[Tensor] | None = None
-
-    def _allowed(self, layer: int, routing: Routing, held: AnyExperts) -> Tensor | None:
-        return super()._allowed(layer, routing, held) if self.masks is None else self.masks[layer]
-
-
 class Grid:
     """Drafts of the shipped model with any part of it.
 
@@ -68,60 +57,28 @@ class Grid:
         whole: the same model as it was before it was quantised, for other ways to cut bits.
     """
 
-    def __init__(self, model: MoE, whole: MoE | None = None) -> None:
+    def __init__(self, model: MoE, whole: MoE) -> None:
         self._model = model
         self._selectors = [found.selector for found in find_selectors(model._trunk)]
         begun = {name: model.codec.encode(heldout(name))[:HOT] for name in TEXTS}
-        self._frequencies = {name: frequencies(model, ids) for name, ids in begun.items()}
-        self._whole: list[ExpertWeights] = []
-        if whole is not None:
-            self._whole = [e for e in whole._experts.layers if isinstance(e, ExpertWeights)]
-
-    def drafts(self, point: Point, text: str) -> Speculator:
-        """A draft in which the most frequent experts are those of one domain."""
-        voted = point.selection == "voted"
-        mode = Mode(
-            "elastic",
-            bits=point.bits if point.way == "planes" else None,
-            core="vote" if voted else "all",
-            share=point.share if voted else 1.0,
-        )
-        layers = Resident(self._layers(point), experts_forward, self._selectors)
-        if not voted:
-            layers.masks = [
-                self._mask(counts, point, 100 * TEXTS.index(text) + index)
-                for index, counts in enumerate(self._frequencies[text])
-            ]
-        elastic = ElasticDrafts(self._model._trunk, layers)
-        return Speculator(FixedDepth(mode, DEPTH), elastic, [], MAX_DEPTH)
-
-    def _layers(self, point: Point) -> Sequence[Any]:
-        if point.way == "planes":
-            return self._model._experts.layers
-        centred = point.way == "centred"
-        return [
-            changed(e, lambda w: nested(w, point.bits, 64, centred=centred)) for e in self._whole
-        ]
-
-    def _mask(self, counts: Tensor, point: Point, seed: int) -> Tensor:
-        seats = max(1, round(point.share * len(counts)))
-        if point.selection == "random":
-            counts = torch.rand(len(counts), generator=torch.Generator().manual_seed(seed))
-        mask = torch.zeros(len(counts), dtype=torch.bool)
-        mask[select_top_k(counts[None], seats)[0]] = True
-        return mask
+        self._popular = {name: Popularity.of(model, ids) for name, ids in begun.items()}
+        self._whole = [e for e in whole._experts.layers if isinstance(e, ExpertWeights)]
 
     def measure(
         self, point: Point, count: int, new_tokens: int, temperature: float
     ) -> dict[str, Any]:
-        """Acceptance of one cell, over so many prompts of each domain."""
-        contender = Contender(point.selection, None, DEPTH)
+        """Acceptance of one cell, over so many prompts of each domain.
+
+        ``by_prompt`` has tokens verified and accepted of each prompt, the same ones in every cell.
+        """
+        contender, layers = Contender(point.selection, None, DEPTH), self._layers(point)
         for text in TEXTS:
-            drafts = self.drafts(point, text)
-            for prompt in Prompts(self._model, text).take(count):
+            for index, prompt in enumerate(Prompts(self._model, text).take(count)):
+                drafts = self._drafts(point, layers, text, prompt, index)
                 run = decode(self._model, drafts, [prompt], new_tokens, temperature)
                 contender.runs.append(run)
         acceptance, length = contender.drafted()
+        alone = [Contender("", None, DEPTH, [run]).drafted()[0] for run in contender.runs]
         return {
             "selection": point.selection,
             "resident": point.share,
@@ -133,7 +90,46 @@ class Grid:
             "draft_bytes_per_token": round(contender.a_token("draft_bytes")),
             "target_bytes_per_token": round(contender.a_token("memory_bytes")),
             "by_position": _by_position(contender),
+            "by_prompt": [round(each, 4) for each in alone],
         }
+
+    def _drafts(
+        self, point: Point, layers: Sequence[Any], text: str, prompt: Sequence[int], index: int
+    ) -> Speculator:
+        """A draft for one prompt of a domain."""
+        voted = point.selection == "voted"
+        mode = Mode(
+            "elastic",
+            bits=point.bits if point.way == "planes" else None,
+            core="vote" if voted else "all",
+            share=point.share if voted else 1.0,
+        )
+        served = Resident(layers, experts_forward, self._selectors)
+        if not voted and point.share < 1:
+            served.masks = self._masks(point, text, prompt, index)
+        elastic = ElasticDrafts(self._model._trunk, served)
+        return Speculator(FixedDepth(mode, DEPTH), elastic, [], MAX_DEPTH)
+
+    def _layers(self, point: Point) -> Sequence[Any]:
+        if point.way == "planes":
+            return self._model._experts.layers
+        centred = point.way == "centred"
+        return [
+            changed(e, lambda w: nested(w, point.bits, 64, centred=centred)) for e in self._whole
+        ]
+
+    def _masks(
+        self, point: Point, text: str, prompt: Sequence[int], index: int
+    ) -> Sequence[Tensor]:
+        """Of each layer, the residents."""
+        popular = self._popular[text]
+        values = popular.counts if point.selection == "frequency" else popular.mass
+        if point.selection == "prompt":
+            values = Popularity.of(self._model, prompt).mass
+        elif point.selection == "random":
+            draw = torch.Generator().manual_seed(1000 * TEXTS.index(text) + index)
+            values = [torch.rand(len(value), generator=draw) for value in values]
+        return [first(value, point.share) for value in values]
 
 
 def _by_position(contender: Contender) -> list[float]:
@@ -148,22 +144,12 @@ def _by_position(contender: Contender) -> list[float]:
     return [round(a / min(r, v), 4) for a, r, v in pairs if v and r]
 
 
-def frequencies(model: MoE, ids: Sequence[int]) -> list[Tensor]:
-    """``(E,)`` of each layer: how often a text visits each expert."""
-    model.reset_stats()
-    cache = model._trunk.new_cache(len(ids))
-    with torch.inference_mode():
-        run_lanes(model._trunk.lanes([Work(ids, cache)]), model._experts.run)
-    statistics = model._experts.statistics
-    layers = range(len(model._experts.layers))
-    return [statistics.tokens_per_expert(layer).float() for layer in layers]
-
-
 def points(quick: bool) -> Iterator[Point]:
     """The cells, and the ways to read a prefix of the bits."""
     for share in (0.25, 1.0) if quick else SHARES:
         for bits in (4,) if quick else BITS:
-            for selection in SELECTIONS if share < 1 else SELECTIONS[:1]:
+            chosen = SELECTIONS if share in PARTED and bits == 4 else SELECTIONS[:1]
+            for selection in chosen:
                 yield Point(selection, share, bits)
     for bits in (4,) if quick else (2, 4):
         for way in ("centred", "truncated"):

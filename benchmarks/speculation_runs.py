@@ -40,7 +40,6 @@ def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
         model._trunk,
         model._experts,
         loaded.backend.forward,
-        loaded.logits_size,
     )
     if made.speculator is None:
         raise ValueError(made.reason)

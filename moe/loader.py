@@ -137,7 +137,7 @@ def _load(
         expect, apart = expectation(path, planned.config, counts)
     experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
-    ready = _make_ready(Trunk(network), experts, policies, profile, planned.logits_size)
+    ready = _make_ready(Trunk(network), experts, policies, profile)
     codec = TextCodec.from_directory(path, planned.config)
     return LoadedModel(
         trunk=ready.trunk,
@@ -175,15 +175,13 @@ class _Ready:
 
 
 def _make_ready(
-    trunk: Trunk, experts: MoELayers, policies: PolicyChain, profile: Profile, logits_size: int
+    trunk: Trunk, experts: MoELayers, policies: PolicyChain, profile: Profile
 ) -> _Ready:
     """Find out which faster ways the model can go, and let its policies decide from then on."""
     packing = enable_packing(trunk)
     mended = mend_linears(trunk.model)
     fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
-    speculation = enable_speculation(
-        profile.speculation, trunk, experts, experts.forward, logits_size
-    )
+    speculation = enable_speculation(profile.speculation, trunk, experts, experts.forward)
     # Policies come after the probes, which compare ways to compute the model as it is.
     experts.selectors = prepare(policies, trunk)
     experts.policies = policies

@@ -53,13 +53,11 @@ def enable_speculation(
     trunk: Trunk,
     experts: MoELayers,
     forward: Forward,
-    vocab_size: int,
 ) -> Speculation:
     """Draft from now on as the settings say, where this model can take drafts back.
 
     Args:
         forward: what runs a layer's experts.
-        vocab_size: V of the logits.
     """
     if settings.mode == "off":
         return SPECULATION_OFF
@@ -78,7 +76,7 @@ def enable_speculation(
     elastic = None
     if modes:
         elastic = ElasticDrafts(trunk, _draft_layers(mode, trunk, experts, forward))
-    model_free: dict[str, ModelFree] = {"ngram": NGram(), "recycling": Recycling(vocab_size)}
+    model_free: dict[str, ModelFree] = {"ngram": NGram(), "recycling": Recycling()}
     sources = [source for name, source in model_free.items() if settings.mode in (name, "auto")]
     modes += [source.mode for source in sources]
     controller: Controller = (

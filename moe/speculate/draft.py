@@ -159,6 +159,16 @@ class Controller(Protocol):
         """A step without prompts took so long, whatever was done in it."""
         ...
 
+    def hear(
+        self,
+        sequence: RunningSequence,
+        mode: Mode,
+        judged: Sequence[tuple[Sequence[float], int]],
+    ) -> None:
+        """What a model-free mode would have drafted while the controller rested: of each draft the
+        confidence of its tokens, and how many of them were right."""
+        ...
+
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
         """Whether an elastic draft with such confidence so far is worth another pass."""
         ...

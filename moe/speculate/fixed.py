@@ -30,6 +30,14 @@ class FixedDepth:
     def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
         return None
 
+    def hear(
+        self,
+        sequence: RunningSequence,
+        mode: Mode,
+        judged: Sequence[tuple[Sequence[float], int]],
+    ) -> None:
+        return None
+
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
         return True
 

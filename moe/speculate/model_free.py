@@ -6,11 +6,10 @@ acceptance. ALGORITHMS.md 19: a tree of drafts would touch nearly every expert.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from moe.sequence import RunningSequence
@@ -18,27 +17,78 @@ from moe.speculate.draft import PLAIN, Draft, Mode
 
 LONGEST, SHORTEST = 4, 2
 """Last tokens that must have been seen before, tried in this order."""
+JUDGED = 16
+"""Last tokens of a sequence on which drafts are judged that nobody asked for."""
+FIRST, FADE = 0.3, 0.25
+"""How probably a token is followed as the time before: at first, and weight of each time."""
+
+Judged = tuple[Sequence[float], int]
+"""Confidence of each token of a draft, and how many of them were right."""
+Guess = tuple[list[int], list[float]]
+"""Tokens that may follow, and how probable each is."""
 
 
-class ModelFree(Protocol):
-    """Drafts for one sequence at a time."""
+class ModelFree(ABC):
+    """Drafts for one sequence at a time, from the tokens that it has."""
 
-    @property
-    def mode(self) -> Mode: ...
+    mode: Mode
+
+    def __init__(self) -> None:
+        self._read: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
 
     def offer(self, sequence: RunningSequence, limit: int) -> Draft:
         """At most ``limit`` tokens that may follow; `PLAIN` where it knows nothing."""
-        ...
+        self._take(sequence, self._unread(sequence))
+        tokens, confidence = self._following(sequence, limit)
+        return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN
+
+    def judge(self, sequence: RunningSequence, limit: int) -> list[Judged]:
+        """What would have been drafted on the way through the tokens that have come since the last
+        offer, verification by verification, and would have been right."""
+        came, judged = self._unread(sequence), list[Judged]()
+        place = max(0, len(came) - JUDGED)
+        self._take(sequence, came[:place])
+        while place < len(came):
+            tokens, confidence = self._following(sequence, min(limit, len(came) - place))
+            pairs = enumerate(zip(tokens, came[place:], strict=False))
+            right = next((index for index, (a, b) in pairs if a != b), len(tokens))
+            if tokens:
+                self._count(sequence, len(tokens), right)
+            judged.append((confidence, right))
+            self._take(sequence, came[place : place + right + 1])
+            place += right + 1
+        return judged
 
     def learn(
         self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
     ) -> None:
-        """What the model made of a draft of any mode.
+        """What the model made of a draft of any mode; the tokens themselves are taken in later.
 
         Args:
             logits_TV: of the sequence's last token and of each drafted one.
         """
-        ...
+        if draft.mode == self.mode:
+            self._count(sequence, len(draft.tokens), accepted)
+
+    def _unread(self, sequence: RunningSequence) -> list[int]:
+        """Tokens, those of the prompt included, that have come since this was last asked."""
+        prompt, read = sequence.prompt_token_ids, self._read.get(sequence, 0)
+        self._read[sequence] = len(prompt) + len(sequence.token_ids)
+        if read >= len(prompt):
+            return sequence.token_ids[read - len(prompt) :]
+        return prompt[read:] + sequence.token_ids
+
+    @abstractmethod
+    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
+        """The sequence goes on with these tokens."""
+
+    @abstractmethod
+    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
+        """What may follow the tokens that have been taken in."""
+
+    @abstractmethod
+    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
+        """So many tokens of the last guess for a sequence were right."""
 
 
 class History:
@@ -56,9 +106,6 @@ class History:
                 self._ends[tuple(known[-size:])] = end
             known.append(token)
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def following(self, limit: int) -> tuple[list[int], int]:
         """What followed the longest known run that the sequence ends with, and the run's length.
 
@@ -73,7 +120,7 @@ class History:
         return [], 0
 
 
-class NGram:
+class NGram(ModelFree):
     """Prompt lookup: what followed the last tokens when the sequence had them before.
 
     Confidence is how often drafts behind runs of that length have proved right, per token.
@@ -82,61 +129,71 @@ class NGram:
     mode = Mode("ngram")
 
     def __init__(self) -> None:
+        super().__init__()
         self._histories: WeakKeyDictionary[RunningSequence, History] = WeakKeyDictionary()
         self._sizes: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
         self._right = dict.fromkeys(range(SHORTEST, LONGEST + 1), 1.0)
         self._tried = dict.fromkeys(range(SHORTEST, LONGEST + 1), 2.0)
 
-    def offer(self, sequence: RunningSequence, limit: int) -> Draft:
-        history = self._histories.setdefault(sequence, History())
-        read = len(sequence.prompt_token_ids)
-        if len(history) < read:
-            history.extend(sequence.prompt_token_ids[len(history) :])
-        history.extend(sequence.token_ids[len(history) - read :])
-        tokens, size = history.following(limit)
+    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
+        self._histories.setdefault(sequence, History()).extend(tokens)
+
+    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
+        tokens, size = self._histories[sequence].following(limit)
         if not tokens:
-            return PLAIN
+            return [], []
         self._sizes[sequence] = size
-        return Draft.sure(self.mode, tokens, [self._right[size] / self._tried[size]] * len(tokens))
+        return tokens, [self._right[size] / self._tried[size]] * len(tokens)
 
-    def learn(
-        self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
-    ) -> None:
-        if draft.mode == self.mode:
-            size = self._sizes[sequence]
-            self._right[size] += accepted
-            self._tried[size] += min(accepted + 1, len(draft.tokens))
+    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
+        size = self._sizes[sequence]
+        self._right[size] += right
+        self._tried[size] += min(right + 1, drafted)
 
 
-class Recycling:
+class Recycling(ModelFree):
     """Token Recycling (ALGORITHMS.md 19): what the model last thought would follow a token.
 
-    Args:
-        vocab_size: V.
-
-    The table is shared by all sequences. Confidence is the probability that it was thought with.
+    The table is shared by all sequences. Confidence is how often a token has been followed as it
+    was the time before.
     """
 
     mode = Mode("recycling")
 
-    def __init__(self, vocab_size: int) -> None:
-        self._successor = torch.full((vocab_size,), -1)
-        self._chance = torch.zeros(vocab_size)
-
-    def offer(self, sequence: RunningSequence, limit: int) -> Draft:
-        token = sequence.token_ids[-1]
-        tokens: list[int] = []
-        confidence: list[float] = []
-        while len(tokens) < limit and (following := int(self._successor[token])) >= 0:
-            tokens.append(following)
-            confidence.append(float(self._chance[token]))
-            token = following
-        return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
+        self._successor: dict[int, tuple[int, float]] = {}
 
     def learn(
         self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
     ) -> None:
-        read = torch.tensor([sequence.token_ids[-1], *draft.tokens])
-        chances, best = logits_TV.float().softmax(-1).max(-1)
-        for index, token in enumerate(read.tolist()):  # in order: the last one counts
-            self._successor[token], self._chance[token] = best[index], chances[index]
+        thought = logits_TV[accepted + 1 :].argmax(-1).tolist()
+        for token, following in zip(draft.tokens[accepted:], thought, strict=True):
+            self._follow(token, following)
+
+    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
+        last = self._last.get(sequence)
+        for token in tokens:
+            if last is not None:
+                self._follow(last, token)
+            last = token
+        if last is not None:
+            self._last[sequence] = last
+
+    def _follow(self, token: int, following: int) -> None:
+        before, chance = self._successor.get(token, (None, FIRST))
+        if before is not None:
+            chance += FADE * ((before == following) - chance)
+        self._successor[token] = following, chance
+
+    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
+        tokens, confidence, token = list[int](), list[float](), self._last[sequence]
+        while len(tokens) < limit and token in self._successor:
+            token, chance = self._successor[token]
+            tokens.append(token)
+            confidence.append(chance)
+        return tokens, confidence
+
+    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
+        return None  # it is counted for each token, whoever drafts

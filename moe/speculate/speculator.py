@@ -64,13 +64,16 @@ class Speculator:
         """
         began = self._start = self._clock()
         self._batch, self._tokens = len(sequences), 0
-        self._resting, self.forecast = self.controller.rests(self._batch), None
+        rested, self.forecast = self._resting, None
+        self._resting = self.controller.rests(self._batch)
         if self._resting:
             self.report.rest(self._batch)
             return [PLAIN] * self._batch
         self._trials, self._draft_rows = [], []
         bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
         limits = self._limits(sequences, spare)
+        if rested:
+            self._judge(sequences)
         offers = [
             [draft for source in self._model_free if (draft := source.offer(s, limit)).tokens]
             for s, limit in zip(sequences, limits, strict=True)
@@ -98,8 +101,9 @@ class Speculator:
         tokens = verify(sequence.sampler, draft, logits_TV)
         self._tokens += len(tokens)
         accepted = len(tokens) - 1
-        for source in self._model_free:
-            source.learn(sequence, draft, accepted, logits_TV)
+        if draft.tokens:
+            for source in self._model_free:
+                source.learn(sequence, draft, accepted, logits_TV)
         confidence = self._confidence.get(sequence, draft.confidence)
         drafted = len(draft.tokens)
         self._trials.append(Trial(sequence, draft.mode, drafted, accepted, confidence))
@@ -129,6 +133,13 @@ class Speculator:
     def figures(self) -> dict[str, Any]:
         """What came of it, and what decides, for JSON."""
         return {**self.report.figures(), "control": self.controller.figures()}
+
+    def _judge(self, sequences: Sequence[RunningSequence]) -> None:
+        """Tell the controller what model-free drafts would have brought while nobody looked."""
+        for source in self._model_free:
+            for sequence in sequences:
+                judged = source.judge(sequence, self._max_depth)
+                self.controller.hear(sequence, source.mode, judged)
 
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:
         """Tokens that each sequence may draft: the one behind them is the model's own."""

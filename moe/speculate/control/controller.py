@@ -1,49 +1,36 @@
 """How far to draft, and how: what brings the most tokens a second, as far as is known so far.
 
 Each step the choice with the highest goodput is taken; now and then another one that would be
-better if luck had it, as long as what such trials lose stays below a share of the time. Depth 0 is
-plain decoding. Everything is learnt from the steps themselves. No tensors here: what decides can be
-tried on simulated processes (tests/moe/speculate).
+better if luck had it. Nothing is drafted that could lose more than an account has room for, and
+where no drafts are in sight nobody looks for them. Depth 0 is plain decoding. Everything is learnt
+from the steps themselves, and from what drafts that cost nothing would have brought. No tensors
+here: what decides can be tried on simulated processes (tests/moe/speculate).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from moe.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
+from moe.speculate.control.account import SHARE, Account
+from moe.speculate.control.budget import Budget
 from moe.speculate.control.coverage import Counter
 from moe.speculate.control.figures import control_figures
-from moe.speculate.control.goodput import Ledger
-from moe.speculate.control.rest import Rest
-from moe.speculate.control.search import (
-    LOYALTY,
-    PLAIN,
-    Plan,
-    Search,
-    Step,
-    Way,
-    plain,
-    prices,
-)
+from moe.speculate.control.paper import Paper
+from moe.speculate.control.rest import Rest, Rested
+from moe.speculate.control.search import PLAIN, Plan, Search, Step, Way, prices
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Choice, Draft, Mode, Round
 
-EXPLORE = 0.01
-"""Share of the time that trials may lose."""
-OPTIMISM = 2.0
-"""Standard deviations by which a trial is hoped to do better than is known."""
-STALE = 64
-"""Steps after which plain decoding is measured again."""
-WARM = 2
-"""Plain steps of a batch before anything else is tried with it."""
+CAUTION = 1.02
+"""How much better than plain decoding drafting must look."""
 PLANNING = 0.004
 """Share of the time that searching for the best plan may take; between searches plans stand."""
-LONGEST = 64
-"""Steps for which a plan may stand."""
+LONGEST = 256
+"""Steps for which a plan, or a rest, may stand."""
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
 MOST_SKIPPED = 8
@@ -72,19 +59,45 @@ class Controller:
     ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(modes, max_depth)
-        self.ledger = Ledger(EXPLORE)
+        self.account, self._paper = Account(), Paper()
+        self._rest, self._rested = Rest(), Rested()
         elastic = [mode for mode in modes if mode.source == "elastic"]
+        self._free = [mode for mode in modes if mode.source != "elastic"]
         self._search = Search(elastic, self.acceptance, costs)
+        self._budget = Budget(self._search, self.account)
         self._count, self._clock = count, clock
-        self._plain: dict[int, tuple[int, int]] = {}  # of a batch: plain steps, the last of them
         self._sequences: Sequence[RunningSequence] = ()
         self._plan: Plan | None = None  # of this step
         self._best: Plan | None = None  # that was known at the last search
         self._searched, self._every = 0, 1
-        self._search_seconds = 0.0
-        self._rest = Rest()
+        self._search_seconds = self._look_seconds = 0.0
         self._wait, self._learn_seconds = 0, 0.0
         self._prices = 0.0, 0.0  # tokens that a pass more, and a row more, have to bring
+
+    def rests(self, batch: int) -> bool:
+        """Whether this step need not be asked about; then it is a plain one."""
+        resting = self._rest.begins(batch)
+        if not (resting and self._rested.goes_on(batch)):
+            self._take_in_rest()
+            self._count.start()
+        if resting:
+            self._rested.begin(batch)
+        return resting
+
+    def hear(
+        self,
+        sequence: RunningSequence,
+        mode: Mode,
+        judged: Sequence[tuple[Sequence[float], int]],
+    ) -> None:
+        """What a model-free mode would have drafted while nobody looked, and what of it was right:
+        nobody has paid for finding out."""
+        for confidence, right in judged:
+            drafted = len(confidence)
+            if drafted:
+                self.acceptance.observe(sequence, mode, drafted, confidence, drafted, right)
+            depth = self.keep(mode, confidence) if drafted else 0
+            self._paper.note(mode, min(right, depth) - depth * self._prices[1])
 
     def plan(
         self,
@@ -94,22 +107,14 @@ class Controller:
     ) -> Sequence[Choice]:
         """One choice for each running sequence."""
         self.acceptance.step += 1
-        self._count.start()
         step = Step(sequences, limits, offers)
         stands = self.acceptance.step < self._searched + self._every
         if self._best is not None and stands and list(sequences) == self._sequences:
-            self._plan = self._search.again(step, self._best, self._prices[1])
+            plan = self._search.again(step, self._best, self._prices[1])
         else:
-            self._plan = self._search_plan(step)
+            plan = self._search_plan(step)
+        self._plan = self._budget.within(step, plan)
         return self._plan.choices
-
-    def rests(self, batch: int) -> bool:
-        """Whether this step need not be asked about, nor told; then it is a plain one."""
-        return self._rest.begins(batch)
-
-    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
-        """A whole step took so long, this controller included."""
-        self._rest.ends(batch, tokens, seconds, rested)
 
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
         """Whether another token after these is likely enough to pay for drafting and reading it."""
@@ -133,62 +138,58 @@ class Controller:
         self._learn_seconds += 0.2 * (self._clock() - start - self._learn_seconds)
         self._wait = min(int(self._learn_seconds / (LEARNING * seconds)), MOST_SKIPPED)
 
+    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
+        """A whole step took so long, this controller included."""
+        if rested:
+            self._rested.end(seconds)
+            return
+        assert self._plan is not None
+        assert self._best is not None
+        step = self.costs.verify(batch, batch)
+        seconds = min(seconds, OUTLIER * self._search.seconds(self._plan))
+        self.account.settle(seconds, tokens * step / batch, step)
+        if self._plan.trial:
+            self.account.tried(seconds - tokens / self._best.option.goodput)
+        elif self._best.way == PLAIN and not self._paper.pays(self._free):
+            self._look_seconds += 0.2 * (max(seconds - step, 0.0) - self._look_seconds)
+            self._rest.take(int(min(self._look_seconds / (PLANNING * step), LONGEST)))
+        if self.account.room < 0:
+            self._rest.take(int(min((1 - self.account.room / step) / SHARE, LONGEST)))
+
+    def figures(self) -> dict[str, Any]:
+        """What is known and what came of it, for JSON."""
+        return control_figures(self._best, self.costs, self.account, self.acceptance)
+
+    def _take_in_rest(self) -> None:
+        """Learn from the plain steps that nobody has been told of one by one."""
+        if steps := self._rested.take():
+            mean, count = steps
+            batch = self._rested.batch
+            self.costs.rested(batch, mean, self._count.read(), count)
+            self.account.earn(count * mean, mean)
+
     def _learn(self, round: Round) -> None:
-        plan, best, counts = self._plan, self._best, self._count.read()
-        if plan is None or best is None or len(round.trials) != len(plan.choices):
+        plan, counts = self._plan, self._count.read()
+        if plan is None or len(round.trials) != len(plan.choices):
             return
         for trial, choice in zip(round.trials, plan.choices, strict=True):
             if choice.mode is not None:
                 own = trial.confidence, trial.drafted, trial.accepted
                 self.acceptance.observe(trial.sequence, choice.mode, choice.depth, *own)
-        if not round.alone:
-            return
-        self.costs.observe(plan.mode, round, counts)
-        batch, seconds = len(round.trials), round.draft_seconds + round.verify_seconds
-        tokens = batch + sum(trial.accepted for trial in round.trials)
-        self._every = min(int(self._search_seconds / (PLANNING * seconds)) + 1, LONGEST)
-        if round.rows == batch:
-            done, _ = self._plain.get(batch, (0, 0))
-            self._plain[batch] = done + 1, self.acceptance.step
-            self.ledger.note(seconds, seconds)
-        else:
-            plain_seconds = tokens * self.costs.verify(batch, batch) / batch
-            self.ledger.note(min(seconds, OUTLIER * plan.option.seconds), plain_seconds)
-        if plan.trial:
-            self.ledger.tried(seconds - tokens / best.option.goodput)
-
-    def figures(self) -> dict[str, Any]:
-        """What is known and what came of it, for JSON."""
-        return control_figures(self._best, self.costs, self.ledger, self.acceptance)
+            for mode in self._free:
+                gain = trial.accepted - trial.drafted * self._prices[1]
+                self._paper.note(mode, gain if mode == trial.mode else 0.0)
+        if round.alone:
+            self.costs.observe(plan.mode, round, counts)
 
     def _search_plan(self, step: Step) -> Plan:
         start, before = self._clock(), self._best
         way: Way = (None, 0) if before is None else before.way
-        best = self._search.best(step, way, self.ledger.caution)
-        trial = self._trial(step, best)
-        plan = best if trial is None else replace(trial, trial=True)
+        best = self._search.best(step, way, CAUTION)
+        plan = self._budget.trial(step, best) or best
         self._best, self._prices = best, prices(plan, best.option.goodput, self.costs)
         self._sequences, self._searched = list(step.sequences), self.acceptance.step
         self._search_seconds += 0.2 * (self._clock() - start - self._search_seconds)
+        share = self._search_seconds / (PLANNING * best.option.seconds)
+        self._every = min(int(share) + 1, LONGEST)
         return plan
-
-    def _trial(self, step: Step, best: Plan) -> Plan | None:
-        """Something else than the best that is known, where it is time for it and affordable."""
-        batch = len(step.sequences)
-        done, last = self._plain.get(batch, (0, 0))
-        if done < WARM:
-            return plain(step, self.costs)
-        if not self.ledger.affords(0.0):
-            return None
-        if best.way != PLAIN and self.acceptance.step - last > STALE:
-            tries = [plain(step, self.costs)]
-        else:
-            short = replace(step, limits=[min(limit, 1) for limit in step.limits])
-            hopes = (self._search.best(each, PLAIN, optimism=OPTIMISM) for each in (step, short))
-            least = LOYALTY * best.option.goodput
-            tries = [hope for hope in hopes if hope.option.goodput >= least]
-        for plan in tries:
-            worst = self._search.seconds(plan) - batch / best.option.goodput
-            if plan.way != best.way and self.ledger.affords(worst):
-                return plan
-        return None

@@ -15,6 +15,9 @@ import numpy as np
 Counts = tuple[float, float]
 """Distinct experts that a pass visited in all layers, and those of them not in memory."""
 
+FOLLOW = 0.1
+"""Weight of the last pass in what is known of hits: texts change what is in memory."""
+
 
 class Counter(Protocol):
     """Counts the experts of a step."""
@@ -78,8 +81,10 @@ class Coverage:
         """Those of them that have to be fetched."""
         return self._missing(self.hits, self.independent(sequences, rows))
 
-    def observe(self, sequences: int, rows: int, distinct: float, missing: float) -> None:
-        """What a pass really visited."""
+    def observe(
+        self, sequences: int, rows: int, distinct: float, missing: float, passes: int = 1
+    ) -> None:
+        """What a pass really visited, or so many of them on average."""
         covered = min(distinct / self.sizes.experts, 1 - 1e-3)
         worth = log(1 - covered) / log(1 - self._share)
         if rows > 1 and worth > 0:
@@ -89,7 +94,8 @@ class Coverage:
             a, b = np.clip(np.linalg.solve(self._gram, self._moment), 0.05, 1.2).tolist()
             self.exponents = a, b
         if self.sizes.resident < 1:
-            self.hits += 0.1 * (self._share_of_hits(worth, missing) - self.hits)
+            recent = 1 - (1 - FOLLOW) ** passes
+            self.hits += recent * (self._share_of_hits(worth, missing) - self.hits)
 
     def _missing(self, hits: float, worth: float) -> float:
         away = 1 - self.sizes.resident

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from moe.speculate.control.acceptance import Acceptance
-from moe.speculate.control.goodput import Ledger
+from moe.speculate.control.account import Account
 from moe.speculate.control.search import Plan
 from moe.speculate.control.steps import StepCosts
 
 
 def control_figures(
-    best: Plan | None, costs: StepCosts, ledger: Ledger, acceptance: Acceptance
+    best: Plan | None, costs: StepCosts, account: Account, acceptance: Acceptance
 ) -> dict[str, Any]:
     """For JSON; what is predicted is None before the first step.
 
@@ -24,11 +24,11 @@ def control_figures(
         predicted = best.option.goodput * costs.verify(batch, batch) / batch
     return {
         "predicted_gain": predicted,
-        "measured_gain": ledger.gain,
+        "measured_gain": account.gain,
         "target_efficiency": costs.efficiency.as_dict(),
-        "prediction_error": costs.error,
-        "caution": ledger.caution,
-        "trials": ledger.trials,
+        "prediction_error": costs.errors["step"],
+        "prediction_error_together": costs.errors["together"],
+        "trials": account.trials,
         "mode": None if best is None or best.mode is None else best.mode.name,
         "depth": 0 if best is None else best.way[1],
         "expected_acceptance": {

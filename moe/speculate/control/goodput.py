@@ -1,4 +1,4 @@
-"""Which depths bring the most tokens a second, and what may be lost by finding out.
+"""Which depths bring the most tokens a second.
 
 Expected tokens over predicted seconds (SmartSpec's goodput, MoESD's speed-up; ALGORITHMS.md 5 and
 17). Depth 0 is always among the choices: plain decoding is the bar.
@@ -12,13 +12,6 @@ from itertools import accumulate
 
 CUTS = 12
 """Ways to divide the drafted tokens of a batch that are compared."""
-GRANT = 2.0
-"""Steps that trials may lose before their share of the time allows it."""
-CAUTION = 1.02
-RESTRAINT = 8.0
-"""Further caution by share of the time that drafting has lost of late."""
-MOST_CAUTION = 1.2
-RECENT = 0.998
 
 Depths = tuple[int, ...]
 Chain = Sequence[float]
@@ -84,44 +77,3 @@ def _candidates(chains: Sequence[Chain]) -> Iterator[Depths]:
         depths[index] = position + 1
         if taken % every == 0:
             yield tuple(depths)
-
-
-class Ledger:
-    """What drafting has gained against plain decoding, and what trials have lost.
-
-    Attributes:
-        trials: made.
-    """
-
-    def __init__(self, share: float) -> None:
-        self.trials = 0
-        self._share = share
-        self._seconds = self._lost = self._grant = 0.0
-        self._recent = self._saved = 0.0
-
-    @property
-    def gain(self) -> float:
-        """Time that plain decoding would have taken of late over the time that was taken."""
-        return 1.0 + self._saved / self._recent if self._recent else 1.0
-
-    @property
-    def caution(self) -> float:
-        """How much better than plain decoding drafting must look; more where it has lost."""
-        loss = max(0.0, -self._saved / self._recent) if self._recent else 0.0
-        return min(CAUTION + RESTRAINT * loss, MOST_CAUTION)
-
-    def affords(self, loss: float) -> bool:
-        """Whether a trial may lose so many seconds."""
-        return self._lost + loss <= self._grant + self._share * self._seconds
-
-    def note(self, seconds: float, plain_seconds: float) -> None:
-        """A step took so long; decoding as many tokens plainly, it would have been so long."""
-        self._grant = self._grant or GRANT * seconds
-        self._seconds += seconds
-        self._recent = RECENT * self._recent + seconds
-        self._saved = RECENT * self._saved + plain_seconds - seconds
-
-    def tried(self, lost: float) -> None:
-        """A trial lost so many seconds against the best that was known; below 0 for a gain."""
-        self.trials += 1
-        self._lost = max(0.0, self._lost + lost)

@@ -124,11 +124,11 @@ class Search:
 
     def seconds(self, plan: Plan) -> float:
         """Of a plan in which every planned token is drafted, without any hope."""
-        depths = plan.option.depths
-        seconds = self.costs.verify(len(depths), len(depths) + sum(depths))
-        if plan.mode is None:
-            return seconds
+        batch, depths = len(plan.choices), [choice.depth for choice in plan.choices]
+        seconds = self.costs.verify(batch, batch + sum(depths))
         own = [c.depth for c in plan.choices if c.mode is plan.mode]
+        if plan.mode is None or not any(own):
+            return seconds
         return seconds + self.costs.draft(plan.mode, max(own), sum(own))
 
     def _plan(self, step: Step, mode: Mode | None, free: Sequence[Taken], optimism: float) -> Plan:

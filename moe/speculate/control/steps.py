@@ -7,24 +7,20 @@ not in memory cost most.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
 
-from moe.speculate.control.coverage import Coverage, Sizes
+from moe.speculate.control.coverage import Counts, Coverage, Sizes
 from moe.speculate.control.goodput import Depths
-from moe.speculate.control.times import Efficiency, Pace, Times
+from moe.speculate.control.measured import TOGETHER, Efficiency, Errors
+from moe.speculate.control.times import Pace, Times
 from moe.speculate.draft import Mode, Round
 
 HOPE = 0.1
 """Least that a draft pass may cost beside a plain one."""
 
-JUDGED = 128
-"""Steps whose predictions are judged."""
-LEARNING = 16
-"""Steps before predictions are judged."""
-
+Features = tuple[float, float, float, float]
+"""Of a pass: one, its rows, distinct experts, and those of them to be fetched."""
 Effort = tuple[Sequence[float], Sequence[float]]
 """Of each position of a plan the share of steps in which it is drafted, and verified."""
 
@@ -40,7 +36,6 @@ class StepCosts:
             that decodes plainly with every expert in memory.
 
     Attributes:
-        errors: relative ones of the seconds predicted of late.
         efficiency: of verifying.
     """
 
@@ -52,17 +47,18 @@ class StepCosts:
     ) -> None:
         pace = Pace()
         self.coverage = Coverage(sizes)
-        self.errors, self._observed = deque[float](maxlen=JUDGED), 0
         self.efficiency = Efficiency()
+        self._errors = Errors()
         self._relative = relative
         self._verify = Times(prices, pace)
         self._draft = {mode: Times((0.8, 0.2), pace) for mode in relative}
         self._known: dict[object, float] = {}
 
     @property
-    def error(self) -> float | None:
-        """Median of `errors`: other work on the machine comes in bursts; None before any."""
-        return median(self.errors) if self.errors else None
+    def errors(self) -> dict[str, float | None]:
+        """Relative ones of the seconds predicted of late, of single steps and of a few together:
+        medians, as other work on the machine comes in bursts; None before any."""
+        return self._errors.medians()
 
     def verify(self, sequences: int, rows: float) -> float:
         """Seconds of the model's own pass over so many rows of so many sequences."""
@@ -136,7 +132,7 @@ class StepCosts:
             return seconds
         return seconds + self.draft(mode, passes, draft_rows, hopeful)
 
-    def observe(self, mode: Mode | None, round: Round, counts: tuple[float, float] | None) -> None:
+    def observe(self, mode: Mode | None, round: Round, counts: Counts | None) -> None:
         """A step without prompts is over.
 
         Args:
@@ -154,21 +150,45 @@ class StepCosts:
             predicted += self.draft(mode, passes, draft_rows)
             point = (passes, draft_rows)
             self._draft[mode].observe(point, point, round.draft_seconds)
+        self._errors.add(predicted, seconds)
+        self._learn(sequences, rows, counts, round.verify_seconds, 1)
+
+    def rested(self, sequences: int, seconds: float, counts: Counts | None, steps: int) -> None:
+        """Plain steps are over that nobody planned.
+
+        Args:
+            seconds: of one of them, on average.
+            counts: see `observe`; of all together.
+        """
+        if self._verify.known and steps >= TOGETHER:
+            self._errors.together(self.verify(sequences, sequences), seconds)
         if counts is not None:
-            self.coverage.observe(sequences, rows, *counts)
-        self._observed += 1
-        if self._observed > LEARNING:
-            self.errors.append(abs(predicted / seconds - 1))
+            counts = counts[0] / steps, counts[1] / steps
+        self._learn(sequences, sequences, counts, seconds, steps)
+
+    def _learn(
+        self, sequences: int, rows: int, counts: Counts | None, seconds: float, steps: int
+    ) -> None:
         features = self._features(sequences, rows)
-        self._verify.observe((sequences, rows), features, round.verify_seconds)
+        if counts is not None:
+            self.coverage.observe(sequences, rows, *counts, steps)
+            features = 1.0, float(rows), *counts
+        self._verify.observe(_point(sequences, rows, features), features, seconds, steps)
         self._known.clear()
 
     def _verify_whole(self, sequences: int, rows: int) -> float:
-        point = sequences, rows
-        if point not in self._known:
-            self._known[point] = self._verify.predict(point, self._features(sequences, rows))
-        return self._known[point]
+        alike = sequences, rows
+        if alike not in self._known:
+            features = self._features(sequences, rows)
+            point = _point(sequences, rows, features)
+            self._known[alike] = self._verify.predict(point, features)
+        return self._known[alike]
 
-    def _features(self, sequences: int, rows: float) -> tuple[float, float, float, float]:
+    def _features(self, sequences: int, rows: float) -> Features:
         distinct = self.coverage.distinct(sequences, rows)
         return 1.0, float(rows), distinct, self.coverage.missing(sequences, rows)
+
+
+def _point(sequences: int, rows: int, features: Features) -> object:
+    """Passes with the same are alike."""
+    return sequences, rows, int(features[-1]).bit_length()

@@ -13,8 +13,7 @@ BELIEF = 2.0
 """Measurements of a point that weigh as much as the fitted model there."""
 POINTS = 64
 """Different points that are remembered."""
-MOST_COUNT = 16
-RECENT = 0.99
+MOST_COUNT = 32
 FOLLOW = 0.06
 """Weight of the last measurement in the machine's pace."""
 OUTLIER = 1.5
@@ -27,9 +26,9 @@ class Pace:
 
     value: float = 1.0
 
-    def follow(self, ratio: float) -> None:
-        """A pass took ``ratio`` times what was known of such passes."""
-        self.value *= ratio**FOLLOW
+    def follow(self, ratio: float, passes: int = 1) -> None:
+        """Passes took ``ratio`` times what was known of such passes."""
+        self.value *= ratio ** (1 - (1 - FOLLOW) ** passes)
 
 
 @dataclass
@@ -51,8 +50,9 @@ class Times:
             fast the machine is.
         pace: of the machine, shared by everything that runs on it.
 
-    Points that have been measured often are known by themselves; the prices, fitted to all points
-    by ridge regression, say what lies between and beyond.
+    Prices are fitted to all points by ridge regression. By how much passes like one have been
+    slower than prices say is remembered too, where they have been measured often; what differs
+    between passes that are alike, as what they have to fetch does, counts by its price.
     """
 
     assumed: Sequence[float]
@@ -75,34 +75,40 @@ class Times:
         return self.pace.value * sum(price * feature for price, feature in prices)
 
     def predict(self, point: object, features: Sequence[float]) -> float:
-        """By prices, and by what was measured there."""
-        modelled, known = self.modelled(features), self._points.get(point)
-        if known is None:
-            return modelled
-        measured = self.pace.value * known.seconds
-        return (known.count * measured + BELIEF * modelled) / (known.count + BELIEF)
+        """By prices, and by what was measured of passes that are alike."""
+        return self.modelled(features) * self._ratio(self._points.get(point))
 
-    def observe(self, point: object, features: Sequence[float], seconds: float) -> None:
-        """A pass has been measured."""
+    def observe(
+        self, point: object, features: Sequence[float], seconds: float, passes: int = 1
+    ) -> None:
+        """Passes that are alike have been measured, or their mean."""
         self._clock += 1
         row, known = np.asarray(features, dtype=float), self._points.get(point)
-        seconds /= self.pace.value
         if known is None:
             if len(self._points) >= POINTS:
                 del self._points[min(self._points, key=lambda key: self._points[key].used)]
-            self._points[point] = _Point(row, seconds, used=self._clock)
+            self._points[point] = _Point(row, seconds / self.pace.value, passes, self._clock)
             self._fit()
             return
         if known.count > 3:
-            seconds = min(max(seconds, known.seconds / OUTLIER), known.seconds * OUTLIER)
-            self.pace.follow(seconds / known.seconds)
-        known.count = min(known.count + 1, MOST_COUNT)
-        known.features = known.features + (row - known.features) / known.count
-        known.seconds += (seconds - known.seconds) / known.count
+            expected = self.predict(point, features)
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+            self.pace.follow(seconds / expected, passes)
+        known.count = min(known.count + passes, MOST_COUNT)
+        weight = min(passes / known.count, 1.0)
+        known.features = known.features + weight * (row - known.features)
+        known.seconds += weight * (seconds / self.pace.value - known.seconds)
         known.used = self._clock
         self._stale += 1
         if known.count < 4 or self._stale >= 16:
             self._fit()
+
+    def _ratio(self, known: _Point | None) -> float:
+        """By how much what is known of a point differs from what prices say of it."""
+        if known is None:
+            return 1.0
+        modelled = self.modelled(known.features.tolist()) / self.pace.value
+        return (known.count * known.seconds / modelled + BELIEF) / (known.count + BELIEF)
 
     def _fit(self) -> None:
         """Least squares of relative errors, held to the assumed proportions, no price below 0."""
@@ -125,30 +131,3 @@ class Times:
                 break
             used &= solved > 0
         self.prices = (solved * scale * assumed).tolist()
-
-
-@dataclass
-class Efficiency:
-    """MoESD's target efficiency of late: a plain pass over one that verifies, in time.
-
-    Attributes:
-        plain, predicted, measured: seconds, fading.
-    """
-
-    plain: float = 0.0
-    predicted: float = 0.0
-    measured: float = 0.0
-
-    def add(self, plain: float, predicted: float, measured: float) -> None:
-        self.plain = RECENT * self.plain + plain
-        self.predicted = RECENT * self.predicted + predicted
-        self.measured = RECENT * self.measured + measured
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For JSON; None before anything was verified."""
-        if not self.measured:
-            return {"predicted": None, "measured": None}
-        return {
-            "predicted": self.plain / self.predicted,
-            "measured": self.plain / self.measured,
-        }

@@ -103,7 +103,6 @@ def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
         loaded.trunk,
         loaded.experts,
         loaded.backend.forward,
-        loaded.logits_size,
     )
     assert made.speculator is not None, made.reason
     watched = made.speculator.controller = Watched(made.speculator.controller)

@@ -17,7 +17,7 @@ from moe.sequence import RunningSequence
 from moe.speculate.control.controller import Controller
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.draft import Choice, Draft, Mode, Round, Trial
+from moe.speculate.draft import PLAIN, Choice, Draft, Mode, Round, Trial
 
 MAX_DEPTH = 6
 NGRAM = Mode("ngram")
@@ -42,6 +42,7 @@ class World:
             token's experts that are.
         kin: exponent of the independence of sequences, and of neighbours in one.
         noise: standard deviation of the logarithm of times.
+        looking: seconds that a step takes longer in which somebody looks for drafts.
     """
 
     accepts: Mapping[Mode, float]
@@ -60,6 +61,7 @@ class World:
     hits: float = 1.0
     kin: tuple[float, float] = (0.85, 0.7)
     noise: float = 0.05
+    looking: float = 0.0
 
     def visited(self, batch: int, rows: int) -> tuple[float, float]:
         """Distinct experts of a pass, and the missing ones."""
@@ -97,7 +99,9 @@ class Simulation:
     world: World
     batch: int = 1
     seed: int = 0
-    counts: tuple[float, float] | None = None
+    counts: tuple[float, float] = (0.0, 0.0)
+    now: float = 0.0
+    unheard: list[tuple[RunningSequence, Draft]] = field(default_factory=list)
     sequences: list[RunningSequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,10 +118,15 @@ class Simulation:
 
     def start(self) -> None:
         """Nobody has visited an expert yet."""
-        self.counts = None
+        self.counts = 0.0, 0.0
 
-    def read(self) -> tuple[float, float] | None:
+    def read(self) -> tuple[float, float]:
         return self.counts
+
+    def _visit(self, rows: int) -> None:
+        pairs = zip(self.counts, self.world.visited(self.batch, rows), strict=True)
+        distinct, missing = (before + now for before, now in pairs)
+        self.counts = distinct, missing
 
     def controller(self, max_depth: int = MAX_DEPTH) -> Controller:
         """One that starts with no more knowledge than the real one."""
@@ -127,7 +136,12 @@ class Simulation:
         relative = {mode: 0.7 for mode in modes if mode.source == "elastic"}
         far = 20.0 if world.far else 0.0
         costs = StepCosts(sizes, (1.0, 0.05, 1.0 / world.visits, far / world.visits), relative)
-        return Controller(modes, max_depth, costs, self)
+        return Controller(modes, max_depth, costs, self, self._clock)
+
+    def _clock(self) -> float:
+        """Whatever is measured takes a thousandth of a step or so."""
+        self.now += 0.001
+        return self.now
 
     def run(self, controller: Any, steps: int, renew: int = 200) -> Outcome:
         """Tokens and seconds of so many steps; sequences end and others come."""
@@ -140,6 +154,12 @@ class Simulation:
 
     def _step(self, controller: Any, outcome: Outcome) -> None:
         offers = [self._offers() for _ in self.sequences]
+        if controller.rests(self.batch):
+            self._rest(controller, offers, outcome)
+            return
+        while self.unheard:
+            sequence, draft = self.unheard.pop()
+            controller.hear(sequence, NGRAM, [(draft.confidence, self._right(draft.confidence))])
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
         chances: list[list[float]] = [[] for _ in choices]
         draft_rows = self._draft(controller, choices, chances)
@@ -155,10 +175,28 @@ class Simulation:
         noise = np.exp(self.world.noise * self.rng.normal(size=2) - self.world.noise**2 / 2)
         drafting = sum(map(self.world.draft, draft_rows)) * noise[0]
         verifying = self.world.verify(self.batch, rows) * noise[1]
-        self.counts = self.world.visited(self.batch, rows)
+        self._visit(rows)
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
-        outcome.tokens += self.batch + sum(trial.accepted for trial in trials)
-        outcome.seconds += drafting + verifying
+        tokens, seconds = self.batch + sum(t.accepted for t in trials), drafting + verifying
+        self._over(controller, outcome, tokens, seconds + self.world.looking, rested=False)
+
+    def _rest(self, controller: Any, offers: Sequence[Sequence[Draft]], outcome: Outcome) -> None:
+        """A plain step in which nobody looks at offers."""
+        if NGRAM in self.world.accepts:
+            pairs = zip(self.sequences, offers, strict=True)
+            self.unheard += [(s, next(iter(own), PLAIN)) for s, own in pairs]
+        noise = np.exp(self.world.noise * self.rng.normal() - self.world.noise**2 / 2)
+        self._visit(self.batch)
+        seconds = self.world.verify(self.batch, self.batch) * noise
+        self._over(controller, outcome, self.batch, seconds, rested=True)
+
+    def _over(
+        self, controller: Any, outcome: Outcome, tokens: int, seconds: float, *, rested: bool
+    ) -> None:
+        controller.took(self.batch, tokens, seconds, rested)
+        self.now += seconds
+        outcome.tokens += tokens
+        outcome.seconds += seconds
 
     def _offers(self) -> list[Draft]:
         if NGRAM not in self.world.accepts or self.rng.random() > self.world.offers:
@@ -195,10 +233,15 @@ class Simulation:
         self, controller: Any, sequence: RunningSequence, choice: Choice, own: list[float]
     ) -> Trial:
         kept = controller.keep(choice.mode, own) if own else 0
-        accepted = 0
-        while accepted < kept and self.rng.random() < own[accepted]:
-            accepted += 1
+        accepted = self._right(own[:kept])
         return Trial(sequence, choice.mode if kept else None, kept, accepted, tuple(own))
+
+    def _right(self, chances: Sequence[float]) -> int:
+        """Tokens that luck accepts."""
+        right = 0
+        while right < len(chances) and self.rng.random() < chances[right]:
+            right += 1
+        return right
 
 
 class Always:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.speculate.control.rest import FIRST, Rest
+from moe.speculate.control.rest import BURST, EVERY, FIRST, Rest, Rested
 from moe.speculate.draft import Mode
 from tests.moe.speculate.simulation import NGRAM, Simulation, World, best_fixed
 
@@ -34,7 +34,7 @@ def test_near_the_best_fixed_depth_and_never_below_plain(name: str, batch: int) 
     controller = simulation.controller()
     first, later = simulation.run(controller, 300), simulation.run(controller, 500)
     whole = (first.tokens + later.tokens) / (first.seconds + later.seconds)
-    assert whole >= 0.975 * plain
+    assert whole >= 0.98 * plain
     assert later.rate >= 0.95 * best
 
 
@@ -45,7 +45,7 @@ def test_what_a_batch_of_sixteen_gains_is_found() -> None:
     later = simulation.controller()
     simulation.run(later, 200)
     assert best > 1.5 * plain
-    assert simulation.run(later, 200).rate >= 0.94 * best
+    assert simulation.run(later, 200).rate >= 0.95 * best
 
 
 def test_free_drafts_are_taken_where_they_are_good_and_left_where_not() -> None:
@@ -77,9 +77,9 @@ def test_times_are_predicted_within_what_noise_allows() -> None:
     simulation = Simulation(replace(OFFLOADED, noise=0.05), 4, seed=5)
     controller = simulation.controller()
     simulation.run(controller, 400)
-    assert controller.costs.error is not None
-    assert controller.costs.error < 0.08
     figures = controller.figures()
+    assert figures["prediction_error"] < 0.08
+    assert figures["prediction_error_together"] < 0.04
     efficiency = figures["target_efficiency"]
     assert efficiency["predicted"] == pytest.approx(efficiency["measured"], rel=0.1)
     assert figures["measured_gain"] > 1.05
@@ -118,33 +118,47 @@ def test_trials_cost_little_in_any_world(
     )
     simulation = Simulation(world, batch, seed=seed)
     outcome = simulation.run(simulation.controller(), 500)
-    assert outcome.rate >= 0.96 * batch / world.verify(batch, batch)  # luck is a part of it
+    assert outcome.rate >= 0.98 * batch / world.verify(batch, batch)  # luck is a part of it
 
 
-def test_looking_pauses_where_it_loses_and_not_where_it_gains() -> None:
-    """Plain steps take 1; those that look take 1.2, and bring ``tokens``."""
-    shares = {}
-    for tokens in (1.0, 1.5):
-        rest, steps, seconds, brought = Rest(), 0, 0.0, 0.0
-        while steps < 3000:
-            resting = rest.begins(1)
-            took, got = (
-                (1.0, 1) if resting else (1.2, int((steps + 1) * tokens) - int(steps * tokens))
-            )
-            rest.ends(1, got, took, resting)
-            steps, seconds, brought = steps + 1, seconds + took, brought + got
-        shares[tokens] = brought / seconds
-    assert shares[1.0] > 0.985
-    assert shares[1.5] > 0.97 * 1.5 / 1.2
+def test_nobody_looks_where_looking_brings_nothing() -> None:
+    """And what little looking there is costs less than a share of the time that is allowed."""
+    world = World({NGRAM: 0.02}, offers=0.3, looking=0.2, noise=0.0)
+    simulation = Simulation(world, 1, seed=3)
+    controller = simulation.controller()
+    assert simulation.run(controller, 2000).rate >= 0.985 / world.verify(1, 1)
 
 
-def test_plain_steps_are_measured_first_for_every_batch() -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_costs_that_were_taken_for_smaller_lose_no_more_than_is_allowed(batch: int) -> None:
+    """Whole steps take much longer than their passes: predictions are wrong for ever."""
+    world = World({ELASTIC: 0.8}, draft_pass=0.1, looking=1.0, noise=0.0)
+    simulation = Simulation(world, batch, seed=3)
+    outcome = simulation.run(simulation.controller(), 1500)
+    assert outcome.rate >= 0.98 * batch / world.verify(batch, batch)
+
+
+def test_plain_steps_are_measured_first_for_every_batch_and_again_later() -> None:
     rest = Rest()
     for batch in (1, 4):
-        assert rest.begins(batch)
-        rest.ends(batch, batch, 1.0, True)
-        for _ in range(FIRST - 1):
-            assert rest.begins(batch)
-            rest.ends(batch, batch, 1.0, True)
+        assert all(rest.begins(batch) for _ in range(FIRST))
         assert not rest.begins(batch)
-        rest.ends(batch, batch, 1.0, False)
+    looks = [not rest.begins(4) for _ in range(4 * (EVERY + BURST))]
+    assert looks.count(False) == 4 * BURST
+    rest.take(5)
+    assert all(rest.begins(4) for _ in range(5))
+
+
+def test_plain_steps_with_a_prompt_between_them_are_not_learnt_from() -> None:
+    rested = Rested()
+    for seconds in (1.0, 2.0, 90.0):
+        rested.begin(3)
+        rested.end(seconds)
+    assert rested.goes_on(3)
+    assert not rested.goes_on(4)
+    assert rested.take() == (pytest.approx((1.0 + 2.0 + 4.0) / 3), 3)  # twice the median at most
+    rested.begin(3)
+    rested.begin(3)
+    rested.end(1.0)
+    assert not rested.goes_on(3)
+    assert rested.take() is None

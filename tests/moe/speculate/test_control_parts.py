@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.sequence import RunningSequence
+from moe.speculate.control.account import CREDIT, SHARE, UNSPENT, Account
 from moe.speculate.control.coverage import Coverage, Sizes
-from moe.speculate.control.goodput import Ledger, best_option
+from moe.speculate.control.goodput import best_option
+from moe.speculate.control.paper import Paper
 from moe.speculate.control.rates import Calibration, PositionRates
 from moe.speculate.control.report import Report
 from moe.speculate.control.times import Times
@@ -140,28 +142,68 @@ def test_confidence_is_calibrated() -> None:
     assert calibration.probability(0.3, 0.3) == pytest.approx(0.3)
 
 
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.floats(0.5, 6.0), st.integers(1, 8)), min_size=1, max_size=200
+    )
+)
+def test_no_more_is_lost_in_any_stretch_than_the_account_allows(
+    steps: list[tuple[bool, float, int]],
+) -> None:
+    """Plain steps take 1; others what they like, and bring some tokens of a second each."""
+    account, lost, most = Account(), [0.0], [0.0]
+    for looking, seconds, tokens in steps:
+        if looking and account.affords(seconds - 1.0):
+            account.settle(seconds, tokens, 1.0)
+            lost.append(lost[-1] + seconds - tokens)
+        else:
+            seconds = 1.0
+            account.earn(seconds, 1.0)
+            lost.append(lost[-1])
+        most.append(most[-1] + SHARE * seconds)
+        assert account.room >= -1e-9
+    for start in range(len(lost)):
+        for end in range(start, len(lost)):
+            allowed = most[end] - most[start] + CREDIT
+            assert lost[end] - lost[start] <= allowed + 1e-9
+
+
 def test_trials_are_paid_from_a_share_of_the_time() -> None:
-    ledger = Ledger(0.01)
-    ledger.note(1.0, 1.0)
-    assert ledger.affords(1.5)
-    ledger.tried(2.0)
-    assert not ledger.affords(0.5)
+    account = Account()
+    assert not account.affords(0.01)
+    assert not account.affords_trial(0.01)
     for _ in range(100):
-        ledger.note(1.0, 1.0)
-    assert ledger.affords(0.5)
-    assert not ledger.affords(3.0)
+        account.earn(1.0, 1.0)
+    assert account.affords(0.99)
+    assert account.affords_trial(0.99)
+    account.settle(3.0, 2.2, 1.0)
+    account.tried(0.8)
+    assert account.room == pytest.approx(0.2 + 3 * SHARE)
+    assert not account.affords_trial(0.3)
+    for _ in range(1000):
+        account.earn(1.0, 1.0)
+    assert account.room == UNSPENT
 
 
-def test_drafting_that_loses_needs_more_to_be_chosen_again() -> None:
-    ledger = Ledger(0.01)
+def test_gains_are_measured_and_may_be_lost_again_in_part() -> None:
+    account = Account()
     for _ in range(50):
-        ledger.note(1.0, 1.3)
-    assert ledger.gain == pytest.approx(1.3)
-    calm = ledger.caution
-    for _ in range(200):
-        ledger.note(1.0, 0.8)
-    assert ledger.caution > calm
-    assert ledger.gain < 1.0
+        account.settle(1.0, 1.3, 1.0)
+    assert account.gain == pytest.approx(1.3)
+    assert account.room == CREDIT
+    assert not account.affords_trial(1.0)  # whatever was gained
+
+
+def test_what_costs_nothing_is_judged_on_paper() -> None:
+    paper, other = Paper(), Mode("ngram")
+    assert not paper.pays([MODE, other])
+    for gain in (1.0, -0.2, 0.3):
+        paper.note(MODE, gain)
+    assert paper.pays([MODE, other])
+    assert not paper.pays([other])
+    for _ in range(300):
+        paper.note(MODE, -0.1)
+    assert not paper.pays([MODE])
 
 
 def test_a_report_counts_by_mode_and_position() -> None:

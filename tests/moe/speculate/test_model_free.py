@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
-from moe.speculate.model_free import LONGEST, SHORTEST, History, NGram, Recycling
+from moe.speculate.model_free import JUDGED, LONGEST, SHORTEST, History, NGram, Recycling
 
 VOCABULARY = 8
 
@@ -73,12 +72,50 @@ def test_ngram_is_as_sure_as_it_has_been_right() -> None:
 
 
 def test_recycling_says_what_was_thought_last() -> None:
-    source, one = Recycling(VOCABULARY), sequence([], 1)
+    source, one = Recycling(), sequence([], 1)
     assert source.offer(one, 3) is PLAIN
     logits = torch.zeros(3, VOCABULARY)
     logits[0, 2] = logits[1, 5] = logits[2, 1] = 9.0
-    source.learn(one, Draft.sure(source.mode, [2, 5], [1.0, 1.0]), 0, logits)
-    assert source.offer(one, 4).tokens == (2, 5, 1, 2)
-    assert source.offer(one, 4).confidence[0] == pytest.approx(float(logits[0].softmax(0)[2]))
-    source.learn(one, PLAIN, 0, logits[1:2])
-    assert source.offer(one, 1).tokens == (5,)
+    source.learn(one, Draft.sure(source.mode, [3, 5], [1.0, 1.0]), 0, logits)
+    one.token_ids.append(2)  # 3 was wrong, and 5 would have followed it, and 1 that
+    assert source.offer(one, 4) is PLAIN
+    one.token_ids.append(3)
+    assert source.offer(one, 4).tokens == (5, 1, 2, 3)
+
+
+def test_recycling_is_as_sure_as_a_token_has_been_followed_alike() -> None:
+    source, one = Recycling(), sequence([1, 2, 1, 3])
+    source.offer(one, 1)
+    one.token_ids += [1]
+    unsure = source.offer(one, 1)
+    one.token_ids += [3, 1] * 12
+    sure = source.offer(one, 1)
+    assert (unsure.tokens, sure.tokens) == ((3,), (3,))
+    assert unsure.confidence[0] < 0.3 < 0.9 < sure.confidence[0]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
+def test_drafts_are_judged_as_if_they_had_been_verified(
+    tokens: list[int], limit: int, recycling: bool
+) -> None:
+    """Tokens that came while nobody looked: the same drafts, and the same of them right, as a
+    sequence would have seen that was offered each of them."""
+    sources = [Recycling(), Recycling()] if recycling else [NGram(), NGram()]
+    judged_one, offered_one = sequence([1, 2, 1]), sequence([1, 2, 1])
+    for source, one in zip(sources, (judged_one, offered_one), strict=True):
+        source.offer(one, limit)
+    judged_one.token_ids += tokens[-JUDGED:]
+    judged = sources[0].judge(judged_one, limit)
+    came, expected = tokens[-JUDGED:], []
+    while came:
+        draft = sources[1].offer(offered_one, min(limit, len(came)))
+        right = 0
+        while right < len(draft.tokens) and draft.tokens[right] == came[right]:
+            right += 1
+        expected.append((list(draft.confidence), right))
+        if not recycling and draft.tokens:
+            sources[1].learn(offered_one, draft, right, torch.zeros(0, VOCABULARY))
+        offered_one.token_ids += came[: right + 1]
+        came = came[right + 1 :]
+    assert judged == expected
+    assert sources[0].offer(judged_one, 3) == sources[1].offer(offered_one, 3)

@@ -1,0 +1,61 @@
+"""Which experts are in memory, for drafts that have no others: by what a text visits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.reference import AnyExperts
+from moe import MoE
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.speculate.layers import DraftLayers
+from moe.visit import Visit
+from routing import Routing
+from routing.policies.base import by_expert
+from routing.routing import UNUSED, select_top_k
+
+
+class Resident(DraftLayers):
+    """Draft layers of which only some experts are there; see `DraftLayers`."""
+
+    masks: Sequence[Tensor] | None = None
+
+    def _allowed(self, layer: int, routing: Routing, held: AnyExperts) -> Tensor | None:
+        return super()._allowed(layer, routing, held) if self.masks is None else self.masks[layer]
+
+
+@dataclass
+class Popularity:
+    """Of each layer ``(E,)``: how many rows visited each expert, and with what weight in all."""
+
+    counts: list[Tensor]
+    mass: list[Tensor]
+
+    @classmethod
+    def of(cls, model: MoE, ids: Sequence[int]) -> Popularity:
+        """While a text is read."""
+        layers = model._experts.layers
+        found = cls(*([torch.zeros(e.num_experts) for e in layers] for _ in range(2)))
+
+        def run(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
+            for visit in visits:
+                routing, count = visit.routing, layers[layer].num_experts
+                used = (routing.expert_ids != UNUSED).float()
+                found.counts[layer] += by_expert(routing, used, count).sum(0)
+                found.mass[layer] += by_expert(routing, routing.weights, count).sum(0)
+            return model._experts.run(layer, visits)
+
+        with torch.inference_mode():
+            run_lanes(model._trunk.lanes([Work(ids, model._trunk.new_cache(len(ids)))]), run)
+        return found
+
+
+def first(value_E: Tensor, share: float) -> Tensor:
+    """``(E,)`` bool: the share of all experts with the highest values, one at least."""
+    chosen_E = torch.zeros(len(value_E), dtype=torch.bool)
+    chosen_E[select_top_k(value_E[None], max(1, round(share * len(value_E))))[0]] = True
+    return chosen_E

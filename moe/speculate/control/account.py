@@ -1,0 +1,64 @@
+"""What drafting may still lose: a small share of the time, and a little of what it has gained.
+
+Everything that is not plain decoding is charged with its whole time, looking for drafts and
+learning included, and credited with what its tokens would have taken plainly. A step that could
+lose more than there is room for, if no draft of it were accepted, is not taken. So in any stretch
+of time no more is lost than the share of it and `CREDIT` plain steps.
+"""
+
+from __future__ import annotations
+
+SHARE = 0.01
+"""Of all time that may be lost to finding out whether drafts pay, and how."""
+UNSPENT = 1.5
+"""Plain steps' time to which that share adds up at most."""
+CREDIT = 4.0
+"""Plain steps' time of earlier gains that may be lost again."""
+RECENT = 0.998
+
+
+class Account:
+    """Seconds that may be lost.
+
+    Attributes:
+        room: that may be lost now against plain decoding; below 0 where more has been lost.
+        trials: made of what is not the best that is known.
+    """
+
+    def __init__(self) -> None:
+        self.room, self.trials = 0.0, 0
+        self._trying = 0.0  # seconds that trials may lose against the best that is known
+        self._recent = self._saved = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Time that plain decoding would have taken of late over the time that was taken."""
+        return 1.0 + self._saved / self._recent if self._recent else 1.0
+
+    def affords(self, loss: float) -> bool:
+        """Whether so many seconds may be lost."""
+        return loss <= self.room
+
+    def affords_trial(self, loss: float) -> bool:
+        """Whether a trial may lose so many seconds, against the best that is known, too."""
+        return loss <= self._trying
+
+    def tried(self, loss: float) -> None:
+        """A trial has lost so many seconds, or gained below 0."""
+        self.trials += 1
+        self._trying -= max(loss, 0.0)
+
+    def earn(self, seconds: float, step: float) -> None:
+        """Plain decoding took so long, one step of it ``step`` seconds."""
+        self.room = max(self.room, min(self.room + SHARE * seconds, UNSPENT * step))
+        self._pass(seconds, step)
+
+    def settle(self, seconds: float, plain: float, step: float) -> None:
+        """Something else took so long, and ``plain`` seconds would have brought as many tokens."""
+        self.room = min(self.room + SHARE * seconds + plain - seconds, CREDIT * step)
+        self._pass(seconds, step)
+        self._saved = RECENT * self._saved + plain - seconds
+
+    def _pass(self, seconds: float, step: float) -> None:
+        self._recent = RECENT * self._recent + seconds
+        self._trying = min(self._trying + SHARE * seconds, UNSPENT * step)

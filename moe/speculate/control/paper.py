@@ -1,0 +1,29 @@
+"""What drafts that cost nothing to make would have brought, judged on tokens that came anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moe.speculate.draft import Mode
+
+LOOKING = 0.03
+"""Plain steps that looking for drafts may take of every step."""
+MEMORY = 64
+"""Verifications that are remembered of each mode."""
+
+
+class Paper:
+    """Mean gain of each model-free mode, in tokens a verification."""
+
+    def __init__(self) -> None:
+        self._gains: dict[Mode, tuple[int, float]] = {}
+
+    def note(self, mode: Mode, gain: float) -> None:
+        """Of one verification: accepted tokens less what reading all drafted ones costs."""
+        seen, mean = self._gains.get(mode, (0, 0.0))
+        seen = min(seen + 1, MEMORY)
+        self._gains[mode] = seen, mean + (gain - mean) / seen
+
+    def pays(self, modes: Iterable[Mode]) -> bool:
+        """Whether looking for drafts of one of these modes in every step is worth it."""
+        return any(self._gains.get(mode, (0, 0.0))[1] > LOOKING for mode in modes)
