@@ -4,13 +4,12 @@
     python -m benchmarks.simulate --against RESULT      # the JSON of benchmarks.expert_parallel
 
 First it is held against published figures (`benchmarks.published`) and, with --against, against
-runs of several ranks here: memory bandwidth is fitted to the run of one rank, the network is
-measured, and the others are predicted. Then it replays routing, 96 tokens a rank, over links of the
-given GB/s and microseconds: the shipped model's on held-out texts (32 experts, on up to 32 ranks),
-and drawn one (256 experts, top-8, log-normal popularity). Experts are in the order of their ids, or
-with 25 % copies placed by EPLB on other tokens and chosen for each step; in one lane, or in two
-that overlap. The costs of computing are those fitted to CloudMatrix384. The last line is one JSON
-object.
+runs of several ranks here (`benchmarks.simulated_runs`). Then it replays routing, 96 tokens a rank,
+over links of the given GB/s and microseconds: the shipped model's on held-out texts (32 experts, on
+up to 32 ranks), and drawn one (256 experts, top-8, log-normal popularity). Experts are in the order
+of their ids, or with 25 % copies placed by EPLB on other tokens and chosen for each step; in one
+lane, or in two that overlap. The costs of computing are those fitted to CloudMatrix384. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -80,8 +79,9 @@ def main() -> None:
             "runs here",
             ("", "predicted tokens/s", "measured", "error", "predicted kB a token", "measured"),
             [
-                (r["name"], r["predicted"], r["measured"], f"{r['error']:+.1%}")
-                + (r["predicted_kb"], r["measured_kb"])
+                (r["name"], f"{r['predicted']:,.1f}", f"{r['measured']:,.1f}")
+                + ("fitted" if r["fitted"] else f"{r['error']:+.1%}",)
+                + (f"{r['predicted_kb']:,.1f}", f"{r['measured_kb']:,.1f}")
                 for r in runs
             ],
         )

@@ -1,46 +1,99 @@
-"""What the simulator says of runs of `benchmarks.expert_parallel`, beside what was measured."""
+"""What the simulator says of runs of `benchmarks.expert_parallel`, beside what was measured.
+
+The rate at which weights are read is fitted to the run of one rank; what a rank computes at a layer
+to bring rows to others, which no bandwidth explains, to the first run of several. The network is
+measured. Everything else is predicted: other numbers of ranks, and results summed on the way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.published import drawn
-from benchmarks.simulator import lanes_of, simulate
+from benchmarks.simulator import Ints, Simulated, lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
 from experts.placement import eplb
-from moe.link_speed import measure_link
-from moe.rank_forecast import EXCHANGES
+from moe.link_speed import Link, measure_link
+from moe.rank_forecast import exchanges
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs share.
+
+    Attributes:
+        model: as `benchmarks.expert_parallel` describes it.
+        trunk_bytes: read by every rank in a step.
+        rate: bytes a second of all ranks together.
+        link: between ranks.
+        cores: that ranks share.
+        ids: ``(B, K)`` expert ids of each layer.
+    """
+
+    model: Mapping[str, Any]
+    trunk_bytes: float
+    rate: float
+    link: Link
+    cores: int
+    ids: list[Ints]
+
+    def step(self, ranks: int, *, summed: bool, layer_s: float) -> Simulated:
+        """Of so many ranks.
+
+        Args:
+            layer_s: that a rank on a core of its own computes at a layer to bring rows to others.
+        """
+        layers, experts = self.model["layers"], self.model["experts"]
+        slots = -(-experts * 5 // 4 // ranks) * ranks
+        placements = [eplb(np.ones(experts), slots, ranks)] * layers
+        row, own = 4.0 * self.model["hidden"], self.rate / ranks
+        crowded = max(1.0, ranks / self.cores)
+        costs = Costs(
+            attention_s=self.trunk_bytes / layers / own + layer_s * crowded,
+            attention_token_s=0.0,
+            expert_s=self.model["expert_bytes"] / own,
+            slot_s=0.0,
+            out_bytes=row,
+            back_bytes=row,
+            back_slots=not summed,
+        )
+        latency = self.link.seconds * exchanges(ranks, self.model["top_k"]) / 2
+        network = Network(64, self.link.bytes_per_s, self.link.bytes_per_s, latency)
+        return simulate(lanes_of(self.ids, placements, 1), layers, costs, network)
 
 
 def against(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Predicted and measured tokens a second of runs with several ranks."""
+    """Predicted and measured tokens a second of runs with several ranks; the fitted one says so."""
     model, batch = result["model"], result["job"]["batch"]
     measured = {p["name"]: p for p in result["points"] if "error" not in p}
     layers, experts, each = model["layers"], model["experts"], model["expert_bytes"]
     trunk = result["weight_bytes"] - layers * experts * each
     ids = [drawn(batch, experts, model["top_k"], 0.0, seed) for seed in range(layers)]
-    distinct = sum(len(np.unique(one)) for one in ids)
-    rate = (trunk + distinct * each) * measured["1 rank"]["tokens_per_s"] / batch
-    link, found = measure_link(), []
-    network = Network(64, link.bytes_per_s, link.bytes_per_s, link.seconds * EXCHANGES / 2)
-    for name, point in measured.items():
-        ranks, summed = point["ranks"], name.endswith("summed")
-        if ranks == 1 or name not in (f"{ranks} ranks", f"{ranks} ranks, summed"):
-            continue
-        slots = -(-experts * 5 // 4 // ranks) * ranks
-        placements = [eplb(np.ones(experts), slots, ranks)] * layers
-        row = 4.0 * model["hidden"]
-        own = rate / ranks
-        costs = Costs(trunk / layers / own, 0.0, each / own, 0.0, row, row, back_slots=not summed)
-        step = simulate(lanes_of(ids, placements, 1), layers, costs, network)
+    moved = trunk + sum(len(np.unique(one)) for one in ids) * each
+    rate = moved * measured["1 rank"]["tokens_per_s"] / batch
+    machine = Machine(model, trunk, rate, measure_link(), result["environment"]["cores"], ids)
+    runs = [
+        (name, point, point["ranks"], name.endswith("summed"))
+        for name, point in measured.items()
+        if point["ranks"] > 1 and name.removesuffix(", summed") == f"{point['ranks']} ranks"
+    ]
+    found: list[dict[str, Any]] = []
+    layer_s = 0.0
+    for name, point, ranks, summed in sorted(runs, key=lambda run: (run[2], run[3])):
+        if not found:
+            bare = machine.step(ranks, summed=summed, layer_s=0.0).seconds
+            crowded = max(1.0, ranks / machine.cores)
+            layer_s = max(0.0, batch / point["tokens_per_s"] - bare) / layers / crowded
+        step = machine.step(ranks, summed=summed, layer_s=layer_s)
         predicted = batch / step.seconds
         found.append(
             {"name": name, "predicted": predicted, "measured": point["tokens_per_s"]}
-            | {"error": predicted / point["tokens_per_s"] - 1}
-            | {"predicted_kb": step.bytes_a_token / 1e3}
+            | {"error": predicted / point["tokens_per_s"] - 1, "fitted": not found}
+            | {"layer_ms": layer_s * 1e3, "predicted_kb": step.bytes_a_token / 1e3}
             | {"measured_kb": (point["bytes_out_a_token"] + point["bytes_back_a_token"]) / 1e3}
         )
     return found

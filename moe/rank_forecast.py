@@ -1,9 +1,9 @@
 """One rank, several that share the experts, or as many independent replicas: what each would do.
 
 The least time of a decode step, as in `speed_plan`: bytes over bandwidths, every way waiting for
-the others. Ranks of a node share its memory bandwidth and its disk. Under expert parallelism a
-layer exchanges rows three times (ids, rows, results). Arithmetic, and waiting for anything but
-these, is not in it. Legend: R ranks, B sequences of all ranks together.
+the others. Ranks of a node share its memory bandwidth and its disk. Under expert parallelism ranks
+exchange ids, rows and results at each layer. Arithmetic, and waiting for anything but these, is not
+in it. Legend: R ranks, B sequences of all ranks together.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from experts.dispatch import nearly_all_needed
 from experts.placement import slots_for
 from moe.rank_plan import Machine, Needs, RankPlan
 from moe.rank_traffic import Traffic
 from moe.speed_plan import Locality
 
-EXCHANGES = 3
-"""All-to-alls of a layer."""
+
+def exchanges(ranks: int, slots: float) -> int:
+    """Of a layer: ids, rows and results, or rows along with the ids."""
+    return 2 if nearly_all_needed(ranks, slots) else 3
 
 
 @dataclass(frozen=True)
@@ -131,4 +134,5 @@ class RankForecast:
         near_s = (1 - far) * sent / link.bytes_per_s
         far_s = far * sent * on_node / network.bytes_per_s
         latency = network.seconds if far else link.seconds
-        return self.needs.sizes.layers * (EXCHANGES * latency + near_s + far_s)
+        latency *= exchanges(ranks, self.needs.sizes.top_k)
+        return self.needs.sizes.layers * (latency + near_s + far_s)

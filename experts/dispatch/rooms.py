@@ -18,6 +18,11 @@ MEETINGS = 2
 """That are looked back to: halves of a step take turns."""
 
 
+def nearly_all_needed(ranks: int, slots: float) -> bool:
+    """Whether most tokens with so many slots need all ranks, wherever experts are."""
+    return (1 - 1 / ranks) ** slots <= WASTE
+
+
 class Rooms:
     """Room for rows in the messages of the next layer.
 
@@ -52,5 +57,4 @@ class Rooms:
         brought = [head for heads in self._seen for head in heads if head.tokens]
         if not brought or max(head.tokens * head.slots for head in brought) > INLINE:
             return False
-        slots = min(head.slots for head in brought)
-        return (1 - 1 / self._ranks) ** slots <= WASTE
+        return nearly_all_needed(self._ranks, min(head.slots for head in brought))

@@ -113,19 +113,24 @@ def test_copies_shorten_steps_at_many_ranks() -> None:
 PLACED = ("in order", "25 % copies")
 
 
-def test_runs_here_are_predicted_from_the_run_of_one_rank() -> None:
-    point = {"ranks": 2, "tokens_per_s": 100.0, "bytes_out_a_token": 1.0, "bytes_back_a_token": 2.0}
+def test_runs_here_are_predicted_from_two_of_them() -> None:
+    point = {"ranks": 2, "tokens_per_s": 50.0, "bytes_out_a_token": 1.0, "bytes_back_a_token": 2.0}
     model = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 64, "expert_bytes": 1000}
     points = [
         {"name": "1 rank", "ranks": 1, "tokens_per_s": 100.0},
+        {"name": "4 ranks", **point, "ranks": 4},
         {"name": "2 ranks", **point},
         {"name": "2 ranks, summed", **point},
         {"name": "2 ranks, 25 % of experts each", **point},
-        {"name": "4 ranks", "ranks": 4, "error": "ended"},
+        {"name": "4 ranks, summed", "ranks": 4, "error": "ended"},
     ]
     result = {"model": model, "job": {"batch": 4}, "weight_bytes": 20_000, "points": points}
-    exact, summed = against(result)
-    assert (exact["name"], summed["name"]) == ("2 ranks", "2 ranks, summed")
-    assert exact["predicted"] < 100.0
-    assert exact["predicted_kb"] > summed["predicted_kb"] > 0
-    assert exact["measured_kb"] == 0.003
+    two, summed, four = against(result | {"environment": {"cores": 2}})
+    names = [run["name"] for run in (two, summed, four)]
+    assert names == ["2 ranks", "2 ranks, summed", "4 ranks"]
+    assert [run["fitted"] for run in (two, summed, four)] == [True, False, False]
+    assert two["predicted"] == pytest.approx(50.0, rel=0.01)
+    assert two["layer_ms"] > 0
+    assert four["predicted"] < two["predicted"] < 100.0
+    assert two["predicted_kb"] > summed["predicted_kb"] > 0
+    assert two["measured_kb"] == 0.003
