@@ -4,8 +4,9 @@
 
 For every MoE causal LM of the installed transformers: a tiny random model is saved, loaded through
 `MoE.from_pretrained`, and compared with transformers' own eager forward: float32 logits and 24
-greedy tokens of two prompts of different lengths in one batch. `--quick` takes every fourth one.
-The last line is one JSON object.
+greedy tokens of two prompts of different lengths in one batch. And in how many MoE layers the
+router's rule is found, so that policies and drafts can choose again (`moe.selection`), with the
+reason where it is not. `--quick` takes every fourth one. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import moe_architectures, tiny_model
 from moe import MoE, SamplingParams
 from moe.errors import UnsupportedModelError
+from moe.selection import find_selectors
 
 PROMPT_LENGTHS = (23, 9)
 NEW_TOKENS = 24
 TOLERANCE = 1e-4
+SETTINGS = {"prefill": {"wave_tokens": 128}}
+"""Some architectures read whole prompts with memory that grows with their square."""
 
 
 def main() -> None:
@@ -58,7 +62,7 @@ def check(model_type: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         reference.save_pretrained(directory)
         try:
-            model = MoE.from_pretrained(directory)
+            model = MoE.from_pretrained(directory, SETTINGS)
         except UnsupportedModelError as error:
             return {"refused": str(error)}
         except Exception as error:
@@ -74,11 +78,14 @@ def compare(model: MoE, reference: PreTrainedModel, prompts: list[list[int]]) ->
     theirs = [full_logits(reference, prompt) for prompt in prompts]
     differences = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    routers = find_selectors(model._trunk)
     generated = [completion.token_ids for completion in model.generate(prompts, params)]
     return {
         "max_abs_diff": max(differences),
         "tokens_equal": generated == [greedy(reference, prompt) for prompt in prompts],
         "packed": model.status()["packing"]["enabled"],
+        "routers": [len(routers), sum(found.selector is not None for found in routers)],
+        "router_unknown": sorted({found.reason for found in routers if found.selector is None}),
     }
 
 
@@ -98,7 +105,8 @@ def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table("architecture", "max abs diff", "24 greedy tokens", "sequences", title="fidelity")
+    columns = ("max abs diff", "24 greedy tokens", "sequences", "routers known")
+    table = Table("architecture", *columns, title="fidelity")
     counts = {"passed": 0, "refused": 0, "failed": 0}
     for name, result in results.items():
         if "refused" in result:
@@ -115,6 +123,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
                 f"{result['max_abs_diff']:.1e}",
                 "equal" if result["tokens_equal"] else "DIFFERENT",
                 "packed" if result["packed"] else "one a lane",
+                "all" if not result["router_unknown"] else "; ".join(result["router_unknown"]),
             )
     Console().print(table)
     print(json.dumps({"architectures": results, **counts}))
