@@ -27,6 +27,7 @@ from moe.planning import choose_device, planning
 from moe.policing import prepare
 from moe.profile import Profile
 from moe.seam import attach
+from moe.sharing import fixed_border
 from moe.sources import total_bytes
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
@@ -158,7 +159,7 @@ def _load(
             *ready.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, ready.mended),
-            *(notice for notice in (foresight, apart) if notice),
+            *(notice for notice in (foresight, apart, fixed_border(offloaded, profile)) if notice),
         ],
     )
 

@@ -35,7 +35,7 @@ from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.requests import as_batch, check_length, make_group
 from moe.sampling import SamplingParams
-from moe.sharing import SharedMemory
+from moe.sharing import shared_memory
 from moe.text import Prompt
 from moe.wave import Group
 
@@ -186,9 +186,7 @@ class MoE:
             drafts: False: without speculation, whatever the profile says.
         """
         profile = self.profile.profile
-        offloaded, shared = self._loaded.offloaded, None
-        if offloaded is not None and profile.offload.borrow:
-            shared = SharedMemory(offloaded.cache, self.memory_plan)
+        shared = shared_memory(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
             self._trunk,
             self._experts,

@@ -23,7 +23,7 @@ from moe.plan import GIB, MemoryPlan, Offloadable, plan_memory, wave_tokens
 from moe.profile import Profile
 from moe.seam import experts_modules
 from moe.sources import Source, open_source
-from offload.opening import Room
+from offload.room import Room
 from offload.tiers import HOST
 
 HOST_RESERVE = 1 / 10
@@ -69,7 +69,6 @@ def planning(
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
-        ProfileError: `offload.borrow` on a GPU.
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
@@ -107,18 +106,9 @@ def choose_device(profile: Profile) -> torch.device:
 
 
 def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
-    """Bytes of host memory for experts that are not on the device; None where it is a CPU.
-
-    Raises:
-        ProfileError: `offload.borrow` on a GPU.
-    """
+    """Bytes of host memory for experts that are not on the device; None where it is a CPU."""
     if device.type == "cpu":
         return None
-    if profile.offload.borrow:
-        raise ProfileError(
-            "offload.borrow moves the border between experts and keys in main memory, and a GPU's "
-            f"slots are fixed while a model is loaded (device is '{device}'): set it to false"
-        )
     free, wanted = memory_available(), profile.memory.host_gib
     limit = 0 if free is None else int(free * (1 - HOST_RESERVE)) // ranks
     if wanted is None:

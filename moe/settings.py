@@ -218,7 +218,8 @@ class OffloadSettings(_Settings):
     buffered: through that cache."""
 
     borrow: bool = False
-    """Let experts have the room that keys and values do not need for the moment."""
+    """Let experts have the room that keys and values do not need for the moment (main memory; on a
+    GPU slots are fixed, and a notice says so)."""
 
     hot_set: bool = True
     """Write down at the end which experts were worth keeping, beside the store, and read those

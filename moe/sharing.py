@@ -5,11 +5,29 @@ from __future__ import annotations
 from contextlib import suppress
 
 from moe.plan import MemoryPlan
+from moe.settings import OffloadSettings, Profile
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
+from offload.offloaded import Offloaded
 
 STEPS = 32
 """Sizes between the smallest cache and twice that: it changes seldom, not with each token."""
+
+
+def shared_memory(
+    offloaded: Offloaded | None, plan: MemoryPlan, settings: OffloadSettings
+) -> SharedMemory | None:
+    """The border, where the profile lets it move and it can: slots of a GPU are fixed."""
+    if offloaded is None or not settings.borrow or len(offloaded.tiers) > 1:
+        return None
+    return SharedMemory(offloaded.cache, plan)
+
+
+def fixed_border(offloaded: Offloaded | None, profile: Profile) -> str:
+    """What to say where a profile wants it to move and it cannot; else nothing."""
+    if offloaded is None or not profile.offload.borrow or len(offloaded.tiers) == 1:
+        return ""
+    return "offload.borrow changes nothing on a GPU: its slots are fixed while a model is loaded"
 
 
 class SharedMemory:

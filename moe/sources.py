@@ -31,7 +31,7 @@ from moe.store_source import StoreSource
 from moe.takeover import Takeover, keep_layer
 from offload.experts import LayerExperts
 from offload.offloaded import Offloaded
-from offload.opening import Room
+from offload.room import Room
 
 
 class Source(Protocol):

@@ -36,7 +36,8 @@ from moe.takeover import Takeover, keep_layer
 from offload.cache import LEAST_SLOTS
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
-from offload.opening import Room, fixed_bytes, open_offloaded, slot_bytes, why_not
+from offload.opening import open_offloaded
+from offload.room import Room, fixed_bytes, slot_bytes, why_not
 
 
 class StoreSource:

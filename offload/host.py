@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from offload.arena import Arena
 from offload.cache import ExpertCache
+from offload.copies import Batch, Copy
 from offload.errors import OffloadError
-from offload.loans import Loan
-from offload.streams import Delay, Mark, Streams
+from offload.streams import Delay, Streams
 
 
 class HostSource:
@@ -34,9 +33,19 @@ class HostSource:
         self.streams = streams
         self._host, self._near, self._device = host, near, device
         self._waiting: list[Copy] = []  # for bytes in host memory, or to be launched
-        self._batches: deque[_Batch] = deque()  # launched, and not known to have ended
+        self._batches: deque[Batch] = deque()  # launched, and not known to have ended
         self._delays: list[tuple[int, Delay]] = []
         self._fetched = 0
+
+    def copy_seconds(self) -> float:
+        """For one expert, the best of some copies; before there is anything in the slots."""
+        planes, best = range(self._host.num_planes), float("inf")
+        pairs = list(zip(self._near.places(0, planes), self._device.places(0, planes), strict=True))
+        for _ in range(3):
+            start = time.perf_counter()
+            self.streams.copy(pairs, self.streams.now()).wait()
+            best = min(best, time.perf_counter() - start)
+        return best
 
     def fetch(self, layer: int, expert: int, planes: range, slot: int, *, urgent: bool) -> Copy:
         self._fetched += 1
@@ -71,7 +80,7 @@ class HostSource:
         if ready:
             pairs = [pair for copy in ready for pair in self._pairs(copy)]
             last = max(ready, key=lambda copy: copy.number)
-            batch = _Batch(self.streams.copy(pairs, last.after), ready)
+            batch = Batch(self.streams.copy(pairs, last.after), ready)
             self._batches.append(batch)
             for copy in ready:
                 copy.batch = batch
@@ -142,68 +151,3 @@ class HostSource:
             sources += self._near.biases(copy.loan.slot)
             targets += self._device.biases(copy.slot)
         return list(zip(sources, targets, strict=True))
-
-
-@dataclass(eq=False)
-class _Batch:
-    """Copies that were launched together."""
-
-    mark: Mark
-    copies: list[Copy]
-    followed: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether kernels launched from now on find the bytes."""
-        return self.followed or self.mark.reached()
-
-
-class Copy:
-    """An expert on its way to the device; see `offload.transfer.Transfer`. Waiting for it holds up
-    the compute stream, and the host only while its bytes are read from disk."""
-
-    def __init__(
-        self,
-        source: HostSource,
-        layer: int,
-        expert: int,
-        planes: range,
-        slot: int,
-        urgent: bool,
-        number: int,
-        after: Mark,
-    ) -> None:
-        self.layer, self.expert, self.planes, self.slot = layer, expert, planes, slot
-        self.urgent, self.number, self.after = urgent, number, after
-        self.loan: Loan | None = None
-        self.batch: _Batch | None = None
-        self.failed: Exception | None = None
-        self.seconds = 0.0
-        self._source, self._began = source, time.perf_counter()
-
-    @property
-    def done(self) -> bool:
-        if self.batch is None and self.failed is None and (self.loan is None or self.loan.ready):
-            self._source.launch()
-        return self.failed is not None or (self.batch is not None and self.batch.done)
-
-    def wait(self) -> float:
-        start = time.perf_counter()
-        self._source.bring(self)
-        self._source.follow(self)
-        return time.perf_counter() - start
-
-    def cancel(self) -> bool:
-        return self._source.withdraw(self)
-
-    def hasten(self) -> None:
-        self.urgent = True
-        if self.loan is not None:
-            self.loan.hasten()
-
-    def end(self, *, unused: bool = False) -> None:
-        """Its bytes have come, or will never come."""
-        self.seconds = time.perf_counter() - self._began
-        if self.loan is not None:
-            self.loan.give_back(unused=unused)
-            self.loan = None

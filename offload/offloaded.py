@@ -29,6 +29,7 @@ class Offloaded:
         layers: one for each MoE layer.
         tiers: which experts are in which memory, the one that kernels read first.
         reader: what reads the others.
+        load_seconds: for one expert to where kernels read it, until that has been measured.
         hot_set_file: where the hot set is kept; None for nowhere.
         prefetcher: what reads experts before they are needed, if anything does.
     """
@@ -36,6 +37,7 @@ class Offloaded:
     layers: list[OffloadedExperts]
     tiers: Sequence[Tier]
     reader: ThreadedReader
+    load_seconds: float
     hot_set_file: Path | None
     closing: ExitStack
     prefetcher: Prefetcher | None = None
@@ -63,12 +65,11 @@ class Offloaded:
             bids: False: nothing is read ahead, the predictor only tells the policy what to keep.
         """
         cache = self.cache
-        speed = max(self.reader.bytes_per_second, SLOWEST)
         self.prefetcher = Prefetcher(
             cache,
             [layer.num_experts for layer in self.layers],
             predictor,
-            cache.expert_bytes / speed,
+            self.load_seconds,
             always_forecast=cache.policy.name == "forecast",
             bids=bids,
         )

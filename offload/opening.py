@@ -1,78 +1,30 @@
-"""From a store to `Offloaded`: what may stay on disk, what it takes in memory, how it is opened."""
+"""From a store to `Offloaded`: its experts behind as many tiers as the device has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experts.header import DTYPES
-from experts.layer_file import WHOLE
-from experts.manifest import LayerRecord, Manifest
 from experts.store import Store
 from kernels import ExpertWeights
-from kernels.planes import num_planes
 from kernels.reference import AnyExperts
-from offload.arena import PAGE, Arena, plane_arena, whole_arena
+from offload.arena import Arena
 from offload.cache import ExpertCache
 from offload.disk import DiskSource, read_biases
 from offload.experts import OffloadedExperts
 from offload.host import HostSource
 from offload.hot_set import HotSet, hot_set_file, load_hot_set
-from offload.offloaded import Offloaded
+from offload.offloaded import SLOWEST, Offloaded
 from offload.policies import POLICIES, Policy
 from offload.readers import choose_reader
+from offload.room import Room, arena_for, plane_bytes
 from offload.streams import open_streams
 from offload.tiers import HOST, MEMORY, HostValues, Tier
-
-
-@dataclass(frozen=True)
-class Room:
-    """For how many experts there is room, and where.
-
-    Attributes:
-        device: where kernels run.
-        slots: there.
-        host_slots: in host memory, for a device that is not a CPU.
-        pinned_slots: of those, how many may be page-locked.
-    """
-
-    device: torch.device
-    slots: int
-    host_slots: int = 0
-    pinned_slots: int = 0
-
-    def host_holds(self, manifest: Manifest) -> bool:
-        """Whether host memory takes all experts of a store, which are read once then."""
-        return self.host_slots == sum(layer.experts for layer in manifest.layers)
-
-
-def why_not(manifest: Manifest) -> str:
-    """Why the experts of a store cannot share one cache; empty where they can."""
-    kinds = {
-        (layer.shape(64), layer.interleaved, layer.gate_up_bias, layer.down_bias, layer.dtype)
-        for layer in manifest.layers
-    }
-    return "" if len(kinds) == 1 else "its MoE layers have experts of different shapes"
-
-
-def slot_bytes(manifest: Manifest, bits: int) -> int:
-    """Memory of one expert in a cache on a CPU, its biases included."""
-    record = manifest.layers[0]
-    if bits == WHOLE:
-        own = _whole_bytes(record)
-    else:
-        own = -(-record.shape(manifest.group_size).nbytes(bits) // PAGE) * PAGE
-    return own + _bias_bytes(record)
-
-
-def fixed_bytes(manifest: Manifest) -> int:
-    """Memory beside the slots: the biases of all experts."""
-    return sum(layer.experts * _bias_bytes(layer) for layer in manifest.layers)
 
 
 def open_offloaded(
@@ -113,25 +65,28 @@ def open_offloaded(
         made: Policy = POLICIES[policy](len(counts), max(counts))
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
-        planes, streams = _plane_bytes(manifest, bits), open_streams(room.device)
+        planes, streams = plane_bytes(manifest, bits), open_streams(room.device)
 
         def filled_from_disk(arena: Arena, slots: int, policy: Policy) -> ExpertCache:
             source = DiskSource(store, bits, chosen, arena, biases)
             return ExpertCache(counts, slots, arena, source, policy, planes)
 
         copies: HostSource | None = None
+        load_seconds = sum(planes) / max(chosen.bytes_per_second, SLOWEST)
         if streams is None:
-            arena = _arena(manifest, bits, sum(counts), like[0], room.device)
+            arena = arena_for(manifest, bits, sum(counts), like[0], room.device)
             tiers = [Tier(MEMORY, filled_from_disk(arena, room.slots, made))]
             tiers[0].cache.warm(hot_set)
         else:
-            arena = _arena(manifest, bits, room.slots, like[0], room.device)
-            near = _arena(manifest, bits, room.host_slots, like[0], torch.device("cpu"))
+            arena = arena_for(manifest, bits, room.slots, like[0], room.device)
+            near = arena_for(manifest, bits, room.host_slots, like[0], torch.device("cpu"))
             for piece in near.pin(room.pinned_slots, streams.pin):
                 closing.callback(streams.unpin, piece)
             values = HostValues(made)
             host = filled_from_disk(near, room.host_slots, values)
             copies = HostSource(host, near, arena, streams)
+            if room.host_holds(manifest):
+                load_seconds = copies.copy_seconds()
             values.device = ExpertCache(counts, room.slots, arena, copies, made, planes)
             tiers = [Tier(str(room.device), values.device), Tier(HOST, host)]
             _fill(*tiers, counts=counts, hot_set=hot_set, advance=advance)
@@ -140,7 +95,7 @@ def open_offloaded(
             OffloadedExperts(index, count, tiers[0].cache, view, copies)
             for index, (count, view) in enumerate(zip(counts, views, strict=True))
         ]
-        return Offloaded(layers, tiers, chosen, file, closing.pop_all())
+        return Offloaded(layers, tiers, chosen, load_seconds, file, closing.pop_all())
 
 
 def _fill(
@@ -158,50 +113,6 @@ def _fill(
             advance(count * host.cache.expert_bytes)
     device.cache.warm(hot_set)
     host.cache.warm(hot_set)
-
-
-def _arena(
-    manifest: Manifest, bits: int, slots: int, like: ExpertWeights, device: torch.device
-) -> Arena:
-    """Room for ``slots`` experts of any layer."""
-    record = manifest.layers[0]
-    shape = record.shape(manifest.group_size)
-    first, second = (
-        None if width is None else torch.zeros(slots, width, device=device)
-        for width in _bias_widths(record)
-    )
-    own: dict[str, Any] = {"activation": like.activation, "post_norm": like.post_norm}
-    own |= {"gate_up_bias_EG": first, "down_bias_EH": second}
-    if bits == WHOLE:
-        return whole_arena(shape, DTYPES[record.dtype], slots, device, **own)
-    return plane_arena(shape, bits, slots, record.interleaved, device, **own)
-
-
-def _bias_bytes(record: LayerRecord) -> int:
-    """Of one expert, in float32."""
-    return 4 * sum(width or 0 for width in _bias_widths(record))
-
-
-def _bias_widths(record: LayerRecord) -> tuple[int | None, int | None]:
-    """G and H of the biases that there are."""
-    return (
-        None if record.gate_up_bias is None else record.parts * record.intermediate,
-        None if record.down_bias is None else record.hidden,
-    )
-
-
-def _plane_bytes(manifest: Manifest, bits: int) -> list[int]:
-    """Bytes of each plane of an expert, of plane 0 with the scales; one number for whole ones."""
-    if bits == WHOLE:
-        return [_whole_bytes(manifest.layers[0])]
-    shape = manifest.layers[0].shape(manifest.group_size)
-    first, *others = map(shape.plane_bytes, range(num_planes(bits)))
-    return [2 * shape.num_scales + first, *others]
-
-
-def _whole_bytes(record: LayerRecord) -> int:
-    weights = record.hidden * record.intermediate * (record.parts + 1)
-    return weights * DTYPES[record.dtype].itemsize
 
 
 def _views(slots: AnyExperts, like: Sequence[ExpertWeights]) -> list[AnyExperts]:

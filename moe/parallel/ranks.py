@@ -31,7 +31,7 @@ from moe.parallel.watch import Pulse
 from moe.plan import GIB
 from moe.profile import Profile
 from moe.runner import Runner
-from moe.sharing import SharedMemory
+from moe.sharing import shared_memory
 from offload.offloaded import SLOWEST
 
 WHOLE = (
@@ -152,9 +152,7 @@ def _station(loaded: LoadedModel, profile: Profile, pulse: Pulse) -> Station:
     speculator, offloaded = loaded.speculation.speculator, loaded.offloaded
 
     def new_mirror() -> Mirror:
-        shared = None
-        if offloaded is not None and profile.offload.borrow:
-            shared = SharedMemory(offloaded.cache, loaded.memory_plan)
+        shared = shared_memory(offloaded, loaded.memory_plan, profile.offload)
         runner = Runner(loaded.trunk, loaded.experts, speculator)
         return Mirror(runner, loaded.logits_size, shared)
 

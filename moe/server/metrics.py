@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -124,20 +124,45 @@ def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
         ("moe_offload_prefetches", "Reads begun for layers to come", "prefetches"),
         ("moe_offload_prefetches_cancelled", "Those taken back in time", "cancelled"),
         ("moe_offload_read_failures", "Reads that failed", "failures"),
-        ("moe_offload_stall_seconds", "Time that steps waited for the disk", "stall_seconds"),
+        ("moe_offload_stall_seconds", "Time that steps waited for experts", "stall_seconds"),
     ):
         yield CounterMetricFamily(name, text, value=offload[key])
-    text = "Bytes of experts from disk: why they were read, and prefetched ones by their use"
+    text = "Bytes of experts brought to be computed with: why, and prefetched ones by their use"
     family = CounterMetricFamily("moe_offload_bytes", text, labels=["cause"])
     for cause in ("demand", "streamed", "useful", "wasted", "restored"):
         family.add_metric([cause], offload[f"{cause}_bytes"])
     yield family
+    yield from _tiers(offload["tiers"])
     for name, text, key in (
         ("moe_expert_cache_hit_ratio", "Share of hits since the start", "hit_ratio"),
         ("moe_expert_cache_slots", "Experts that fit into memory", "slots"),
         ("moe_expert_slot_bytes", "Bytes of one expert", "expert_bytes"),
     ):
         yield GaugeMetricFamily(name, text, value=offload[key])
+
+
+def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Of each memory that holds experts, the one that is computed with first."""
+    for name, text, key in (
+        ("moe_expert_tier_hits", "Experts asked of a tier that were there", "hits"),
+        ("moe_expert_tier_misses", "Experts asked of a tier that it had to bring", "misses"),
+        (
+            "moe_expert_tier_bytes",
+            "Bytes brought to a tier from the next, or from disk",
+            "bytes_in",
+        ),
+        ("moe_expert_tier_stall_seconds", "Time for which a tier was waited for", "stall_seconds"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier["name"]], tier[key])
+        yield family
+    slots = GaugeMetricFamily(
+        "moe_expert_tier_slots", "Experts a tier has room for", labels=["tier"]
+    )
+    for tier in tiers:
+        slots.add_metric([tier["name"]], tier["slots"])
+    yield slots
 
 
 def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:

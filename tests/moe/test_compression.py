@@ -24,7 +24,7 @@ from moe.errors import CalibrationError, CheckpointError, ProfileError
 from moe.inspect_store import bit_map, draw, expert_bytes
 from moe.scoring import read
 from moe.settings import ModelSettings
-from offload.opening import why_not
+from offload.room import why_not
 
 SETTINGS = ModelSettings(group_size=32)
 

@@ -22,7 +22,7 @@ from moe.errors import CalibrationError
 from moe.plan import GIB
 from moe.settings import ModelSettings
 from offload.experts import OffloadedExperts
-from offload.opening import fixed_bytes, slot_bytes
+from offload.room import fixed_bytes, slot_bytes
 
 SMALL: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
 PREFILL: dict[str, Any] = {"wave_tokens": 128, "mode": "whole"}

@@ -24,8 +24,8 @@ from moe.plan import GIB
 from moe.settings import ModelSettings
 from moe.terminal import run
 from offload.hot_set import FILE_NAME
-from offload.opening import fixed_bytes, slot_bytes
 from offload.policies import POLICIES
+from offload.room import fixed_bytes, slot_bytes
 
 SMALL: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},

@@ -19,7 +19,7 @@ from moe.convert import convert
 from moe.plan import GIB
 from moe.settings import ModelSettings
 from offload.errors import OffloadError
-from offload.opening import slot_bytes
+from offload.room import slot_bytes
 from offload.transfer import Read, Reader, Transfer
 
 SMALL: dict[str, Any] = {

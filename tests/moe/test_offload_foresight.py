@@ -18,7 +18,7 @@ from moe.convert import convert
 from moe.errors import CalibrationError, ProfileError
 from moe.plan import GIB
 from moe.settings import ModelSettings
-from offload.opening import slot_bytes
+from offload.room import slot_bytes
 from routing import Routing
 from routing.predict import Forecast
 

@@ -134,3 +134,16 @@ class TwoQueues:
             step()
         queue.popleft()
         return True
+
+
+class LateCopies(TwoQueues):
+    """The same where kernels run at once, on a CPU: only copies are late."""
+
+    def now(self) -> QueueMark:
+        mark = QueueMark(self)
+        mark.passed = True
+        return mark
+
+    def follow(self, mark: Mark) -> QueueDelay:
+        mark.wait()
+        return QueueDelay(self.now())

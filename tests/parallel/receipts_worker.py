@@ -26,7 +26,7 @@ from moe.halves import run_halves
 from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
 from moe.plan import GIB
-from offload.opening import slot_bytes
+from offload.room import slot_bytes
 from routing import Phase
 from tests.experts.dispatch_cases import random_placement
 

@@ -16,7 +16,7 @@ from moe.plan import GIB
 from moe.settings import ModelSettings
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
-from offload.opening import slot_bytes
+from offload.room import slot_bytes
 
 URL = "/v1/completions"
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "temperature": 0}
@@ -61,7 +61,9 @@ def test_what_the_cache_does_is_measured(serve: Any, offloaded: MoE) -> None:
     assert found["moe_expert_cache_hit_ratio"] == stats["hit_ratio"]
     assert found["moe_offload_bytes_totaldemand"] == stats["demand_bytes"] > 0
     assert found["moe_offload_stall_seconds_total"] == stats["stall_seconds"] > 0
-    assert found["moe_expert_cache_slots"] == 8
+    assert found["moe_expert_cache_slots"] == found["moe_expert_tier_slotsmemory"] == 8
+    assert found["moe_expert_tier_hits_totalmemory"] == stats["hits"]
+    assert found["moe_expert_tier_bytes_totalmemory"] == stats["bytes_read"]
 
 
 def test_a_resident_model_has_no_such_figures(server: Any) -> None:

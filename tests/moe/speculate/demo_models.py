@@ -16,7 +16,7 @@ from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
 from moe.speculate.draft import Controller, Round
 from moe.wave import Group
-from offload.opening import fixed_bytes, slot_bytes
+from offload.room import fixed_bytes, slot_bytes
 
 DEMO = Path("examples/demo-model")
 NEW_TOKENS = 8

@@ -1,0 +1,227 @@
+"""A device beside main memory, stood in for by more main memory whose copies come late: the tokens
+of a model that is resident there, whatever is where."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.architectures import tiny_model
+from experts.manifest import read_manifest
+from kernels import Backend
+from moe import MoE, SamplingParams
+from moe.convert import convert
+from moe.errors import DoesNotFitError
+from moe.plan import GIB
+from moe.planning import host_room
+from moe.profile import load_profile
+from moe.settings import ModelSettings
+from offload.errors import OffloadError
+from offload.hot_set import FILE_NAME
+from offload.room import fixed_bytes, slot_bytes
+from tests.offload.two_queues import LateCopies
+
+SMALL: dict[str, Any] = {
+    "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
+    "prefill": {"wave_tokens": 128, "mode": "whole"},
+    "engine": {"max_batch_size": 8},
+    "offload": {"hot_set": False},
+}
+PROMPTS = [list(range(3, 40)), [5, 9, 2], list(range(30, 80, 2)), [7] * 6]
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+EXPERTS = 32
+
+
+@pytest.fixture(scope="module")
+def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "store"
+    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
+
+
+@pytest.fixture(scope="module")
+def resident(store: Path) -> MoE:
+    return MoE.from_pretrained(store, SMALL)
+
+
+@pytest.fixture
+def load(resident: MoE, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MoE]:
+    """Loads with room for so many experts on the device and in main memory."""
+
+    def load_tiers(
+        store: Path, slots: int, host_slots: int, like: MoE = resident, **changed: Any
+    ) -> MoE:
+        manifest = read_manifest(store)
+        size, fixed = slot_bytes(manifest, manifest.bits), fixed_bytes(manifest)
+        rest = sum(line.bytes for line in like.memory_plan.lines if line.name != "experts")
+        memory = SMALL["memory"] | {"device_gib": (rest + slots * size + 16) / GIB}
+        monkeypatch.setattr("moe.planning.host_room", lambda *_: host_slots * size + fixed)
+        monkeypatch.setattr("offload.opening.open_streams", lambda _: LateCopies(Random(slots)))
+        return MoE.from_pretrained(store, SMALL | changed | {"memory": memory})
+
+    return load_tiers
+
+
+def tokens(model: MoE) -> list[list[int]]:
+    return [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)]
+
+
+def tier_of(model: MoE, name: str) -> dict[str, Any]:
+    return next(tier for tier in model.stats()["offload"]["tiers"] if tier["name"] == name)
+
+
+@pytest.mark.parametrize("mode", ["whole", "layered"])
+@pytest.mark.parametrize(("slots", "host_slots"), [(2, 2), (3, 32), (8, 8), (8, 28), (16, 32)])
+def test_any_tiers_give_the_bits_of_a_resident_model(
+    store: Path, resident: MoE, load: Callable[..., MoE], slots: int, host_slots: int, mode: str
+) -> None:
+    prefill = {"mode": mode, "wave_tokens": 128, "group_tokens": 16}
+    model = load(store, slots, host_slots, prefill=prefill)
+    assert model.status()["offload"]["tiers"] == {"cpu": slots, "host": host_slots}
+    assert tokens(model) == tokens(resident)
+    assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
+
+
+def test_biases_come_along(load: Callable[..., MoE], tmp_path: Path) -> None:
+    network = tiny_model("gpt_oss").bfloat16()
+    for name, parameter in network.named_parameters():
+        if "experts" in name and name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    network.save_pretrained(tmp_path)
+    for bits in (4, 16):
+        settings = ModelSettings.model_validate({"expert_bits": bits, "group_size": 32})
+        store = convert(tmp_path, tmp_path / f"store{bits}", settings)
+        all_near = MoE.from_pretrained(store, SMALL)
+        assert tokens(load(store, 3, 6, like=all_near)) == tokens(all_near)
+
+
+def test_a_store_that_host_memory_holds_is_read_once(store: Path, load: Callable[..., MoE]) -> None:
+    model = load(store, 8, EXPERTS)
+    before = model.stats()["offload"]["bytes_read"]
+    size = model.stats()["offload"]["expert_bytes"]
+    assert before == EXPERTS * size
+    tokens(model)
+    stats = model.stats()["offload"]
+    assert stats["bytes_read"] == before
+    assert stats["hits"] + stats["misses"] == sum(model.stats()["expert_loads_by"].values())
+    host, device = tier_of(model, "host"), tier_of(model, "cpu")
+    assert device["misses"] == stats["misses"] > 0
+    assert host["hit_ratio"] == 1.0
+    assert device["bytes_in"] >= device["misses"] * size
+    assert "the others in host memory" in str(model.memory_plan)
+    model.reset_stats()
+    assert tier_of(model, "host")["hits"] == tier_of(model, "cpu")["hits"] == 0
+
+
+def test_the_plan_has_a_row_for_each_tier(store: Path, load: Callable[..., MoE]) -> None:
+    plan = load(store, 8, 20).memory_plan
+    device, host, disk = plan.tiers
+    size = slot_bytes(read_manifest(store), 8)
+    assert (device.experts, host.experts, disk.experts) == (8, 20, EXPERTS)
+    assert host.bytes == plan.host_needed_bytes == 20 * size
+    assert [tier.name for tier in plan.tiers] == ["memory", "host", "disk"]
+
+
+def test_too_little_host_memory_is_refused_with_numbers(
+    store: Path, load: Callable[..., MoE]
+) -> None:
+    with pytest.raises(DoesNotFitError, match=r"too little to bring them there.*\n.*(\n.*)*") as it:
+        load(store, 8, 1)
+    assert "memory.host_gib of at least " in str(it.value)
+
+
+def test_what_fits_on_the_device_needs_no_host_memory(
+    store: Path, load: Callable[..., MoE]
+) -> None:
+    assert load(store, EXPERTS + 1, 0).status()["offload"] is None
+
+
+def test_the_hot_set_fills_the_device_first(
+    store: Path, resident: MoE, load: Callable[..., MoE], tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(store, tmp_path / "copy"))
+    model = load(copied, 6, 12, offload={})
+    tokens(model)
+    near, far = (tier.cache for tier in model._loaded.offloaded.tiers)  # type: ignore[union-attr]
+    hot = near.hot_set()
+    both = {*hot, *far.hot_set()}
+    model.close()
+    assert (copied / FILE_NAME).exists()
+    again = load(copied, 6, 12, offload={})
+    near, far = (tier.cache for tier in again._loaded.offloaded.tiers)  # type: ignore[union-attr]
+    assert sorted(near.hot_set()) == sorted(hot)
+    assert set(far.hot_set()) <= both
+    assert tier_of(again, "cpu")["bytes_in"] == 6 * near.expert_bytes
+    assert tokens(again) == tokens(resident)
+
+
+def test_slots_of_a_device_are_not_lent_to_keys(store: Path, load: Callable[..., MoE]) -> None:
+    model = load(store, 6, 12, offload={"borrow": True, "hot_set": False})
+    assert any(notice.startswith("offload.borrow changes nothing") for notice in model.notices)
+    cache = model._loaded.offloaded.cache  # type: ignore[union-attr]
+    tokens(model)
+    assert cache.slots == 6
+
+
+def test_memory_is_unlocked_at_the_end(store: Path, load: Callable[..., MoE]) -> None:
+    model = load(store, 6, 12)
+    streams: Any = model._loaded.offloaded.tiers[0].cache._filling._source.streams  # type: ignore[union-attr]
+    assert streams.locked
+    model.close()
+    assert not streams.locked
+
+
+def test_a_read_that_fails_costs_those_who_need_it(
+    store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(store, 4, 6)
+    host: Any = model._loaded.offloaded.tiers[1].cache  # type: ignore[union-attr]
+    with monkeypatch.context() as broken:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise OffloadError("Input/output error")
+
+        broken.setattr(host._filling._source._reader, "submit", fail)
+        with pytest.raises(OffloadError, match="Input/output error"):
+            tokens(model)
+    assert tokens(model) == tokens(resident)
+
+
+def test_interpreted_triton_kernels_find_what_is_in_the_slots(
+    store: Path, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not pytest.importorskip("kernels.triton.language").INTERPRETED:
+        pytest.skip("TRITON_INTERPRET=0: kernels need a GPU")
+    triton = pytest.importorskip("kernels.triton.experts")
+    backend = Backend("triton", "interpreted", triton.experts_forward)
+    monkeypatch.setattr("moe.loader.choose_backend", lambda *_: backend)
+    engine = {"max_batch_size": 8, "fused": "off"}
+    expected = MoE.from_pretrained(store, SMALL | {"engine": engine})
+    model = load(store, 8, 20, engine=engine)
+    short = SamplingParams(max_new_tokens=3, temperature=0.0)
+    found, wanted = (
+        [done.token_ids for done in either.generate([[5, 9, 2], [7, 30]], short)]
+        for either in (model, expected)
+    )
+    assert found == wanted
+    assert torch.equal(model.logits([5, 9, 2]), expected.logits([5, 9, 2]))
+    assert 0 < model.stats()["offload"]["hit_ratio"] < 1
+
+
+def test_host_memory_for_experts_follows_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.planning.memory_available", lambda: 100 * GIB)
+    cuda = torch.device("cuda")
+
+    def room(ranks: int = 1, **memory: Any) -> int | None:
+        return host_room(load_profile({"memory": memory}).profile, cuda, ranks)
+
+    assert room() == 90 * GIB
+    assert room(ranks=2) == 45 * GIB
+    assert room(host_gib=20) == 20 * GIB
+    assert room(host_gib=200) == 100 * GIB  # never more than is free
+    assert host_room(load_profile().profile, torch.device("cpu"), 1) is None
