@@ -27,6 +27,7 @@ class Rates:
     def __init__(self, num_layers: int, width: int) -> None:
         self.num_layers, self.width = num_layers, width
         self.rates: Values = np.full((num_layers, width), 0.1)
+        self._tails = _tail(self.rates)
         self._keep = 0.5 ** (1 / HALF_LIFE)
         self._visits = [0] * num_layers
         step = CYCLE_DISCOUNT ** (1 / num_layers)
@@ -40,7 +41,8 @@ class Rates:
         row = self.rates[layer]
         row *= keep
         row[experts] += 1 - keep
-        np.clip(row, 1e-3, 0.999, out=row)
+        row.clip(1e-3, 0.999, out=row)
+        self._tails[layer] = _tail(row)
 
     def worth(self, layer: int, *coming: Values) -> Values:
         """``(units,)``: the value of a use, discounted by when it is expected.
@@ -50,7 +52,7 @@ class Rates:
             coming: ``(L, width)`` probabilities of a use at the next visit of each layer, at the
                 one after it and so on; later ones have the probability `rates`.
         """
-        tail = self.rates / (1 - (1 - self.rates) * CYCLE_DISCOUNT)
+        tail = self._tails
         for probability in reversed(coming):
             tail = probability + (1 - probability) * CYCLE_DISCOUNT * tail
         return (self._discounts[layer][:, None] * tail).reshape(-1)
@@ -58,10 +60,13 @@ class Rates:
     def worth_of(self, layer: int, unit: int, probability: float) -> float:
         """As `worth`, for one unit of a given probability at its layer's next visit."""
         then, expert = divmod(unit, self.width)
-        rate = self.rates[then, expert]
-        tail = rate / (1 - (1 - rate) * CYCLE_DISCOUNT)
-        later = (1 - probability) * CYCLE_DISCOUNT * tail
+        later = (1 - probability) * CYCLE_DISCOUNT * self._tails[then, expert]
         return float(self._discounts[layer, then] * (probability + later))
+
+
+def _tail(rates: Values) -> Values:
+    """What uses at these rates are worth, of which the next could come at once."""
+    return rates / (1 - (1 - rates) * CYCLE_DISCOUNT)
 
 
 class FrequencyRecency:
