@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_routing import Replay
+from offload.prefetch import MAX_DEPTH
 from routing import Routing
 from routing.predict import Forecast
 
@@ -36,8 +37,12 @@ class Foreseen:
         tokens, layers, top_k = trace.shape
         order = rng.random((tokens, layers, experts), dtype=np.float32)
         np.put_along_axis(order, trace, np.inf, axis=2)
-        self._others = np.argpartition(order, top_k - 1, axis=2)[:, :, :top_k]
-        self._luck = rng.random(trace.shape)
+        others = np.argpartition(order, top_k - 1, axis=2)[:, :, :top_k]
+        luck = rng.random(trace.shape)
+        # Of each distance, made now: what guesses cost is no part of what is measured.
+        self._guesses = [
+            np.where(luck < recall**ahead, trace, others) for ahead in range(1, MAX_DEPTH + 1)
+        ]
 
     def start(self, tokens: Tensor) -> None:
         """Nothing to learn: the trace knows the token."""
@@ -49,19 +54,18 @@ class Foreseen:
         """Nothing to learn."""
 
     def forecast(self, layer: int, depth: int | None = None) -> Forecast:
-        trace = self._replay.trace
-        layers, top_k = trace.shape[1:]
-        last = layers - 1 if depth is None else min(layer + depth, layers - 1)
-        targets = np.arange(layer + 1, last + 1)
-        if len(targets) == 0:
+        _, layers, top_k = self._replay.trace.shape
+        depth = min(depth or MAX_DEPTH, MAX_DEPTH, layers - 1 - layer)
+        if depth <= 0:
             return Forecast.empty()
-        tokens = [self._replay.position(target) for target in targets]
-        recall = self._recall ** (targets - layer)
-        found = self._luck[tokens, targets] < recall[:, None]
-        experts = np.where(found, trace[tokens, targets], self._others[tokens, targets])
+        ahead = np.arange(1, depth + 1)
+        experts = [
+            self._guesses[step - 1][self._replay.position(layer + step), layer + step]
+            for step in ahead.tolist()
+        ]
         return Forecast(
-            torch.from_numpy(targets.repeat(top_k)),
-            torch.from_numpy(experts.ravel()),
-            torch.from_numpy(recall.repeat(top_k).astype(np.float32)),
-            torch.from_numpy((targets - layer).repeat(top_k)),
+            torch.from_numpy((layer + ahead).repeat(top_k)),
+            torch.from_numpy(np.concatenate(experts)),
+            torch.from_numpy((self._recall**ahead).astype(np.float32).repeat(top_k)),
+            torch.from_numpy(ahead.repeat(top_k)),
         )

@@ -17,7 +17,7 @@ class Offer(NamedTuple):
     """An expert that may be worth a bid, with ``left`` seconds until its layer comes."""
 
     worth: float
-    probability: float
+    chance: float
     layer: int
     expert: int
     left: float
@@ -54,42 +54,56 @@ class Bids:
     """Of all layers; ``of[layer]`` maps experts to what has been bid.
 
     Attributes:
-        load: seconds for one read.
+        read: seconds for which one read keeps the disk busy.
     """
 
-    def __init__(self, cache: ExpertCache, num_layers: int, load: float) -> None:
+    def __init__(self, cache: ExpertCache, num_layers: int, read: float) -> None:
         self.of: list[dict[int, Bid]] = [{} for _ in range(num_layers)]
-        self.load = load
+        self.read = read
         self._cache = cache
+        self._open: set[int] = set()  # layers with bids
         self._free_at = {True: 0.0, False: 0.0}  # when it has nothing more to do, by `placed`
 
     def arrival(self, placed: bool, now: float) -> float:
         """When the next bid would be there."""
-        return max(now, self._free_at[placed]) + self.load
+        return max(now, self._free_at[placed]) + self.read
 
     def add(self, layer: int, expert: int, bid: Bid) -> None:
         """Its arrival is the one that `arrival` gave."""
         self.of[layer][expert] = bid
+        self._open.add(layer)
         self._free_at[bid.placed] = bid.arrival
 
     def cancel(self, layer: int, expert: int) -> bool:
         """Take a placed one back, if it has not begun."""
         cancelled = self._cache.cancel(layer, expert)
         if cancelled:
-            self._free_at[True] -= self.load
+            self._free_at[True] -= self.read
+        return cancelled
+
+    def clear(self) -> dict[int, int]:
+        """Take back all; of each layer, how many placed ones were."""
+        cancelled = {
+            layer: sum(
+                self.cancel(layer, expert) for expert, bid in self.of[layer].items() if bid.placed
+            )
+            for layer in self._open
+        }
+        for layer in self._open:
+            self.of[layer].clear()
+        self._open.clear()
         return cancelled
 
     def take(self, layer: int, now: float) -> dict[int, Bid]:
         """The bids on a layer that has been reached, which are open no more."""
         outstanding = {True: 0, False: 0}
-        for target, bids in enumerate(self.of):
-            if not bids:
-                continue
-            slots = self._cache.slot_ids(target).numpy()
-            for expert, bid in bids.items():
-                outstanding[bid.placed] += slots[expert] < 0 if bid.placed else bid.arrival > now
+        for target in self._open:
+            for expert, bid in self.of[target].items():
+                late = not self._cache.has(target, expert) if bid.placed else bid.arrival > now
+                outstanding[bid.placed] += late
         for placed, count in outstanding.items():
-            self._free_at[placed] = min(self._free_at[placed], now + count * self.load)
+            self._free_at[placed] = min(self._free_at[placed], now + count * self.read)
+        self._open.discard(layer)
         taken, self.of[layer] = self.of[layer], {}
         return taken
 
@@ -103,18 +117,18 @@ class Bids:
             Seconds that it will wait; and of each layer, those for which bids on it that have begun
             stand in the way.
         """
-        begun = {e for e, bid in own.items() if bid.placed and bid.arrival - self.load <= now}
+        begun = {e for e, bid in own.items() if bid.placed and bid.arrival - self.read <= now}
         rest = max((own[e].arrival - now for e in begun.intersection(absent)), default=0.0)
-        ahead = self.load * sum(expert not in begun for expert in absent)
+        ahead = self.read * sum(expert not in begun for expert in absent)
         in_the_way: dict[int, float] = {}
-        for target, bids in enumerate(self.of):
-            for bid in bids.values():
-                if bid.arrival - self.load > now:
+        for target in self._open:
+            for bid in self.of[target].values():
+                if bid.arrival - self.read > now:
                     bid.arrival += ahead
                 elif bid.arrival > now:
                     in_the_way[target] = in_the_way.get(target, 0.0) + bid.arrival - now
                     rest = max(rest, bid.arrival - now) if bid.placed else rest
-        unbid = self.load * sum(expert not in own for expert in absent)
+        unbid = self.read * sum(expert not in own for expert in absent)
         for placed, free_at in self._free_at.items():
             self._free_at[placed] = max(now, free_at) + unbid
         return max(0.0, rest) + ahead, in_the_way

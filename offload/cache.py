@@ -95,6 +95,14 @@ class ExpertCache:
         start = layer * self._table.width
         return self._table.planes[start : start + self._table.experts[layer]]
 
+    def poll(self) -> None:
+        """Take note of what has come."""
+        self._filling.poll()
+
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether an expert is there with all planes, as of the last `poll` or `acquire`."""
+        return self._table.planes[layer * self._table.width + expert] >= self.num_planes
+
     def acquire(self, layer: int, experts: Sequence[int], planes: int | None = None) -> Held:
         """Pin experts of a layer, and begin to fetch those that are absent.
 
@@ -139,7 +147,6 @@ class ExpertCache:
         """
         unit, table, filling = layer * self._table.width + expert, self._table, self._filling
         planes = planes or self.num_planes
-        filling.poll()
         if table.planes[unit] >= planes or filling.is_flying(unit):
             return False
         if table.slot[unit] < 0 and not filling.make_room(unit, self.policy.bid(unit, value)):

@@ -74,32 +74,45 @@ class DiskSource:
     ) -> None:
         self._store, self._bits, self._whole = store, bits, bits == WHOLE
         self._reader, self._arena, self._biases = reader, arena, list(biases)
+        self._offsets: dict[tuple[int, int, int], int] = {}  # of layer, expert and plane
 
     def fetch(self, layer: int, expert: int, planes: range, slot: int, *, urgent: bool) -> Transfer:
-        file, key = self._store.file(layer), ExpertKey(layer, expert)
-        stored = planes if self._whole else self._stored(key, planes, slot)
+        file, count = self._store.file(layer), self._planes(layer, expert)
+        stored = planes[: max(0, count - planes.start)]
         reads = []
         if len(stored):
-            blob = "scales" if stored.start == 0 else plane_name(stored.start)
-            offset = self._store.blob(key, "whole" if self._whole else blob).start
+            offset = self._offset(layer, expert, stored.start)
             for place in self._arena.places(slot, stored):
                 reads.append(Read(file.fd, file.path, offset, place, file.status))
                 offset += place.numel()
+        if len(stored) < len(planes):
+            self._put_middle(planes[len(stored) :], count, slot)
         if planes.start == 0:
             self._put_biases(self._biases[layer], expert, slot)
         what = f"expert {expert} of MoE layer {layer}"
         return self._reader.submit(reads, urgent=urgent, what=what)
 
-    def _stored(self, key: ExpertKey, planes: range, slot: int) -> range:
-        """Those of the planes that the store has; the others stand for the middle of what is left
-        open, as if they were not there."""
-        record = self._store.manifest.layers[key.layer]
-        count = num_planes(record.bits_of(key.expert, self._bits))
-        for plane in planes[max(0, count - planes.start) :]:
-            middle = MIDDLE[plane] if plane == count else 0
+    def _offset(self, layer: int, expert: int, plane: int) -> int:
+        """First byte of what a plane of an expert begins with."""
+        key = layer, expert, plane
+        if key not in self._offsets:
+            blob = "scales" if plane == 0 else plane_name(plane)
+            name = "whole" if self._whole else blob
+            self._offsets[key] = self._store.blob(ExpertKey(layer, expert), name).start
+        return self._offsets[key]
+
+    def _planes(self, layer: int, expert: int) -> int:
+        """Those of an expert that the store has."""
+        if self._whole:
+            return 1
+        return num_planes(self._store.manifest.layers[layer].bits_of(expert, self._bits))
+
+    def _put_middle(self, absent: range, first: int, slot: int) -> None:
+        """Planes that the store has not stand for the middle of what is left open, as if they were
+        not there."""
+        for plane in absent:
             for place in self._arena.places(slot, range(plane, plane + 1)):
-                place.fill_(middle)
-        return planes[: max(0, count - planes.start)]
+                place.fill_(MIDDLE[plane] if plane == first else 0)
 
     def _put_biases(self, biases: Biases, expert: int, slot: int) -> None:
         slots = self._arena.experts

@@ -72,6 +72,7 @@ class Offloaded:
             self.load_seconds,
             always_forecast=cache.policy.name == "forecast",
             bids=bids,
+            read_seconds=lambda: cache.expert_bytes / max(self.reader.throughput, SLOWEST),
         )
         return self.prefetcher
 

@@ -3,8 +3,9 @@
 A bid is worth its probability times the stall it saves, over its bytes (all experts of a cache have
 the same). It saves nothing if it cannot arrive in time behind what is on its way already, and costs
 something if it is wrong: what it pushes out may be asked for again, and a read under way stands in
-front of those that a layer waits for. Both are measured, and a `Governor` for each layer stops what
-does not pay. Nothing here can change a result: it only moves experts nearer.
+front of those that a layer waits for. So on a disk that has no time to spare only sure bids are
+made. All this is measured, and a `Governor` for each layer stops what does not pay. Nothing here
+can change a result: it only moves experts nearer.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from offload.bids import Bid, Bids, Offer
 from offload.cache import ExpertCache
 from offload.governor import Governor, LayerRecord
 from offload.measures import Measures
+from offload.trust import Trust
 from routing import Routing
 from routing.predict import Forecast, Predictor, Told
 
@@ -39,6 +40,8 @@ class Prefetcher:
         always_forecast: also where no bid would be placed, for a cache policy that lives on
             forecasts; their cost is then not the bids'.
         bids: whether to make any.
+        read_seconds: for which reading one expert keeps the disk busy, as it is measured; what a
+            layer waits for one by default.
 
     Attributes:
         governors: of each layer; whether its bids are placed, and what became of them.
@@ -52,6 +55,7 @@ class Prefetcher:
         load_seconds: float,
         always_forecast: bool = False,
         bids: bool = True,
+        read_seconds: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.predictor = self._guide = predictor
@@ -59,7 +63,9 @@ class Prefetcher:
         self.measures = Measures(cache, experts, load_seconds, clock())
         self._cache, self._width, self._layers = cache, max(experts), range(len(experts))
         self._always, self._bidding, self._clock = always_forecast, bids, clock
+        self._read_seconds = read_seconds or (lambda: self.measures.load_seconds)
         self._bids = Bids(cache, len(experts), load_seconds)
+        self._trust = Trust(experts)
         self._spent = [0.0] * len(experts)  # seconds, on this step's bids for each layer
         self._asked: set[int] = set()  # layers that were forecast in this step
         self._step, self._awake = 0, False
@@ -76,12 +82,10 @@ class Prefetcher:
 
     def start(self, tokens: Tensor, told: Forecast | None = None) -> None:
         """A step begins: tokens as of `Predictor.start`, and what is told by who knows better."""
-        for layer, bids in enumerate(self._bids.of):  # of layers that the last step did not reach
-            for expert, bid in bids.items():
-                if bid.placed:
-                    self.records[layer].cancelled += self._bids.cancel(layer, expert)
-            bids.clear()
-            self._spent[layer] = 0.0
+        for layer, count in self._bids.clear().items():  # that the last step did not reach
+            self.governors[layer].record.cancelled += count
+        self._trust.forget()
+        self._spent = [0.0] * len(self._spent)
         self._asked.clear()
         self._guide = self.predictor if told is None else Told(told)
         self._step, self._wait = self._step + 1, 0.0
@@ -92,12 +96,6 @@ class Prefetcher:
             self._guide.start(tokens)
             self._bid(-1)
 
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        """Rows ``(T, H)`` as they come into a layer's block, before its attention."""
-        if self._awake:
-            self._guide.enter(layer, hidden_states)
-            self._bid(layer - 1)
-
     def settle(self, layer: int, wanted: Sequence[int]) -> None:
         """The router has decided: take back what it contradicts, and judge the bids.
 
@@ -107,11 +105,12 @@ class Prefetcher:
         """
         if not self._awake:
             return
-        now, governor = self._clock(), self.governors[layer]
+        now, governor, cache = self._clock(), self.governors[layer], self._cache
+        cache.poll()
         self.measures.arrive(layer, wanted, now)
-        self._bids.load = self.measures.load_seconds
+        self._trust.visit(layer, wanted)
+        self._bids.read = self._read_seconds()
         bids, asked = self._bids.take(layer, now), set(wanted)
-        there = [planes >= self._cache.num_planes for planes in self._cache.resident(layer)]
         load, loss = self.measures.load_seconds, self.measures.loss_seconds
         gain = -self._spent[layer]
         governor.record.lost_seconds += self._spent[layer] * governor.on
@@ -119,10 +118,11 @@ class Prefetcher:
             if bid.placed and expert not in asked and self._bids.cancel(layer, expert):
                 governor.record.cancelled += 1
                 continue
-            rest = bid.rest(there[expert], now, load)
-            gain += governor.outcome(bid.placed, expert in asked, there[expert], rest, load, loss)
-        absent, self._wait = [expert for expert in asked if not there[expert]], 0.0
-        if absent:
+            there = cache.has(layer, expert)
+            rest = bid.rest(there, now, load)
+            gain += governor.outcome(bid.placed, expert in asked, there, rest, load, loss)
+        self._wait = 0.0
+        if absent := [expert for expert in wanted if not cache.has(layer, expert)]:
             self._wait, in_the_way = self._bids.give_way(absent, bids, now)
             for target, seconds in in_the_way.items():
                 self._spent[target] += seconds
@@ -157,45 +157,43 @@ class Prefetcher:
             return
         began = self._clock()
         forecast = self._guide.forecast(layer, last - layer)
-        layers, experts = forecast.layer.numpy(), forecast.expert.numpy()
-        probability = forecast.probability.numpy()
-        units = layers * self._width + experts
-        self._cache.policy.forecast(units.tolist(), probability.tolist())
-        offers = []
-        for target in targets:
-            mine = layers == target
-            left = self._wait + (target - layer) * self.measures.layer_seconds
-            offers += self._offers(target, experts[mine], probability[mine], left)
+        layers, experts = forecast.layer.tolist(), forecast.expert.tolist()
+        stated = forecast.probability.tolist()
+        width, wanted = self._width, set(targets)
+        units = [layer * width + expert for layer, expert in zip(layers, experts, strict=True)]
+        self._cache.policy.forecast(units, stated)
+        offers = [
+            self._offer(target, expert, probability, layer)
+            for target, expert, probability in zip(layers, experts, stated, strict=True)
+            if target in wanted and not self._cache.has(target, expert)
+        ]
         now = self._clock()
-        for offer in sorted(offers, reverse=True):
+        for offer in sorted(filter(None, offers), reverse=True):
             self._place(offer, now)
         self._asked.update(targets)
         for target in () if self._always else targets:
             self._spent[target] += (now - began) / len(targets)
 
-    def _offers(
-        self, target: int, experts: np.ndarray, probability: np.ndarray, left: float
-    ) -> list[Offer]:
-        """Absent experts that are worth a bid if the disk has nothing else to do."""
-        saved, loss = min(self.measures.load_seconds, left), self.measures.loss_seconds
-        absent = self._cache.slot_ids(target).numpy()[experts] < 0
-        worth = probability * saved - (1 - probability) * loss
-        return [
-            Offer(float(worth[i]), float(probability[i]), target, int(experts[i]), left)
-            for i in np.flatnonzero(absent & (worth > 0))
-            if int(experts[i]) not in self._bids.of[target]
-        ]
+    def _offer(self, target: int, expert: int, stated: float, layer: int) -> Offer | None:
+        """An absent expert, if it is worth a bid when the disk has nothing else to do."""
+        if expert in self._bids.of[target]:
+            return None
+        left = self._wait + (target - layer) * self.measures.layer_seconds
+        chance = self._trust.chance(target, expert, stated)
+        saved = min(self.measures.load_seconds, left)
+        worth = chance * saved - (1 - chance) * self.measures.loss_seconds
+        return Offer(worth, chance, target, expert, left) if worth > 0 else None
 
     def _place(self, offer: Offer, now: float) -> None:
         """Bid on an expert if it still pays behind those that are worth more."""
         load, governor = self.measures.load_seconds, self.governors[offer.layer]
         arrival = self._bids.arrival(governor.on, now)
-        saved = load - min(load, max(0.0, arrival - now - offer.left))
-        chance = offer.probability
-        if chance * saved <= (1 - chance) * self.measures.loss_seconds:
+        rest = min(load, max(0.0, arrival - now - offer.left))  # under way when its layer comes
+        lost = self.measures.loss_seconds + rest
+        if offer.chance * (load - rest) <= (1 - offer.chance) * lost:
             return
         if governor.on:
-            if not self._cache.prefetch(offer.layer, offer.expert, value=chance):
+            if not self._cache.prefetch(offer.layer, offer.expert, value=offer.chance):
                 return
             governor.record.placed += 1
         self._bids.add(offer.layer, offer.expert, Bid(arrival, governor.on))

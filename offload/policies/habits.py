@@ -77,7 +77,9 @@ class Habits:
         self._parts[:, targets, self._backs] = self._weights.take(rows, axis=0).sum(axis=2)
 
     def _learn(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> None:
-        heads, rows, starts = [], [], []
+        heads: list[int] = []
+        rows: list[int] = []
+        starts: list[int] = []
         for head in range(HEADS):
             # What was known when this visit was still so many calls ahead; any distance that
             # `corrected` is asked at is as likely.

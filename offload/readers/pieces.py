@@ -16,8 +16,8 @@ from offload.errors import OffloadError
 from offload.transfer import Read
 
 PIECE_BYTES = 4 << 20
-"""An expert is one request if it can be: systems cut long ones themselves and keep the disk busy with
-the parts, at a fraction of the processor's time that as many requests and wake-ups take."""
+"""An expert is one request if it can be: systems cut long ones themselves and keep the disk busy
+with the parts, at a fraction of the processor's time that as many requests and wake-ups take."""
 
 
 @dataclass

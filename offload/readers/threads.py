@@ -1,7 +1,9 @@
 """Threads that serve two queues, the urgent one first.
 
 A transfer waits in a queue as a whole and is read piece by piece, by as many threads as are free.
-Prefetches get half of the threads at most: whoever waits for bytes always finds a thread.
+Prefetches get half of the threads at most: whoever waits for bytes always finds a thread. No more
+threads are woken than keep a disk busy, one by the other: a wake-up costs the step loop about as
+much time as the rest of asking, and awake they compete with it.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from threading import Condition, Thread
 
 from offload.errors import OffloadError
 from offload.readers.job import Job
+from offload.readers.meter import Meter
 from offload.readers.pieces import Piece, cut
 from offload.readers.ways import Way
 from offload.transfer import Read
+
+IN_FLIGHT_BYTES = 4 << 20
+"""Once so much is being read, nothing more is begun: no disk that was measured got faster by it."""
 
 
 class ThreadedReader:
@@ -43,6 +49,7 @@ class ThreadedReader:
     ) -> None:
         self.name, self.patience_s = name, patience_s
         self.reason, self.bytes_per_second = "", 0.0
+        self._meter = Meter()
         self._closing = ExitStack()
         self._changed = Condition()
         self._urgent: deque[Job] = deque()
@@ -56,6 +63,11 @@ class ThreadedReader:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def throughput(self) -> float:
+        """Bytes a second while anything is read, of late; as measured at the start before."""
+        return self._meter.throughput or self.bytes_per_second
+
     def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> Job:
         job = Job(self, cut(reads), what)
         with self._changed:
@@ -63,7 +75,7 @@ class ThreadedReader:
                 job.fail(OffloadError(f"cannot read {what or 'weights'}: the reader was closed"))
             elif job.waiting:
                 (self._urgent if urgent else self._prefetch).append(job)
-                self._changed.notify(min(len(job.waiting), len(self._threads)))
+                self._wake()
             else:
                 job.finish()
         return job
@@ -102,7 +114,7 @@ class ThreadedReader:
             if job in self._prefetch:
                 self._prefetch.remove(job)
                 self._urgent.append(job)
-                self._changed.notify(min(len(job.waiting), len(self._threads)))
+                self._wake()
 
     def _serve(self, way: Way) -> None:
         while (taken := self._take()) is not None:
@@ -115,31 +127,41 @@ class ThreadedReader:
             with self._changed:
                 self._prefetching -= not urgent
                 job.reading -= 1
+                self._meter.end(piece.nbytes)
                 if failure is not None:
                     self._drop(job, failure)
                 if not job.waiting and not job.reading:
                     job.finish()
-                if not urgent:
-                    self._changed.notify()
 
     def _take(self) -> tuple[Job, Piece, bool] | None:
         """The next piece; None when the reader is closed."""
         with self._changed:
-            while True:
-                room = self._prefetching < max(1, len(self._threads) // 2)
-                urgent = bool(self._urgent)
-                queue = self._urgent if urgent else self._prefetch
-                if queue and (urgent or room):
-                    job = queue[0]
-                    piece = job.waiting.popleft()
-                    if not job.waiting:
-                        queue.popleft()
-                    job.begin()
-                    self._prefetching += not urgent
-                    return job, piece, urgent
+            while (queue := self._next_queue()) is None:
                 if self._closed:
                     return None
                 self._changed.wait()
+            job, urgent = queue[0], queue is self._urgent
+            piece = job.waiting.popleft()
+            if not job.waiting:
+                queue.popleft()
+            job.begin()
+            self._meter.begin(piece.nbytes)
+            self._prefetching += not urgent
+            self._wake()
+            return job, piece, urgent
+
+    def _next_queue(self) -> deque[Job] | None:
+        """The one that a thread should serve now, if any."""
+        if self._meter.in_flight >= IN_FLIGHT_BYTES:
+            return None
+        if self._urgent:
+            return self._urgent
+        room = self._prefetching < max(1, len(self._threads) // 2)
+        return self._prefetch if room and self._prefetch else None
+
+    def _wake(self) -> None:
+        if self._next_queue() is not None:
+            self._changed.notify()
 
     def _drop(self, job: Job, failure: Exception) -> None:
         """The rest of a job that has failed is not worth reading."""

@@ -146,11 +146,26 @@ def test_prefetches_leave_threads_to_urgent_reads(gate: Gate) -> None:
         reader.submit(at(offset), urgent=False)
     for _ in range(2):
         gate.entered.acquire()
-    reader.submit(at(10, 3 * PIECE_BYTES), urgent=True)  # three pieces, two threads
+    for offset in (10, 11, 12):  # for two threads
+        reader.submit(at(offset), urgent=True)
     for _ in range(2):
         gate.entered.acquire()
-    assert sorted(gate.order) == [0, 1, 10, 10 + PIECE_BYTES]
+    assert sorted(gate.order) == [0, 1, 10, 11]
     gate.open.set()
+    reader.close()
+
+
+def test_no_more_is_begun_than_keeps_a_disk_busy(gate: Gate) -> None:
+    reader = ThreadedReader("gate", lambda: gate, threads=4)
+    transfers = [reader.submit(at(0, 3 * PIECE_BYTES), urgent=True)]
+    gate.entered.acquire()
+    transfers.append(reader.submit(at(1), urgent=True))
+    assert not gate.entered.acquire(timeout=0.05)
+    gate.open.set()
+    for transfer in transfers:
+        transfer.wait()
+    assert gate.order == [0, PIECE_BYTES, 2 * PIECE_BYTES, 1]
+    assert reader.throughput > 0
     reader.close()
 
 
