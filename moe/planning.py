@@ -23,7 +23,7 @@ from moe.plan import GIB, MemoryPlan, Offloadable, plan_memory, wave_tokens
 from moe.profile import Profile
 from moe.seam import experts_modules
 from moe.sources import Source, open_source
-from offload.room import Room
+from offload.room import Capacity
 from offload.tiers import HOST
 
 HOST_RESERVE = 1 / 10
@@ -55,7 +55,7 @@ class Planned:
     logits_size: int
     context_length: int | None
     why_resident: str
-    room: Room | None
+    room: Capacity | None
 
 
 @contextmanager
@@ -116,16 +116,16 @@ def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
     return int(wanted * GIB) if free is None else min(int(wanted * GIB), free)
 
 
-def _room(plan: MemoryPlan, profile: Profile, device: torch.device, ranks: int) -> Room | None:
+def _room(plan: MemoryPlan, profile: Profile, device: torch.device, ranks: int) -> Capacity | None:
     if not plan.tiers:
         return None
     near, host = plan.tiers[0], next((tier for tier in plan.tiers if tier.name == HOST), None)
     if host is None:
-        return Room(device, near.experts)
+        return Capacity(device, near.experts)
     gib = profile.memory.pinned_gib
     limit = (memory_total() or 0) // (2 * ranks) if gib is None else int(gib * GIB)
     pinned = min(host.experts, limit * host.experts // host.bytes)
-    return Room(device, near.experts, host.experts, pinned)
+    return Capacity(device, near.experts, host.experts, pinned)
 
 
 def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:

@@ -213,6 +213,11 @@ class OffloadSettings(_Settings):
     prefetch: bool = True
     """Read experts before they are needed, as the predictor says, wherever that is found to pay."""
 
+    late: Literal["wait", "host"] = "wait"
+    """Beside a GPU, experts that it lacks. wait: until they have been copied. host: the processor
+    computes as many of them from main memory as is sooner, by a measurement at start; it rounds
+    activations to 8 bits, which ``lossless: true`` refuses."""
+
     reader: Literal["auto", "direct", "deepspeed", "buffered"] = "auto"
     """What reads them. auto: the fastest that passes by the system's file cache, by a short trial;
     buffered: through that cache."""
@@ -395,6 +400,17 @@ class Profile(_Settings):
                     "it needs {key}: {value}; set that, or speculation.contrast: 0",
                     {"key": key, "value": value},
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_late(self) -> Profile:
+        if self.lossless and self.offload.late == "host":
+            raise PydanticCustomError(
+                "late",
+                "offload.late: host computes some experts of a GPU on the processor, which rounds "
+                "what they read, and lossless: true refuses that; set lossless: false or "
+                "offload.late: wait",
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from moe.store_source import StoreSource
 from moe.takeover import Takeover, keep_layer
 from offload.experts import LayerExperts
 from offload.offloaded import Offloaded
-from offload.room import Room
+from offload.room import Capacity
 
 
 class Source(Protocol):
@@ -46,7 +46,7 @@ class Source(Protocol):
         ...
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Capacity | None
     ) -> tuple[list[AnyExperts] | Offloaded, LoadReport]:
         """Fill the network; the experts of each MoE layer, and what was done.
 
@@ -112,7 +112,7 @@ class CheckpointSource:
         return "moe convert writes a store, whose experts may stay on disk (this is a checkpoint)"
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Capacity | None
     ) -> tuple[list[AnyExperts], LoadReport]:
         assert room is None, "not offloadable"
         loaded = load_weights(

@@ -37,7 +37,7 @@ from offload.cache import LEAST_SLOTS
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
 from offload.opening import open_offloaded
-from offload.room import Room, fixed_bytes, slot_bytes, why_not
+from offload.room import Capacity, fixed_bytes, slot_bytes, why_not
 
 
 class StoreSource:
@@ -114,7 +114,7 @@ class StoreSource:
         return Offloadable(experts, size, LEAST_SLOTS, fixed)
 
     def load(
-        self, weights: WeightPlan, device: torch.device, report: Report, room: Room | None
+        self, weights: WeightPlan, device: torch.device, report: Report, room: Capacity | None
     ) -> tuple[list[AnyExperts] | Offloaded, LoadReport]:
         takeover = self._quantize_linears(self._network)
         like = take_experts(self._network)
@@ -150,7 +150,7 @@ class StoreSource:
         return layers, loaded
 
     def _open_offloaded(
-        self, like: Sequence[ExpertWeights], room: Room, advance: Callable[[int], object]
+        self, like: Sequence[ExpertWeights], room: Capacity, advance: Callable[[int], object]
     ) -> Offloaded:
         check_orders(self._store, like, self._read_bits)
         try:
@@ -162,6 +162,7 @@ class StoreSource:
                 policy=self._offload.policy,
                 reader=self._offload.reader,
                 keep_hot_set=self._offload.hot_set,
+                late=self._offload.late == "host",
                 advance=advance,
             )
         except OffloadError as error:

@@ -103,13 +103,26 @@ class ExpertCache:
         """Whether an expert is there with all planes, as of the last `poll` or `acquire`."""
         return self._table.planes[layer * self._table.width + expert] >= self.num_planes
 
-    def acquire(self, layer: int, experts: Sequence[int], planes: int | None = None) -> Held:
+    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those that have no slot: they are neither there nor on their way."""
+        start, slot = layer * self._table.width, self._table.slot
+        return [expert for expert in experts if slot[start + expert] < 0]
+
+    def acquire(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        planes: int | None = None,
+        elsewhere: Sequence[int] = (),
+    ) -> Held:
         """Pin experts of a layer, and begin to fetch those that are absent.
 
         Args:
             layer: MoE layer.
             experts: ascending and distinct.
             planes: how many of each are wanted; all by default.
+            elsewhere: absent ones that the call needs and finds elsewhere: counted as misses, and
+                not fetched.
 
         Returns:
             The handle, whose `waves` wait for what is fetched. A context manager that unpins.
@@ -120,11 +133,13 @@ class ExpertCache:
         planes = planes or self.num_planes
         start, there, filling = layer * self._table.width, self._table.planes, self._filling
         units = [start + expert for expert in experts]
-        self.policy.touch(layer, units)
+        apart = [start + expert for expert in elsewhere]
+        self.policy.touch(layer, sorted(units + apart) if apart else units)
         if filling.busy:
             filling.poll()
         missing = [unit for unit in units if there[unit] < planes]
         filling.asked(layer, units, missing)
+        self.statistics.layers[layer].misses += len(apart)
         return Held(filling, layer, experts, units, planes, missing)
 
     def lend(self, layer: int, expert: int, planes: int, *, urgent: bool) -> Loan | None:

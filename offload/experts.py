@@ -14,6 +14,7 @@ from kernels.reference import AnyExperts, sum_dtype
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.host import HostSource
+from offload.late import LateExperts
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.routing import UNUSED
@@ -28,6 +29,7 @@ class OffloadedExperts:
         cache: who is in which slot.
         slots: the slots, as the experts of one layer with this layer's activation.
         copies: what fills the slots of a GPU; None on a CPU.
+        late: what computes some of those that a GPU lacks, where a profile lets it.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class OffloadedExperts:
         cache: ExpertCache,
         slots: AnyExperts,
         copies: HostSource | None = None,
+        late: LateExperts | None = None,
     ) -> None:
         self.layer, self.num_experts = layer, num_experts
         self.cache, self.slots = cache, slots
         self.expert_bytes = one_expert_bytes(slots)
-        self._copies = copies
+        self._copies, self.late = copies, late
 
     @property
     def hidden_size(self) -> int:
@@ -61,7 +64,7 @@ class OffloadedExperts:
         add_to_TH: Tensor | None = None,
     ) -> Tensor:
         """As `kernels.experts_forward`, whose bits it gives: experts come in ascending waves, and
-        each wave adds to the sum that the ones before have left.
+        each wave adds to the sum that the ones before have left; late experts come last.
 
         Args:
             expert_ids_TK: each row ascending.
@@ -79,7 +82,13 @@ class OffloadedExperts:
                 self.cache.statistics.layers[layer].stall_seconds += seconds
         if prefetcher is not None:
             prefetcher.settle(self.layer, wanted)
-        with self.cache.acquire(self.layer, wanted) as held:
+        late = None
+        if self.late is not None:
+            late = self.late.part(self.cache, wanted, hidden_TH, ids_TK, weights_TK)
+        apart = [] if late is None else late.experts
+        if late is not None:
+            wanted, ids_TK = late.others, late.others_TK
+        with self.cache.acquire(self.layer, wanted, elsewhere=apart) as held:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:
@@ -88,12 +97,14 @@ class OffloadedExperts:
                 slot_ids_TK = wave.slot_ids.take(ids_TK)
                 if copies is not None:
                     slot_ids_TK = copies.streams.bring(slot_ids_TK)
-                if len(wave.experts) == len(wanted) and add_to_TH is None:
+                if len(wave.experts) == len(wanted) and add_to_TH is None and late is None:
                     return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
                 if total_TH is None:
                     total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
                 forward(hidden_TH, slot_ids_TK, weights_TK, self.slots, total_TH)
         assert total_TH is not None
+        if late is not None:
+            total_TH += late.compute().to(total_TH.device)
         return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:

@@ -48,7 +48,8 @@ class Offloaded:
         return self.tiers[0].cache
 
     def status(self) -> dict[str, Any]:
-        """What runs how, for JSON."""
+        """What runs how, for JSON; ``late``: seconds by which the processor is asked or not."""
+        late = self.layers[0].late
         return {
             "policy": self.cache.policy.name,
             "reader": {"name": self.reader.name, "reason": self.reader.reason},
@@ -56,6 +57,7 @@ class Offloaded:
             "experts": sum(layer.num_experts for layer in self.layers),
             "slots": self.cache.slots,
             "tiers": {tier.name: tier.cache.slots for tier in self.tiers},
+            "late": None if late is None else asdict(late.costs),
         }
 
     def prefetch_with(self, predictor: Predictor, *, bids: bool = True) -> Prefetcher:

@@ -19,11 +19,12 @@ from offload.disk import DiskSource, read_biases
 from offload.experts import OffloadedExperts
 from offload.host import HostSource
 from offload.hot_set import HotSet, hot_set_file, load_hot_set
+from offload.late import LateExperts, measure
 from offload.offloaded import SLOWEST, Offloaded
 from offload.policies import POLICIES, Policy
-from offload.readers import choose_reader
-from offload.room import Room, arena_for, plane_bytes
-from offload.streams import open_streams
+from offload.readers import ThreadedReader, choose_reader
+from offload.room import Capacity, arena_for, plane_bytes
+from offload.streams import Streams, open_streams
 from offload.tiers import HOST, MEMORY, HostValues, Tier
 
 
@@ -31,11 +32,12 @@ def open_offloaded(
     directory: Path,
     like: Sequence[ExpertWeights],
     bits: int,
-    room: Room,
+    room: Capacity,
     *,
     policy: str,
     reader: str,
     keep_hot_set: bool,
+    late: bool = False,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Offloaded:
     """The experts of a store, of which some are in memory at a time.
@@ -48,6 +50,7 @@ def open_offloaded(
         policy: which experts are worth keeping; a name in `offload.policies`.
         reader: see `offload.readers.choose_reader`.
         keep_hot_set: read the experts first that were worth keeping at the end of the last run.
+        late: let the processor compute experts that a GPU lacks, where that is sooner.
         advance: hears of bytes read, where host memory takes all of the store.
 
     Raises:
@@ -57,45 +60,97 @@ def open_offloaded(
     """
     with ExitStack() as closing:
         store = closing.enter_context(Store.open(directory))
-        manifest = store.manifest
-        counts = [layer.experts for layer in manifest.layers]
+        counts = [layer.experts for layer in store.manifest.layers]
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
-        biases = [read_biases(store, layer) for layer in range(len(counts))]
         made: Policy = POLICIES[policy](len(counts), max(counts))
+        opening = _Opening(store, bits, like, chosen, made)
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
-        planes, streams = plane_bytes(manifest, bits), open_streams(room.device)
-
-        def filled_from_disk(arena: Arena, slots: int, policy: Policy) -> ExpertCache:
-            source = DiskSource(store, bits, chosen, arena, biases)
-            return ExpertCache(counts, slots, arena, source, policy, planes)
-
-        copies: HostSource | None = None
-        load_seconds = sum(planes) / max(chosen.bytes_per_second, SLOWEST)
+        streams = open_streams(room.device)
         if streams is None:
-            arena = arena_for(manifest, bits, sum(counts), like[0], room.device)
-            tiers = [Tier(MEMORY, filled_from_disk(arena, room.slots, made))]
+            layers, tiers = opening.in_memory(room)
             tiers[0].cache.warm(hot_set)
+            load_seconds = tiers[0].cache.expert_bytes / max(chosen.bytes_per_second, SLOWEST)
         else:
-            arena = arena_for(manifest, bits, room.slots, like[0], room.device)
-            near = arena_for(manifest, bits, room.host_slots, like[0], torch.device("cpu"))
-            for piece in near.pin(room.pinned_slots, streams.pin):
-                closing.callback(streams.unpin, piece)
-            values = HostValues(made)
-            host = filled_from_disk(near, room.host_slots, values)
-            copies = HostSource(host, near, arena, streams)
-            if room.host_holds(manifest):
-                load_seconds = copies.copy_seconds()
-            values.device = ExpertCache(counts, room.slots, arena, copies, made, planes)
-            tiers = [Tier(str(room.device), values.device), Tier(HOST, host)]
+            layers, tiers, load_seconds = opening.over_host(room, streams, closing, late=late)
             _fill(*tiers, counts=counts, hot_set=hot_set, advance=advance)
-        views = _views(arena.experts, like)
-        layers = [
-            OffloadedExperts(index, count, tiers[0].cache, view, copies)
-            for index, (count, view) in enumerate(zip(counts, views, strict=True))
-        ]
         return Offloaded(layers, tiers, chosen, load_seconds, file, closing.pop_all())
+
+
+class _Opening:
+    """What all tiers of a store have in common."""
+
+    def __init__(
+        self,
+        store: Store,
+        bits: int,
+        like: Sequence[ExpertWeights],
+        reader: ThreadedReader,
+        policy: Policy,
+    ) -> None:
+        self._store, self._bits, self._like = store, bits, like
+        self._reader, self._policy = reader, policy
+        self._counts = [layer.experts for layer in store.manifest.layers]
+        self._planes = plane_bytes(store.manifest, bits)
+        self._biases = [read_biases(store, layer) for layer in range(len(self._counts))]
+
+    def in_memory(self, room: Capacity) -> tuple[list[OffloadedExperts], list[Tier]]:
+        """One tier over the disk."""
+        arena = self._arena(sum(self._counts), room.device)
+        cache = self._over_disk(arena, room.slots, self._policy)
+        views = enumerate(zip(self._counts, _views(arena.experts, self._like), strict=True))
+        layers = [OffloadedExperts(layer, count, cache, view) for layer, (count, view) in views]
+        return layers, [Tier(MEMORY, cache)]
+
+    def over_host(
+        self, room: Capacity, streams: Streams, closing: ExitStack, *, late: bool
+    ) -> tuple[list[OffloadedExperts], list[Tier], float]:
+        """A device over host memory over the disk; and the seconds for one expert to the device.
+
+        Args:
+            closing: unlocks what is locked here.
+        """
+        arena = self._arena(room.slots, room.device)
+        near = self._arena(room.host_slots, torch.device("cpu"))
+        for piece in near.pin(room.pinned_slots, streams.pin):
+            closing.callback(streams.unpin, piece)
+        values = HostValues(self._policy)
+        host = self._over_disk(near, room.host_slots, values)
+        copies = HostSource(host, near, arena, streams)
+        cache = values.device = ExpertCache(
+            self._counts, room.slots, arena, copies, self._policy, self._planes
+        )
+        seconds = copies.copy_seconds()
+        costs = measure(near, len(self._planes), seconds) if late else None
+        views = zip(
+            _views(arena.experts, self._like), _views(near.experts, self._like), strict=True
+        )
+        layers = [
+            OffloadedExperts(
+                layer,
+                count,
+                cache,
+                view,
+                copies,
+                None
+                if costs is None
+                else LateExperts(layer, layer * max(self._counts), host, host_view, costs),
+            )
+            for layer, (count, (view, host_view)) in enumerate(
+                zip(self._counts, views, strict=True)
+            )
+        ]
+        if not room.host_holds(self._store.manifest):
+            seconds = cache.expert_bytes / max(self._reader.bytes_per_second, SLOWEST)
+        return layers, [Tier(str(room.device), cache), Tier(HOST, host)], seconds
+
+    def _arena(self, slots: int, device: torch.device) -> Arena:
+        return arena_for(self._store.manifest, self._bits, slots, self._like[0], device)
+
+    def _over_disk(self, arena: Arena, slots: int, policy: Policy) -> ExpertCache:
+        source = DiskSource(self._store, self._bits, self._reader, arena, self._biases)
+        return ExpertCache(self._counts, slots, arena, source, policy, self._planes)
 
 
 def _fill(

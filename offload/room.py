@@ -16,7 +16,7 @@ from offload.arena import PAGE, Arena, plane_arena, whole_arena
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """For how many experts there is room, and where.
 
     Attributes:
@@ -63,7 +63,7 @@ def fixed_bytes(manifest: Manifest) -> int:
 def arena_for(
     manifest: Manifest, bits: int, slots: int, like: ExpertWeights, device: torch.device
 ) -> Arena:
-    """Room for ``slots`` experts of any layer."""
+    """Capacity for ``slots`` experts of any layer."""
     record = manifest.layers[0]
     shape = record.shape(manifest.group_size)
     first, second = (

@@ -24,6 +24,7 @@ from moe.profile import load_profile
 from moe.settings import ModelSettings
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
+from offload.late import Costs
 from offload.room import fixed_bytes, slot_bytes
 from tests.offload.two_queues import LateCopies
 
@@ -116,6 +117,24 @@ def test_a_store_that_host_memory_holds_is_read_once(store: Path, load: Callable
     assert "the others in host memory" in str(model.memory_plan)
     model.reset_stats()
     assert tier_of(model, "host")["hits"] == tier_of(model, "cpu")["hits"] == 0
+
+
+def test_late_experts_may_be_computed_by_the_processor(
+    store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here both kernels are one, so only the order of sums changes."""
+    monkeypatch.setattr("offload.opening.measure", lambda *_: Costs(1.0, 0.5, 0.0))
+    offload = {"hot_set": False, "late": "host"}
+    model = load(store, 8, EXPERTS, lossless=False, offload=offload)
+    waiting = load(store, 8, EXPERTS)
+    assert model.status()["offload"]["late"] == {"copy": 1.0, "expert": 0.5, "row": 0.0}
+    assert waiting.status()["offload"]["late"] is None
+    for prompt in PROMPTS:
+        torch.testing.assert_close(
+            model.logits(prompt), resident.logits(prompt), rtol=1e-3, atol=1e-3
+        )
+        waiting.logits(prompt)
+    assert 0 < tier_of(model, "cpu")["bytes_in"] < tier_of(waiting, "cpu")["bytes_in"]
 
 
 def test_the_plan_has_a_row_for_each_tier(store: Path, load: Callable[..., MoE]) -> None:

@@ -69,6 +69,7 @@ def test_the_keys_are_these() -> None:
         "offload.policy",
         "offload.predictor",
         "offload.prefetch",
+        "offload.late",
         "offload.reader",
         "offload.borrow",
         "offload.hot_set",
@@ -222,3 +223,11 @@ def test_rounded_rows_between_ranks_are_not_lossless() -> None:
         load_profile(None, rounded, NO_ENVIRONMENT)
     profile = load_profile(None, {**rounded, "lossless": False}, NO_ENVIRONMENT).profile
     assert profile.parallel.payload == "int8"
+
+
+def test_experts_computed_on_the_processor_are_not_lossless() -> None:
+    late = {"offload.late": "host"}
+    with pytest.raises(ProfileError, match=r"offload.late: host .* set lossless: false"):
+        load_profile(None, late, NO_ENVIRONMENT)
+    profile = load_profile(None, {**late, "lossless": False}, NO_ENVIRONMENT).profile
+    assert profile.offload.late == "host"

@@ -1,0 +1,105 @@
+"""Late experts: computed in host memory where that is sooner, and nothing is lost or added."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import experts_forward
+from offload.experts import OffloadedExperts
+from offload.late import Costs, LateExperts, measure
+from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, draw_routing, make
+from tests.offload.test_host import Tiers, check_at_rest
+
+NEVER, ALWAYS = Costs(1.0, 1e9, 0.0), Costs(1.0, 0.0, 0.0)
+
+
+def tiers(costs: Costs, seed: int = 0, slots: int = 4, host_slots: int = 12) -> Tiers:
+    random = Random(seed)
+    disk = make(True, random.random() < 0.5, random)
+    made = Tiers(disk, slots, host_slots, "lfu", random)
+    made.layers = [
+        OffloadedExperts(
+            layer,
+            EXPERTS,
+            made.cache,
+            made.arena.experts,
+            made.source,
+            LateExperts(layer, layer * EXPERTS, made.host, disk.arena.experts, costs),
+        )
+        for layer in range(LAYERS)
+    ]
+    return made
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    slots=st.integers(2, 20),
+    host_slots=st.integers(2, 21),
+    expert=st.sampled_from((0.0, 0.3, 1.0, 3.0)),
+    row=st.sampled_from((0.0, 0.2)),
+)
+def test_every_expert_is_computed_once(
+    seed: int, slots: int, host_slots: int, expert: float, row: float
+) -> None:
+    """Sums are the same but for their order, whatever is computed where, however late."""
+    generator = torch.Generator().manual_seed(seed)
+    made = tiers(Costs(1.0, expert, row), seed, slots, host_slots)
+    expected, found = [], []
+    for _ in range(5):
+        for layer in range(LAYERS):
+            routing = draw_routing(1 + seed % 3, 1 + seed % 7, generator)
+            hidden = torch.randn(routing.num_tokens, HIDDEN, generator=generator)
+            arguments = hidden, routing.expert_ids, routing.weights
+            made.queues.finish()  # host memory adds to what a kernel gives: that must be there
+            found.append(made.forward(layer, *arguments))
+            expected.append(experts_forward(*arguments, made.disk.resident[layer]))
+    made.queues.finish()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    check_at_rest(made)
+
+
+def test_what_is_sooner_decides() -> None:
+    made = tiers(ALWAYS, host_slots=LAYERS * EXPERTS)
+    made.host.warm((0, expert) for expert in range(EXPERTS - 1))
+    rows = dict.fromkeys(range(EXPERTS), 1)
+    host = made.host, made.disk.arena.experts
+
+    def choose(costs: Costs, absent: list[int]) -> list[int]:
+        return LateExperts(0, 0, *host, costs).choose(absent, rows)
+
+    assert choose(NEVER, [0, 1, 2]) == []
+    assert choose(ALWAYS, [0, 1, 2]) == [0, 1, 2]
+    assert choose(ALWAYS, [1, EXPERTS - 1]) == [1]  # the other one is on disk
+    assert choose(Costs(1.0, 0.9, 0.05), [3]) == [3]
+    assert choose(Costs(1.0, 0.9, 0.2), [3]) == []
+    half = choose(Costs(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5])
+    assert len(half) == 3  # as long here as there
+    for expert in (0, 1, 2):
+        made.cache.policy.touch(0, [expert])
+    assert choose(Costs(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5]) == [3, 4, 5]  # the others shall stay
+
+
+def test_they_are_misses_that_bring_nothing() -> None:
+    made = tiers(ALWAYS, host_slots=LAYERS * EXPERTS)
+    made.host.warm((0, expert) for expert in range(EXPERTS))
+    made.forward(0, torch.randn(1, HIDDEN), torch.tensor([[1, 4]]), torch.ones(1, 2))
+    total = made.cache.statistics.total
+    assert (total.hits, total.misses, total.demand_bytes) == (0, 2, 0)
+    assert not made.cache.present.any()
+    assert made.host.statistics.total.hits == 2
+    assert not made.host._filling.pins
+
+
+def test_costs_are_measured() -> None:
+    disk = make(True, False, Random(0))
+    costs = measure(disk.arena, 3, 0.5)
+    assert costs.copy == 0.5
+    assert 0 <= costs.expert < 1
+    assert costs.computed(8) == pytest.approx(costs.expert + 8 * costs.row)
