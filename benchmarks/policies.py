@@ -8,6 +8,7 @@ the share of visits that are not made. Shared experts (DES, ALGORITHMS.md 7) are
 plain cut of `top_k`, and beside votes to the second power and with a share of its own for each
 layer; those shares come from other text (`allotted`). Online pruning (ODP, 3.2) is run with the
 medians of other text as its ratios and none protected (`benchmarks.protection` is about that).
+Skipping rare experts (PESF, 3.5) is read with prompts of several lengths too.
 "batch": the same policy for eight texts that are decoded side by side, one token of each, which is
 what a batch of unrelated requests does. Nothing here is timed. The last line is one JSON object.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.policies_setup import ROOT, Texts, allotted, batch, medians
+from benchmarks.policies_setup import ROOT, Texts, allotted, batch, by_length, medians
 from moe import MoE
 from moe.policy_costs import WINDOW, PolicyCost
 
@@ -81,6 +82,44 @@ def _family(spec: str) -> str:
     return f"{name}, squared" if name == "des_vote" and len(arguments) == 3 else name
 
 
+def decoded_together(texts: Texts, own: Sequence[str], tokens: int) -> dict[str, Any]:
+    """A table of `batch`."""
+    found = {
+        spec: batch(texts, spec, tokens)
+        for spec in (*own, f"des_vote:0.281:{WINDOW}:2", f"des_vote:0.5:{WINDOW}:2")
+    }
+    print_table(
+        f"{WINDOW} texts decoded side by side",
+        ("policy", "worse by %", "distinct without", "distinct"),
+        [
+            [spec, 100 * b["worse"], b["distinct_without"], b["distinct_with"]]
+            for spec, b in found.items()
+        ],
+    )
+    return found
+
+
+def prompts_of_lengths(texts: Texts) -> list[dict[str, Any]]:
+    """A table of `by_length`."""
+    rows = [
+        (spec, tokens, by_length(texts, spec, tokens))
+        for spec in ("pesf:0.3", "pesf:0.7")
+        for tokens in (128, 512, 2048)
+    ]
+    print_table(
+        "Prompts of several lengths",
+        ("policy", "tokens", "worse by %", "KL bits", "dropped %"),
+        [
+            [spec, tokens, 100 * cost.worse, f"{cost.kl_bits:.4f}", 100 * cost.dropped]
+            for spec, tokens, cost in rows
+        ],
+    )
+    return [
+        {"policy": spec, "tokens": tokens, "worse": cost.worse, "kl_bits": cost.kl_bits}
+        for spec, tokens, cost in rows
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer policies, less text")
@@ -108,22 +147,14 @@ def main() -> None:
             for p in found
         ],
     )  # fmt: skip
-    side_by_side = {
-        spec: batch(texts, spec, 32 if options.quick else 192)
-        for spec in (*own, f"des_vote:0.281:{WINDOW}:2", f"des_vote:0.5:{WINDOW}:2")
-    }
-    print_table(
-        f"{WINDOW} texts decoded side by side",
-        ("policy", "worse by %", "distinct without", "distinct"),
-        [
-            [spec, 100 * b["worse"], b["distinct_without"], b["distinct_with"]]
-            for spec, b in side_by_side.items()
-        ],
-    )
+    side_by_side = decoded_together(texts, own, 32 if options.quick else 192)
+    lengths = [] if options.quick else prompts_of_lengths(texts)
     if options.plot is not None:
         plot(found, options.plot)
     without = {"bits_per_byte": round(costs[0].without, 6), "distinct": round(2 * half, 3)}
-    print_json({**facts, "without": without, "points": found, "batch": side_by_side})
+    print_json(
+        {**facts, "without": without, "points": found, "batch": side_by_side, "lengths": lengths}
+    )
 
 
 if __name__ == "__main__":

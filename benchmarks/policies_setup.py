@@ -21,6 +21,8 @@ from routing import PolicyChain, parse_policies
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")
+LONGEST = 2048
+"""Tokens of the longest prompt of `by_length`; what is left of a text is not read."""
 SIZES = (6, 8, 9, 10, 12, 16)
 """Core sets that `allotted` chooses among, of 32 experts."""
 
@@ -31,8 +33,9 @@ class Texts:
     def __init__(self, model: MoE, test_bytes: int, other_bytes: int) -> None:
         self.model = model
         texts = [(ROOT / f"tests/data/heldout_{name}.txt").read_text() for name in TEXTS]
-        self.num_bytes = sum(len(text[:test_bytes].encode()) for text in texts)
-        self.test = [w for text in texts for w in windows_of(model, text[:test_bytes])]
+        self.whole = [text[:test_bytes] for text in texts]
+        self.num_bytes = sum(len(text.encode()) for text in self.whole)
+        self.test = [window for text in self.whole for window in windows_of(model, text)]
         middle = [text[len(text) // 2 :][:other_bytes] for text in texts]
         self.other = [window for text in middle for window in windows_of(model, text)]
 
@@ -82,6 +85,17 @@ def medians(texts: Texts) -> str:
     with routed_by(model, PolicyChain()):
         trace = record(model._trunk, model._experts, texts.other, row_bytes=0)
     return ",".join(f"{ratio:.3f}" for ratio in weight_ratios(trace.weights))
+
+
+def by_length(texts: Texts, spec: str, tokens: int) -> PolicyCost:
+    """What a policy for prompts costs with prompts of at most so many tokens."""
+    chain = parse_policies([spec], lossless=False)
+    prices = PolicyPrices(texts.model, [Way(chain)])
+    for text in texts.whole:
+        ids = texts.model.codec.encode(text)
+        for start in range(0, len(ids) // LONGEST * LONGEST, tokens):
+            prices.add(ids[start : start + tokens])
+    return prices.costs(texts.num_bytes)[0]
 
 
 def batch(texts: Texts, spec: str, tokens: int) -> dict[str, float]:

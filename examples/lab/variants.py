@@ -60,6 +60,7 @@ VARIANTS: dict[str, Variant] = {
     "sinkhorn-often": Variant({"sinkhorn_share": 0.2}),
     "relu": Variant(RELU),
     "relu-local": Variant(RELU, locality=2e-3, chunk=0.02),
+    "relu-local-weak": Variant(RELU, locality=5e-4, chunk=5e-3),
     "pre-attention": Variant({"router": "sigmoid", "router_reads": "block"}, switch=AUX),
     "pre-gated": Variant({"router_reads": "model"}, switch=AUX),
     "similarity": Variant({"neighbours": "similarity"}, switch=AUX),
