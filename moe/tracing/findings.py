@@ -20,7 +20,7 @@ RUNS = (1, 2, 4, 8, 16, 32, 64, 128)
 SEGMENT = 16
 """Tokens of a segment whose experts a fixed set serves."""
 
-CACHES = (1, 2, 4)
+CACHES = (1, 2, 3, 4)
 """Slots of an oracle's cache, in multiples of K."""
 
 CAPACITY = 1.25
