@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import permutations
 
 import pytest
 import torch
@@ -167,6 +168,38 @@ def test_a_bias_moves_from_the_overloaded_to_the_underloaded(seed: int, step: st
     assert bool((moved * short >= 0).all())
     assert bool((moved[short != 0] != 0).all())
     assert bool((bias_step(bias, tokens, 9.0, limit=0.5).abs() <= 0.5).all())
+
+
+@given(SEEDS, st.sampled_from(["sign", "error"]), st.integers(1, 100))
+def test_a_bias_step_is_what_its_definition_says(seed: int, step: str, index: int) -> None:
+    tokens = torch.randint(0, 9, (EXPERTS,), generator=torch.Generator().manual_seed(seed))
+    bias, rate = drawn(seed, EXPERTS), dual_rate(index, 0.5)
+    assert rate == pytest.approx(2 / index)
+    mean = sum(tokens.tolist()) / EXPERTS
+    short = [(mean - count) / max(mean, 1e-9) for count in tokens.tolist()]
+    signs = [(value > 0) - (value < 0) for value in short]
+    expected = zip(bias.tolist(), signs if step == "sign" else short, strict=True)
+    moved = bias_step(bias, tokens, rate, step)  # type: ignore[arg-type]
+    assert moved.tolist() == pytest.approx([b + rate * by for b, by in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bias_that_balances_gives_the_best_balanced_assignment(seed: int) -> None:
+    """It is the price of the dual problem (ALGORITHMS.md 10.3); beside it, all assignments."""
+    scores, bias = drawn(seed, 6, 3).sigmoid(), torch.zeros(3)
+    for index in range(2000):
+        chosen = RouterRule(1, "sigmoid", bias).select(scores)
+        tokens = chosen.tokens_per_expert(3)
+        if tokens.tolist() == [2, 2, 2]:
+            break
+        bias = bias_step(bias, tokens, dual_rate(index + 1, 2.0), "error")
+    else:
+        pytest.fail(f"{tokens.tolist()} after 2000 steps")
+    best = max(
+        sum(float(scores[token, expert]) for token, expert in enumerate(each))
+        for each in set(permutations([0, 0, 1, 1, 2, 2]))
+    )
+    assert float(chosen.weights.sum()) == pytest.approx(best, abs=1e-5)
 
 
 UNIQUE = {
