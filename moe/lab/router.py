@@ -28,9 +28,7 @@ Mix = Callable[[Tensor], Tensor]
 
 
 class LabRouter(nn.Module):
-    """Attributes:
-    temperature: of the noise by which a choice of sizes is tried out in training.
-    """
+    """Asked once a layer, or once for all layers."""
 
     def __init__(self, config: LabConfig) -> None:
         super().__init__()
