@@ -14,13 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from moe import MoE, SamplingParams
+from moe.overlap import Overlap
+from moe.parallel.leading import Leading
 
 ROOT = Path(__file__).parents[1]
 PROFILE = "expert-parallel"
@@ -71,23 +73,45 @@ def measure(
         return found
 
 
-def decode(model: MoE, batch: int, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Tokens a second of decode steps, by their median time, and what was sent in all steps."""
+def decode(
+    model: MoE, batch: int, prompt: int, steps: int, rounds: int, overlaps: Sequence[str]
+) -> dict[str, Any]:
+    """Tokens a second of decode steps, by their median time, and what was sent in all steps.
+
+    Args:
+        overlaps: ways of `parallel.overlap` that take turns.
+    """
     draw = random.Random(0)
     vocabulary = len(model.codec.tokenizer) if model.codec.tokenizer else 1000
-    times: list[float] = []
-    for turn in range(rounds + 1):
-        prompts = [[draw.randrange(1, vocabulary) for _ in range(prompt)] for _ in range(batch)]
-        found = _step_times(model, prompts, steps)
-        times += found if turn else []  # the first round warms up
+
+    def prompts() -> list[list[int]]:
+        return [[draw.randrange(1, vocabulary) for _ in range(prompt)] for _ in range(batch)]
+
+    answers = _answers(model, prompts())
+    _step_times(model, prompts(), min(steps, 4))  # warms up
+    times: dict[str, list[float]] = {overlap: [] for overlap in overlaps}
+    ways = {overlap: Overlap(overlap) for overlap in overlaps}
+    for _ in range(rounds):
+        for overlap in overlaps:
+            if isinstance(model._session, Leading):
+                model._session._overlap = ways[overlap]
+            times[overlap] += _step_times(model, prompts(), steps)
     stats = model.stats()
     return {
-        "tokens_per_s": batch / median(times),
-        "steps": len(times),
+        "tokens_per_s": {overlap: batch / median(own) for overlap, own in times.items()},
+        "halves_take": ways[overlaps[0]].as_dict()["halves_take"],
+        "answers": answers,
         "ranks": (stats["parallel"] or {}).get("ranks", []),
         "offload": stats["offload"],
         "weight_bytes": stats["weight_bytes"],
     }
+
+
+def _answers(model: MoE, prompts: list[list[int]]) -> list[tuple[int, float | None]]:
+    """The likeliest next token of each prompt, and its log probability."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, logprobs=0, ignore_eos=True)
+    tokens = [completion.tokens[0] for completion in model.generate(prompts, params)]
+    return [(token.id, token.logprob) for token in tokens]
 
 
 def _step_times(model: MoE, prompts: list[list[int]], steps: int) -> list[float]:
