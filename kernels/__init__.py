@@ -29,6 +29,7 @@ __all__ = [
     "choose_backend",
     "experts_forward",
     "linear_forward",
+    "reads_nothing_back",
     "weighted_sum",
 ]
 
@@ -67,6 +68,12 @@ def experts_forward(
             )
             return output_TH
     return reference.experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
+
+
+def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
+    """Whether `experts_forward` of these leaves the host out, so that a graph can record it."""
+    triton = triton_kernels() if hidden_TH.device.type == "cuda" else None
+    return triton is not None and triton.supports(hidden_TH, experts)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:

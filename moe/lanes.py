@@ -156,6 +156,12 @@ class _LaneGreenlet(greenlet):
             del self.lane
 
 
+def alone_with(run_experts: ExpertsRunner) -> Phase | None:
+    """The phase of the running lane where nobody else will wait and ``run_experts`` serves it."""
+    alone = None if isinstance(getcurrent(), _LaneGreenlet) else _alone.get()
+    return alone[0].phase if alone is not None and alone[1] == run_experts else None
+
+
 def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
     """Called by a model where it needs experts: sleep in a lane, run at once outside of one.
 

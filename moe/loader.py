@@ -181,7 +181,7 @@ def _make_ready(
     """Find out which faster ways the model can go, and let its policies decide from then on."""
     packing = enable_packing(trunk)
     mended = mend_linears(trunk.model)
-    fused = enable_fused(trunk, experts.run) if profile.engine.fused == "auto" else FUSED_OFF
+    fused = enable_fused(trunk, experts) if profile.engine.fused == "auto" else FUSED_OFF
     speculation = enable_speculation(profile.speculation, trunk, experts, experts.forward)
     # Policies come after the probes, which compare ways to compute the model as it is.
     experts.selectors = prepare(policies, trunk)

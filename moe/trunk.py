@@ -78,14 +78,15 @@ class Trunk:
         if not work:
             return []
         watched = self.watched and phase == "prefill"
-        forward: Forward = partial(self._forward_packed, watched=watched)
+        forward: Forward = partial(self.forward_packed, watched=watched)
         if self.fused is not None and all(map(_is_short, work)):
             forward = self.fused
         if self.contrast is not None:
             forward = partial(self.contrast, forward)
         return [Lane(partial(forward, work), phase)]
 
-    def _forward_packed(self, work: Sequence[Work], watched: bool) -> list[Tensor]:
+    def forward_packed(self, work: Sequence[Work], watched: bool = False) -> list[Tensor]:
+        """Logits of each piece of work, by transformers' own forward."""
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
         cache = PackedCache(sequences, sizes, self._needs_history, watched)

@@ -29,13 +29,6 @@ def store_kernel(
 
 
 @triton.jit
-def share(position, window, SPLITS: tl.constexpr, KEYS: tl.constexpr):
-    """The first key that a row sees, and how many of them each split takes."""
-    begin = tl.maximum(position - window + 1, 0)
-    return begin, (position + SPLITS * KEYS - begin) // (SPLITS * KEYS) * KEYS
-
-
-@triton.jit
 def attend_kernel(
     query, second, places, peaks, totals, sums,
     stride, entry, group, D, R, V, window, scale, softcap,
@@ -45,7 +38,8 @@ def attend_kernel(
 ):  # fmt: skip
     own = places + tl.program_id(0).to(tl.int64) * stride
     position = tl.load(own).to(tl.int32)
-    begin, size = share(position, window, SPLITS, KEYS)
+    begin = tl.maximum(position - window + 1, 0)
+    size = (position + SPLITS * KEYS - begin) // (SPLITS * KEYS) * KEYS
     split = tl.program_id(2)
     low = begin + split * size
     high = tl.minimum(low + size, position + 1)
@@ -110,7 +104,8 @@ def join_kernel(
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(places + row * stride).to(tl.int32)
-    begin, size = share(position, window, SPLITS, KEYS)
+    begin = tl.maximum(position - window + 1, 0)
+    size = (position + SPLITS * KEYS - begin) // (SPLITS * KEYS) * KEYS  # as above
     at = row * tl.num_programs(1) + head
     v = tl.arange(0, WIDTH_V)
     peak = tl.full((1,), float("-inf"), tl.float32)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 import torch
 from torch import Tensor
@@ -17,14 +18,38 @@ from routing import Routing
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two runs may differ: relative to the largest value; experts as a share of choices."""
+    """How far two runs may differ: relative to the largest value; experts as a share of choices.
+
+    Attributes:
+        noise: what rounding alone makes of parts of a run; up to three times as much is allowed.
+    """
 
     values: float
     choices: float
+    noise: Mapping[str, Gap] = field(default_factory=dict)
+
+    def allows(self, part: str, gap: Gap) -> bool:
+        """False for NaN."""
+        least = self.choices if part == _CHOICES else self.values
+        noise = self.noise[part].size if part in self.noise else 0.0
+        return gap.size <= max(least, _NOISES * noise)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far one part of two runs differs, and how to say it."""
+
+    size: float
+    text: str
 
 
 EXACT = Tolerance(values=1e-4, choices=0.0)
 QUANTIZED = Tolerance(values=3e-2, choices=0.1)
+ROUNDED = Tolerance(values=1e-4, choices=0.05)
+"""With noise of its own beside it; a choice between two nearly equal experts falls either way."""
+
+_NOISES = 3
+_CHOICES, _LOGITS = "choices", "logits"
 
 
 @dataclass
@@ -45,42 +70,66 @@ class Run:
 
 def compare(theirs: Run, ours: Run, layers: Sequence[int], tolerance: Tolerance) -> float:
     """Largest difference of logits; raises `NotDescribed` for one that is too large."""
-    _compare_routings(theirs.routings, ours.routings, tolerance)
-    for mine, other in zip(ours.caches, theirs.caches, strict=True):
-        if mine.length != other.length:
-            raise NotDescribed(f"a sequence has {mine.length} tokens, not {other.length}")
-        for layer in layers:
-            pairs = zip(mine.read(layer, mine.length), other.read(layer, mine.length), strict=True)
-            for part, (a, b) in zip(("keys", "values"), pairs, strict=True):
-                if not difference(a, b) <= tolerance.values:
-                    raise NotDescribed(f"cached {part} differ by {difference(a, b):.1e}")
-    worst = difference(torch.cat(ours.logits), torch.cat(theirs.logits))
-    if not worst <= tolerance.values:
-        raise NotDescribed(f"logits differ by {worst:.1e}")
-    return worst
+    found = gaps(theirs, ours, layers)
+    for part, gap in found.items():
+        if not tolerance.allows(part, gap):
+            raise NotDescribed(gap.text)
+    return found[_LOGITS].size
 
 
-def _compare_routings(
-    theirs: Sequence[tuple[int, Routing]], ours: Sequence[tuple[int, Routing]], tolerance: Tolerance
-) -> None:
+def gaps(theirs: Run, ours: Run, layers: Sequence[int]) -> dict[str, Gap]:
+    """How far two runs differ, part by part: routings, caches of these layers, logits.
+
+    Raises:
+        NotDescribed: they did not do the same things.
+    """
+    found = _routing_gaps(theirs.routings, ours.routings)
+    for name, part in (("keys", 0), ("values", 1)):
+        sizes: list[float] = []
+        for mine, other in zip(ours.caches, theirs.caches, strict=True):
+            if mine.length != other.length:
+                raise NotDescribed(f"a sequence has {mine.length} tokens, not {other.length}")
+            sizes += [
+                difference(
+                    mine.read(layer, mine.length)[part], other.read(layer, mine.length)[part]
+                )
+                for layer in layers
+            ]
+        found[name] = _gap(f"cached {name}", *sizes)
+    found[_LOGITS] = _gap("logits", difference(torch.cat(ours.logits), torch.cat(theirs.logits)))
+    return found
+
+
+def _routing_gaps(
+    theirs: Sequence[tuple[int, Routing]], ours: Sequence[tuple[int, Routing]]
+) -> dict[str, Gap]:
     if [layer for layer, _ in theirs] != [layer for layer, _ in ours]:
         raise NotDescribed("other MoE layers are visited")
-    rows, wrong = 0, []
+    rows, wrong, weights = 0, list[int](), dict[int, list[float]]()
     for (layer, expected), (_, actual) in zip(theirs, ours, strict=True):
-        order, mine = expected.expert_ids.sort(1), actual.expert_ids.sort(1)
+        order, mine = expected.expert_ids.cpu().sort(1), actual.expert_ids.cpu().sort(1)
         same = (order.values == mine.values).all(1)
         rows += len(same)
         wrong += [layer] * int((~same).sum())
-        a = actual.weights.gather(1, mine.indices)[same]
-        b = expected.weights.gather(1, order.indices)[same]
-        if len(a) and not difference(a, b) <= tolerance.values:
-            raise NotDescribed(f"weights of MoE layer {layer} differ by {difference(a, b):.1e}")
-    if len(wrong) > tolerance.choices * rows:
-        raise NotDescribed(
-            f"{len(wrong)} of {rows} choices of experts differ, first in MoE layer {min(wrong)}"
-        )
+        a = actual.weights.cpu().gather(1, mine.indices)[same]
+        b = expected.weights.cpu().gather(1, order.indices)[same]
+        weights.setdefault(layer, []).append(difference(a, b) if len(a) else 0.0)
+    found = {
+        f"weights {layer}": _gap(f"weights of MoE layer {layer}", *sizes)
+        for layer, sizes in weights.items()
+    }
+    if wrong:
+        text = f"{len(wrong)} of {rows} choices of experts differ, first in MoE layer {min(wrong)}"
+        found[_CHOICES] = Gap(len(wrong) / rows, text)
+    return found
+
+
+def _gap(what: str, *sizes: float) -> Gap:
+    size = max(sizes, key=lambda size: inf if isnan(size) else size)
+    return Gap(size, f"{what} differ by {size:.1e}")
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest value; NaN where there is a NaN."""
+    actual, expected = actual.float().cpu(), expected.float().cpu()
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))

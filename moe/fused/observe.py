@@ -95,12 +95,20 @@ def observe(trunk: Trunk, prompts: Sequence[list[int]]) -> Observation:
     return seen
 
 
+def observe_random(trunk: Trunk) -> Observation:
+    """Two random prompts."""
+    vocabulary = trunk.model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    lengths = (7, 4)
+    return observe(
+        trunk, [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+    )
+
+
 def stand_in(_layer: int, visits: Sequence[Visit]) -> list[Tensor]:
     """Rows that cost nothing and hardly change where two experts are nearly equally good."""
-    return [
-        visit.hidden_states * (0.25 + visit.routing.weights.sum(1, keepdim=True))
-        for visit in visits
-    ]
+    pairs = [(visit.hidden_states, visit.routing.weights) for visit in visits]
+    return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
 
 
 @contextmanager

@@ -5,6 +5,9 @@ Logits, expert choices, their weights and the caches must agree. The tolerance a
 order of sums. Where weights are quantized, activations are rounded to 8 bits inside, so that tiny
 differences become larger ones: what is compared then is coarser, and still far from what a wrong
 description gives.
+
+On a GPU the description is proven on a float32 copy (`moe.fused.shadow`). The recorded step must
+then be about as near to that copy as transformers' own forward on the GPU is.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from kernels import PlaneMatrix
-from moe.fused.agreement import EXACT, QUANTIZED, Run, Tolerance, compare, difference
+from moe.fused.agreement import (
+    EXACT,
+    QUANTIZED,
+    Run,
+    Tolerance,
+    compare,
+    difference,
+)
 from moe.fused.describe import decoder_layers
 from moe.fused.description import Description, LatentAttention, NotDescribed
 from moe.fused.observe import observe
@@ -51,7 +61,7 @@ def _prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
     tolerance = QUANTIZED if any(_quantized(description)) else EXACT
     layers = [layer.attention.layer for layer in description.layers]
     for attempt in range(TRIES):
-        theirs, ours, tokens = _read(trunk, step, seed=attempt)
+        theirs, ours, tokens = read_both_ways(trunk, step, seed=attempt)
         try:
             worst = compare(theirs, ours, layers, tolerance)
             return f"equal to transformers' forward (difference {worst:.1e})"
@@ -85,7 +95,7 @@ def _whole_expansions(trunk: Trunk, description: Description) -> Iterator[None]:
             setattr(parent, name, child)
 
 
-def _read(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[list[int]]]:
+def read_both_ways(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[list[int]]]:
     """The same tokens read both ways, and the tokens of each sequence."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = trunk.model.get_input_embeddings().num_embeddings
@@ -95,21 +105,22 @@ def _read(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[l
 
     tokens = [draw(length) for length in PROMPT_LENGTHS]
     room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
-    theirs = Run([_kv(trunk.new_cache(room)) for _ in tokens])
-    _by_transformers(trunk, tokens, theirs)
+    theirs = Run([kv_of(trunk.new_cache(room)) for _ in tokens])
+    read_plainly(trunk, tokens, theirs)
     ours = Run([cache.fork(room + 1, cache.length) for cache in theirs.caches])
     theirs.logits.clear()
     theirs.routings.clear()
     for counts in STEPS:
         new = [draw(count) for count in counts]
-        _by_transformers(trunk, new, theirs)
+        read_plainly(trunk, new, theirs)
         work = [Work(t, c, all_logits=True) for t, c in zip(new, ours.caches, strict=True)]
         ours.logits += step(work, ours.visit)
         tokens = [old + more for old, more in zip(tokens, new, strict=True)]
     return theirs, ours, tokens
 
 
-def _by_transformers(trunk: Trunk, tokens: Sequence[list[int]], run: Run) -> None:
+def read_plainly(trunk: Trunk, tokens: Sequence[list[int]], run: Run) -> None:
+    """Read further tokens of each sequence by transformers' own forward."""
     work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
     lanes = trunk.lanes(work)
     run_lanes(lanes, run.experts)
@@ -120,8 +131,8 @@ def _first_difference(
     trunk: Trunk, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
 ) -> int | None:
     """The first layer whose output differs when the last tokens are read by description."""
-    run = Run([_kv(trunk.new_cache(len(ids))) for ids in tokens])
-    _by_transformers(trunk, [ids[:-1] for ids in tokens], run)
+    run = Run([kv_of(trunk.new_cache(len(ids))) for ids in tokens])
+    read_plainly(trunk, [ids[:-1] for ids in tokens], run)
     outputs: list[Tensor] = []
     work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
     reference_step(description, work, run.visit, lambda _layer, rows: outputs.append(rows))
@@ -137,7 +148,7 @@ def _first_difference(
     return None
 
 
-def _kv(cache: SequenceCache) -> SequenceKV:
+def kv_of(cache: SequenceCache) -> SequenceKV:
     assert isinstance(cache, SequenceKV)
     return cache
 

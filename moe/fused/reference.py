@@ -22,10 +22,21 @@ from moe.fused.description import (
 from moe.fused.parts import project, rotate
 from moe.fused.walk import walk
 from moe.kv import SequenceKV, Work
+from moe.lanes import visit_experts
+from moe.visit import ExpertsRunner, Visit
 from routing import Routing
 
 Visitor = Callable[[int, Tensor, Routing], Tensor]
 """Runs the routed experts of one MoE layer: ``(layer, rows, routing) -> rows``."""
+
+
+def visitor(run_experts: ExpertsRunner) -> Visitor:
+    """Brings rows to a model's experts as its own modules do: through the running lane."""
+
+    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return visit_experts(Visit(layer, rows, routing), run_experts)
+
+    return visit
 
 
 def reference_step(
