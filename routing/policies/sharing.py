@@ -4,8 +4,8 @@ share experts (dynamic expert sharing, ALGORITHMS.md 7; lossy).
 Tokens that share are a batch's, or those of a window that is verified, drafts that will be rejected
 included: what is said then depends on the drafts. What they cost is the union of their experts; so
 the union is bounded, and each token chooses again, as many as ever, among what is in it. That last
-step is what keeps the quality: without it this is `top_k`. Prompts are left alone, as the union of a
-long one is everything anyway.
+step is what keeps the quality: without it this is `top_k`. Prompts are left alone, as the union of
+a long one is everything anyway.
 Legend: R runs of N tokens, T tokens, K slots, E experts.
 """
 
