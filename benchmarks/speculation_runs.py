@@ -35,8 +35,9 @@ def load(target: Target, residency: float) -> MoE:
 def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
     """What drafts for a model; raises ValueError, with the reason, where nothing can."""
     loaded = model._loaded
+    given: dict[str, Any] = {"mode": mode, "max_depth": MAX_DEPTH, **settings}
     made = enable_speculation(
-        SpeculationSettings(mode=mode, max_depth=MAX_DEPTH, **settings),  # type: ignore[arg-type]
+        SpeculationSettings(**given),
         model._trunk,
         model._experts,
         loaded.backend.forward,

@@ -16,6 +16,10 @@ Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]
 
 
+Judged = tuple[Sequence[float], int]
+"""Of a draft: confidence of each token, and how many were right."""
+
+
 @dataclass(frozen=True)
 class Mode:
     """A way to draft.
@@ -159,14 +163,8 @@ class Controller(Protocol):
         """A step without prompts took so long, whatever was done in it."""
         ...
 
-    def hear(
-        self,
-        sequence: RunningSequence,
-        mode: Mode,
-        judged: Sequence[tuple[Sequence[float], int]],
-    ) -> None:
-        """What a model-free mode would have drafted while the controller rested: of each draft the
-        confidence of its tokens, and how many of them were right."""
+    def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
+        """What a model-free mode would have drafted while the controller rested."""
         ...
 
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Choice, Draft, Mode, Round
+from moe.speculate.draft import Choice, Draft, Judged, Mode, Round
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,7 @@ class FixedDepth:
     def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
         return None
 
-    def hear(
-        self,
-        sequence: RunningSequence,
-        mode: Mode,
-        judged: Sequence[tuple[Sequence[float], int]],
-    ) -> None:
+    def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
         return None
 
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:

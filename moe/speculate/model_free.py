@@ -1,29 +1,26 @@
 """Drafts that need no model: what followed before (prompt lookup), or what the model last thought.
 
-Both are chains and both are by rule, so a draft costs a few look-ups and verifying it costs no
-acceptance. ALGORITHMS.md 19: a tree of drafts would touch nearly every expert.
+Both are chains and by rule, so a draft costs a few look-ups. A tree of drafts would touch nearly
+every expert (ALGORITHMS.md 19).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from moe.sequence import RunningSequence
-from moe.speculate.draft import PLAIN, Draft, Mode
+from moe.speculate.draft import PLAIN, Draft, Judged, Mode
 
 LONGEST, SHORTEST = 4, 2
 """Last tokens that must have been seen before, tried in this order."""
-JUDGED = 16
-"""Last tokens of a sequence on which drafts are judged that nobody asked for."""
 FIRST, FADE = 0.3, 0.25
 """How probably a token is followed as the time before: at first, and weight of each time."""
 
-Judged = tuple[Sequence[float], int]
-"""Confidence of each token of a draft, and how many of them were right."""
 Guess = tuple[list[int], list[float]]
 """Tokens that may follow, and how probable each is."""
 
@@ -42,11 +39,15 @@ class ModelFree(ABC):
         tokens, confidence = self._following(sequence, limit)
         return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN
 
-    def judge(self, sequence: RunningSequence, limit: int) -> list[Judged]:
-        """What would have been drafted on the way through the tokens that have come since the last
-        offer, verification by verification, and would have been right."""
+    def judge(self, sequence: RunningSequence, limit: int, last: int) -> list[Judged]:
+        """What would have been drafted on the way through the tokens that have come since it was
+        last asked, verification by verification, and would have been right.
+
+        Args:
+            last: tokens, the last ones, that are drafted; those before are taken in only.
+        """
         came, judged = self._unread(sequence), list[Judged]()
-        place = max(0, len(came) - JUDGED)
+        place = max(0, len(came) - last)
         self._take(sequence, came[:place])
         while place < len(came):
             tokens, confidence = self._following(sequence, min(limit, len(came) - place))
@@ -62,7 +63,7 @@ class ModelFree(ABC):
     def learn(
         self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
     ) -> None:
-        """What the model made of a draft of any mode; the tokens themselves are taken in later.
+        """What the model made of a draft of any mode; its own tokens are taken in later.
 
         Args:
             logits_TV: of the sequence's last token and of each drafted one.
@@ -109,7 +110,7 @@ class History:
     def following(self, limit: int) -> tuple[list[int], int]:
         """What followed the longest known run that the sequence ends with, and the run's length.
 
-        Where that leads to the end of the sequence it goes round, as what repeats itself does.
+        At the end of the sequence it goes round, as what repeats itself does.
         """
         tokens = self._tokens
         for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
@@ -173,13 +174,11 @@ class Recycling(ModelFree):
             self._follow(token, following)
 
     def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        last = self._last.get(sequence)
-        for token in tokens:
-            if last is not None:
-                self._follow(last, token)
-            last = token
-        if last is not None:
-            self._last[sequence] = last
+        known = [self._last[sequence], *tokens] if sequence in self._last else list(tokens)
+        for token, following in pairwise(known):
+            self._follow(token, following)
+        if known:
+            self._last[sequence] = known[-1]
 
     def _follow(self, token: int, following: int) -> None:
         before, chance = self._successor.get(token, (None, FIRST))

@@ -21,6 +21,9 @@ from moe.speculate.model_free import ModelFree
 from moe.speculate.verify import verify
 from routing.predict import Forecast
 
+JUDGED = 16
+"""Last tokens of a batch on which drafts are judged that nobody asked for."""
+
 
 class Speculator:
     """Drafts for running sequences and verifies.
@@ -136,9 +139,10 @@ class Speculator:
 
     def _judge(self, sequences: Sequence[RunningSequence]) -> None:
         """Tell the controller what model-free drafts would have brought while nobody looked."""
+        last = max(1, JUDGED // len(sequences))
         for source in self._model_free:
             for sequence in sequences:
-                judged = source.judge(sequence, self._max_depth)
+                judged = source.judge(sequence, self._max_depth, last)
                 self.controller.hear(sequence, source.mode, judged)
 
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:

@@ -8,6 +8,8 @@ of time no more is lost than the share of it and `CREDIT` plain steps.
 
 from __future__ import annotations
 
+from math import ceil
+
 SHARE = 0.01
 """Of all time that may be lost to finding out whether drafts pay, and how."""
 UNSPENT = 1.5
@@ -38,6 +40,10 @@ class Account:
     def affords(self, loss: float) -> bool:
         """Whether so many seconds may be lost."""
         return loss <= self.room
+
+    def steps_until(self, room: float, step: float) -> int:
+        """Plain steps, of ``step`` seconds, until there is room for so many of them to be lost."""
+        return ceil(max(room - self.room / step, 0.0) / SHARE)
 
     def affords_trial(self, loss: float) -> bool:
         """Whether a trial may lose so many seconds, against the best that is known, too."""

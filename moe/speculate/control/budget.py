@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moe.speculate.control.account import Account
+from moe.speculate.control.account import UNSPENT, Account
 from moe.speculate.control.search import LOYALTY, PLAIN, Plan, Search, Step, plain
 from moe.speculate.draft import Choice
 
@@ -31,6 +31,14 @@ class Budget:
             if self.account.affords(self._risk(hope)) and self.account.affords_trial(lost):
                 return replace(hope, trial=True)
         return None
+
+    def steps_until_trial(self, batch: int) -> int:
+        """Plain steps after which there is room for a trial; 0 if there is now."""
+        costs = self.search.costs
+        step = costs.verify(batch, batch)
+        passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
+        risk = min(passes, default=0.0) + costs.row(batch, batch)
+        return self.account.steps_until(min(risk / step, UNSPENT), step)
 
     def within(self, step: Step, plan: Plan) -> Plan:
         """A plan, or the beginning of it for which there is room."""

@@ -1,10 +1,10 @@
 """How far to draft, and how: what brings the most tokens a second, as far as is known so far.
 
-Each step the choice with the highest goodput is taken; now and then another one that would be
-better if luck had it. Nothing is drafted that could lose more than an account has room for, and
-where no drafts are in sight nobody looks for them. Depth 0 is plain decoding. Everything is learnt
-from the steps themselves, and from what drafts that cost nothing would have brought. No tensors
-here: what decides can be tried on simulated processes (tests/moe/speculate).
+Each step the choice with the highest goodput is taken; now and then another one that luck could
+make better. Nothing is drafted that could lose more than an account has room for, and where no
+drafts are in sight nobody looks for them. Everything is learnt from the steps themselves, and from
+what drafts that cost nothing would have brought. No tensors here: what decides can be tried on
+simulated processes (tests/moe/speculate).
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from typing import Any
 
 from moe.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
-from moe.speculate.control.account import SHARE, Account
+from moe.speculate.control.account import Account
 from moe.speculate.control.budget import Budget
-from moe.speculate.control.coverage import Counter
+from moe.speculate.control.coverage import Counter, Counts
 from moe.speculate.control.figures import control_figures
 from moe.speculate.control.paper import Paper
 from moe.speculate.control.rest import Rest, Rested
-from moe.speculate.control.search import PLAIN, Plan, Search, Step, Way, prices
+from moe.speculate.control.search import PLAIN, Plan, Search, Step, prices
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.draft import Choice, Draft, Mode, Round
+from moe.speculate.control.upkeep import LONGEST, Upkeep
+from moe.speculate.draft import Choice, Draft, Judged, Mode, Round
 
 CAUTION = 1.02
 """How much better than plain decoding drafting must look."""
-PLANNING = 0.004
+PLANNING = 0.005
 """Share of the time that searching for the best plan may take; between searches plans stand."""
-LONGEST = 256
-"""Steps for which a plan, or a rest, may stand."""
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
 MOST_SKIPPED = 8
+REST = 0.25
+"""Plain steps' time that there has to be room for after there was none."""
 OUTLIER = 3.0
 """Times what was expected that a step may count for."""
 
@@ -69,9 +70,10 @@ class Controller:
         self._sequences: Sequence[RunningSequence] = ()
         self._plan: Plan | None = None  # of this step
         self._best: Plan | None = None  # that was known at the last search
-        self._searched, self._every = 0, 1
-        self._search_seconds = self._look_seconds = 0.0
-        self._wait, self._learn_seconds = 0, 0.0
+        self._searched, self._every, self._wait = 0, 1, 0
+        self._searching, self._looking = Upkeep(PLANNING), Upkeep(PLANNING)
+        self._learning = Upkeep(LEARNING)
+        self._seen: tuple[int, Counts | None] = 0, None  # rows and experts of this step
         self._prices = 0.0, 0.0  # tokens that a pass more, and a row more, have to bring
 
     def rests(self, batch: int) -> bool:
@@ -80,18 +82,15 @@ class Controller:
         if not (resting and self._rested.goes_on(batch)):
             self._take_in_rest()
             self._count.start()
+        if not resting and self._idle:
+            self._rest.take(self._budget.steps_until_trial(batch))
+            resting = self._rest.begins(batch)
         if resting:
             self._rested.begin(batch)
         return resting
 
-    def hear(
-        self,
-        sequence: RunningSequence,
-        mode: Mode,
-        judged: Sequence[tuple[Sequence[float], int]],
-    ) -> None:
-        """What a model-free mode would have drafted while nobody looked, and what of it was right:
-        nobody has paid for finding out."""
+    def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
+        """What a model-free mode would have drafted while nobody looked, and what was right."""
         for confidence, right in judged:
             drafted = len(confidence)
             if drafted:
@@ -129,14 +128,16 @@ class Controller:
 
     def observe(self, round: Round) -> None:
         """A step is over: learn from it, if learning has not taken too much time already."""
-        self._wait -= 1
+        self._wait, self._seen = self._wait - 1, (round.rows, self._count.read())
+        if round.alone:
+            self.costs.follow(len(round.trials), *self._seen)
         if self._wait >= 0 and self._plan is not None and not self._plan.trial:
             return
         start = self._clock()
         self._learn(round)
-        seconds = round.draft_seconds + round.verify_seconds
-        self._learn_seconds += 0.2 * (self._clock() - start - self._learn_seconds)
-        self._wait = min(int(self._learn_seconds / (LEARNING * seconds)), MOST_SKIPPED)
+        self._learning.took(self._clock() - start)
+        steps = self._learning.steps(round.draft_seconds + round.verify_seconds)
+        self._wait = min(steps, MOST_SKIPPED)
 
     def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
         """A whole step took so long, this controller included."""
@@ -145,31 +146,36 @@ class Controller:
             return
         assert self._plan is not None
         assert self._best is not None
-        step = self.costs.verify(batch, batch)
+        step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, *self._seen)
         seconds = min(seconds, OUTLIER * self._search.seconds(self._plan))
-        self.account.settle(seconds, tokens * step / batch, step)
+        self.account.settle(seconds, tokens * plain / batch, step)
         if self._plan.trial:
             self.account.tried(seconds - tokens / self._best.option.goodput)
-        elif self._best.way == PLAIN and not self._paper.pays(self._free):
-            self._look_seconds += 0.2 * (max(seconds - step, 0.0) - self._look_seconds)
-            self._rest.take(int(min(self._look_seconds / (PLANNING * step), LONGEST)))
+        elif self._idle:
+            self._looking.took(max(seconds - plain, 0.0))
+            self._rest.take(self._looking.steps(step))
         if self.account.room < 0:
-            self._rest.take(int(min((1 - self.account.room / step) / SHARE, LONGEST)))
+            self._rest.take(min(self.account.steps_until(REST, step), LONGEST))
 
     def figures(self) -> dict[str, Any]:
         """What is known and what came of it, for JSON."""
         return control_figures(self._best, self.costs, self.account, self.acceptance)
 
+    @property
+    def _idle(self) -> bool:
+        """Whether no drafts are in sight that would pay."""
+        drafting = self._best is not None and self._best.way != PLAIN
+        return not drafting and not self._paper.pays(self._free)
+
     def _take_in_rest(self) -> None:
         """Learn from the plain steps that nobody has been told of one by one."""
         if steps := self._rested.take():
-            mean, count = steps
-            batch = self._rested.batch
+            batch, (mean, count) = self._rested.batch, steps
             self.costs.rested(batch, mean, self._count.read(), count)
             self.account.earn(count * mean, mean)
 
     def _learn(self, round: Round) -> None:
-        plan, counts = self._plan, self._count.read()
+        plan, counts = self._plan, self._seen[1]
         if plan is None or len(round.trials) != len(plan.choices):
             return
         for trial, choice in zip(round.trials, plan.choices, strict=True):
@@ -184,12 +190,10 @@ class Controller:
 
     def _search_plan(self, step: Step) -> Plan:
         start, before = self._clock(), self._best
-        way: Way = (None, 0) if before is None else before.way
-        best = self._search.best(step, way, CAUTION)
+        best = self._search.best(step, PLAIN if before is None else before.way, CAUTION)
         plan = self._budget.trial(step, best) or best
         self._best, self._prices = best, prices(plan, best.option.goodput, self.costs)
         self._sequences, self._searched = list(step.sequences), self.acceptance.step
-        self._search_seconds += 0.2 * (self._clock() - start - self._search_seconds)
-        share = self._search_seconds / (PLANNING * best.option.seconds)
-        self._every = min(int(share) + 1, LONGEST)
+        self._searching.took(self._clock() - start)
+        self._every = 1 + self._searching.steps(best.option.seconds)
         return plan

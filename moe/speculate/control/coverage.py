@@ -81,10 +81,22 @@ class Coverage:
         """Those of them that have to be fetched."""
         return self._missing(self.hits, self.independent(sequences, rows))
 
-    def observe(
-        self, sequences: int, rows: int, distinct: float, missing: float, passes: int = 1
-    ) -> None:
-        """What a pass really visited, or so many of them on average."""
+    def missing_instead(self, sequences: int, rows: int, missing: float) -> float:
+        """Experts that one row of each sequence would have missed, where so many were missing."""
+        if self.sizes.resident == 1:
+            return 0.0
+        hits = self._share_of_hits(self.independent(sequences, rows), missing)
+        return self._missing(hits, self.independent(sequences, sequences))
+
+    def follow(self, sequences: int, rows: int, missing: float, passes: int = 1) -> None:
+        """So many experts of a pass, or of several on average, were not in memory."""
+        if self.sizes.resident < 1:
+            recent = 1 - (1 - FOLLOW) ** passes
+            hits = self._share_of_hits(self.independent(sequences, rows), missing)
+            self.hits += recent * (hits - self.hits)
+
+    def observe(self, sequences: int, rows: int, distinct: float) -> None:
+        """So many experts a pass, or several on average, really visited."""
         covered = min(distinct / self.sizes.experts, 1 - 1e-3)
         worth = log(1 - covered) / log(1 - self._share)
         if rows > 1 and worth > 0:
@@ -93,9 +105,6 @@ class Coverage:
             self._moment = 0.98 * self._moment + x * log(worth) + 0.002 * np.array(self.exponents)
             a, b = np.clip(np.linalg.solve(self._gram, self._moment), 0.05, 1.2).tolist()
             self.exponents = a, b
-        if self.sizes.resident < 1:
-            recent = 1 - (1 - FOLLOW) ** passes
-            self.hits += recent * (self._share_of_hits(worth, missing) - self.hits)
 
     def _missing(self, hits: float, worth: float) -> float:
         away = 1 - self.sizes.resident
@@ -106,14 +115,10 @@ class Coverage:
 
     def _share_of_hits(self, worth: float, missing: float) -> float:
         """The hit share at which so many would be missing."""
-        low, high = 0.0, 1.0
-        for _ in range(20):
-            middle = (low + high) / 2
-            if self._missing(middle, worth) > missing:
-                low = middle
-            else:
-                high = middle
-        return (low + high) / 2
+        away = 1 - self.sizes.resident
+        covered = min(missing / (self.sizes.experts * away), 1 - 1e-9)
+        lost = 1 - (1 - covered) ** (1 / max(worth, 1e-9))
+        return min(max(1 - lost * away / self._share, 0.0), 1.0)
 
     @staticmethod
     def _covered(share: float, worth: float) -> float:

@@ -18,7 +18,7 @@ def control_figures(
     Args:
         best: the plan that was best at the last search.
     """
-    predicted = None
+    predicted, errors = None, costs.errors.medians()
     if best is not None:
         batch = len(best.choices)
         predicted = best.option.goodput * costs.verify(batch, batch) / batch
@@ -26,8 +26,8 @@ def control_figures(
         "predicted_gain": predicted,
         "measured_gain": account.gain,
         "target_efficiency": costs.efficiency.as_dict(),
-        "prediction_error": costs.errors["step"],
-        "prediction_error_together": costs.errors["together"],
+        "prediction_error": errors["step"],
+        "prediction_error_together": errors["together"],
         "trials": account.trials,
         "mode": None if best is None or best.mode is None else best.mode.name,
         "depth": 0 if best is None else best.way[1],

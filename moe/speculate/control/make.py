@@ -75,7 +75,7 @@ def _share(mode: Mode, layers: Sequence[object], top_k: float) -> float:
 
 
 class ExpertCounts:
-    """Distinct experts of one step, and the missing ones among them.
+    """Distinct experts of steps, and the missing ones among them.
 
     A cache of experts counts them anyway. Where all are in memory routing statistics do, many steps
     at a time, and counting a single one takes time: there it is done as seldom as it has to be.
@@ -90,7 +90,7 @@ class ExpertCounts:
         self._before: Counts | None = None
 
     def start(self) -> None:
-        """A step begins."""
+        """A step begins, or several that are counted together."""
         self._wait -= 1
         now = time.perf_counter()
         if self._cache is not None or self._wait < 0:
@@ -103,11 +103,12 @@ class ExpertCounts:
         self._began = now
 
     def read(self) -> Counts | None:
-        """What the step has visited; None where it was not counted."""
+        """What has been visited since; None where it was not counted, or statistics began anew."""
         if self._before is None:
             return None
-        distinct, missing = self._total()
-        return distinct - self._before[0], missing - self._before[1]
+        pairs = zip(self._total(), self._before, strict=True)
+        distinct, missing = (now - before for now, before in pairs)
+        return (distinct, missing) if distinct > 0 else None
 
     def _total(self) -> Counts:
         if self._cache is None:

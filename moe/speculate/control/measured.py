@@ -39,7 +39,8 @@ class Errors:
         self._together.append(abs(predicted / seconds - 1))
 
     def medians(self) -> dict[str, float | None]:
-        """For JSON."""
+        """Relative errors of late, of single steps and of a few together, for JSON: medians, as
+        other work on the machine comes in bursts; None before any."""
         return {
             name: median(errors) if errors else None
             for name, errors in (("step", self._single), ("together", self._together))

@@ -11,8 +11,8 @@ FIRST = 8
 EVERY, BURST = 64, 2
 """Steps of looking after which so many plain ones are measured again."""
 
-TOGETHER = 32
-"""Plain steps that are learnt from together."""
+TOGETHER = 0.02
+"""Seconds of plain steps that are learnt from together."""
 OUTLIER = 2.0
 """Times the median that one of them may count for."""
 
@@ -48,11 +48,12 @@ class Rested:
     def __init__(self) -> None:
         self.batch = 0
         self._seconds: list[float] = []
-        self._begun = 0
+        self._begun, self._total = 0, 0.0
 
     def goes_on(self, batch: int) -> bool:
         """Whether another one of so many sequences belongs to those before."""
-        return batch == self.batch and 0 < len(self._seconds) == self._begun < TOGETHER
+        unbroken = 0 < len(self._seconds) == self._begun
+        return batch == self.batch and unbroken and self._total < TOGETHER
 
     def begin(self, batch: int) -> None:
         self.batch = batch
@@ -60,12 +61,13 @@ class Rested:
 
     def end(self, seconds: float) -> None:
         self._seconds.append(seconds)
+        self._total += seconds
 
     def take(self) -> tuple[float, int] | None:
         """Mean seconds of them, and how many they were, and begin anew; None where a prompt was
         read in one."""
         seconds, complete = self._seconds, len(self._seconds) == self._begun
-        self._seconds, self._begun = [], 0
+        self._seconds, self._begun, self._total = [], 0, 0.0
         if not seconds or not complete:
             return None
         most = OUTLIER * median(seconds)

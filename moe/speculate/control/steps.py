@@ -1,8 +1,7 @@
 """What a step of drafting and verifying costs, from what such steps have cost.
 
 MoESD's model (ALGORITHMS.md 5) with a measured curve of coverage in place of uniform routing, and
-with cache misses: a pass over more rows reads more distinct experts, and of those the ones that are
-not in memory cost most.
+with cache misses: more rows read more experts, and those that are not in memory cost most.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ class StepCosts:
 
     Attributes:
         efficiency: of verifying.
+        errors: of predictions.
     """
 
     def __init__(
@@ -48,29 +48,37 @@ class StepCosts:
         pace = Pace()
         self.coverage = Coverage(sizes)
         self.efficiency = Efficiency()
-        self._errors = Errors()
+        self.errors = Errors()
         self._relative = relative
         self._verify = Times(prices, pace)
         self._draft = {mode: Times((0.8, 0.2), pace) for mode in relative}
         self._known: dict[object, float] = {}
 
-    @property
-    def errors(self) -> dict[str, float | None]:
-        """Relative ones of the seconds predicted of late, of single steps and of a few together:
-        medians, as other work on the machine comes in bursts; None before any."""
-        return self._errors.medians()
-
     def verify(self, sequences: int, rows: float) -> float:
         """Seconds of the model's own pass over so many rows of so many sequences."""
         low = int(rows)
         first = self._verify_whole(sequences, low)
-        if low == rows:
-            return first
-        return first + (rows - low) * (self._verify_whole(sequences, low + 1) - first)
+        more = self._verify_whole(sequences, low + 1) if rows > low else first
+        return first + (rows - low) * (more - first)
+
+    def follow(self, sequences: int, rows: int, counts: Counts | None, steps: int = 1) -> None:
+        """What is in memory changes with the text; steps have missed so many experts."""
+        if counts is not None:
+            self.coverage.follow(sequences, rows, counts[1], steps)
+            self._known.clear()
+
+    def plainly(self, sequences: int, rows: int, counts: Counts | None) -> float:
+        """Seconds of a plain step in place of one that has visited such experts."""
+        if counts is None:
+            return self.verify(sequences, sequences)
+        distinct = self.coverage.distinct(sequences, sequences)
+        missing = self.coverage.missing_instead(sequences, rows, counts[1])
+        features = 1.0, float(sequences), distinct, missing
+        return self._verify.predict(_point(sequences, sequences, features), features)
 
     def draft(self, mode: Mode, passes: float, rows: float, hopeful: bool = False) -> float:
-        """Seconds of draft passes that together have so many rows; ``hopeful``: before any has
-        been measured, as few as may be."""
+        """Seconds of draft passes with so many rows; ``hopeful``: as few as may be, before any has
+        been measured."""
         times = self._draft[mode]
         if passes == 0:
             return 0.0
@@ -150,20 +158,17 @@ class StepCosts:
             predicted += self.draft(mode, passes, draft_rows)
             point = (passes, draft_rows)
             self._draft[mode].observe(point, point, round.draft_seconds)
-        self._errors.add(predicted, seconds)
+        self.errors.add(predicted, seconds)
         self._learn(sequences, rows, counts, round.verify_seconds, 1)
 
     def rested(self, sequences: int, seconds: float, counts: Counts | None, steps: int) -> None:
-        """Plain steps are over that nobody planned.
-
-        Args:
-            seconds: of one of them, on average.
-            counts: see `observe`; of all together.
-        """
+        """Plain steps are over that nobody planned; ``seconds`` is of one of them, on average, and
+        ``counts`` of all together."""
         if self._verify.known and steps >= TOGETHER:
-            self._errors.together(self.verify(sequences, sequences), seconds)
+            self.errors.together(self.verify(sequences, sequences), seconds)
         if counts is not None:
             counts = counts[0] / steps, counts[1] / steps
+        self.follow(sequences, sequences, counts, steps)
         self._learn(sequences, sequences, counts, seconds, steps)
 
     def _learn(
@@ -171,7 +176,7 @@ class StepCosts:
     ) -> None:
         features = self._features(sequences, rows)
         if counts is not None:
-            self.coverage.observe(sequences, rows, *counts, steps)
+            self.coverage.observe(sequences, rows, counts[0])
             features = 1.0, float(rows), *counts
         self._verify.observe(_point(sequences, rows, features), features, seconds, steps)
         self._known.clear()

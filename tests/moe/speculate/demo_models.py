@@ -6,6 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speculation_lossless import COUNT as PROMPTS
+from benchmarks.speculation_lossless import NEW_TOKENS
+from benchmarks.speculation_lossless import WAYS as MODES
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.convert import convert
@@ -18,20 +21,9 @@ from moe.speculate.draft import Controller, Round
 from moe.wave import Group
 from offload.room import fixed_bytes, slot_bytes
 
+__all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
+
 DEMO = Path("examples/demo-model")
-NEW_TOKENS = 8
-PROMPTS = 216
-MODES: dict[str, dict[str, Any]] = {
-    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},
-    "4 bits": {"mode": "elastic", "bits": 4},
-    "2 bits": {"mode": "elastic", "bits": 2},
-    "voted": {"mode": "elastic", "bits": 4, "core": "vote", "core_share": 0.2},
-    "first experts": {"mode": "elastic", "bits": 2, "core": "seq", "experts": 3},
-    "skipping": {"mode": "elastic", "bits": 4, "skip_layers": 0.5},
-    "ngram": {"mode": "ngram"},
-    "recycling": {"mode": "recycling"},
-    "auto": {"mode": "auto"},
-}
 MEMORY: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
 PROFILE: dict[str, Any] = {
     "prefill": {"wave_tokens": 64, "mode": "layered", "group_tokens": 32},

@@ -45,7 +45,8 @@ def test_coverage_is_learnt(a: float, b: float, hits: float) -> None:
         sequences, per = (1, 2, 4)[step % 3], (1, 3, 5)[step % 5 % 3]
         rows = sequences * per
         visited = truth.distinct(sequences, rows), truth.missing(sequences, rows)
-        learnt.observe(sequences, rows, *visited)
+        learnt.observe(sequences, rows, visited[0])
+        learnt.follow(sequences, rows, visited[1])
     assert learnt.exponents == pytest.approx((a, b), abs=0.05)
     assert learnt.hits == pytest.approx(hits, abs=0.02)
     assert learnt.distinct(8, 32) == pytest.approx(truth.distinct(8, 32), rel=0.05)

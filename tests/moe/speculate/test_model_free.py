@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
-from moe.speculate.model_free import JUDGED, LONGEST, SHORTEST, History, NGram, Recycling
+from moe.speculate.model_free import LONGEST, SHORTEST, History, NGram, Recycling
 
 VOCABULARY = 8
 
@@ -104,9 +104,9 @@ def test_drafts_are_judged_as_if_they_had_been_verified(
     judged_one, offered_one = sequence([1, 2, 1]), sequence([1, 2, 1])
     for source, one in zip(sources, (judged_one, offered_one), strict=True):
         source.offer(one, limit)
-    judged_one.token_ids += tokens[-JUDGED:]
-    judged = sources[0].judge(judged_one, limit)
-    came, expected = tokens[-JUDGED:], []
+    judged_one.token_ids += tokens
+    judged = sources[0].judge(judged_one, limit, len(tokens))
+    came, expected = tokens, []
     while came:
         draft = sources[1].offer(offered_one, min(limit, len(came)))
         right = 0

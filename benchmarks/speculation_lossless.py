@@ -1,0 +1,118 @@
+"""Does drafting change a token? Every way x depth x share of experts in memory, over 216 prompts.
+
+    python -m benchmarks.speculation_lossless [--minutes 8] [--again]
+
+Greedy decoding of the shipped model at 8 bits, in batches of 8, against decoding without drafts and
+with all experts in memory. It takes longer than anybody wants to wait: after ``--minutes`` it stops
+between two cells, and the next run goes on where this one stopped; ``--again`` begins anew, as one
+has to when the code has changed. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment, print_header, print_json
+from benchmarks.offload_models import Target, targets
+from benchmarks.random_models import bench_dir
+from benchmarks.speculation_runs import Prompts, load, speculator
+from moe import MoE, SamplingParams
+from moe.engine import Engine
+from moe.speculate import Speculator
+
+WAYS: dict[str, dict[str, Any]] = {
+    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},
+    "4 bits": {"mode": "elastic", "bits": 4},
+    "2 bits": {"mode": "elastic", "bits": 2},
+    "voted": {"mode": "elastic", "bits": 4, "core": "vote", "core_share": 0.2},
+    "first experts": {"mode": "elastic", "bits": 2, "core": "seq", "experts": 3},
+    "skipping": {"mode": "elastic", "bits": 4, "skip_layers": 0.5},
+    "ngram": {"mode": "ngram"},
+    "recycling": {"mode": "recycling"},
+    "auto": {"mode": "auto"},
+}
+DEPTHS = (1, 4, 15)
+RESIDENCY = (1.0, 0.5, 0.25)
+COUNT, NEW_TOKENS, BATCH = 216, 8, 8
+SHORT = 12
+"""Tokens of a prompt."""
+
+Tokens = list[list[int]]
+
+
+def decoded(model: MoE, drafts: Speculator | None, prompts: Sequence[list[int]]) -> Tokens:
+    """What a model says after each prompt."""
+    engine = model.engine(drafts=False)
+    assert isinstance(engine, Engine)
+    engine.runner._speculator = drafts  # type: ignore[attr-defined]
+    engine.scheduler.engine = engine.scheduler.engine.model_copy(update={"max_batch_size": BATCH})
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    groups = [model.request(prompt, params) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    while not engine.idle:
+        engine.step()
+    return [group.sequences[0].token_ids for group in groups]
+
+
+def compare(target: Target, known: list[dict[str, Any]], file: Path, deadline: float) -> None:
+    """Run the cells that are not known yet, and write each into the file when it is done."""
+    whole = load(target, 1.0)
+    prompts = [prompt[:SHORT] for prompt in Prompts(whole).take(COUNT)]
+    expected = decoded(whole, None, prompts)
+    done = {(cell["way"], cell["depth"], cell["residency"]) for cell in known}
+    for residency in RESIDENCY:
+        cells = [(w, d, residency) for w, d in product(WAYS, DEPTHS)]
+        cells = [cell for cell in cells if cell not in done]
+        if not cells or time.monotonic() > deadline:
+            continue
+        model = whole if residency == 1 else load(target, residency)
+        for way, depth, _ in cells:
+            if time.monotonic() > deadline:
+                break
+            drafts = speculator(model, max_depth=depth, **WAYS[way])
+            found = decoded(model, drafts, prompts)
+            cell = {
+                "way": way,
+                "depth": depth,
+                "residency": residency,
+                "sequences": COUNT,
+                "different": sum(a != b for a, b in zip(found, expected, strict=True)),
+                "tokens_per_verification": drafts.figures()["tokens_per_verification"],
+            }
+            known.append(cell)
+            file.open("a").write(json.dumps(cell) + "\n")
+            print(cell, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--again", action="store_true", help="forget what has been compared")
+    options = parser.parse_args()
+    facts = environment()
+    print_header(facts)
+    file = bench_dir() / "speculation-lossless.jsonl"
+    if options.again:
+        file.unlink(missing_ok=True)
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    compare(next(targets(["demo"])), known, file, time.monotonic() + 60 * options.minutes)
+    print_json(
+        {
+            **facts,
+            "cells": len(known),
+            "of": len(WAYS) * len(DEPTHS) * len(RESIDENCY),
+            "sequences": sum(cell["sequences"] for cell in known),
+            "different": sum(cell["different"] for cell in known),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
