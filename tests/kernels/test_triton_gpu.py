@@ -14,6 +14,7 @@ from kernels.quantized import quantize_matrix
 from kernels.reference import AnyExperts
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
+from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import ACTIVATIONS, DTYPES, Case, assert_close, make_case
 
@@ -114,3 +115,29 @@ def test_linear_layers() -> None:
     for count in (1, 16, 100):
         part = kernels.linear_forward(x[:count].to(DEVICE), matrix_on_gpu)
         assert torch.equal(part, actual[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 4, 128), (8, 8, 80), (128, 1, 512)])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+    """Grouped queries, and 512 latents beside 64 rotated keys; contexts that are split."""
+    torch.manual_seed(0)
+    positions, latent = [-1, 0, 4000, 63, 9000], kv_heads == 1
+    beside = 64 if latent else size
+    case = AttentionCase(
+        query=torch.randn(5, heads, size).to(dtype),
+        second=torch.randn(5, heads, beside).to(dtype) if latent else None,
+        buffers=[
+            (torch.randn(kv_heads, at + 9, size).to(dtype),
+             torch.randn(kv_heads, at + 9, beside).to(dtype))
+            for at in positions
+        ],
+        positions=positions, scale=size**-0.5, window=None if latent else 5000, softcap=None,
+        sinks=None if latent else torch.randn(heads),
+    )  # fmt: skip
+    on_device = case.to(DEVICE)
+    actual = on_device.run()
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
+    for row in range(len(positions)):
+        assert torch.equal(on_device.row(row).run()[0], actual[row])

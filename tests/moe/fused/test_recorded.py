@@ -191,7 +191,7 @@ def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch
     assert "float32 copy of the trunk takes" in enable_fused(trunk, experts).reason
 
 
-def test_a_copy_shares_nothing_with_the_model_and_keeps_nothing_alive() -> None:
+def test_a_copy_shares_nothing_with_the_model_but_who_serves_its_experts() -> None:
     trunk, experts = parts_of("granitemoeshared", torch.bfloat16)
     copy = Shadow.of(trunk)
     theirs = {p.data_ptr() for p in trunk.model.parameters()}
