@@ -8,12 +8,12 @@ from statistics import mean
 from typing import Any
 
 PANELS = {
-    "bits_per_byte": "bits per byte",
-    "max_violation": "MaxVio of all text",
+    "bits_per_byte": "bits per byte (axis cut)",
+    "max_violation": "MaxVio of all text (0: even)",
     "chunk_sparsity": "share of experts that 8 tokens leave alone",
-    "cache_hits": "hits of an LRU cache of 25 %",
-    "reuse": "experts shared with the token before",
-    "fluctuation": "choices changed over the last quarter",
+    "cache_hits": "share of hits, LRU cache of 25 %",
+    "reuse": "share of experts of the token before",
+    "fluctuation": "share of choices changed, last quarter",
 }
 
 
@@ -25,6 +25,7 @@ def plot(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 3, figsize=(15, 9), layout="constrained")
+    figure.suptitle("Routers of the laboratory: mean of seeds, and each seed")
     names = list(results)
     for axis, (metric, title) in zip(axes.flat, PANELS.items(), strict=True):
         for place, name in enumerate(names):
@@ -36,5 +37,7 @@ def plot(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None
             axis.set_xlim(left=0.95 * lowest)
         axis.set_yticks(range(len(names)), names)
         axis.invert_yaxis()
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
         axis.set_title(title)
     figure.savefig(path, dpi=110)
