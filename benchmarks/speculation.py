@@ -5,36 +5,38 @@
 - grid: what the shipped model accepts of drafts by a part of it (`benchmarks.speculation_grid`);
 - real: the shipped model end to end, all in memory and with a half and a quarter of its experts,
   greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller, and
-  fixed depths of the elastic mode, in turns on the same prompts. Greedy tokens must be equal;
+  fixed depths of the elastic mode, in turns on the same prompts. Greedy tokens must be equal. The
+  controller begins with knowing nothing: ``early`` is its speed-up in its first seconds;
 - replayed: the store of 30 billion parameters, a half and a quarter resident, with routing of
-  published locality, and acceptance drawn from what `grid` measured on the shipped model at the
-  same share of residents: times are real, what is accepted is not (`speculation_replay`).
+  published locality, and acceptance drawn from what the shipped model has at the same share of
+  residents: times are real, what is accepted is not (`speculation_large`).
 
+Each part takes minutes: ``--parts``, ``--residency`` and ``--temperatures`` divide it.
 ``bytes_per_token`` is read from disk where experts are there, from memory elsewhere, drafts
-included. ``of best`` compares the controller with the best fixed depth of the same run, chosen in
+included. ``of best`` compares with the best of all fixed depths, none included, chosen in
 hindsight. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-from statistics import median
+from itertools import product
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json
 from benchmarks.offload_models import ROOT, Target, targets
+from benchmarks.speculation_contenders import Contender, learn_first, median_errors, take_turns
 from benchmarks.speculation_grid import Grid, points
-from benchmarks.speculation_replay import replayed
-from benchmarks.speculation_runs import (
-    MAX_DEPTH,
-    Contender,
-    Prompts,
-    fixed,
-    load,
-    speculator,
-    take_turns,
+from benchmarks.speculation_large import replayed
+from benchmarks.speculation_runs import MAX_DEPTH, Prompts, fixed, load, speculator
+from benchmarks.speculation_tables import (
+    choices,
+    describe,
+    directions,
+    show,
+    show_choices,
+    show_grid,
 )
-from benchmarks.speculation_tables import describe, directions, show, show_grid
 from moe import MoE
 from moe.speculate.draft import Mode
 
@@ -42,14 +44,17 @@ PARTS = ("grid", "real", "replayed")
 BATCHES = (1, 2, 4, 8, 16)
 
 
-def grid(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every cell at both temperatures."""
-    made = Grid(
-        MoE.from_pretrained(target.store), MoE.from_pretrained(ROOT / "examples/demo-model")
-    )
+def the_grid(target: Target) -> Grid:
+    """Of the shipped model."""
+    whole = MoE.from_pretrained(ROOT / "examples/demo-model")
+    return Grid(MoE.from_pretrained(target.store), whole)
+
+
+def cells_of(grid: Grid, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every cell at each temperature."""
     count, tokens = (1, 24) if options.quick else (24, 64)
     return [
-        made.measure(point, count, tokens, temperature)
+        grid.measure(point, count, tokens, temperature)
         for temperature in options.temperatures
         for point in points(options.quick)
     ]
@@ -57,37 +62,30 @@ def grid(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def real(
     target: Target, options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], bool, float | None]:
-    """Points of the shipped model, whether greedy tokens were equal, and the error of times."""
-    found, same, errors = [], True, list[float]()
+) -> tuple[list[dict[str, Any]], bool, dict[str, float | None]]:
+    """Points of the shipped model, whether greedy tokens were equal, and the errors of times."""
+    found, same, ours = [], True, list[Contender]()
     for residency in options.residency:
         model = load(target, residency)
         mode = Mode("elastic", bits=4)
-        auto = speculator(model)
-        for temperature in options.temperatures:
-            for batch in options.batch:
-                contenders = [
-                    Contender("none", None, 0),
-                    Contender("auto", auto, None),
-                    *(
-                        Contender(mode.name, fixed(model, mode, depth), depth)
-                        for depth in options.depths
-                    ),
-                ]
-                prompts = Prompts(model)
-                settle = Contender("auto", auto, None)
-                take_turns(model, [settle], prompts, batch, options.tokens, temperature, 1)
-                same &= take_turns(
-                    model, contenders, prompts, batch, options.tokens, temperature, options.rounds
-                )
-                where = {"batch": batch, "residency": residency, "temperature": temperature}
-                found += describe(contenders, where)
-                errors += contenders[1].errors()
-                print(
-                    where, [f"{c.name}{c.depth or ''} {c.rate:.1f}" for c in contenders], flush=True
-                )
+        for temperature, batch in product(options.temperatures, options.batch):
+            contenders = [
+                Contender("none", None, 0),
+                Contender("auto", speculator(model), None),
+                *(
+                    Contender(mode.name, fixed(model, mode, depth), depth)
+                    for depth in options.depths
+                ),
+            ]
+            how = Prompts(model), batch, options.tokens, temperature
+            same &= learn_first(model, contenders[:2], *how, options.early)
+            same &= take_turns(model, contenders, *how, options.seconds)
+            where = {"batch": batch, "residency": residency, "temperature": temperature}
+            found += describe(contenders, where)
+            ours.append(contenders[1])
+            print(where, [f"{c.name}{c.depth or ''} {c.rate:.1f}" for c in contenders], flush=True)
         model.close()
-    return found, same, median(errors) if errors else None
+    return found, same, median_errors(ours)
 
 
 def parse() -> argparse.Namespace:
@@ -99,7 +97,8 @@ def parse() -> argparse.Namespace:
     add("--residency", type=float, nargs="+", default=None)
     add("--temperatures", type=float, nargs="+", default=None)
     add("--depths", type=int, nargs="+", default=None, help="fixed ones")
-    add("--rounds", type=int, default=None)
+    add("--early", type=float, default=None, help="seconds of learning, measured by themselves")
+    add("--seconds", type=float, default=None, help="of the first contender after that")
     add("--tokens", type=int, default=None, help="of each decoding")
     options = parser.parse_args()
     quick = options.quick
@@ -108,8 +107,9 @@ def parse() -> argparse.Namespace:
     options.residency = options.residency or ([1.0, 0.5] if quick else [1.0, 0.5, 0.25])
     options.temperatures = options.temperatures or ([0.0] if quick else [0.0, 0.8])
     options.depths = options.depths or ([1, 3] if quick else list(range(1, MAX_DEPTH + 1)))
-    options.rounds = options.rounds or (1 if quick else 3)
-    options.tokens = options.tokens or (48 if quick else 128)
+    options.early = options.early or (0.5 if quick else 5.0)
+    options.seconds = options.seconds or (0.5 if quick else 4.0)
+    options.tokens = options.tokens or (48 if quick else 192)
     return options
 
 
@@ -119,20 +119,20 @@ def main() -> None:
     print_header(facts)
     target = next(targets(["demo"]))
     result: dict[str, Any] = {"lossless": None, "points": [], "predicted_vs_measured_error": None}
-    cells: list[dict[str, Any]] = []
-    if {"grid", "replayed"} & set(options.parts):
-        cells = grid(target, options)
+    if "grid" in options.parts:
+        cells = cells_of(the_grid(target), options)
         show_grid(cells)
-        result |= {"grid": cells, "directions": directions(cells)}
+        show_choices(cells)
+        result |= {"grid": cells, "directions": directions(cells), "choices": choices(cells)}
         print(result["directions"], flush=True)
     if "real" in options.parts:
-        points_, same, error = real(target, options)
+        points_, same, errors = real(target, options)
         show("The shipped model, end to end", points_)
-        result |= {"lossless": same, "points": points_, "predicted_vs_measured_error": error}
+        result |= {"lossless": same, "points": points_, "predicted_vs_measured_error": errors}
     if "replayed" in options.parts:
-        points_, replayed_error = replayed(cells, options)
+        points_, replayed_errors = replayed(the_grid(target), options)
         show("30 B store: real times, replayed routing, acceptance of the shipped model", points_)
-        result |= {"replayed": points_, "replayed_error": replayed_error}
+        result |= {"replayed": points_, "replayed_error": replayed_errors}
     print_json({**facts, **result})
 
 

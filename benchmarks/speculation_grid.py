@@ -19,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.predict import TEXTS, heldout
 from benchmarks.quality import changed, nested
+from benchmarks.speculation_contenders import Contender
 from benchmarks.speculation_residents import Popularity, Resident, first
-from benchmarks.speculation_runs import MAX_DEPTH, Contender, Prompts, decode
+from benchmarks.speculation_runs import MAX_DEPTH, Prompts, decode
 from kernels import ExpertWeights, experts_forward
 from moe import MoE
 from moe.selection import find_selectors

@@ -10,37 +10,26 @@ as long as was planned.
 
 from __future__ import annotations
 
-import argparse
-import random
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.offload_models import Target, targets
-from benchmarks.offload_routing import Trace, published_trace
-from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Contender, take_turns
-from benchmarks.speculation_tables import describe
+from benchmarks.offload_routing import Trace
+from benchmarks.speculation_runs import MAX_DEPTH
 from moe import MoE
 from moe.sampling import Token
-from moe.selection import find_selectors
 from moe.sequence import RunningSequence
-from moe.speculate.control.make import make_controller
 from moe.speculate.draft import Controller, Draft, Mode, Trial
 from moe.speculate.elastic import ElasticDrafts, _Pending
-from moe.speculate.fixed import FixedDepth
 from moe.speculate.layers import DraftLayers
 from moe.speculate.speculator import Speculator
-from routing import Policy, PolicyChain, Routing, RoutingContext
+from routing import Policy, Routing, RoutingContext
 
-TOKENS = 24
 SPAN = 512
 """Tokens of the trace that a sequence has for itself."""
-MODES = (Mode("elastic", bits=4), Mode("elastic", bits=2))
-KV_TOKENS = 4096
 
 
 class Replayed(Policy):
@@ -96,6 +85,7 @@ class WithoutConfidence:
         self._own = controller
         self.plan, self.observe = controller.plan, controller.observe
         self.rests, self.figures, self.took = controller.rests, controller.figures, controller.took
+        self.hear = controller.hear
 
     def goes_on(self, _mode: Mode, _confidence: Sequence[float]) -> bool:
         return True
@@ -145,91 +135,3 @@ class ReplayedSpeculator(Speculator):
         if not self._resting:
             self._trials.append(Trial(sequence, draft.mode, drafted, accepted))
         return tokens
-
-
-class RandomPrompts:
-    """Prompts that say nothing."""
-
-    def __init__(self, model: MoE) -> None:
-        self._draw, self._size = random.Random(0), model.codec.vocab_size
-
-    def take(self, count: int) -> list[list[int]]:
-        return [[self._draw.randrange(self._size) for _ in range(PROMPT)] for _ in range(count)]
-
-
-def rates_at(cells: Sequence[dict[str, Any]], residency: float) -> dict[Mode, Sequence[float]]:
-    """Acceptance by position of each mode, as measured at the nearest share of residents.
-
-    The store has 4 bits. A draft of all of them is held to be like one of all 8 bits of the shipped
-    model, and one of 2 bits like one of 2 bits: that is further from its target, so less is taken.
-    """
-    greedy = [
-        c for c in cells if c["way"] == "planes" and c["selection"] == "frequency"
-        and c["temperature"] == cells[0]["temperature"]
-    ]  # fmt: skip
-    found: dict[Mode, Sequence[float]] = {}
-    for mode in MODES:
-        bits = max if mode.bits == 4 else min
-        wanted = bits(c["bits"] for c in greedy)
-        own = [c for c in greedy if c["bits"] == wanted]
-        cell = min(own, key=lambda c: abs(c["resident"] - residency))
-        rates = list(cell["by_position"])
-        found[mode] = rates + rates[-1:] * (MAX_DEPTH - len(rates))
-    return found
-
-
-def contenders(
-    model: MoE, rates: dict[Mode, Sequence[float]], depths: Sequence[int], trace: Trace
-) -> list[Contender]:
-    """No drafts, the controller, and fixed depths; all follow one trace."""
-    policy = Replayed(trace)
-    model._experts.policies = PolicyChain((policy,))
-    selectors = [found.selector for found in find_selectors(model._trunk)]
-
-    def drafts() -> ReplayedDrafts:
-        layers = ReplayedLayers(model._experts.layers, model._loaded.backend.forward, selectors)
-        layers.replayed = policy
-        return ReplayedDrafts(model, layers)
-
-    def made(controller: Controller) -> ReplayedSpeculator:
-        return ReplayedSpeculator(controller, drafts(), rates)
-
-    auto = make_controller(model._trunk, model._experts, MODES, MAX_DEPTH)
-    return [
-        Contender("none", made(FixedDepth(MODES[0], 0)), 0),
-        Contender("auto", made(auto), None),
-        *(Contender(MODES[0].name, made(FixedDepth(MODES[0], depth)), depth) for depth in depths),
-    ]
-
-
-def replayed(
-    cells: Sequence[dict[str, Any]], options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], float | None]:
-    """Points of the large store, and the mean error of predicted times; none without the store."""
-    found: list[dict[str, Any]] = []
-    errors: list[float] = []
-    for target in targets(["30b"]):
-        for residency in (r for r in options.residency if r < 1):
-            model = _load(target, residency)
-            layers = model._experts.layers
-            top_k = model.config.get_text_config().num_experts_per_tok
-            for batch in (b for b in options.batch if b <= 4):
-                count = SPAN * (batch + 1)
-                trace = published_trace(count, len(layers), layers[0].num_experts, top_k)
-                own = contenders(model, rates_at(cells, residency), options.depths, trace)
-                prompts: Any = RandomPrompts(model)
-                settle = Contender("auto", own[1].drafts, None)
-                take_turns(model, [settle], prompts, batch, 2 * TOKENS, 1.0, 1)
-                take_turns(model, own, prompts, batch, TOKENS, 1.0, 1)
-                where = {"batch": batch, "residency": residency, "temperature": 1.0}
-                found += describe(own, where)
-                errors += own[1].errors()
-                print(where, [f"{c.name}{c.depth or ''} {c.rate:.2f}" for c in own], flush=True)
-            model.close()
-    return found, median(errors) if errors else None
-
-
-def _load(target: Target, residency: float) -> MoE:
-    settings = target.settings(residency, KV_TOKENS)
-    settings["offload"] = {"hot_set": False}
-    return MoE.from_pretrained(target.store, settings, model={"expert_bits": 4})

@@ -1,11 +1,10 @@
-"""Decoding with drafts: engines that speculate in a given way, and what came of it."""
+"""Decoding with drafts: what speculates in a given way, and what a decoding was like."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from benchmarks.offload_models import Target
@@ -100,10 +99,6 @@ class Run:
     disk_bytes: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def rate(self) -> float:
-        return self.counted / self.seconds
-
 
 def decode(
     model: MoE,
@@ -143,64 +138,3 @@ def decode(
         engine.step()
     run.tokens = [group.sequences[0].token_ids for group in groups]
     return run
-
-
-@dataclass
-class Contender:
-    """A way to decode, and its runs.
-
-    Attributes:
-        depth: None where a controller decides.
-    """
-
-    name: str
-    drafts: Speculator | None
-    depth: int | None
-    runs: list[Run] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """Median tokens a second."""
-        return median(run.rate for run in self.runs)
-
-    def errors(self) -> list[float]:
-        """Of the controller's predictions, one for each run that it could judge."""
-        found = (run.figures["control"]["prediction_error"] for run in self.runs)
-        return [error for error in found if error is not None]
-
-    def a_token(self, name: str) -> float:
-        """Bytes of a kind for each token."""
-        return sum(getattr(run, name) for run in self.runs) / sum(r.counted for r in self.runs)
-
-    def drafted(self) -> tuple[float, float]:
-        """Acceptance, and tokens a verification, over all runs."""
-        verified = accepted = sequences = tokens = 0
-        for run in self.runs:
-            for mode in run.figures.get("modes", {}).values():
-                verified, accepted = verified + mode["verified"], accepted + mode["accepted"]
-            sequences += sum(run.figures.get("depths", {"0": run.counted}).values())
-            tokens += run.figures.get("tokens", run.counted)
-        return accepted / max(verified, 1), tokens / max(sequences, 1)
-
-
-def take_turns(
-    model: MoE,
-    contenders: Sequence[Contender],
-    prompts: Prompts,
-    batch: int,
-    new_tokens: int,
-    temperature: float,
-    rounds: int,
-) -> bool:
-    """Each contender decodes the same prompts, in turns; whether greedy tokens were the same."""
-    order, same = list(contenders), True
-    for _ in range(rounds):
-        given = prompts.take(batch)
-        texts = []
-        for each in order:
-            each.runs.append(decode(model, each.drafts, given, new_tokens, temperature))
-            texts.append(each.runs[-1].tokens)
-        if temperature == 0:
-            same &= all(tokens == texts[0] for tokens in texts)
-        order.reverse()
-    return same

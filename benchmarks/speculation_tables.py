@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.common import print_table
-from benchmarks.speculation_runs import Contender
+from benchmarks.speculation_contenders import Contender, rate_of
 
 DIRECTIONS = ("centred beats truncated", "frequent beats random", "residents help", "bits help")
 
@@ -28,18 +29,33 @@ def directions(cells: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
 
     shares = sorted({c["resident"] for c in cells})
     bits = sorted({c["bits"] for c in cells if c["way"] == "planes"})
-    parted = [c for c in cells if c["resident"] < 1]
-    by_choice = [
-        sum(c["acceptance"] for c in parted if c["selection"] == name)
-        for name in ("random", "frequency")
-    ]
     found = (
         rises(mean(way="truncated"), mean(way="centred")),
-        rises(*by_choice),
+        all(c["gain"] > 2 * c["error"] for c in choices(cells) if c["selection"] == "frequency"),
         rises(*(mean(selection="frequency", way="planes", resident=share) for share in shares)),
         rises(*(mean(selection="frequency", way="planes", bits=each) for each in bits)),
     )
     return dict(zip(DIRECTIONS, found, strict=True))
+
+
+def choices(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each choice of residents against random ones on the same prompts: mean difference of the
+    acceptance of a prompt, and its standard error."""
+    found = []
+    for cell in cells:
+        twin = next((c for c in cells if c["selection"] == "random" and _alike(c, cell)), None)
+        if twin is None or twin is cell:
+            continue
+        pairs = zip(cell["by_prompt"], twin["by_prompt"], strict=True)
+        gains = [a - b for a, b in pairs]
+        error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
+        where = {name: cell[name] for name in ("selection", "resident", "temperature")}
+        found.append({**where, "gain": round(fmean(gains), 4), "error": round(error, 4)})
+    return found
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[n] == other[n] for n in ("resident", "bits", "way", "temperature"))
 
 
 def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,7 +68,7 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
             return each.a_token("disk_bytes")
         return each.a_token("memory_bytes") + each.a_token("draft_bytes")
 
-    best = max(each.rate for each in contenders if each.depth is not None)
+    best = max(each.rate for each in contenders if each.depth is not None)  # none is depth 0
     points_ = []
     for each in contenders[1:]:
         acceptance, length = each.drafted()
@@ -67,26 +83,32 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
                 "plain_bytes_per_token": round(read(plain)),
                 "tokens_per_second": round(each.rate, 2),
                 "speedup": round(each.rate / plain.rate, 3),
+                "early_speedup": _early(each, plain),
                 "of_best": round(each.rate / best, 3),
             }
         )
     return points_
 
 
+def _early(each: Contender, plain: Contender) -> float | None:
+    """Speed-up while there was everything to learn; None where nothing learns."""
+    return round(rate_of(each.early) / rate_of(plain.early), 3) if each.early else None
+
+
 def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
     names = ("batch", "residency", "temperature", "mode", "depth", "acceptance", "accepted_length")
-    numbers = ("tokens_per_second", "speedup", "of_best")
+    numbers = ("tokens_per_second", "speedup", "early_speedup", "of_best")
     rows = [
         [
             *(str("auto" if point[n] is None else point[n]) for n in names),
             f"{point['bytes_per_token'] / 1e6:.2f}",
             f"{point['plain_bytes_per_token'] / 1e6:.2f}",
-            *(f"{point[n]:.2f}" for n in numbers),
+            *("" if point[n] is None else f"{point[n]:.2f}" for n in numbers),
         ]
         for point in points_
     ]
     columns = ("batch", "resident", "T", "mode", "depth", "accepted", "length", "MB", "plain MB")
-    print_table(title, (*columns, "tokens/s", "speed-up", "of best"), rows)
+    print_table(title, (*columns, "tokens/s", "speed-up", "early", "of best"), rows)
 
 
 def show_grid(cells: Sequence[dict[str, Any]]) -> None:
@@ -106,3 +128,13 @@ def show_grid(cells: Sequence[dict[str, Any]]) -> None:
         (*columns, "target MB", "by position"),
         rows,
     )
+
+
+def show_choices(cells: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        [*(str(c[n]) for n in ("selection", "resident", "temperature")), f"{c['gain']:+.3f}"]
+        + [f"{c['error']:.3f}"]
+        for c in choices(cells)
+    ]
+    columns = ("choice", "resident", "T", "accepted more", "standard error")
+    print_table("Choices of residents against random ones, on the same prompts", columns, rows)

@@ -1,0 +1,112 @@
+"""Ways to decode that take turns on the same prompts, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from benchmarks.speculation_runs import Prompts, Run, decode
+from moe import MoE
+from moe.speculate import Speculator
+
+ROUNDS = 2
+"""At least."""
+WARM = 8
+"""Tokens before anything counts."""
+
+
+@dataclass
+class Contender:
+    """A way to decode, and its runs.
+
+    Attributes:
+        depth: None where a controller decides.
+        early: its runs while it had everything to learn.
+    """
+
+    name: str
+    drafts: Speculator | None
+    depth: int | None
+    runs: list[Run] = field(default_factory=list)
+    early: list[Run] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all runs but early ones."""
+        return rate_of(self.runs)
+
+    def errors(self, name: str) -> list[float]:
+        """Of the controller's predictions, one for each run that it could judge."""
+        found = (run.figures["control"][name] for run in self.runs)
+        return [error for error in found if error is not None]
+
+    def a_token(self, name: str) -> float:
+        """Bytes of a kind for each token."""
+        return sum(getattr(run, name) for run in self.runs) / sum(r.counted for r in self.runs)
+
+    def drafted(self) -> tuple[float, float]:
+        """Acceptance, and tokens a verification, over all runs."""
+        verified = accepted = sequences = tokens = 0
+        for run in self.runs:
+            for mode in run.figures.get("modes", {}).values():
+                verified, accepted = verified + mode["verified"], accepted + mode["accepted"]
+            sequences += sum(run.figures.get("depths", {"0": run.counted}).values())
+            tokens += run.figures.get("tokens", run.counted)
+        return accepted / max(verified, 1), tokens / max(sequences, 1)
+
+
+def take_turns(
+    model: MoE,
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    batch: int,
+    new_tokens: int,
+    temperature: float,
+    seconds: float,
+) -> bool:
+    """Each contender decodes the same prompts, in turns, until the first has had so many seconds;
+    whether greedy tokens were the same."""
+    order, same, first = list(contenders), True, contenders[0]
+    while sum(run.seconds for run in first.runs) < seconds or len(first.runs) < ROUNDS:
+        given = prompts.take(batch)
+        texts = []
+        for each in order:
+            each.runs.append(decode(model, each.drafts, given, new_tokens, temperature))
+            texts.append(each.runs[-1].tokens)
+        if temperature == 0:
+            same &= all(tokens == texts[0] for tokens in texts)
+        order.reverse()
+    return same
+
+
+def learn_first(
+    model: MoE,
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    batch: int,
+    new_tokens: int,
+    temperature: float,
+    seconds: float,
+) -> bool:
+    """`take_turns` whose runs are early ones; the first pass of a process is not like others."""
+    decode(model, contenders[0].drafts, prompts.take(batch), WARM, temperature)
+    same = take_turns(model, contenders, prompts, batch, new_tokens, temperature, seconds)
+    for each in contenders:
+        each.early, each.runs = each.runs, []
+    return same
+
+
+def rate_of(runs: Sequence[Run]) -> float:
+    """Tokens a second."""
+    return sum(run.counted for run in runs) / sum(run.seconds for run in runs)
+
+
+def median_errors(contenders: Sequence[Contender]) -> dict[str, float | None]:
+    """How far predicted times of steps were off, medians over runs: of single ones, and of a few
+    together."""
+    found: dict[str, float | None] = {}
+    for name in ("prediction_error", "prediction_error_together"):
+        errors = [error for each in contenders for error in each.errors(name)]
+        found[name] = median(errors) if errors else None
+    return found
