@@ -85,10 +85,10 @@ class OffloadedExperts:
         late = None
         if self.late is not None:
             late = self.late.part(self.cache, wanted, hidden_TH, ids_TK, weights_TK)
-        apart = [] if late is None else late.experts
         if late is not None:
             wanted, ids_TK = late.others, late.others_TK
-        with self.cache.acquire(self.layer, wanted, elsewhere=apart) as held:
+        elsewhere = () if late is None else late.experts
+        with self.cache.acquire(self.layer, wanted, elsewhere=elsewhere) as held:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:

@@ -128,6 +128,11 @@ class HostSource:
         copy.end(unused=True)
         return True
 
+    def close(self) -> None:
+        """Wait for what has been launched: its memory may be given back then."""
+        for batch in self._batches:
+            batch.mark.wait()
+
     def take_delays(self) -> list[tuple[int, float]]:
         """Layers that kernels waited for since the last time, and the seconds."""
         found = [(layer, delay, delay.seconds()) for layer, delay in self._delays]

@@ -118,6 +118,7 @@ class _Opening:
         values = HostValues(self._policy)
         host = self._over_disk(near, room.host_slots, values)
         copies = HostSource(host, near, arena, streams)
+        closing.callback(copies.close)
         cache = values.device = ExpertCache(
             self._counts, room.slots, arena, copies, self._policy, self._planes
         )

@@ -39,12 +39,6 @@ RESIDENCIES = (0.0625, 0.125, 0.25, 0.5)
 
 
 @pytest.fixture(scope="module")
-def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stores") / "store"
-    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
-
-
-@pytest.fixture(scope="module")
 def resident(store: Path) -> MoE:
     return MoE.from_pretrained(store, SMALL)
 

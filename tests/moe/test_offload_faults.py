@@ -15,9 +15,7 @@ import pytest
 
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.convert import convert
 from moe.plan import GIB
-from moe.settings import ModelSettings
 from offload.errors import OffloadError
 from offload.room import slot_bytes
 from offload.transfer import Read, Reader, Transfer
@@ -30,12 +28,6 @@ SMALL: dict[str, Any] = {
 }
 PROMPTS = [[20, 7], [5], [90, 11], [64], [33, 2]]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stores") / "store"
-    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
 
 
 @pytest.fixture(scope="module")

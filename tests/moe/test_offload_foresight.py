@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +29,6 @@ SMALL: dict[str, Any] = {
 PROMPTS = [[20, 7], [5] * 30, [90, 11], [64]]
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
 Kind = Literal["random", "inverted", "empty"]
-
-
-@pytest.fixture(scope="module")
-def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stores") / "store"
-    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
 
 
 @pytest.fixture(scope="module")

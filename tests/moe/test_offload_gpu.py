@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,22 @@ import pytest
 import torch
 
 from experts.manifest import read_manifest
+from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
-from moe.convert import convert
 from moe.plan import GIB
-from moe.settings import ModelSettings
 from offload.room import slot_bytes
 from offload.streams import CudaStreams
 from tests.moe.test_offload_tiers import PROMPTS, SMALL, tier_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and TRITON_INTERPRET=0"
+    ),
 ]
 DEVICE = torch.device("cuda")
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
 BYTES = 256 << 20
-
-
-@pytest.fixture(scope="module")
-def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stores") / "store"
-    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
 
 
 @pytest.fixture(scope="module")

@@ -40,12 +40,6 @@ EXPERTS = 32
 
 
 @pytest.fixture(scope="module")
-def store(tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("stores") / "store"
-    return convert(tiny_checkpoint("qwen3_moe"), out, ModelSettings(expert_bits=8, group_size=32))
-
-
-@pytest.fixture(scope="module")
 def resident(store: Path) -> MoE:
     return MoE.from_pretrained(store, SMALL)
 
@@ -189,10 +183,15 @@ def test_slots_of_a_device_are_not_lent_to_keys(store: Path, load: Callable[...,
 
 def test_memory_is_unlocked_at_the_end(store: Path, load: Callable[..., MoE]) -> None:
     model = load(store, 6, 12)
-    streams: Any = model._loaded.offloaded.tiers[0].cache._filling._source.streams  # type: ignore[union-attr]
+    cache: Any = model._loaded.offloaded.cache  # type: ignore[union-attr]
+    streams = cache._filling._source.streams
+    model.generate([5, 9, 2], GREEDY)
+    for expert in range(8):
+        cache.prefetch(1, expert)
     assert streams.locked
     model.close()
     assert not streams.locked
+    assert not streams._copies
 
 
 def test_a_read_that_fails_costs_those_who_need_it(
