@@ -130,8 +130,8 @@ class EngineSettings(_Settings):
     of those that run, where that saves experts. Needs a calibration. 0: never."""
 
     fused: Annotated[Literal["auto", "off"], _Off] = "auto"
-    """auto: decode steps run by compiled code wherever a probe at load time shows that it equals
-    transformers' own layers. off: transformers' layers always, for comparison."""
+    """auto: decode steps run by compiled code, on a GPU from recordings, wherever a probe at load
+    time shows that it equals transformers' own layers. off: transformers' layers always."""
 
 
 class PrefillSettings(_Settings):

@@ -50,7 +50,7 @@ build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
 # Heads of 80, and latents of 512 beside keys of 64.
 ATTEND = {"COMPUTE": tl.bfloat16, "HEADS": 16}
 for architecture in (80, 90):
-    build(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=64,
+    build(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=32,
           WIDTH_D=128, WIDTH_R=128, WIDTH_V=128, **ATTEND)
     build(architecture, attend_kernel, OPTIONS, LATENT=True, CAPPED=False, SPLITS=32, KEYS=16,
           WIDTH_D=512, WIDTH_R=64, WIDTH_V=512, **ATTEND)
