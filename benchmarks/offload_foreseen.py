@@ -17,6 +17,7 @@ from routing import Routing
 from routing.predict import Forecast
 
 RECALL = 0.788
+RUN = 12
 
 
 class Foreseen:
@@ -25,13 +26,17 @@ class Foreseen:
     Args:
         replay: which says where tokens go.
         experts: E of a layer.
-        recall: for the next layer.
+        recall: that is stated, for the next layer.
+        truth: share of the tokens, in runs of `RUN`, at which it is as good as stated; at the
+            others everything that it says is wrong.
     """
 
     name = "foreseen"
     context = 1
 
-    def __init__(self, replay: Replay, experts: int, recall: float = RECALL) -> None:
+    def __init__(
+        self, replay: Replay, experts: int, recall: float = RECALL, truth: float = 1.0
+    ) -> None:
         self._replay, self._recall = replay, recall
         rng, trace = np.random.default_rng(0), replay.trace
         tokens, layers, top_k = trace.shape
@@ -39,6 +44,7 @@ class Foreseen:
         np.put_along_axis(order, trace, np.inf, axis=2)
         others = np.argpartition(order, top_k - 1, axis=2)[:, :, :top_k]
         luck = rng.random(trace.shape)
+        luck[(np.arange(tokens) // RUN * truth) % 1 >= truth] = 1.0
         # Of each distance, made now: what guesses cost is no part of what is measured.
         self._guesses = [
             np.where(luck < recall**ahead, trace, others) for ahead in range(1, MAX_DEPTH + 1)
