@@ -1,4 +1,4 @@
-"""Can prefetching slow a run down? A predictor that is sure of itself and wrong, on and off in turn.
+"""Can prefetching slow a run down? A predictor that is sure and wrong, on and off in turn.
 
     python -m benchmarks.offload_defeat [--model 30b] [--share 0.25] [--rounds 4] [--steps 24]
 
@@ -29,7 +29,7 @@ from offload.prefetch import Prefetcher
 from routing import PolicyChain
 
 TRUTHS = {"wrong": 0.0, "fickle": 0.5}
-WARM = 24
+WARM = 64
 
 
 class Run:
@@ -67,7 +67,7 @@ def order(rounds: int) -> Iterator[bool]:
 
 
 def measure(store: Path, settings: dict[str, Any], truth: float, options: Any) -> dict[str, Any]:
-    tokens = WARM * 2 + (options.steps + 1) * 2 * options.rounds + 8
+    tokens = WARM + (options.steps + 1) * 2 * options.rounds + 8
     run = Run(store, settings, truth, tokens)
     run.decode(WARM, True)
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}

@@ -40,11 +40,11 @@ def look_ahead(
     if wanted not in (*OFF, *PREDICTORS):
         names = ", ".join((*OFF, *PREDICTORS))
         raise ProfileError(f"offload.predictor must be one of {names}, got '{wanted}'")
-    if wanted == "off" or not (settings.prefetch or offloaded.cache.policy.name == "forecast"):
+    if wanted == "off" or not settings.prefetch:
         return None, ""
     if wanted == "auto" and not (folder / ABOUT).exists():
         if drafts:
-            return offloaded.prefetch_with(Told(), bids=settings.prefetch), ""
+            return offloaded.prefetch_with(Told()), ""
         return None, "nobody looks ahead for experts on disk: run moe calibrate on this model"
     name = BEST if wanted == "auto" else wanted
     try:
@@ -54,4 +54,4 @@ def look_ahead(
         if wanted != "auto":
             raise CalibrationError(str(error)) from error
         return None, f"nobody looks ahead for experts on disk: {error}"
-    return offloaded.prefetch_with(predictor, bids=settings.prefetch), ""
+    return offloaded.prefetch_with(predictor), ""

@@ -60,21 +60,19 @@ class Offloaded:
             "late": None if late is None else asdict(late.costs),
         }
 
-    def prefetch_with(self, predictor: Predictor, *, bids: bool = True) -> Prefetcher:
-        """Look ahead from now on: what the predictor says is read in time where that pays.
+    def prefetch_with(self, predictor: Predictor) -> Prefetcher:
+        """Look ahead from now on: what the predictor says is read in time where that pays."""
+        cache, from_disk = self.cache, len(self.tiers) == 1
 
-        Args:
-            bids: False: nothing is read ahead, the predictor only tells the policy what to keep.
-        """
-        cache = self.cache
+        def read_seconds() -> float:
+            return cache.expert_bytes / max(self.reader.throughput, SLOWEST)
+
         self.prefetcher = Prefetcher(
             cache,
             [layer.num_experts for layer in self.layers],
             predictor,
             self.load_seconds,
-            always_forecast=cache.policy.name == "forecast",
-            bids=bids,
-            read_seconds=lambda: cache.expert_bytes / max(self.reader.throughput, SLOWEST),
+            read_seconds=read_seconds if from_disk else None,
         )
         return self.prefetcher
 

@@ -37,9 +37,6 @@ class Prefetcher:
         experts: E of each MoE layer.
         predictor: which experts come next.
         load_seconds: for one expert, until it has been measured.
-        always_forecast: also where no bid would be placed, for a cache policy that lives on
-            forecasts; their cost is then not the bids'.
-        bids: whether to make any.
         read_seconds: for which reading one expert keeps the disk busy, as it is measured; what a
             layer waits for one by default.
 
@@ -53,8 +50,6 @@ class Prefetcher:
         experts: Sequence[int],
         predictor: Predictor,
         load_seconds: float,
-        always_forecast: bool = False,
-        bids: bool = True,
         read_seconds: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,7 +57,7 @@ class Prefetcher:
         self.governors = [Governor() for _ in experts]
         self.measures = Measures(cache, experts, load_seconds, clock())
         self._cache, self._width, self._layers = cache, max(experts), range(len(experts))
-        self._always, self._bidding, self._clock = always_forecast, bids, clock
+        self._clock = clock
         self._read_seconds = read_seconds or (lambda: self.measures.load_seconds)
         self._bids = Bids(cache, len(experts), load_seconds)
         self._trust = Trust(experts)
@@ -89,7 +84,7 @@ class Prefetcher:
         self._asked.clear()
         self._guide = self.predictor if told is None else Told(told)
         self._step, self._wait = self._step + 1, 0.0
-        followed, wanted = self._awake, self._always or any(map(self._bids_on, self._layers))
+        followed, wanted = self._awake, any(map(self._bids_on, self._layers))
         self._awake = wanted and not (isinstance(self._guide, Told) and self._guide.silent)
         if self._awake:
             self.measures.start(self._clock(), followed)
@@ -143,7 +138,7 @@ class Prefetcher:
             self._bid(layer)
 
     def _bids_on(self, layer: int) -> bool:
-        return self._bidding and self.governors[layer].asks(self._step)
+        return self.governors[layer].asks(self._step)
 
     def _depth(self) -> int:
         """As far ahead as a load takes."""
@@ -153,7 +148,7 @@ class Prefetcher:
     def _bid(self, layer: int) -> None:
         last = min(layer + self._depth(), len(self.governors) - 1)
         targets = list(filter(self._bids_on, range(layer + 1, last + 1)))
-        if not targets and not (self._always and last > layer):
+        if not targets:
             return
         began = self._clock()
         forecast = self._guide.forecast(layer, last - layer)
@@ -171,7 +166,7 @@ class Prefetcher:
         for offer in sorted(filter(None, offers), reverse=True):
             self._place(offer, now)
         self._asked.update(targets)
-        for target in () if self._always else targets:
+        for target in targets:
             self._spent[target] += (now - began) / len(targets)
 
     def _offer(self, target: int, expert: int, stated: float, layer: int) -> Offer | None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload.prefetch import Prefetcher
 from tests.offload.simulated_disk import LOAD_S, Run
 from tests.offload.traces import (
     EXPERTS,
@@ -108,25 +107,14 @@ def test_what_the_router_contradicts_is_taken_back() -> None:
     assert prefetcher.records[0].cancelled == before + 1
 
 
-def test_without_bids_the_policy_hears_forecasts_all_the_same() -> None:
+def test_the_policy_hears_forecasts_that_are_made_for_bids() -> None:
     trace = zipf(30)
     run = Run(trace[:0], Guess(lambda step, layer: [(3, 0.9)]))
     heard: list[int] = []
     run.cache.policy.forecast = lambda units, probability: heard.extend(units)  # type: ignore[method-assign]
-    run.prefetcher = Prefetcher(
-        run.cache,
-        [EXPERTS] * LAYERS,
-        Guess(lambda step, layer: [(3, 0.9)]),
-        LOAD_S,
-        always_forecast=True,
-        bids=False,
-        clock=run.clock,
-    )
     for layers in trace:
         run._step(layers)
     assert set(heard) == {layer * EXPERTS + 3 for layer in range(LAYERS)}
-    assert run.cache.statistics.total.prefetches == 0
-    assert run.prefetcher.depth == 0
 
 
 def test_the_cost_of_forecasting_counts() -> None:
