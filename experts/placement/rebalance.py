@@ -9,7 +9,7 @@ apply it before the same step. Ranks are those of the present group, so none tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,6 +87,7 @@ class Rebalancer:
         bytes_LE: Sequence[Floats],
         read_bytes_per_s: float,
         horizon_s: float,
+        arriving: Callable[[int], Floats | None] | None = None,
         repacker: Repacker | None = None,
     ) -> None:
         """
@@ -95,12 +96,14 @@ class Rebalancer:
             bytes_LE: of each expert of each layer.
             read_bytes_per_s: from the store by all ranks together.
             horizon_s: seconds within which a move must pay.
+            arriving: of a layer, tokens that prompts which wait are expected to bring each expert;
+                asked when the layer is about to be repacked.
         """
         self.epoch = 0
         self._ended = False
         self._repacker = Background() if repacker is None else repacker
         self._seconds_LE = [bytes_E / read_bytes_per_s for bytes_E in bytes_LE]
-        self._horizon_s = horizon_s
+        self._horizon_s, self._arriving = horizon_s, arriving
         self.reset(placements)
 
     def reset(self, placements: Sequence[Placement]) -> None:
@@ -109,22 +112,15 @@ class Rebalancer:
         self._forecasts = [LoadForecast(one.num_experts) for one in placements]
         self._asked_at = [0] * len(placements)
         self._asked: tuple[int, Placement] | None = None
-        self._arriving: Sequence[Floats] | None = None
         self._rate = StepRate()
         self._next = 0
 
-    def observe(
-        self,
-        tokens_LE: Sequence[Ints | None],
-        seconds: float,
-        arriving_LE: Sequence[Floats] | None = None,
-    ) -> None:
+    def observe(self, tokens_LE: Sequence[Ints | None], seconds: float) -> None:
         """Add a step.
 
         Args:
             tokens_LE: of each expert on all ranks together; None for layers that nobody visited.
             seconds: that the step took.
-            arriving_LE: tokens that prompts which are waiting are expected to bring each expert.
         """
         served = 0
         for forecast, tokens_E in zip(self._forecasts, tokens_LE, strict=True):
@@ -133,7 +129,6 @@ class Rebalancer:
                 served += int(tokens_E.sum())
         if served:
             self._rate.observe(served / self._placements[0].ranks, seconds)
-        self._arriving = arriving_LE
 
     def poll(self) -> Moves | None:
         """What all ranks must apply before the next step; None to keep everything."""
@@ -168,7 +163,7 @@ class Rebalancer:
             self._asked_at[layer], self._next = forecast.steps, (layer + 1) % layers
             steps = max(self._horizon_s / self._rate.seconds_a_step, 1.0)
             price_E = self._seconds_LE[layer] / (steps * self._rate.seconds_a_token)
-            arriving_E = None if self._arriving is None else self._arriving[layer]
+            arriving_E = None if self._arriving is None else self._arriving(layer)
             self._asked = layer, self._placements[layer]
             costs_SE = forecast.steps_SE(arriving_E)
             self._repacker.submit(Job(costs_SE, self._placements[layer], price_E))

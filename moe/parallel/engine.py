@@ -108,7 +108,9 @@ class ParallelEngine:
         steps = [step for step, _ in plans.values()]
         layers = layers_of(steps, self._leading.station.num_layers)
         orders = {rank: order for rank, (_, order) in plans.items()}
-        replies = self._leading.step({"engine": self._id, "layers": layers}, orders)
+        message = {"engine": self._id, "layers": layers}
+        waiting = [g for part in self._parts.values() for g in part.engine.scheduler.waiting]
+        replies = self._leading.step(message, orders, waiting)
         events: list[Event] = []
         for rank, part in self._parts.items():
             events += part.take_in(replies[rank], plans[rank][0])

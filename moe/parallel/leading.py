@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed import Store
@@ -15,12 +15,14 @@ from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
 from moe.overlap import Overlap
+from moe.parallel.arrivals import Arrivals
 from moe.parallel.following import join_group
 from moe.parallel.group import leave_group
 from moe.parallel.leader import Leader
 from moe.parallel.station import Station
 from moe.parallel.wire import Message
 from moe.settings import ParallelSettings
+from moe.wave import Group
 
 _logger = logging.getLogger("moe")
 
@@ -35,6 +37,7 @@ class Leading:
         settings: of the profile.
 
     Attributes:
+        arrivals: what prompts that wait will need, where that can be guessed.
         ended: engines that are garbage, since the last step.
         epoch: how many groups there were before this one.
         kv_tokens: tokens of keys and values that each rank has room for.
@@ -45,6 +48,7 @@ class Leading:
         self, team: Leader, station: Station, store: Store, settings: ParallelSettings
     ) -> None:
         self.team, self.station = team, station
+        self.arrivals: Arrivals | None = None
         self._store, self._settings = store, settings
         self._numbers = itertools.count(1)
         self._engines = itertools.count()
@@ -65,13 +69,18 @@ class Leading:
         self._form()
         self.team.goes_on = self._settings.on_rank_loss == "continue"
         if self._settings.rebalance == "auto":
-            self._rebalancer = self.station.rebalancer()
+            self._rebalancer = self.station.rebalancer(self.arrivals)
 
     def new_engine(self) -> int:
         return next(self._engines)
 
-    def step(self, message: Message, orders: Mapping[int, Message]) -> dict[int, Message]:
+    def step(
+        self, message: Message, orders: Mapping[int, Message], waiting: Iterable[Group]
+    ) -> dict[int, Message]:
         """Let every rank compute its part of a step.
+
+        Args:
+            waiting: prompts that nobody reads yet.
 
         Raises:
             RankLostError: somebody is lost, and with it what was computed.
@@ -79,6 +88,8 @@ class Leading:
         number, others, began = next(self._numbers), self.team.ranks[1:], time.perf_counter()
         ended = [self.ended.popleft() for _ in range(len(self.ended))]
         reset, self._reset = self._reset, False
+        if self.arrivals is not None:
+            self.arrivals.waiting = waiting
         message = message | {
             "do": "step",
             "number": number,

@@ -16,6 +16,7 @@ import torch
 from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.machine import memory_available
+from moe.parallel.arrivals import arrivals_of
 from moe.parallel.follower import Follower
 from moe.parallel.following import Following
 from moe.parallel.group import own_address, use_interface
@@ -74,13 +75,15 @@ class Ranks:
                 changed["memory"] = profile.memory.model_copy(update=memory)
         return profile.model_copy(update=changed)
 
-    def session(self, loaded: LoadedModel, profile: Profile) -> Leading | Following:
-        """This rank with its model; rank 0 waits until all others have theirs."""
+    def session(self, loaded: LoadedModel, profile: Profile, path: Path) -> Leading | Following:
+        """This rank with its model of a path; rank 0 waits until all others have theirs."""
         station = _station(loaded, profile, self.team.pulse)
         store, kv_tokens = self.roll.store, loaded.memory_plan.kv_tokens
         if isinstance(self.team, Follower):
             return Following(self.team, station, store, profile.parallel, kv_tokens)
+        counts = [layer.num_experts for layer in loaded.experts.layers]
         leading = Leading(self.team, station, store, profile.parallel)
+        leading.arrivals = arrivals_of(path, loaded.trunk.model.config, counts)
         leading.begin(kv_tokens)
         return leading
 
@@ -111,7 +114,7 @@ def load_with_ranks(
         loaded.notices += ranks.notices
         if loaded.offloaded is None:
             loaded.notices.append(WHOLE)
-        return loaded, ranks.session(loaded, profile)
+        return loaded, ranks.session(loaded, profile, resolve_model(model))
     except BaseException as error:
         ranks.fail(error)
         raise

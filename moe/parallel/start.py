@@ -8,7 +8,6 @@ on one address (torch would take all of them), and serves torch's process groups
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import time
 from datetime import timedelta
@@ -20,6 +19,7 @@ from moe.errors import LaunchError
 from moe.parallel.identity import Identity, differences
 from moe.parallel.launch import Launch
 from moe.parallel.roll import CONTROL, WATCH, Member, Roll
+from moe.parallel.secret import heard_secret, new_secret
 from moe.parallel.wire import Connection, WireError, accept, connect, listen
 
 KINDS = (CONTROL, WATCH)
@@ -48,11 +48,12 @@ def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Rol
         problem = _absent(missing, timeout_s)
     elif lines := differences({rank: m.identity for rank, m in enumerate(members)}):
         problem = "the ranks do not fit together:\n  " + "\n  ".join(lines)
-    secret = secrets.token_bytes(32)
-    listener = listen(launch.address, 2 * launch.size)
-    with listener:
+    with (
+        new_secret(on_one_machine=launch.on_one_machine) as (secret, where),
+        listen(launch.address, 2 * launch.size) as listener,
+    ):
         port = listener.getsockname()[1]
-        _say(store, "verdict", {"problem": problem, "port": port, "secret": secret.hex()})
+        _say(store, "verdict", {"problem": problem, "port": port, **where})
         if problem:
             _await_farewells(store, launch, missing)
             raise LaunchError(problem)
@@ -67,7 +68,7 @@ def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Rol
     if verdict["problem"]:
         _say(store, f"farewell/{launch.rank}", {})
         raise LaunchError(verdict["problem"])
-    secret, port = bytes.fromhex(verdict["secret"]), verdict["port"]
+    secret, port = heard_secret(verdict), verdict["port"]
     connections: dict[str, dict[int, Connection]] = {}
     for kind in KINDS:
         who = {"rank": launch.rank, "kind": kind}

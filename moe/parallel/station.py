@@ -11,6 +11,7 @@ from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.rebalance import Rebalancer
 from moe.moe_layer import MoELayers
+from moe.parallel.arrivals import Arrivals
 from moe.parallel.group import WatchedExchange
 from moe.parallel.mirror import Mirror
 from moe.parallel.watch import Pulse
@@ -112,7 +113,7 @@ class Station:
             reply["traffic"] = self.dispatcher.statistics.as_dict()
         return reply
 
-    def rebalancer(self) -> Rebalancer:
+    def rebalancer(self, arrivals: Arrivals | None) -> Rebalancer:
         """What changes the placements of this group where that pays."""
         sizes = [(layer.num_experts, float(layer.expert_bytes)) for layer in self._experts.layers]
         return Rebalancer(
@@ -120,6 +121,7 @@ class Station:
             bytes_LE=[np.full(count, size) for count, size in sizes],
             read_bytes_per_s=self._read_speed,
             horizon_s=self._settings.rebalance_horizon_s,
+            arriving=None if arrivals is None else arrivals.of_layer,
         )
 
     def take_loads(self) -> list[Any]:

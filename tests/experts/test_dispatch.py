@@ -212,6 +212,21 @@ def test_failures_reach_the_tokens_concerned_and_no_others() -> None:
         assert combined.rows[:, 0].tolist() == [2, 0, 2]
 
 
+def test_rows_that_are_no_numbers_stay_with_their_token() -> None:
+    hidden, ids = torch.ones(3, 64), torch.tensor([[0, 2], [1, 3], [0, 1]])
+    hidden[1] = float("nan")
+
+    def run(exchange: ThreadExchange) -> Combined:
+        dispatcher = AllToAllDispatcher(exchange, [linear(4, 4, 2)])
+        arrived = dispatcher.dispatch(0, hidden, Routing(ids, torch.ones(3, 2)))
+        return dispatcher.combine(arrived, arrived.hidden_states.clone(), {})
+
+    for combined in on_ranks(2, run):
+        assert not combined.failures
+        assert combined.rows.isnan().any(1).tolist() == [False, True, False]
+        assert (combined.rows[::2] == 2).all()
+
+
 def test_new_placements_between_steps() -> None:
     placements = linear(4, 4, 2), random_placement(4, 2, 2, 5)
     hidden, ids = torch.randn(6, 8), torch.arange(12).reshape(6, 2) % 4

@@ -139,6 +139,28 @@ def test_layers_that_nobody_visits_are_never_asked_about() -> None:
     assert layers == {0, 2}
 
 
+def test_prompts_that_wait_count_in_what_is_repacked() -> None:
+    repacker, asked = Inline(), []
+
+    def arriving(layer: int) -> Floats:
+        asked.append(layer)
+        return np.array([0.0] * 7 + [100 * SKEWED.sum()])
+
+    rebalance = Rebalancer(
+        [linear(8, 8, 2)],
+        bytes_LE=[np.zeros(8)],
+        read_bytes_per_s=1.0,
+        horizon_s=60.0,
+        arriving=arriving,
+        repacker=repacker,
+    )
+    for _ in range(LEAST_STEPS):
+        rebalance.observe([SKEWED], 1.0)
+        rebalance.poll()
+    assert asked == [0]
+    assert repacker.jobs[0].costs_SE.mean(0)[7] > 2 * SKEWED[7]
+
+
 def wait_for(background: Background) -> Placement:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -41,7 +41,7 @@ class Loopback:
         self.station = self.stations[0]
         self.kv_tokens = dict.fromkeys(range(ranks), KV_TOKENS)
         self.ended: deque[int] = deque()
-        self.epoch = self._engines = self.steps = 0
+        self.epoch = self._engines = self.steps = self.most_waiting = 0
         self.lost_at: dict[int, int] = {}
         self.worked: Counter[int] = Counter()
 
@@ -49,7 +49,8 @@ class Loopback:
         self._engines += 1
         return self._engines
 
-    def step(self, message: Any, orders: Mapping[int, Any]) -> dict[int, Any]:
+    def step(self, message: Any, orders: Mapping[int, Any], waiting: Any) -> dict[int, Any]:
+        self.most_waiting = max(self.most_waiting, len(waiting))
         self.steps += 1
         if self.steps in self.lost_at:
             raise RankLostError("somebody is lost")
@@ -156,6 +157,15 @@ def test_prompts_go_where_least_is_to_be_done(tiny_moe: Callable[[str], MoE]) ->
     occupancy = engine.occupancy()
     assert occupancy["waiting_prompts"] == 5
     assert engine.kv_tokens == 2 * KV_TOKENS
+
+
+def test_prompts_that_wait_are_told_of(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    _, loopback = parallel(model, 1)
+    loopback.kv_tokens = {0: 150}
+    engine = ParallelEngine(loopback, model._planning_engine, goes_on=True)  # type: ignore[arg-type]
+    assert all(tokens_of(engine, model, PARAMS))
+    assert loopback.most_waiting > 0
 
 
 def test_what_no_rank_has_room_for_is_refused(tiny_moe: Callable[[str], MoE]) -> None:

@@ -1,0 +1,98 @@
+"""Signals at any time, and memory that runs out: what becomes of ranks and of those who wait.
+
+The faults of FAULTS.md that several ranks must survive, and where each is tested:
+
+==== ==============================================================================================
+B1   `test_wire`: JSON only, bounded, from who knows the secret; `tests/test_house.py`: no pickle
+B4   `test_start`: one address is listened on; public ones are warned of
+B5   `tests/test_house.py`: no shell; `test_start`: nonsense of a launcher is refused
+B6   `test_secret`, `tests/experts/test_dispatch_sockets.py`: directories of nobody else, no shm
+B7   `test_launcher`: nobody outlives a launcher that is killed, nor rank 0
+B8   `test_start`: a port that is taken is an error
+B9   `test_start`: versions, code, settings and files are compared
+B10  `test_loss`: killed, stopped, raising, stalled; `test_launcher`: only slow
+B11  `test_start`: every difference is named on every rank
+B12  `test_start`: ranks that do not come are named
+B13  here, while loading and in a stream; `test_launcher`: drained to the end
+B14  here, in a step; `tests/moe/test_lockstep.py`: experts that cannot be read
+E1   `test_receipts`: bits do not depend on company; dispatch drops nothing
+E2   here: every token wants the same experts; `tests/experts/test_dispatch.py`: of one rank
+E4   `tests/experts/test_dispatch.py`: nobody has tokens; `test_receipts`: a rank without any
+E5   `tests/experts/test_dispatch_assignment.py`: both ends count alike, in 64 bits
+E6   `tests/routing/test_routing.py`: equal scores; `tests/experts/test_dispatch.py`: no numbers
+E11  `tests/experts/test_dispatch.py`: epochs are compared; `test_generation`: moved all the time
+E12  `tests/experts/test_placement_first.py`: no lost rank is named; `test_going_on`
+E13  `tests/experts/test_placement.py`: slots that do not divide
+==== ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.parallel.test_loss import ARGUMENTS, LONG, ask, first_token, url_of
+
+PATIENT = [*ARGUMENTS, "--set", "parallel.timeout_s=60"]
+"""Nobody is lost for being slow here."""
+SOON_S = 60.0
+"""For processes to end, on a machine that others use too."""
+
+
+@pytest.mark.parametrize(
+    ("signals", "codes"),
+    [
+        ({0: signal.SIGTERM, 1: signal.SIGTERM}, {0, 1, -signal.SIGTERM}),  # as launchers do
+        ({0: signal.SIGTERM}, {0, 1}),
+        ({1: signal.SIGINT}, {1, -signal.SIGKILL}),
+    ],
+)
+def test_a_signal_while_loading_ends_everybody(
+    launch: Any, signals: dict[int, int], codes: set[int]
+) -> None:
+    with launch(2, PATIENT, {"rank": "01", "kind": "load"}) as launched:
+        for rank in range(2):
+            launched.wait_for("loading", rank)
+        for rank, number in signals.items():
+            launched.signal(rank, number)
+        assert set(launched.codes(SOON_S)) <= codes, launched.everything()
+
+
+def test_a_second_signal_does_not_wait_for_streams(launch: Any) -> None:
+    with launch(2, PATIENT, {"rank": 1, "kind": "slow", "step": 1}) as launched:
+        where, question = f"{url_of(launched)}/v1/completions", LONG | {"stream": True}
+        with httpx.stream("POST", where, json=question, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            launched.signal(0, signal.SIGTERM)
+            time.sleep(0.5)
+            assert launched.processes[0].poll() is None
+            launched.signal(0, signal.SIGTERM)
+            assert launched.codes(SOON_S) == [1, 1], launched.everything()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_runs_out_in_a_step_costs_the_requests_in_it(launch: Any, rank: int) -> None:
+    fault = {"rank": rank, "kind": "memory", "step": 10}
+    with launch(2, PATIENT, fault) as launched, ThreadPoolExecutor(4) as pool:
+        url = url_of(launched)
+        answers = list(pool.map(lambda seed: ask(url, seed=seed, max_tokens=40), range(4)))
+        assert {503} <= {status for status, _ in answers} <= {200, 503}, answers
+        assert f"rank {rank}: MemoryError: no memory, on purpose" in launched.errors(0)
+        first_token(url)
+        assert ask(url, max_tokens=40)[0] == 200
+
+
+def test_all_tokens_may_want_the_same_experts(launch: Any) -> None:
+    """A prompt of one token over and over, beside others that are answered as if alone."""
+    with launch(2, PATIENT) as launched, ThreadPoolExecutor(4) as pool:
+        url, plain = url_of(launched), {"temperature": 0, "max_tokens": 8}
+        alone = ask(url, **plain)[1]["choices"][0]["text"]
+        hostile = [pool.submit(ask, url, prompt=" a" * 300, **plain) for _ in range(3)]
+        assert ask(url, **plain)[1]["choices"][0]["text"] == alone
+        assert all(future.result()[0] == 200 for future in hostile)
