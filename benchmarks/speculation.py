@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import environment, print_header, print_json
 from benchmarks.offload_models import ROOT, Target, targets
-from benchmarks.speculation_contenders import Contender, learn_first, median_errors, take_turns
+from benchmarks.speculation_contenders import Contender, median_errors, take_turns
 from benchmarks.speculation_grid import Grid, points
 from benchmarks.speculation_large import replayed
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, fixed, load, speculator
@@ -78,7 +78,7 @@ def real(
                 ),
             ]
             how = Prompts(model), batch, options.tokens, temperature
-            same &= learn_first(model, contenders[:2], *how, options.early)
+            same &= take_turns(model, contenders[:2], *how, options.early, early=True)
             same &= take_turns(model, contenders, *how, options.seconds)
             where = {"batch": batch, "residency": residency, "temperature": temperature}
             found += describe(contenders, where)

@@ -64,10 +64,18 @@ def take_turns(
     new_tokens: int,
     temperature: float,
     seconds: float,
+    *,
+    early: bool = False,
 ) -> bool:
     """Each contender decodes the same prompts, in turns, until the first has had so many seconds;
-    whether greedy tokens were the same."""
+    whether greedy tokens were the same.
+
+    Args:
+        early: these are the first runs; they count by themselves.
+    """
     order, same, first = list(contenders), True, contenders[0]
+    if early:  # the first pass of a process is not like others
+        decode(model, first.drafts, prompts.take(batch), WARM, temperature)
     while sum(run.seconds for run in first.runs) < seconds or len(first.runs) < ROUNDS:
         given = prompts.take(batch)
         texts = []
@@ -77,23 +85,9 @@ def take_turns(
         if temperature == 0:
             same &= all(tokens == texts[0] for tokens in texts)
         order.reverse()
-    return same
-
-
-def learn_first(
-    model: MoE,
-    contenders: Sequence[Contender],
-    prompts: Prompts,
-    batch: int,
-    new_tokens: int,
-    temperature: float,
-    seconds: float,
-) -> bool:
-    """`take_turns` whose runs are early ones; the first pass of a process is not like others."""
-    decode(model, contenders[0].drafts, prompts.take(batch), WARM, temperature)
-    same = take_turns(model, contenders, prompts, batch, new_tokens, temperature, seconds)
-    for each in contenders:
-        each.early, each.runs = each.runs, []
+    if early:
+        for each in contenders:
+            each.early, each.runs = each.runs, []
     return same
 
 

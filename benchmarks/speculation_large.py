@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.offload_models import Target, targets
 from benchmarks.offload_routing import Trace, published_trace
-from benchmarks.speculation_contenders import Contender, learn_first, median_errors, take_turns
+from benchmarks.speculation_contenders import Contender, median_errors, take_turns
 from benchmarks.speculation_grid import Grid, Point
 from benchmarks.speculation_replay import (
     SPAN,
@@ -103,7 +103,7 @@ def replayed(
                 )
                 own = contenders(model, rates_at(grid, residency), options.depths, trace)
                 prompts: Any = RandomPrompts(model)
-                learn_first(model, own[:2], prompts, batch, LEARNING, 1.0, 0.0)
+                take_turns(model, own[:2], prompts, batch, LEARNING, 1.0, 0.0, early=True)
                 take_turns(model, own, prompts, batch, TOKENS, 1.0, 0.0)
                 ours.append(own[1])
                 where = {"batch": batch, "residency": residency, "temperature": 1.0}
