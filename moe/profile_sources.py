@@ -24,7 +24,7 @@ ENVIRONMENT_PREFIX = "MOE_"
 
 # Variables with our prefix that are not profile keys. They are read where they act, before any
 # profile exists; docs list them. Everything else that starts with the prefix is a typing error.
-OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL"})
+OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 
 from moe.errors import LaunchError
 from moe.parallel.secret import VARIABLE, heard_secret, new_secret
+from moe.profile import load_profile
 
 
 def test_on_one_machine_it_is_in_a_file_that_nobody_else_may_read() -> None:
@@ -22,6 +23,7 @@ def test_on_one_machine_it_is_in_a_file_that_nobody_else_may_read() -> None:
 
 def test_who_starts_the_ranks_may_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "known to all ranks")
+    load_profile()  # which knows that it is no setting
     with new_secret(on_one_machine=False) as (secret, said):
         assert said == {}
         assert heard_secret(said) == secret == b"known to all ranks"
