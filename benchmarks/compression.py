@@ -3,11 +3,11 @@
     python -m benchmarks.compression [--quick] [--seeds N] [--plot FILE.png]
 
 The shipped model's experts are compensated on calibration text at 1, 2, 3, 4 and 8 bits, and given
-bits uniformly (equal shares of the two nearest widths, 3 among them) and by the exact allocation
-(on 2, 4 and 8 bits, and 1 where there are fewer than 2) of four models of damage: the paper's both
-as published, with one budget a layer, and with one for all layers. Beside it: what 0, 1 and 3 bits
-would add, which the store does not have; nested codes, whose prefixes are all compensated, against
-each width alone and plain rounding; and routers repaired, against the original's routes.
+bits uniformly (equal shares of the two nearest widths) and by the exact allocation (on 2, 3, 4 and
+8 bits, and 1 where there are fewer than 2) of four models of damage: the paper's both as published,
+with one budget a layer, and with one for all layers. Beside it: what 0 and 1 bits would add, which
+the store does not have; nested codes, whose prefixes are all compensated, against each width alone
+and plain rounding; and routers repaired, against the original's routes.
 
 Test text is held out from the model's training and from calibration; each seed has a test text, a
 calibration text and a uniform draw of its own. Bits are those of the codes; scales are 0.25 more.
@@ -27,10 +27,10 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.compression_routers import with_repaired_routers
 from benchmarks.compression_setup import ROOT, Calibrated, Text, prefixes
 from benchmarks.compression_ways import METHODS, allotted
+from kernels.planes import PREFIX_BITS
 from moe import MoE
 
 BUDGETS = (1.5, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 6.0, 8.0)
-PREFIXES = (2, 3, 4, 8)
 _FIGURES = ("used", "bits_per_byte", "worse_percent", "kl", "agreement", "routing")
 
 Point = dict[str, Any]
@@ -56,21 +56,15 @@ def measure(text: Text, own: Calibrated, budgets: Sequence[float], seed: int) ->
 def nested(text: Text, own: Calibrated) -> Iterator[Point]:
     """Every prefix of nested codes, each width alone, and plain rounding."""
     pairs = list(zip(own.whole, own.inputs, strict=True))
-    # a store has no 3 bits, so its codes are not compensated for them
-    codes = [prefixes(*pair, (2, 4, 8)) for pair in pairs]
-    with_3 = [prefixes(*pair, PREFIXES) for pair in pairs]
-    plain = [prefixes(*pair, PREFIXES, plain=True) for pair in pairs]
-    for bits in PREFIXES:
-        ways = {
-            "nested": None if bits == 3 else [layer[bits] for layer in codes],
-            "nested with 3": [layer[bits] for layer in with_3],
-            "alone": [layer[bits] for layer in own.alone],
-            "plain": [layer[bits] for layer in plain],
-        }
+    ways = {
+        "nested": [prefixes(*pair, PREFIX_BITS) for pair in pairs],
+        "alone": own.alone,
+        "plain": [prefixes(*pair, PREFIX_BITS, plain=True) for pair in pairs],
+    }
+    for bits in PREFIX_BITS:
         for way, layers in ways.items():
-            if layers is not None:
-                score = text.score(dict(enumerate(layers)))
-                yield {"way": way, "bits": bits, "used": bits} | score
+            score = text.score({index: layer[bits] for index, layer in enumerate(layers)})
+            yield {"way": way, "bits": bits, "used": bits} | score
 
 
 def averaged(points: Sequence[Point], name: str) -> list[Point]:

@@ -18,7 +18,7 @@ from experts.compress.inputs import LayerInputs, moments
 from experts.compress.statistics import LayerStatistics, usage
 from experts.grid import quantize_exactly
 from kernels import ExpertWeights
-from kernels.planes import ZERO_CODE
+from kernels.planes import PREFIX_BITS, ZERO_CODE
 from moe import MoE
 from moe.calibrate import compression
 from moe.calibrate.pieces import take
@@ -27,8 +27,8 @@ from moe.scoring import Reading, Score, read, windows_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")
-WIDTHS = (0, 1, 2, 3, 4, 8)
-"""0, 1 and 3 bits are measured to know what they would give; a store has 2, 4 and 8."""
+WIDTHS = (0, 1, *PREFIX_BITS)
+"""0 and 1 bits are measured to know what they would give; a store does not have them."""
 GROUP_SIZE = 64
 Bits = list[list[int]]
 

@@ -12,6 +12,7 @@ from benchmarks.compression_setup import GROUP_SIZE, WIDTHS, Bits
 from experts.compress.allocation import allocate
 from experts.compress.damage import predicted_damage
 from experts.compress.statistics import LayerStatistics
+from kernels.planes import PREFIX_BITS
 
 _SCALE_BITS = 16
 
@@ -22,7 +23,7 @@ class Method:
 
     Attributes:
         damage: what the exact allocation predicts damage by; None: bits are drawn.
-        also: widths beside 2, 4 and 8.
+        also: widths beside `PREFIX_BITS`.
         by_layer: each layer has a budget of its own, as the paper's have.
         budgets: lowest and highest mean bits at which it says something of its own.
     """
@@ -34,13 +35,12 @@ class Method:
 
 
 METHODS = {
-    "uniform": Method(None, (1, 3)),
+    "uniform": Method(None, (1,)),
     "frequency": Method("frequency"),
     "error": Method("error"),
     "paper": Method("paper", by_layer=True),
     "paper, one budget": Method("paper"),
     "ours": Method("measured"),
-    "ours, also 3": Method("measured", (3,), budgets=(2.25, 4)),
     "ours, also 1": Method("measured", (1,), budgets=(2, 2.5)),
     "ours, also 0": Method("measured", (0,), budgets=(1.5, 2.5)),
     "ours, also 0 and 1": Method("measured", (0, 1), budgets=(1.5, 2)),
@@ -56,7 +56,8 @@ def allotted(
     """
     if not method.budgets[0] <= bits <= method.budgets[1]:
         return None
-    widths = sorted({2, 4, 8, *method.also, *((1,) if bits < 2 and 0 not in method.also else ())})
+    sign = (1,) if bits < 2 and 0 not in method.also else ()
+    widths = sorted({*PREFIX_BITS, *method.also, *sign})
     counts = [len(layer.frequency_E) for layer in statistics]
     if method.damage is None:
         return _uniform(bits, widths, counts, seed)

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from kernels import ExpertWeights, PlaneMatrix, QuantizedExperts
 from kernels.cpu.build import load_library
-from kernels.planes import PlaneLayout
+from kernels.planes import PLANE_BITS, PlaneLayout
 
 GROUP_SIZE = 64
 
@@ -72,7 +72,7 @@ def random_experts(size: Size) -> QuantizedExperts:
     second = PlaneLayout(size.hidden, size.width, GROUP_SIZE)
     planes, scales = [], []
     for _ in range(size.experts):
-        sizes = (2 * first.plane_bytes(p) + second.plane_bytes(p) for p in range(3))
+        sizes = (2 * first.plane_bytes(p) + second.plane_bytes(p) for p in range(len(PLANE_BITS)))
         planes.append(tuple(random_bytes(count) for count in sizes))
         scales.append(random_scales(2 * first.num_scales + second.num_scales))
     return QuantizedExperts(first, 2, second, tuple(planes), tuple(scales), silu_gate)
@@ -87,5 +87,5 @@ def whole_experts(size: Size, dtype: torch.dtype) -> ExpertWeights:
 def random_matrix(size: int) -> PlaneMatrix:
     """A square matrix of random codes with all its planes."""
     layout = PlaneLayout(size, size, GROUP_SIZE)
-    planes = tuple(random_bytes(layout.plane_bytes(p)) for p in range(3))
+    planes = tuple(random_bytes(layout.plane_bytes(p)) for p in range(len(PLANE_BITS)))
     return PlaneMatrix(layout, planes, random_scales(layout.num_scales))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.quality [--quick]
 
-The model's experts are replaced by what a prefix of 2, 4 or 8 bits stands for, and held-out text of
-three kinds is scored: nested prefixes with half-step centring (ours), the same prefixes merely
+The model's experts are replaced by what a prefix of 2, 3, 4 or 8 bits stands for, and held-out text
+of three kinds is scored: nested prefixes with half-step centring (ours), the same prefixes merely
 truncated, and weights rounded to nearest at that width alone (symmetric, or asymmetric with a zero
 point, which costs another 16 bits a group). Beside it: the engine's own kernel on the planes, which
 also rounds activations to 8 bits; how far predictions move (Kullback-Leibler divergence in bits a

@@ -1,8 +1,9 @@
 """One MoE layer's experts as a safetensors file: which tensors in which order, and writing them.
 
-Expert by expert: the scales, then planes 0, 1 and 2. So an expert at any precision is one range of
-bytes, read at once, and the planes it does not want are never touched. Whole weights (16 bits) are
-one blob an expert: the first projection, then the second. The biases of all experts come last.
+Expert by expert: the scales, then the planes, coarsest first. So an expert at any precision is one
+range of bytes, read at once, and the planes it does not want are never touched. Whole weights (16
+bits) are one blob an expert: the first projection, then the second. The biases of all experts come
+last.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def layer_file_name(index: int) -> str:
 
 
 def blob_name(key: ExpertKey, blob: str) -> str:
-    """Name of a blob: ``scales``, ``plane0``, ``plane1``, ``plane2`` or ``whole``."""
+    """Name of a blob: ``scales``, ``plane0`` to ``plane3`` or ``whole``."""
     return f"layers.{key.layer}.experts.{key.expert}.{blob}"
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
 from experts.grid import quantize_exactly
 from kernels import PlaneMatrix, linear_forward
-from kernels.planes import PlaneLayout, dequantize, num_planes, pack, pack_scales
+from kernels.planes import (
+    PREFIX_BITS,
+    PlaneLayout,
+    PrefixBits,
+    dequantize,
+    num_planes,
+    pack,
+    pack_scales,
+)
 
 
 class QuantizedLinear(nn.Module):
@@ -69,9 +75,8 @@ class QuantizedLinear(nn.Module):
         return known
 
     @property
-    def bits(self) -> Literal[2, 4, 8]:
-        widths: tuple[Literal[2, 4, 8], ...] = (2, 4, 8)
-        return widths[len(self._planes) - 1]
+    def bits(self) -> PrefixBits:
+        return PREFIX_BITS[len(self._planes) - 1]
 
     @property
     def weight(self) -> Tensor:

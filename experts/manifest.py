@@ -16,14 +16,15 @@ from experts.blobs import FileRecord, digest_of, write_bytes
 from experts.header import HeaderError, parse_json
 from experts.opening import contained
 from experts.weights import ExpertShape
+from kernels.planes import PrefixBits
 
 MANIFEST_NAME = "moe-store.json"
 TRUNK_NAME = "trunk.safetensors"
 JOURNAL_NAME = "conversion.jsonl"
-VERSION = 2
+VERSION = 3
 MAX_MANIFEST_BYTES = 64 << 20
 
-Bits = Literal[2, 4, 8, 16]
+Bits = Literal[2, 3, 4, 8, 16]
 Size = Annotated[int, Field(ge=1, le=1 << 31)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors$")]
 FloatDtype = Literal["F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"]
@@ -52,7 +53,7 @@ class LayerRecord(_Record):
     """Of whole weights, and of the weights before they were quantized."""
     gate_up_bias: FloatDtype | None = None
     down_bias: FloatDtype | None = None
-    bits: tuple[Literal[2, 4, 8], ...] | None = None
+    bits: tuple[PrefixBits, ...] | None = None
     """Of each expert's planes, where they were allotted one by one. null: the store's."""
 
     @model_validator(mode="after")
@@ -73,13 +74,13 @@ class Manifest(_Record):
     """Everything that a store holds, but for config.json and the tokenizer."""
 
     format: Literal["moe-store"] = "moe-store"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     source: str
     """Name of the model that was converted; for people."""
     bits: Bits
     """Of the experts: how many bits of planes are stored; 16: whole weights."""
     group_size: Literal[32, 64]
-    linears: dict[str, Literal[2, 4, 8]]
+    linears: dict[str, PrefixBits]
     """Linear layers of the trunk that are stored as planes, and their bits."""
     layers: tuple[LayerRecord, ...] = Field(min_length=1)
     files: dict[FileName, FileRecord]

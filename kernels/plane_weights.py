@@ -20,7 +20,7 @@ class PlaneMatrix:
 
     Attributes:
         layout: where the codes lie.
-        planes: the first 1, 2 or 3 planes, ``(plane_bytes(p),)`` uint8 each.
+        planes: the first 1 to 4 planes, ``(plane_bytes(p),)`` uint8 each.
         scales: ``(num_scales,)`` float16.
         bias: ``(N,)`` floating point, or None.
     """
@@ -35,7 +35,7 @@ class PlaneMatrix:
 
     @property
     def bits(self) -> int:
-        """2, 4 or 8."""
+        """2, 3, 4 or 8."""
         return PREFIX_BITS[len(self.planes) - 1]
 
 
@@ -50,7 +50,7 @@ class QuantizedExperts:
         first: layout of one part, (F, H), of the first projection.
         parts: 2 for gate and up, in this order; 1 for experts without a gate.
         second: layout of the second projection, (H, F).
-        planes: of each expert its first 1, 2 or 3 blobs of uint8.
+        planes: of each expert its first 1 to 4 blobs of uint8.
         scales: of each expert one blob of float16.
         activation: (S, G) -> (S, F), the architecture's own, on rows in its own order.
         interleaved: the activation wants gate and up row by row in turn, not one after the other.
@@ -110,7 +110,7 @@ class QuantizedExperts:
         return sum(blob.numel() * blob.element_size() for blob in blobs)
 
     def bits_of(self, expert: int) -> int:
-        """2, 4 or 8."""
+        """2, 3, 4 or 8."""
         return PREFIX_BITS[len(self.planes[expert]) - 1]
 
     def at_most(self, bits: int) -> QuantizedExperts:
@@ -139,7 +139,7 @@ def _check_blobs(
     planes: tuple[Tensor, ...], scales: Tensor, layouts: Sequence[PlaneLayout], name: str
 ) -> None:
     if not 1 <= len(planes) <= len(PLANE_BITS):
-        raise ValueError(f"{name} must hold 1, 2 or 3 planes, got {len(planes)}")
+        raise ValueError(f"{name} must hold 1 to 4 planes, got {len(planes)}")
     for plane, blob in enumerate(planes):
         size = sum(layout.plane_bytes(plane) for layout in layouts)
         if blob.shape != (size,) or blob.dtype != torch.uint8 or not blob.is_contiguous():

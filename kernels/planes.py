@@ -1,8 +1,8 @@
 """Weights as nested bit planes: 8-bit codes whose first bits alone are a coarser weight.
 
 A weight is ``scale * (code - 136)`` with an unsigned code of 8 bits and one scale, of either sign,
-for each group of 32 or 64 weights of a row (round to nearest). The code is cut into planes of 2, 2
-and 4 bits, highest first: the first one, two or three planes are a weight of 2, 4 or 8 bits. A
+for each group of 32 or 64 weights of a row (round to nearest). The code is cut into planes of 2, 1,
+1 and 4 bits, highest first: the first one to four planes are a weight of 2, 3, 4 or 8 bits. A
 prefix stands for the middle of the codes that begin with it (half-step centring, ELMoE-3D's LSB
 augmentation, ALGORITHMS.md 4.1): truncation would bias every weight downwards.
 
@@ -14,9 +14,11 @@ the model (`python -m benchmarks.quality`): the largest weights matter most.
 
 Layout, the one that the kernels read without moving anything: blocks of 16 rows; within a block,
 *steps* of 4 columns, each 64 codes (row by row, 4 columns of a row side by side): the operand of a
-vector dot product that gives 16 rows at once. A 64-byte vector of a 2-bit plane holds 4 steps, the
-first in the highest bits; one of the 4-bit plane holds 2, the first in the low half. Rows are
-padded to 16 and columns to whole groups, with code 136 and scale 0.
+vector dot product that gives 16 rows at once. A 64-byte vector of the 2-bit plane holds 4 steps,
+the first in the highest bits; one of the 4-bit plane holds 2, the first in the low half. One of a
+1-bit plane holds 8, the first 4 in every other bit from the highest on, the last 4 in the bits
+between: two such planes are 2 bits a step again after one selection. Rows are padded to 16 and
+columns to whole groups, with code 136 and scale 0.
 
 Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row.
 """
@@ -25,13 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-PLANE_BITS = (2, 2, 4)
-PREFIX_BITS = (2, 4, 8)
+PLANE_BITS = (2, 1, 1, 4)
+PrefixBits = Literal[2, 3, 4, 8]
+PREFIX_BITS: tuple[PrefixBits, ...] = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64)
 BLOCK_ROWS = 16
 STEP_COLUMNS = 4
@@ -39,6 +43,8 @@ ZERO_CODE = 136
 MAX_CODE = 255
 _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
+_POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
+"""Lowest bit of each step within a byte of a plane of so many bits, first step first."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,9 @@ class PlaneLayout:
 
 
 def num_planes(bits: int) -> int:
-    """How many planes a prefix of ``bits`` has. Raises ValueError for other widths than 2, 4, 8."""
+    """How many planes a prefix has. Raises ValueError for widths that are none of `PREFIX_BITS`."""
     if bits not in PREFIX_BITS:
-        raise ValueError(f"a prefix has 2, 4 or 8 bits, got {bits}")
+        raise ValueError(f"a prefix has 2, 3, 4 or 8 bits, got {bits}")
     return PREFIX_BITS.index(bits) + 1
 
 
@@ -125,7 +131,7 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
         shift -= bits
         parts = ((steps >> shift) & (2**bits - 1)).unflatten(-2, (-1, 8 // bits))
         vector = torch.zeros_like(parts[..., 0, :])
-        for index, position in enumerate(_positions(bits)):
+        for index, position in enumerate(_POSITIONS[bits]):
             vector |= parts[..., index, :] << position
         planes.append(vector.flatten(-3))
     return tuple(planes)
@@ -134,7 +140,7 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
     """``(..., N, K)`` uint8 codes of the first planes; the bits of missing planes are centred.
 
-    Three planes give the codes that were packed.
+    All planes give the codes that were packed.
     """
     lead = planes[0].shape[:-1]
     steps = torch.zeros(
@@ -145,7 +151,7 @@ def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
     for plane, bits in zip(planes, PLANE_BITS, strict=False):
         shift -= bits
         vectors = plane.view(*lead, layout.num_blocks, -1, 1, _STEP_CODES)
-        parts = [(vectors >> position) & (2**bits - 1) for position in _positions(bits)]
+        parts = [(vectors >> position) & (2**bits - 1) for position in _POSITIONS[bits]]
         steps |= torch.cat(parts, -2).flatten(-3, -2) << shift
     if shift:
         steps |= 1 << (shift - 1)
@@ -187,11 +193,6 @@ def _steps(codes_NK: Tensor, layout: PlaneLayout) -> Tensor:
     codes = pad(codes_NK, (0, columns, 0, rows), value=ZERO_CODE)
     blocks = codes.unflatten(-2, (-1, BLOCK_ROWS)).unflatten(-1, (-1, STEP_COLUMNS))
     return blocks.transpose(-3, -2).flatten(-2)
-
-
-def _positions(bits: int) -> range:
-    """Lowest bit of each step within a byte of a plane, first step first."""
-    return range(6, -1, -2) if bits == 2 else range(0, 8, 4)
 
 
 def _next_float16(values: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def allot(
     if not quantizes(bits):
         raise CalibrationError(
             f"experts of {bits} bits are kept whole, which a calibration does nothing for; leave "
-            "out --calibration, or choose 2, 4 or 8 bits"
+            "out --calibration, or choose 2, 3, 4 or 8 bits"
         )
     return Allotment(calibration, tuple((bits,) * count for count in counts), True)
 

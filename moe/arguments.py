@@ -52,7 +52,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         type=int,
-        choices=(2, 4, 8, 16),
+        choices=(2, 3, 4, 8, 16),
         default=8,
         help="of experts; fewer can be chosen when loading; 16: whole (%(default)s)",
     )

@@ -6,14 +6,14 @@ and everything that is not exactly a `torch.nn.Linear`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
-from kernels.planes import PlaneLayout
+from kernels.planes import PlaneLayout, PrefixBits
 from moe.seam import experts_modules
 
 
@@ -63,7 +63,7 @@ def quantize_linear(network: PreTrainedModel, name: str, group_size: int, bits: 
         del tied[target]
 
 
-def planes_of(network: nn.Module) -> dict[str, Literal[2, 4, 8]]:
+def planes_of(network: nn.Module) -> dict[str, PrefixBits]:
     """Bits of the linear layers that are planes, by name."""
     return {
         name: module.bits

@@ -58,8 +58,8 @@ class ModelSettings(_Settings):
     """Most tokens a sequence may have, prompt and new ones together.
     null: the model's own max_position_embeddings."""
 
-    expert_bits: Literal[2, 4, 8, 16] | None = None
-    """Bits of expert weights: 8, or the first 4 or 2 of them. 16: whole, in expert_dtype.
+    expert_bits: Literal[2, 3, 4, 8, 16] | None = None
+    """Bits of expert weights: 8, or the first 4, 3 or 2 of them. 16: whole, in expert_dtype.
     null: as the files have them."""
 
     trunk_bits: Literal[4, 8, 16] | None = None
@@ -243,7 +243,7 @@ class SpeculationSettings(_Settings):
     max_depth: int = Field(default=4, ge=1, le=15)
     """Most tokens of a draft."""
 
-    bits: Literal[2, 4, 8] = 4
+    bits: Literal[2, 3, 4, 8] = 4
     """Most bits of an expert in an elastic draft."""
 
     experts: int | None = Field(default=None, ge=1)

@@ -17,7 +17,7 @@ from offload.arena import Arena
 from offload.errors import OffloadError
 from offload.transfer import Read, Reader, Transfer
 
-MIDDLE = (0x00, 0xAA, 0x88)
+MIDDLE = (0x00, 0xFF, 0xFF, 0x88)
 """A byte of each plane whose codes begin with 1 and go on with 0: the middle of what finer planes
 can be, where this is the first that is absent."""
 

@@ -45,7 +45,7 @@ def quantize_calibrated(
     Args:
         whole: the layer's weights.
         inputs: what its experts were given in calibration.
-        bits: 2, 4 or 8 of each expert.
+        bits: of each expert, one of `PREFIX_BITS`.
         group_size: weights that share a scale.
         nested: compensate every prefix, so that an expert is good at fewer bits, too. Otherwise
             all is done for its own bits.
@@ -66,7 +66,7 @@ def quantize_calibrated(
 def quantize_at_each_width(
     whole: ExpertWeights, inputs: LayerInputs, group_size: int = 64
 ) -> list[QuantizedExperts]:
-    """`quantize_calibrated` for each of `PREFIX_BITS` alone, at less than three times the work."""
+    """`quantize_calibrated` for each of `PREFIX_BITS` alone, at less work than one by one."""
     job = _Job.of(whole, inputs, group_size)
     found: list[list[Blobs]] = [[] for _ in PREFIX_BITS]
     for experts in job.chunks(range(whole.num_experts)):

@@ -12,22 +12,21 @@
 #include "rows.h"
 
 extern "C" struct PlaneMatrix {
-  const uint8_t* plane[3];  // null for planes that are absent
-  const uint16_t* scales;   // float16
-  int64_t rows, columns;    // N outputs, K inputs
-  int32_t group_size;       // 32 or 64
-  int32_t planes;           // 1, 2 or 3: 2, 4 or 8 bits
+  const uint8_t* plane[ALL_PLANES];  // null for planes that are absent
+  const uint16_t* scales;            // float16
+  int64_t rows, columns;             // N outputs, K inputs
+  int32_t group_size;                // 32 or 64
+  int32_t planes;                    // 1 to 4: 2, 3, 4 or 8 bits
 
   long blocks() const { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
   long groups() const { return (columns + group_size - 1) / group_size; }
   long chunks() const { return groups() * group_size / CHUNK; }
-  long plane_bytes(int p) const { return blocks() * chunks() * STEP_BYTES * (p == 2 ? 2 : 1); }
+  long plane_bytes(int p) const { return blocks() * chunks() * STEP_BYTES * PLANE_BITS[p]; }
   long num_scales() const { return blocks() * BLOCK_ROWS * groups(); }
 
   PlaneMatrix from(long block) const {  // the rows from a block on
     PlaneMatrix w = *this;
-    for (int p = 0; p < planes; ++p)
-      w.plane[p] += block * chunks() * STEP_BYTES * (p == 2 ? 2 : 1);
+    for (int p = 0; p < planes; ++p) w.plane[p] += block * chunks() * STEP_BYTES * PLANE_BITS[p];
     w.scales += block * BLOCK_ROWS * groups();
     w.rows -= block * BLOCK_ROWS;
     return w;
@@ -61,7 +60,8 @@ class Panel {
   void with_source(const Run& run) const {
     if (w_.planes == 1) return run(source<1>());
     if (w_.planes == 2) return run(source<2>());
-    run(source<3>());
+    if (w_.planes == 3) return run(source<3>());
+    run(source<4>());
   }
 
   template <int PLANES>

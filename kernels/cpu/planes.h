@@ -4,11 +4,13 @@
 // no sum ever crosses lanes. Planes are unpacked in registers, and an unpacked vector serves all
 // activation rows of a tile; for many rows the codes are unpacked to memory first.
 //
-// A chunk is 16 columns, 4 steps. A slice is the rows of a block that fill a vector: all with AVX-512.
+// A chunk is 32 columns: 8 steps, a vector of a 1-bit plane. Codes are unpacked half a chunk at a
+// time. A slice is the rows of a block that fill a vector: all with AVX-512.
 #pragma once
 #include "gemm.h"
 
-constexpr int BLOCK_ROWS = 16, CHUNK = 16, STEPS = 4, STEP_BYTES = 64;
+constexpr int ALL_PLANES = 4, PLANE_BITS[ALL_PLANES] = {2, 1, 1, 4};
+constexpr int BLOCK_ROWS = 16, CHUNK = 32, STEPS = 4, STEP_BYTES = 64;
 constexpr int SLICES = BLOCK_ROWS / LANES;
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
@@ -21,25 +23,6 @@ constexpr int FROM_ZERO = ZERO_CODE;
 #else
 constexpr int FROM_ZERO = ZERO_CODE - 128;
 #endif
-
-// Activation rows of a tile: as many sums as the registers hold beside the codes.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int TILE_ROWS = 8;
-#else
-constexpr int TILE_ROWS = 4;
-#endif
-
-// Quantised activation rows, each group with its scale and with what its sums start from.
-struct QuantizedRows {
-  int8_t* codes;   // (rows, stride)
-  float* scale;    // (rows, groups)
-  int32_t* start;  // (rows, groups): -FROM_ZERO * the sum of the group's codes
-  long stride, groups;
-
-  QuantizedRows from(long row) const {
-    return {codes + row * stride, scale + row * groups, start + row * groups, stride, groups};
-  }
-};
 
 // sum + the products of each lane's 4 weights with the 4 activations in `x`.
 static inline vi dot(vi sum, vu codes, int32_t x) {
@@ -62,9 +45,22 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 static inline vu choose(uint8_t mask, vu a, vu b) {
   const uint32_t wide = mask * 0x01010101u;
 #if defined(__AVX512F__)
-  return (vu)_mm512_ternarylogic_epi32(_mm512_set1_epi32(wide), (__m512i)a, (__m512i)b, 0xCA);
+  return (vu)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi32(wide), 0xE4);
 #else
   return (a & wide) | (b & ~wide);
+#endif
+}
+
+// Bits of `a << BY` where KNOWN, the same for each byte, has ones, and bits of CENTRE elsewhere.
+template <int BY, uint8_t KNOWN, uint8_t CENTRE>
+static inline vu field(vu a) {
+#if defined(__GFNI__) && defined(__AVX512F__)
+  uint64_t rows = 0;  // a byte for each bit of the result, the highest first: which bit of `a` it is
+  for (int bit = BY; bit < 8; ++bit)
+    if (KNOWN >> bit & 1) rows |= uint64_t{1} << (8 * (7 - bit) + bit - BY);
+  return (vu)_mm512_gf2p8affine_epi64_epi8((__m512i)a, _mm512_set1_epi64(rows), CENTRE);
+#else
+  return choose(KNOWN, a << BY, vu{} + CENTRE * 0x01010101u);
 #endif
 }
 
@@ -84,30 +80,40 @@ struct Nested {
   const uint16_t *scales, *next_scales;
   long chunks;  // of a row
 
-  // Codes of the steps of a chunk. The middle of a code's range stands for its missing bits.
-  void load_steps(long slice, long chunk, vu* code) const {
-    const long vector = (slice / SLICES * chunks + chunk) * STEP_BYTES;
+  // Codes of the steps of half a chunk. The middle of a code's range stands for its missing bits.
+  void load_steps(long slice, long chunk, int half, vu* code) const {
     const long lane = slice % SLICES * LANES * 4;
-    if (lane == 0)
-      for (int p = 0; p < PLANES; ++p)
-        for (int j = 0; j < (p == 2 ? 2 : 1); ++j)
-          __builtin_prefetch(next[p] + vector * (p == 2 ? 2 : 1) + j * STEP_BYTES, 0, 2);
-    const vu first = load<vu>(plane[0] + vector + lane);
+    const auto at = [&](const uint8_t* const* planes, int p, int vector) {
+      return planes[p] + ((slice / SLICES * chunks + chunk) * PLANE_BITS[p] + vector) * STEP_BYTES;
+    };
+    if (lane == 0 && half == 0)
+      UNROLL for (int p = 0; p < PLANES; ++p)
+        UNROLL for (int v = 0; v < PLANE_BITS[p]; ++v) __builtin_prefetch(at(next, p, v), 0, 2);
+    const vu first = load<vu>(at(plane, 0, half) + lane);
     if constexpr (PLANES == 1) {
-      for (int j = 0; j < STEPS; ++j) code[j] = choose(0xC0, first << 2 * j, vu{} + 0x20202020u);
+      code[0] = field<0, 0xC0, 0x20>(first);
+      code[1] = field<2, 0xC0, 0x20>(first);
+      code[2] = field<4, 0xC0, 0x20>(first);
+      code[3] = field<6, 0xC0, 0x20>(first);
     } else {
-      const vu second = load<vu>(plane[1] + vector + lane);
-      const vu even = choose(0xCC, first, second >> 2);  // 4 bits of step 0, 4 bits of step 2
-      const vu odd = choose(0xCC, first << 2, second);   // 4 bits of step 1, 4 bits of step 3
-      if constexpr (PLANES == 2) {
-        const vu half = vu{} + 0x08080808u;
-        code[0] = choose(0xF0, even, half);
-        code[1] = choose(0xF0, odd, half);
-        code[2] = choose(0xF0, even << 4, half);
-        code[3] = choose(0xF0, odd << 4, half);
+      // The second half's bits lie below the first half's: bit 7 of step 0, bit 6 of step 4, ...
+      vu rest = load<vu>(at(plane, 1, 0) + lane);
+      if (half) rest <<= 1;
+      if constexpr (PLANES > 2) {
+        const vu fourth = load<vu>(at(plane, 2, 0) + lane);
+        rest = choose(0xAA, rest, half ? fourth : fourth >> 1);
+      }
+      const vu even = choose(0xCC, first, rest >> 2);  // 4 bits of step 0, 4 bits of step 2
+      const vu odd = choose(0xCC, first << 2, rest);   // 4 bits of step 1, 4 bits of step 3
+      if constexpr (PLANES < 4) {
+        constexpr uint8_t known = PLANES == 2 ? 0xE0 : 0xF0, centre = PLANES == 2 ? 0x10 : 0x08;
+        code[0] = field<0, known, centre>(even);
+        code[1] = field<0, known, centre>(odd);
+        code[2] = field<4, known, centre>(even);
+        code[3] = field<4, known, centre>(odd);
       } else {
-        const vu low = load<vu>(plane[2] + 2 * vector + lane);
-        const vu high = load<vu>(plane[2] + 2 * vector + STEP_BYTES + lane);
+        const vu low = load<vu>(at(plane, 3, 2 * half) + lane);
+        const vu high = load<vu>(at(plane, 3, 2 * half + 1) + lane);
         code[0] = choose(0xF0, even, low);
         code[1] = choose(0xF0, odd, low >> 4);
         code[2] = choose(0xF0, even << 4, high);
@@ -129,8 +135,8 @@ struct Unpacked {
   const uint16_t* scales;
   long chunks;
 
-  void load_steps(long slice, long chunk, vu* code) const {
-    const uint8_t* p = codes + (slice / SLICES * chunks + chunk) * STEPS * STEP_BYTES;
+  void load_steps(long slice, long chunk, int half, vu* code) const {
+    const uint8_t* p = codes + (2 * (slice / SLICES * chunks + chunk) + half) * STEPS * STEP_BYTES;
     for (int j = 0; j < STEPS; ++j)
       code[j] = load<vu>(p + j * STEP_BYTES + slice % SLICES * LANES * 4);
   }
@@ -142,61 +148,11 @@ struct Unpacked {
 template <class Source>
 static void unpack(const Source& source, long blocks, uint8_t* to) {
   for (long block = 0; block < blocks; ++block)
-    for (long chunk = 0; chunk < source.chunks; ++chunk, to += STEPS * STEP_BYTES)
-      for (int s = 0; s < SLICES; ++s) {
-        vu code[STEPS];
-        source.load_steps(block * SLICES + s, chunk, code);
-        for (int j = 0; j < STEPS; ++j) store(to + j * STEP_BYTES + s * LANES * 4, code[j]);
-      }
-}
-
-// out[i * stride + n] = x[i] . w[n] for ROWS activation rows and the rows n of BLOCKS blocks. The
-// order of all sums depends on the columns alone: a row gets the same bits in any tile.
-template <int ROWS, int BLOCKS, class Source>
-static inline void plane_tile(const QuantizedRows& x, const Source& source, long block, float* out,
-                              long stride) {
-  constexpr int WIDE = BLOCKS * SLICES;
-  const long chunks = source.chunks / x.groups;
-  const int8_t* p = x.codes;
-  vf total[ROWS][WIDE] = {};
-  for (long group = 0; group < x.groups; ++group) {
-    vi sum[ROWS][WIDE];
-    UNROLL for (int i = 0; i < ROWS; ++i)
-      UNROLL for (int s = 0; s < WIDE; ++s) sum[i][s] = vi{} + x.start[i * x.groups + group];
-    for (long chunk = group * chunks; chunk < (group + 1) * chunks; ++chunk, p += CHUNK) {
-      vu code[WIDE][STEPS];
-      UNROLL for (int s = 0; s < WIDE; ++s)
-        source.load_steps(block * SLICES + s, chunk, code[s]);
-      UNROLL for (int j = 0; j < STEPS; ++j)
-        UNROLL for (int i = 0; i < ROWS; ++i) {
-          int32_t v;
-          memcpy(&v, p + i * x.stride + j * 4, sizeof v);
-          UNROLL for (int s = 0; s < WIDE; ++s) sum[i][s] = dot(sum[i][s], code[s][j], v);
+    for (long chunk = 0; chunk < source.chunks; ++chunk)
+      UNROLL for (int half = 0; half < 2; ++half, to += STEPS * STEP_BYTES)
+        for (int s = 0; s < SLICES; ++s) {
+          vu code[STEPS];
+          source.load_steps(block * SLICES + s, chunk, half, code);
+          for (int j = 0; j < STEPS; ++j) store(to + j * STEP_BYTES + s * LANES * 4, code[j]);
         }
-    }
-    UNROLL for (int s = 0; s < WIDE; ++s) {
-      const vf w = source.load_scales(block * SLICES + s, x.groups, group);
-      UNROLL for (int i = 0; i < ROWS; ++i)
-        total[i][s] += (w * x.scale[i * x.groups + group]) * __builtin_convertvector(sum[i][s], vf);
-    }
-  }
-  UNROLL for (int i = 0; i < ROWS; ++i)
-    UNROLL for (int s = 0; s < WIDE; ++s) store(out + i * stride + s * LANES, total[i][s]);
-}
-
-// The same for `count` rows, at most TILE_ROWS, and any number of blocks.
-template <int ROWS = TILE_ROWS, class Source>
-__attribute__((noinline)) static void multiply_blocks(long count, const QuantizedRows& x,
-                                                      const Source& source, long blocks,
-                                                      float* out, long stride) {
-  if constexpr (ROWS > 1)
-    if (count < ROWS)
-      return multiply_blocks<ROWS - 1>(count, x, source, blocks, out, stride);
-  constexpr int WIDE = Source::BLOCKS;
-  long block = 0;
-  for (; block + WIDE <= blocks; block += WIDE)
-    plane_tile<ROWS, WIDE>(x, source, block, out + block * BLOCK_ROWS, stride);
-  if constexpr (WIDE > 1)
-    for (; block < blocks; ++block)
-      plane_tile<ROWS, 1>(x, source, block, out + block * BLOCK_ROWS, stride);
 }

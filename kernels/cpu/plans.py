@@ -102,6 +102,6 @@ def plan_layer(experts: QuantizedExperts) -> LayerPlan:
 
 
 def _addresses(planes: tuple[Tensor, ...], scales: Tensor) -> list[int]:
-    """Of planes 0 to 2 (0 where absent) and the scales."""
+    """Of planes 0 to 3 (0 where absent) and the scales."""
     absent = [0] * (len(PLANE_BITS) - len(planes))
     return [*(plane.data_ptr() for plane in planes), *absent, scales.data_ptr()]

@@ -7,8 +7,8 @@
 #include "linear.h"
 
 extern "C" struct QuantizedLayer {
-  const void* const* blobs;  // (E, 4): planes 0 to 2, scales; null for planes that are absent
-  const int32_t* planes;     // (E,): 1, 2 or 3
+  const void* const* blobs;  // (E, 5): planes 0 to 3, scales; null for planes that are absent
+  const int32_t* planes;     // (E,): 1 to 4
   const float* first_bias;   // (E, parts * F) in the architecture's own order, or null
   const float* second_bias;  // (E, H), or null
   int64_t experts, hidden, width;
@@ -21,10 +21,10 @@ extern "C" struct QuantizedLayer {
     const PlaneMatrix first{{}, nullptr, width, hidden, first_group, planes[expert]};
     PlaneMatrix w{{}, nullptr, hidden, width, second_group, planes[expert]};
     if (index < parts) w = first;
-    const void* const* blob = blobs + 4 * expert;
+    const void* const* blob = blobs + (ALL_PLANES + 1) * expert;
     for (int p = 0; p < w.planes; ++p)
       w.plane[p] = static_cast<const uint8_t*>(blob[p]) + index * first.plane_bytes(p);
-    w.scales = static_cast<const uint16_t*>(blob[3]) + index * first.num_scales();
+    w.scales = static_cast<const uint16_t*>(blob[ALL_PLANES]) + index * first.num_scales();
     return w;
   }
 

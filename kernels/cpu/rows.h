@@ -1,7 +1,7 @@
 // Activation rows of int8 codes with a float scale for each group of columns, as the plane kernels
 // take them; kernels/quantized.py, quantize_rows, is the definition.
 #pragma once
-#include "planes.h"
+#include "plane_tiles.h"
 
 typedef int8_t vb __attribute__((vector_size(LANES)));
 

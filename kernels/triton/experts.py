@@ -28,7 +28,7 @@ from kernels.triton.tiles import Tile, choose
 @dataclass(frozen=True)
 class _Plan:
     gate: Gate
-    table_E4: Tensor | None  # where the planes lie; None for whole weights
+    table_E5: Tensor | None  # where the planes lie; None for whole weights
 
 
 _plans: WeakKeyDictionary[AnyExperts, _Plan] = WeakKeyDictionary()
@@ -107,7 +107,7 @@ def _slots(
     hidden_TH: Tensor, share: int, experts: AnyExperts, plan: _Plan, blocks: Blocks, tile: Tile
 ) -> Tensor:
     """(S, H) in hidden's dtype: each slot's expert output; unused slots hold junk."""
-    table, gate = plan.table_E4, plan.gate
+    table, gate = plan.table_E5, plan.gate
     first_bias, second_bias = _dense(experts.gate_up_bias_EG), _dense(experts.down_bias_EH)
     if isinstance(experts, ExpertWeights):
         first, second = experts.gate_up_EGH, experts.down_EHF

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.planes import ZERO_CODE, PlaneLayout
+from kernels.planes import PLANE_BITS, ZERO_CODE, PlaneLayout
 from kernels.triton.language import (
     Gate,
     activate,
@@ -45,11 +45,17 @@ def plane_bits(
     WORDS: tl.constexpr = GROUP // (4 * STEPS)
     vector = group * WORDS + tl.arange(0, WORDS)
     block = (rows // 16) * (groups * WORDS)
-    at = before * (4 // STEPS) + (block[:, None] + vector[None, :]) * 16 + (rows % 16)[:, None]
+    at = before * 4 // STEPS + (block[:, None] + vector[None, :]) * 16 + (rows % 16)[:, None]
     word = tl.load(plane + at, mask=wanted[:, None], other=0)
     step = tl.arange(0, STEPS)
-    # The first step lies in the highest bits of a 2-bit plane, in the lowest of the 4-bit one.
-    position = 6 - 2 * step if BITS == 2 else 4 * step
+    # The first step lies in the highest bits, but in the lowest of the 4-bit plane. The last steps
+    # of a 1-bit plane lie between the first ones.
+    if BITS == 4:
+        position = 4 * step
+    elif BITS == 2:
+        position = 6 - 2 * step
+    else:
+        position = 7 - 2 * (step % 4) - step // 4
     shift = position[:, None] + 8 * tl.arange(0, 4)[None, :]
     bits = (word[:, :, None, None] >> shift[None, None, :, :]) & ((1 << BITS) - 1)
     return tl.reshape(bits, (rows.shape[0], GROUP))
@@ -61,19 +67,20 @@ def add_group(
     GROUP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """``sums`` plus one scale group's share: x times its whole numbers, times its scales."""
-    address1 = tl.load(entry + 1)
-    address2 = tl.load(entry + 2)
+    address1, address2, address3 = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     plane0 = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), 16)
     plane1 = tl.multiple_of(address1.to(tl.pointer_type(tl.int32)), 16)
     plane2 = tl.multiple_of(address2.to(tl.pointer_type(tl.int32)), 16)
-    scales = tl.multiple_of(tl.load(entry + 3).to(tl.pointer_type(tl.float16)), 16)
-    second, third = address1 != 0, address2 != 0
-    in_second, in_third = masked_by(inside, second), masked_by(inside, third)
+    plane3 = tl.multiple_of(address3.to(tl.pointer_type(tl.int32)), 16)
+    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
+    has1, has2, has3 = address1 != 0, address2 != 0, address3 != 0
+    in1, in2, in3 = masked_by(inside, has1), masked_by(inside, has2), masked_by(inside, has3)
     code = plane_bits(plane0, before, rows, group, groups, inside, GROUP, 2) << 6
-    code |= plane_bits(plane1, before, rows, group, groups, in_second, GROUP, 2) << 4
-    code |= plane_bits(plane2, before, rows, group, groups, in_third, GROUP, 4)
+    code |= plane_bits(plane1, before, rows, group, groups, in1, GROUP, 1) << 5
+    code |= plane_bits(plane2, before, rows, group, groups, in2, GROUP, 1) << 4
+    code |= plane_bits(plane3, before, rows, group, groups, in3, GROUP, 4)
     # The bits of missing planes stand for the middle.
-    centre = tl.where(third, 0, tl.where(second, 8, 32))
+    centre = tl.where(has3, 0, tl.where(has2, 8, tl.where(has1, 16, 32)))
     number = tl.trans((code + (centre - _ZERO)).to(COMPUTE))
     at = before // (GROUP // 16) + (rows // 16 * groups + group) * 16 + rows % 16
     scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
@@ -94,7 +101,7 @@ def planes_kernel(
         return
     part = tl.program_id(2)
     slots, used = block_slots(order, offsets, expert, tl.load(block_first + block), ROWS)
-    entry = table + expert * 4
+    entry = table + expert * 5
     rows = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = rows < N
     depth = tl.arange(0, GROUP)
@@ -126,7 +133,7 @@ def planes_kernel(
 
 def project(
     x_XK: Tensor,
-    table_E4: Tensor,
+    table_E5: Tensor,
     bias_EW: Tensor | None,
     layout: PlaneLayout,
     blocks: Blocks,
@@ -142,7 +149,7 @@ def project(
 
     Args:
         x_XK: contiguous rows; slot s reads row ``s // share``.
-        table_E4: from `address_table`.
+        table_E5: from `address_table`.
         bias_EW: (E, parts * N), contiguous, in the order of the projection; or None.
         layout: of one part; each expert's parts lie one after the other.
         blocks: from `routing`, with blocks of ``tile.rows``.
@@ -156,7 +163,7 @@ def project(
     )
     grid = blocks.count, triton.cdiv(units, tile.columns), 1 if known else gate.parts
     planes_kernel[grid](
-        x_XK, table_E4, bias_EW, output_SN,
+        x_XK, table_E5, bias_EW, output_SN,
         blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B,
         share, before // _WORD_CODES, layout.padded_rows * layout.padded_columns // _WORD_CODES,
         *gate.strides(units), width, units, layout.columns, layout.num_groups, *gate.numbers,
@@ -170,9 +177,9 @@ def project(
 def address_table(
     planes: Sequence[tuple[Tensor, ...]], scales: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """(E, 4) int64: where each expert's planes (0: it has none) and its scales begin."""
+    """(E, 5) int64: where each expert's planes (0: it has none) and its scales begin."""
     rows = [
-        [*(blob.data_ptr() for blob in own), *[0] * (3 - len(own)), scale.data_ptr()]
+        [*(blob.data_ptr() for blob in own), *[0] * (len(PLANE_BITS) - len(own)), scale.data_ptr()]
         for own, scale in zip(planes, scales, strict=True)
     ]
     return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ from benchmarks.compression_setup import WIDTHS
 from benchmarks.compression_ways import METHODS, allotted
 from experts.compress.inputs import LayerInputs
 from experts.compress.statistics import LayerStatistics
+from kernels.planes import PREFIX_BITS
 
 EXPERTS = 16
 
@@ -37,7 +38,7 @@ def test_a_budget_is_kept_and_spent(name: str, bits: float) -> None:
         return
     every = [width for layer in chosen for width in layer]
     assert len(every) == 2 * EXPERTS
-    assert set(every) <= {2, 4, 8, *method.also, *([1] if bits < 2 else [])}
+    assert set(every) <= {*PREFIX_BITS, *method.also, *([1] if bits < 2 else [])}
     scales = 0.25 * every.count(0)  # which experts of no bits do not have
     assert bits - 0.3 <= mean(every) <= bits + scales + 1e-9
     if method.by_layer:

@@ -23,7 +23,7 @@ def test_outputs_are_close_for_any_leading_dimensions(shape: tuple[int, ...], bi
         assert (got - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_weight_can_be_read_and_made_whole(bits: int) -> None:
     linear = nn.Linear(64, 20)
     quantized = QuantizedLinear.of(linear, 64, bits)
@@ -45,7 +45,7 @@ def test_the_weight_can_be_read_and_made_whole(bits: int) -> None:
 def test_its_state_can_be_read_into_one_made_on_meta() -> None:
     linear = nn.Linear(40, 20)
     quantized = QuantizedLinear.of(linear, 32, 4)
-    assert list(quantized.state_dict()) == ["bias", "plane0", "plane1", "scales"]
+    assert list(quantized.state_dict()) == ["bias", "plane0", "plane1", "plane2", "scales"]
     empty = QuantizedLinear.of(nn.Linear(40, 20, device="meta"), 32, 4)
     assert all(tensor.is_meta for tensor in empty.state_dict().values())
     empty.load_state_dict(quantized.state_dict(), assign=True)

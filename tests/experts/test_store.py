@@ -81,7 +81,7 @@ def same(mine: AnyExperts, theirs: AnyExperts) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_any_prefix_is_read_and_nothing_else(made: Path, bits: int) -> None:
     read: list[int] = []
     with Store.open(made) as store:
@@ -99,7 +99,8 @@ def test_whole_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "blobs"), [(8, ["scales", "plane0", "plane1", "plane2"]), (2, ["scales", "plane0"])]
+    ("bits", "blobs"),
+    [(8, ["scales", "plane0", "plane1", "plane2", "plane3"]), (2, ["scales", "plane0"])],
 )
 def test_each_blob_can_be_read_alone(tmp_path: Path, bits: int, blobs: list[str]) -> None:
     """By offset, expert by expert from a page on, and by anybody's safetensors reader."""
@@ -119,7 +120,7 @@ def test_each_blob_can_be_read_alone(tmp_path: Path, bits: int, blobs: list[str]
                 assert torch.equal(known[f"layers.1.experts.{expert}.{blob}"], owned)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, WHOLE])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, WHOLE])
 def test_one_read_brings_an_expert_at_any_precision(tmp_path: Path, bits: int) -> None:
     """Straight into memory that kernels take; what a finer prefix has more follows it."""
     whole = WHOLE_LAYERS[1]
@@ -180,7 +181,7 @@ def test_random_damage_is_refused_or_harmless(
     victim.write_bytes(content)
     if data.draw(st.integers(0, 9)) == 0:
         victim.unlink()
-    bits = data.draw(st.sampled_from([2, 4, 8]))
+    bits = data.draw(st.sampled_from([2, 3, 4, 8]))
     layers, refusal = [], str(directory)
     try:
         with Store.open(directory) as store:
@@ -218,9 +219,9 @@ FILE = "experts-00000.safetensors"
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (["version"], 1, "version 1, this program reads version 2; convert the model again"),
+        (["version"], 2, "version 2, this program reads version 3; convert the model again"),
         (["format"], "x", "not valid: format"),
-        (["bits"], 3, "not valid: bits"),
+        (["bits"], 5, "not valid: bits"),
         (["bits"], 4, r"00000\.safetensors: tensor 'layers\.0\.experts\.1\.scales' is .* expected"),
         (["group_size"], 0, "not valid: group_size"),
         (["group_size"], 64, "tensor 'layers.0.experts.0.scales' is"),
@@ -242,7 +243,7 @@ FILE = "experts-00000.safetensors"
         (["files", FILE, "header"], "0" * 32, rf"{FILE}: has a header that is not the one"),
         (["files", FILE, "data"], "x", "not valid: files"),
         (["files", FILE], None, "each layer needs a file of its own"),
-        (["linears"], {"x": 3}, "not valid: linears"),
+        (["linears"], {"x": 5}, "not valid: linears"),
         (["more"], 1, "not valid: more"),
     ],
 )
@@ -263,7 +264,7 @@ def test_manifests_that_lie(
         ("[" * 9999, "is not valid JSON"),
         ('{"store": {}, "store": {}}', "key 'store' appears twice"),
         ('{"store": 1, "digest": ""}', "needs exactly 'digest' and 'store'"),
-        ('{"store": {"version": 2}, "digest": "x"}', "does not have the digest it states"),
+        ('{"store": {"version": 3}, "digest": "x"}', "does not have the digest it states"),
     ],
 )
 def test_files_that_are_no_manifest(tmp_path: Path, content: str | None, message: str) -> None:

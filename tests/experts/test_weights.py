@@ -46,7 +46,7 @@ def test_weights_come_back_within_half_a_step(
     assert back.down_bias_EH is whole.down_bias_EH
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_fewer_bits_are_a_prefix_of_the_same_planes(activation: str, bits: int) -> None:
     whole = some_experts(activation)

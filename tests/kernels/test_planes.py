@@ -37,17 +37,21 @@ def test_all_planes_give_the_codes_back_and_a_prefix_their_first_bits(
 ) -> None:
     codes = random_codes(layout, seed)
     planes = pack(codes, layout)
-    assert [plane.shape for plane in planes] == [(2, layout.plane_bytes(p)) for p in range(3)]
+    assert [plane.shape for plane in planes] == [(2, layout.plane_bytes(p)) for p in range(4)]
     assert torch.equal(unpack(planes, layout), codes)
-    for bits in (2, 4):
+    for bits in (2, 3, 4):
         centred = (codes >> (8 - bits) << (8 - bits)) | 1 << (7 - bits)
         assert torch.equal(unpack(planes[: num_planes(bits)], layout), centred)
 
 
-def test_every_one_of_the_256_codes_survives() -> None:
+def test_all_256_codes_at_every_prefix() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     layout = PlaneLayout(4, 64)
-    assert torch.equal(unpack(pack(codes, layout), layout), codes)
+    packed = pack(codes, layout)
+    for bits in PREFIX_BITS:
+        step = 2 ** (8 - bits)
+        middle = codes.int() // step * step + step // 2
+        assert torch.equal(unpack(packed[: num_planes(bits)], layout).int(), middle)
 
 
 @given(layouts, st.integers(0, 99))
@@ -64,9 +68,12 @@ def test_planes_lie_as_the_prologue_says(layout: PlaneLayout, seed: int) -> None
         byte, code = lane * 4 + part, int(codes[row, column])
         two = (block * steps + step) // 4 * 64 + byte
         assert planes[0][two] >> (6 - 2 * (step % 4)) & 3 == code >> 6
-        assert planes[1][two] >> (6 - 2 * (step % 4)) & 3 == code >> 4 & 3
+        eight = (block * steps + step) // 8 * 64 + byte
+        bit = (7, 5, 3, 1, 6, 4, 2, 0)[step % 8]
+        assert planes[1][eight] >> bit & 1 == code >> 5 & 1
+        assert planes[2][eight] >> bit & 1 == code >> 4 & 1
         four = (block * steps + step) // 2 * 64 + byte
-        assert planes[2][four] >> 4 * (step % 2) & 15 == code & 15
+        assert planes[3][four] >> 4 * (step % 2) & 15 == code & 15
 
 
 @given(layouts, st.integers(0, 99))
@@ -95,7 +102,7 @@ def test_four_bits_are_a_signed_integer_rounded_to_nearest(layout: PlaneLayout, 
     largest = pad(weight, (0, -layout.columns % layout.group_size))
     largest = largest.unflatten(-1, (-1, layout.group_size)).abs().amax(-1)
     codes, scales = quantize(weight, layout.group_size)
-    restored = dequantize(pack(codes, layout)[:2], pack_scales(scales, layout), layout)
+    restored = dequantize(pack(codes, layout)[: num_planes(4)], pack_scales(scales, layout), layout)
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         return values.float().repeat_interleave(layout.group_size, -1)[:, : layout.columns]
@@ -113,7 +120,8 @@ def test_four_bits_are_a_signed_integer_rounded_to_nearest(layout: PlaneLayout, 
 # Gaussian weights, group 32: SQNR in dB of the centred prefix (ALGORITHMS.md 0.4 has 9.0, 21.0 and
 # 45.4 for codes around 128) and of weights rounded to nearest at that width on their own.
 @pytest.mark.parametrize(
-    ("bits", "centred", "alone"), [(2, 9.04, 3.64), (4, 21.19, 20.26), (8, 45.32, 0)]
+    ("bits", "centred", "alone"),
+    [(2, 9.04, 3.64), (3, 15.14, 12.9), (4, 21.19, 20.26), (8, 45.32, 0)],
 )
 def test_a_centred_prefix_is_as_good_as_published(bits: int, centred: float, alone: float) -> None:
     layout = PlaneLayout(256, 4096, 32)
@@ -137,9 +145,9 @@ def test_unknown_shapes_are_refused() -> None:
         PlaneLayout(16, 64, 48)
     with pytest.raises(ValueError, match="at least one row and column, got 0x4"):
         PlaneLayout(0, 4)
-    with pytest.raises(ValueError, match="2, 4 or 8 bits, got 3"):
-        num_planes(3)
+    with pytest.raises(ValueError, match="2, 3, 4 or 8 bits, got 5"):
+        num_planes(5)
 
 
 def test_widths_add_up() -> None:
-    assert tuple(sum(PLANE_BITS[: n + 1]) for n in range(3)) == PREFIX_BITS
+    assert tuple(sum(PLANE_BITS[: n + 1]) for n in range(4)) == PREFIX_BITS

@@ -47,23 +47,24 @@ def test_experts_equal_the_float64_oracle(case: LayerCase) -> None:
 
 
 def test_fewer_bits_share_the_memory_of_more() -> None:
-    experts = make_layer(1, experts=3, top_k=1, hidden=70, width=20, bits=(8, 2, 4)).experts
-    assert [experts.bits_of(e) for e in range(3)] == [8, 2, 4]
+    experts = make_layer(1, experts=4, top_k=1, hidden=70, width=20, bits=(8, 2, 4, 3)).experts
+    assert [experts.bits_of(e) for e in range(4)] == [8, 2, 4, 3]
     small = experts.at_most(4)
-    assert [small.bits_of(e) for e in range(3)] == [4, 2, 4]
+    assert [small.bits_of(e) for e in range(4)] == [4, 2, 4, 3]
     assert small.planes[0][1] is experts.planes[0][1]
     assert experts.at_most(8).planes == experts.planes
 
 
 def test_sizes_of_a_layer() -> None:
-    case = make_layer(1, experts=3, top_k=1, hidden=70, width=20, bits=(8, 2, 4), biased=True)
+    bits = 8, 2, 4, 3
+    case = make_layer(1, experts=4, top_k=1, hidden=70, width=20, bits=bits, biased=True)
     experts = case.experts
-    assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (3, 70, 20)
+    assert (experts.num_experts, experts.hidden_size, experts.intermediate_size) == (4, 70, 20)
     codes = 2 * 32 * 128 + 80 * 64
     scales, biases = 2 * (2 * 32 * 2 + 80), 4 * (40 + 70)
-    sizes = [codes * bits // 8 + scales + biases for bits in (8, 2, 4)]
-    assert [experts.expert_bytes_of(e) for e in range(3)] == sizes
-    assert experts.expert_bytes == sum(sizes) // 3
+    sizes = [codes * own // 8 + scales + biases for own in bits]
+    assert [experts.expert_bytes_of(e) for e in range(4)] == sizes
+    assert experts.expert_bytes == sum(sizes) // 4
 
 
 def test_tiny_and_bad_activations() -> None:
@@ -78,7 +79,7 @@ def test_tiny_and_bad_activations() -> None:
 def test_refuses_blobs_that_do_not_fit() -> None:
     layout = PlaneLayout(16, 64)
     plane, scales = torch.zeros(256, dtype=torch.uint8), torch.zeros(16, dtype=torch.float16)
-    with pytest.raises(ValueError, match="a matrix must hold 1, 2 or 3 planes, got 0"):
+    with pytest.raises(ValueError, match="a matrix must hold 1 to 4 planes, got 0"):
         PlaneMatrix(layout, (), scales)
     with pytest.raises(
         ValueError, match=r"plane 0 of a matrix must be \(256,\) uint8 and contig.*\(255"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import quantized, reference
-from kernels.planes import dequantize
+from kernels.planes import PREFIX_BITS, dequantize, num_planes
 from kernels.triton.experts import experts_forward, linear_forward, supports, supports_matrix
 from kernels.triton.language import INTERPRETED
 from tests.kernels.dequantized_cases import quantize_case
@@ -66,7 +66,7 @@ def test_an_activation_of_torchs(dtype: torch.dtype) -> None:
     case = make_case(3, 3, 2, hidden=20, width=16, dtype=dtype, biased=True)
     case = replace(case, experts=replace(case.experts, activation=_softplus_gate))
     assert_close(run(case), case)
-    planes, whole = quantize_case(case, 32, [8, 4, 2])
+    planes, whole = quantize_case(case, 32, [8, 3, 2])
     assert_close(experts_forward(case.hidden, case.ids, case.weights, planes), whole)
 
 
@@ -78,7 +78,7 @@ def test_an_activation_of_torchs(dtype: torch.dtype) -> None:
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     dtype=st.sampled_from(DTYPES),
     group_size=st.sampled_from((32, 64)),
-    bits=st.tuples(*[st.sampled_from((2, 4, 8))] * 3),
+    bits=st.tuples(*[st.sampled_from(PREFIX_BITS)] * 3),
     biased=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -105,7 +105,7 @@ def test_planes_of_mixed_widths_equal_the_weights_they_stand_for(
 def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> None:
     activation = "clamped interleaved gate" if interleaved else "silu gate"
     case = make_case(4, 3, 2, hidden=70, width=20, activation=activation, biased=True)
-    layer, _ = quantize_case(case, 32, [4, 2, 8], interleaved)
+    layer, _ = quantize_case(case, 32, [4, 3, 8], interleaved)
     together = experts_forward(case.hidden, case.ids, case.weights, layer)
     for row in (0, 3):
         own = case.rows(slice(row, row + 1))
@@ -113,13 +113,13 @@ def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> 
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", PREFIX_BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_layers(dtype: torch.dtype, bits: int) -> None:
     random = torch.Generator().manual_seed(bits)
     weight, bias = torch.randn(50, 70, generator=random), torch.randn(50, generator=random)
     matrix = quantized.quantize_matrix(weight, 32, bias)
-    matrix = replace(matrix, planes=matrix.planes[: (2, 4, 8).index(bits) + 1])
+    matrix = replace(matrix, planes=matrix.planes[: num_planes(bits)])
     x = torch.randn(20, 70, generator=random).to(dtype)
     assert supports_matrix(x, matrix)
     expected = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T

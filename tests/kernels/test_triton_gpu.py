@@ -71,7 +71,7 @@ def test_planes_of_mixed_widths(group_size: int, activation: str, tokens: int) -
     case = make_case(
         tokens, 6, 2, 200, 136, torch.bfloat16, activation=activation, biased=True, unused=0.2
     )
-    layer, whole = quantize_case(case, group_size, [2, 4, 8, 2, 4, 8], "interleaved" in activation)
+    layer, whole = quantize_case(case, group_size, [2, 3, 4, 8, 2, 3], "interleaved" in activation)
     assert_close(run(case, on_gpu(layer)), whole)
 
 

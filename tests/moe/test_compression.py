@@ -62,7 +62,7 @@ def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_coarser_layers_lose_more(model: MoE, folder: Path) -> None:
     layers = load_statistics(folder, len(model._experts.layers))
     for layer in layers:
-        assert layer.kl_W[0] > layer.kl_W[1] > layer.kl_W[2]
+        assert layer.kl_W[0] > layer.kl_W[1] > layer.kl_W[2] > layer.kl_W[3]
         assert (layer.error_EW[:, 0] > layer.error_EW[:, 1]).all()
         assert layer.frequency_E.sum() == pytest.approx(model.config.num_experts_per_tok)
 
@@ -97,14 +97,14 @@ def test_a_budget_is_kept_and_spent(path: Path, folder: Path, tmp_path: Path) ->
     store = convert(path, tmp_path / "s", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
     manifest = read_manifest(store)
     bits = [width for layer in bit_map(manifest) for width in layer]
-    assert {2, 4} <= set(bits) <= {2, 4, 8}
+    assert {2, 3} <= set(bits) <= {2, 3, 4, 8}
     sizes = [layer.experts * layer.hidden * layer.intermediate * 3 for layer in manifest.layers]
     assert 5.2 < 8 * sum(expert_bytes(manifest)) / sum(sizes) <= 5.5
     assert manifest.bits == max(bits)
     loaded = MoE.from_pretrained(store)
     layers = quantized(loaded)
     assert [layer.bits_of(e) for layer in layers for e in range(layer.num_experts)] == bits
-    assert any("experts run at 2 or 4" in notice for notice in loaded.notices)
+    assert any(notice.startswith("experts run at 2 or 3") for notice in loaded.notices)
     (planned,) = (line.bytes for line in loaded.memory_plan.lines if line.name == "experts")
     assert planned == sum(blob.nbytes for layer in layers for blob in blobs(layer))
     coarse = MoE.from_pretrained(store, model={"expert_bits": 2})

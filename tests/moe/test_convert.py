@@ -43,7 +43,8 @@ def test_a_store_is_the_model_quantized_while_loading(
     model = tiny_checkpoint(architecture)
     store = convert(model, tmp_path / "store", SETTINGS)
     direct: dict[str, Any] = {"head_bits": 8, "group_size": 32}
-    for bits in ({"expert_bits": 8, "trunk_bits": 8}, {"expert_bits": 2, "trunk_bits": 4}):
+    for expert_bits, trunk_bits in ((8, 8), (3, 4), (2, 4)):
+        bits = {"expert_bits": expert_bits, "trunk_bits": trunk_bits}
         assert torch.equal(logits(store, **bits), logits(model, **bits, **direct))
     assert torch.equal(logits(store), logits(model, expert_bits=8, trunk_bits=8, **direct))
 
@@ -296,11 +297,11 @@ def test_routers_and_embeddings_stay_whole(saved: Path, tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     out = str(tmp_path / "store")
-    assert main(["convert", str(saved), out, "--bits", "4", "--group-size", "32"]) == 0
+    assert main(["convert", str(saved), out, "--bits", "3", "--group-size", "32"]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert torch.equal(
         logits(Path(out)),
-        logits(saved, expert_bits=4, trunk_bits=8, head_bits=8, group_size=32),
+        logits(saved, expert_bits=3, trunk_bits=8, head_bits=8, group_size=32),
     )
     assert main(["convert", str(saved), out]) == 2
     assert "exists already" in capsys.readouterr().err

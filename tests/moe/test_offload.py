@@ -102,10 +102,11 @@ def test_biases_whole_weights_and_other_architectures(
     check_equal(MoE.from_pretrained(store, budget(store, resident, 0.15, engine=engine)), resident)
 
 
-def test_a_coarser_prefix_of_the_store(store: Path) -> None:
-    profile = SMALL | {"model": {"expert_bits": 2}}
-    resident = MoE.from_pretrained(store, profile)
-    model = MoE.from_pretrained(store, budget(store, resident, 0.1, model={"expert_bits": 2}))
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_coarser_prefix_of_the_store(store: Path, bits: int) -> None:
+    coarse = {"expert_bits": bits}
+    resident = MoE.from_pretrained(store, SMALL | {"model": coarse})
+    model = MoE.from_pretrained(store, budget(store, resident, 0.1, model=coarse))
     check_equal(model, resident)
 
 
@@ -113,7 +114,7 @@ def test_experts_with_bits_of_their_own(copied: Path) -> None:
     manifest, files, layers = read_manifest(copied), {}, []
     with Store.open(copied) as store:
         for index, layer in enumerate(manifest.layers):
-            bits = tuple((2, 4, 8)[(index + expert) % 3] for expert in range(layer.experts))
+            bits = tuple((2, 3, 4, 8)[(index + expert) % 4] for expert in range(layer.experts))
             record = layer.model_copy(update={"bits": bits})
             entries = layer_entries(index, record, 8, manifest.group_size)
             found = load_file(store.file(index).path)

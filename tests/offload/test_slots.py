@@ -42,7 +42,7 @@ def test_planes_in_slots_compute_what_the_layer_computes() -> None:
         blobs = [quantized.scales[expert].view(torch.uint8), *quantized.planes[expert]]
         (first,) = arena.places(int(slots[expert]), range(1))
         first.copy_(torch.cat(blobs[:2]))
-        (rest,) = arena.places(int(slots[expert]), range(1, 3))
+        (rest,) = arena.places(int(slots[expert]), range(1, 4))
         rest.copy_(torch.cat(blobs[2:]))
         assert first.data_ptr() % PAGE == 0
     hidden, ids, weights = inputs()

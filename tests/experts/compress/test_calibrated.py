@@ -160,14 +160,14 @@ def test_moments_count_rows_by_their_squared_weight(
 @pytest.fixture
 def statistics(layer: ExpertWeights, inputs: LayerInputs) -> LayerStatistics:
     finest = quantize_calibrated(layer, inputs, [8] * EXPERTS, nested=True)
-    errors = [lost_by(layer, finest.at_most(bits), inputs) for bits in (2, 4, 8)]
-    losses = torch.tensor([0.5, 0.1, 0.01], dtype=torch.float64)
+    errors = [lost_by(layer, finest.at_most(bits), inputs) for bits in PREFIX_BITS]
+    losses = torch.tensor([0.5, 0.2, 0.1, 0.01], dtype=torch.float64)
     return LayerStatistics(inputs, *usage(inputs, EXPERTS), torch.stack(errors, 1), losses)
 
 
 def test_damage(statistics: LayerStatistics) -> None:
     found = {name: predicted_damage([statistics] * 2, name) for name in DAMAGE_MODELS}
-    assert all(damage.shape == (2 * EXPERTS, 3) for damage in found.values())
+    assert all(damage.shape == (2 * EXPERTS, 4) for damage in found.values())
     measured = torch.from_numpy(found["measured"])[:EXPERTS]
     torch.testing.assert_close(measured.sum(0), statistics.kl_W)  # shared out, nothing lost
     assert (measured[:, 0] > measured[:, 1]).all()
@@ -189,6 +189,6 @@ def test_statistics_on_disk(statistics: LayerStatistics, tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StatisticsError, match="cannot be used"):
         LayerStatistics.load(path)
-    replace(statistics, kl_W=torch.tensor([1.0, torch.nan, 1.0])).save(path, "this")
+    replace(statistics, kl_W=torch.tensor([1.0, torch.nan, 1.0, 1.0])).save(path, "this")
     with pytest.raises(StatisticsError, match="not finite"):
         LayerStatistics.load(path)

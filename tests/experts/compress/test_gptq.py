@@ -49,7 +49,7 @@ def rounded(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
     seed=st.integers(0, 2**31),
     columns=st.sampled_from([5, 32, 70, 130]),
     tokens=st.sampled_from([1, 8, 200]),
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from([2, 3, 4, 8]),
 )
 def test_never_worse_than_rounding(seed: int, columns: int, tokens: int, bits: int) -> None:
     weight, moment, scales = case(seed, 4, columns, tokens)
@@ -89,9 +89,11 @@ def test_it_is_close_to_the_best_of_all_codes(seed: int) -> None:
 def test_every_prefix_of_nested_codes_is_good(seed: int, tokens: int) -> None:
     """Each finer one loses less, and the coarsest less than plain rounding."""
     weight, moment, scales = case(seed, 4, 70, tokens)
-    codes = compensate(weight, Moments.of(moment), scales, GROUP, [2, 4, 8])
-    lost = [weighted_error(value(codes, bits, scales) - weight, moment).sum() for bits in (2, 4, 8)]
-    assert lost[0] > lost[1] > lost[2]
+    codes = compensate(weight, Moments.of(moment), scales, GROUP, [2, 3, 4, 8])
+    lost = [
+        weighted_error(value(codes, bits, scales) - weight, moment).sum() for bits in (2, 3, 4, 8)
+    ]
+    assert lost[0] > lost[1] > lost[2] > lost[3]
     plain = value(rounded(weight, scales, 2), 2, scales)
     assert lost[0] < weighted_error(plain - weight, moment).sum()
 
@@ -102,7 +104,7 @@ def test_without_inputs_it_is_plain_rounding() -> None:
     assert torch.equal(codes, quantize(weight, GROUP)[0])
 
 
-@given(st.floats(0, 255.9), st.sampled_from([2, 4, 8]))
+@given(st.floats(0, 255.9), st.sampled_from([2, 3, 4, 8]))
 def test_the_nearest_centre(position: float, bits: int) -> None:
     step = 2 ** (8 - bits)
     centres = torch.arange(2**bits) * step + (step / 2 if step > 1 else 0)

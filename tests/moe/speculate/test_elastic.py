@@ -89,7 +89,7 @@ def test_fewer_bits_are_fewer_bytes(models: Models) -> None:
     sequences = running(model, models.prompts[:2])
     elastic, read = drafts_of(model), {}
     with torch.inference_mode():
-        for mode in (Mode("elastic", bits=bits) for bits in (2, 4, 8)):
+        for mode in (Mode("elastic", bits=bits) for bits in (2, 3, 4, 8)):
             before = elastic.layers.bytes_read
             elastic.draft(mode, sequences, [1, 1], lambda *_: True)
             read[mode.bits] = elastic.layers.bytes_read - before
