@@ -29,7 +29,12 @@ PREDICTORS: dict[str, tuple[str, ...]] = {
     "pre_attention": ("pre_attention",),
     "ensemble": ("token_table", "path", "lookahead", "pre_attention"),
 }
-"""Clues of each predictor that can be chosen."""
+"""Clues of each predictor."""
+
+ON_ENTERING = ("pre_attention_raw", "pre_attention")
+"""Predictors that say nothing but of the rows that enter a block, which a running engine does not
+show them: the next layer's experts are forecast before that, from this layer's rows. They are
+calibrated and measured (`benchmarks.predict`), and cannot be chosen."""
 
 
 @dataclass(frozen=True)
