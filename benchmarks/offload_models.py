@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.decode_contenders import gguf_file
 from benchmarks.random_models import bench_dir, random_2b
-from benchmarks.random_store import random_30b
+from benchmarks.random_store import is_readable, random_30b
 from experts.manifest import read_manifest
 from moe.convert import convert
 from moe.machine import memory_total
@@ -104,6 +104,6 @@ def targets(names: Sequence[str]) -> Iterator[Target]:
 def stored(checkpoint: Path) -> Path:
     """An 8-bit store of a checkpoint, made where it is not there yet."""
     store = bench_dir() / f"{checkpoint.name}-8bit"
-    if not store.exists():
+    if not is_readable(store):
         convert(checkpoint, store, ModelSettings(expert_bits=8, trunk_bits=8, head_bits=8))
     return store

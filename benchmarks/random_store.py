@@ -25,7 +25,14 @@ from benchmarks.random_models import bench_dir, tokenizer
 from experts.blobs import Entry, FileRecord, write_file
 from experts.layer_file import layer_record, write_layer
 from experts.linear import QuantizedLinear
-from experts.manifest import MANIFEST_NAME, TRUNK_NAME, LayerRecord, Manifest, write_manifest
+from experts.manifest import (
+    TRUNK_NAME,
+    LayerRecord,
+    Manifest,
+    StoreError,
+    read_manifest,
+    write_manifest,
+)
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from moe.linears import chosen_linears, planes_of, quantize_linear
@@ -64,13 +71,23 @@ VECTOR = 64
 def random_30b() -> Path | None:
     """Directory of the store, made where it is not there yet; None, and why, if it cannot be."""
     folder = bench_dir() / "random-30b-4bit"
-    if (folder / MANIFEST_NAME).exists():
+    if is_readable(folder):
         return folder
     free = shutil.disk_usage(folder.parent).free
     if free < 1.05 * NBYTES:
         print(f"skipped: the 30B store needs {NBYTES / 1e9:.0f} GB of disk, not {free / 1e9:.0f}")
         return None
     return write_random_store(Qwen3MoeConfig(**SHAPE, dtype=torch.bfloat16), folder)
+
+
+def is_readable(store: Path) -> bool:
+    """Whether there is a store that this version reads; one in an older format is taken away."""
+    try:
+        read_manifest(store)
+    except StoreError:
+        shutil.rmtree(store, ignore_errors=True)
+        return False
+    return True
 
 
 def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
