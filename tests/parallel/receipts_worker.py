@@ -62,7 +62,7 @@ class Ranks:
                 placements = self._random(extra, 0)
             combine: Any = "summed" if how == "summed" else "exact"
             self.dispatcher = AllToAllDispatcher(
-                exchange, placements, combine=combine, buffer_rows=3 * self.halves
+                exchange, placements, combine=combine, buffer_rows=3 if self.halves else None
             )
 
     def _random(self, extra: int, seed: int) -> list[Placement]:
