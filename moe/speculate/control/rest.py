@@ -11,7 +11,7 @@ FIRST = 8
 EVERY, BURST = 64, 2
 """Steps of looking after which so many plain ones are measured again."""
 
-TOGETHER = 0.02
+TOGETHER = 0.05
 """Seconds of plain steps that are learnt from together."""
 OUTLIER = 2.0
 """Times the median that one of them may count for."""
