@@ -111,6 +111,8 @@ def _load(
 ) -> LoadedModel:
     policies = _policies(profile)
     device = choose_device(profile)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels are launched on the current device
     if profile.threads is not None:
         torch.set_num_threads(profile.threads)
     path = resolve_model(path_or_hub_id)
