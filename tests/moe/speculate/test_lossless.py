@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from moe.prefix import PrefixCache
 from moe.runner import Runner
 from moe.sampling import Token
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Draft, Mode
+from moe.speculate.draft import Mode
 from moe.speculate.fixed import FixedDepth
+from moe.speculate.model_free import Guess, ModelFree
 from moe.speculate.speculator import Speculator
 from tests.moe.speculate.demo_models import (
     MODES,
@@ -91,24 +93,28 @@ def test_known_prefixes_and_forks_hold_no_drafts(models: Models) -> None:
     assert watched.accepted > 0
 
 
-class Oracle:
+class Oracle(ModelFree):
     """Drafts what the model will say."""
 
     mode = Mode("ngram")
 
     def __init__(self) -> None:
+        super().__init__()
         self.right: dict[RunningSequence, list[int]] = {}
         self.most: list[int] = []
 
-    def offer(self, sequence: RunningSequence, limit: int) -> Draft:
+    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
+        return None
+
+    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
         done = len(sequence.token_ids)
         rest = self.right[sequence][done : done + limit]
         if sequence is next(iter(self.right)):
             self.most.append(len(rest))
-        return Draft.sure(self.mode, rest, [1.0] * len(rest))
+        return rest, [1.0] * len(rest)
 
-    def learn(self, *_: Any) -> None:
-        return None
+    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
+        assert right == drafted
 
 
 def test_all_of_a_draft_may_stand(models: Models) -> None:
