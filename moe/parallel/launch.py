@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe.errors import ProfileError
+from moe.parallel.secret import SECRET
 from moe.settings import Profile
 
 LOOPBACK = "127.0.0.1"
@@ -57,14 +58,20 @@ class Launch:
         return cls(rank, size, _numeric(address), port, local == size or _is_loopback(address))
 
     @property
-    def warning(self) -> str:
-        """What to tell the user about an address that the world can reach; often nothing."""
-        if not ipaddress.ip_address(self.address).is_global:
-            return ""
-        return (
-            f"MASTER_ADDR {self.address} is a public address: traffic between ranks is neither "
-            "encrypted nor authenticated; use a private network or a firewall"
-        )
+    def warnings(self) -> list[str]:
+        """What to tell the user about how exposed the ranks are; often nothing."""
+        found = []
+        if ipaddress.ip_address(self.address).is_global:
+            found.append(
+                f"MASTER_ADDR {self.address} is a public address: traffic between ranks is neither "
+                "encrypted nor authenticated; use a private network or a firewall"
+            )
+        if not self.on_one_machine and SECRET not in os.environ:
+            found.append(
+                f"whoever reaches {self.address}:{self.port} can read the secret of this launch; "
+                f"set {SECRET} to the same text for all ranks"
+            )
+        return found
 
 
 def wanted_launch(profile: Profile) -> Launch | None:

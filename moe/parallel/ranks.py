@@ -138,7 +138,7 @@ def meet(model: str | Path, profile: Profile) -> Ranks | None:
         use_interface(own_address(next(iter(roll.connections[WATCH].values())).socket))
     if _on_cuda(profile):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    notices = [launch.warning] if launch.warning else []
+    notices = launch.warnings
     team: Leader | Follower
     if launch.rank == 0:
         team = Leader(roll, settings.timeout_s)

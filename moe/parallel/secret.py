@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from moe.errors import LaunchError
 from moe.parallel.wire import Message
 
-VARIABLE = "MOE_LAUNCH_SECRET"
+SECRET = "MOE_LAUNCH_SECRET"
 _BYTES = 32
 
 
 @contextmanager
 def new_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
     """The secret of a launch, and what rank 0 says of it; to be heard within the block."""
-    if given := os.environ.get(VARIABLE):
+    if given := os.environ.get(SECRET):
         yield given.encode(), {}
         return
     secret = secrets.token_bytes(_BYTES)
@@ -42,7 +42,7 @@ def heard_secret(said: Message) -> bytes:
     Raises:
         LaunchError: this process cannot know it.
     """
-    if given := os.environ.get(VARIABLE):
+    if given := os.environ.get(SECRET):
         return given.encode()
     if "secret" in said:
         return bytes.fromhex(said["secret"])
@@ -54,6 +54,6 @@ def heard_secret(said: Message) -> bytes:
             return file.read(_BYTES)
     except OSError as error:
         raise LaunchError(
-            f"the secret of this launch cannot be read ({error}); set {VARIABLE} to the same text "
+            f"the secret of this launch cannot be read ({error}); set {SECRET} to the same text "
             "for all ranks"
         ) from error

@@ -4,7 +4,7 @@ The faults of FAULTS.md that several ranks must survive, and where each is teste
 
 ==== ==============================================================================================
 B1   `test_wire`: JSON only, bounded, from who knows the secret; `tests/test_house.py`: no pickle
-B4   `test_start`: one address is listened on; public ones are warned of
+B4   `test_start`: one address is listened on; exposed ranks are warned of
 B5   `tests/test_house.py`: no shell; `test_start`: nonsense of a launcher is refused
 B6   `test_secret`, `tests/experts/test_dispatch_sockets.py`: directories of nobody else, no shm
 B7   `test_launcher`: nobody outlives a launcher that is killed, nor rank 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError
-from moe.parallel.secret import VARIABLE, heard_secret, new_secret
+from moe.parallel.secret import SECRET, heard_secret, new_secret
 from moe.profile import load_profile
 
 
@@ -22,7 +22,7 @@ def test_on_one_machine_it_is_in_a_file_that_nobody_else_may_read() -> None:
 
 
 def test_who_starts_the_ranks_may_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "known to all ranks")
+    monkeypatch.setenv(SECRET, "known to all ranks")
     load_profile()  # which knows that it is no setting
     with new_secret(on_one_machine=False) as (secret, said):
         assert said == {}
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_trusted_is_refused(
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     (tmp_path / "secret").write_bytes(b"x")
     for said in ({}, {"secret_file": str(tmp_path / "link")}):
-        with pytest.raises(LaunchError, match=f"cannot be read .* set {VARIABLE}"):
+        with pytest.raises(LaunchError, match=f"cannot be read .* set {SECRET}"):
             heard_secret(said)
     monkeypatch.setattr(os, "getuid", lambda: -1)
     with pytest.raises(LaunchError, match="is somebody else's"):

@@ -12,6 +12,7 @@ from moe.errors import LaunchError, ProfileError
 from moe.parallel.identity import identity
 from moe.parallel.launch import Launch, wanted_launch
 from moe.parallel.roll import CONTROL, WATCH, Roll
+from moe.parallel.secret import SECRET
 from moe.parallel.start import come_together
 from moe.profile import load_profile
 from tests.parallel.conftest import free_port
@@ -141,10 +142,15 @@ def test_nonsense_of_a_launcher_is_refused(changed: dict[str, str], message: str
         Launch.from_environment(RANKED | changed)
 
 
-def test_public_addresses_are_warned_of() -> None:
-    assert "public address" in Launch(0, 2, "8.8.8.8", 1, False).warning
-    assert Launch(0, 2, "10.1.2.3", 1, False).warning == ""
-    assert Launch(0, 2, "127.0.0.1", 1, True).warning == ""
+def test_exposed_ranks_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    public, readable = Launch(0, 2, "8.8.8.8", 1, False).warnings
+    assert "8.8.8.8 is a public address" in public
+    assert Launch(0, 2, "10.1.2.3", 1, False).warnings == [readable.replace("8.8.8.8", "10.1.2.3")]
+    assert f"set {SECRET} to the same text" in readable
+    assert Launch(0, 2, "127.0.0.1", 1, True).warnings == []
+    monkeypatch.setenv(SECRET, "known to all ranks")
+    assert Launch(0, 2, "10.1.2.3", 1, False).warnings == []
 
 
 def test_ranks_that_the_profile_does_not_want_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
