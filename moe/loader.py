@@ -14,7 +14,7 @@ from moe.errors import ProfileError
 from moe.fit import check_fit
 from moe.foresight import look_ahead
 from moe.freed_memory import keep_freed_memory
-from moe.fused import FUSED_OFF, Fused, enable_fused
+from moe.fused.enable import FUSED_OFF, Fused, enable_fused
 from moe.linears import mend_linears
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport

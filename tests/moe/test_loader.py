@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe.fused import FUSED_OFF
+from moe.fused.enable import FUSED_OFF
 from moe.loader import _notices
 from moe.loading.load import LoadReport
 from moe.packing import Packing

@@ -14,9 +14,10 @@ from torch import nn
 from benchmarks import architectures
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
-from moe import MoE, SamplingParams, fused
-from moe.fused import enable_fused, recorded, resident, shadow
+from moe import MoE, SamplingParams
+from moe.fused import enable, recorded, resident, shadow
 from moe.fused.description import NotDescribed
+from moe.fused.enable import enable_fused
 from moe.fused.recorded import recorded_step
 from moe.fused.shadow import Shadow
 from moe.kv import Work
@@ -60,7 +61,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models on the CPU record their steps, and run their experts by Triton."""
     step = partial(recorded_step, capture=Tape)
-    monkeypatch.setattr(fused, "_compiled", step)
+    monkeypatch.setattr(enable, "_compiled", step)
     monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(resident, "experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(resident, "reads_nothing_back", triton_experts.supports)
@@ -165,7 +166,7 @@ def test_without_a_recording_transformers_goes_on(
             Breaks.left -= 1
             return super().__call__(function)
 
-    monkeypatch.setattr(fused, "_compiled", partial(recorded_step, capture=Breaks))
+    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=Breaks))
     model = MoE.from_pretrained(checkpoint)
     plain = MoE.from_pretrained(checkpoint, engine={"fused": "off"})
     assert model.status()["fused"]["enabled"]
@@ -181,7 +182,7 @@ def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch
     def broken() -> Any:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(fused, "_compiled", partial(recorded_step, capture=broken))
+    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=broken))
     state = enable_fused(trunk, experts)
     assert (state.enabled, trunk.fused) == (False, None)
     assert state.reason == "recording 4 rows raised RuntimeError: no driver"

@@ -1,0 +1,84 @@
+"""Which fused decode steps a model gets: compiled on a CPU, recorded on a GPU, or none and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import choose_kernel
+from kernels.triton import triton_status
+from moe.embeddings import trunk_dtype
+from moe.fused.describe import describe
+from moe.fused.description import NotDescribed
+from moe.fused.observe import observe_random
+from moe.fused.probe import prove
+from moe.fused.reference import visitor
+from moe.fused.step import FusedStep
+from moe.kv import Work
+from moe.moe_layer import MoELayers
+from moe.trunk import Forward, Trunk
+
+
+@dataclass
+class Fused:
+    """Whether decode steps are fused, and why (not); on a GPU they may be turned off later."""
+
+    enabled: bool
+    reason: str
+
+
+FUSED_OFF = Fused(False, "engine.fused is off")
+"""For a profile that wants transformers' own layers."""
+
+
+def enable_fused(trunk: Trunk, experts: MoELayers) -> Fused:
+    """Let the trunk fuse steps from now on if a probe shows that nothing changes by it."""
+    prove_step = _recorded if trunk.device.type == "cuda" else _compiled
+    try:
+        if not trunk.packed:
+            raise NotDescribed("sequences do not share a forward pass")
+        forward, reason = prove_step(trunk, experts)
+    except NotDescribed as error:
+        return Fused(False, str(error))
+    except Exception as error:
+        # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
+        return Fused(False, f"probing raised {type(error).__name__}: {error}")
+    fused = Fused(True, reason)
+    trunk.fused = partial(_or_transformers, forward, trunk, fused)
+    return fused
+
+
+def _or_transformers(
+    forward: Forward, trunk: Trunk, fused: Fused, work: Sequence[Work]
+) -> list[Tensor]:
+    try:
+        return forward(work)
+    except NotDescribed as error:
+        trunk.fused, fused.enabled, fused.reason = None, False, str(error)
+        return trunk.forward_packed(work)
+
+
+def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
+    dtype = trunk_dtype(trunk.model)
+    if dtype != torch.float32:
+        raise NotDescribed(f"the trunk is {dtype} on {trunk.device}, not float32 on the CPU")
+    kernel, why_not = choose_kernel()
+    if kernel is None:
+        raise NotDescribed(why_not)
+    description = describe(trunk.model, observe_random(trunk))
+    step = FusedStep(description, kernel.decode)
+    reason = prove(trunk, description, step)
+    return partial(step, visit=visitor(experts.run)), reason
+
+
+def _recorded(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
+    status = triton_status()
+    if status["name"] != "triton":
+        raise NotDescribed(status["reason"])
+    from moe.fused.recorded import recorded_step  # needs Triton
+
+    return recorded_step(trunk, experts)
