@@ -38,6 +38,7 @@ from benchmarks.common import (
 from benchmarks.decode_contenders import Ours, contenders, model_folder
 from benchmarks.decode_peers import Contender
 from experts.manifest import is_store
+from moe.freed_memory import give_back_freed_memory
 
 BATCHES = (1, 4, 16)
 PROMPTS = (512, 2048)
@@ -93,6 +94,7 @@ def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
             each.close()
         del found, each
         gc.collect()
+        give_back_freed_memory()  # the next may need all there is
 
 
 def by_batch(
