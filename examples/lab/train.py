@@ -1,10 +1,10 @@
 """Train one router of the laboratory: the same text in the same order for all.
 
-    python -m examples.lab.train ROUTER --out DIR [--seed N] [--steps N]
+    python -m examples.lab.train ROUTER --out DIR [--seed N] [--steps N] [--layers N]
 
-About two million parameters and a few hundred steps: minutes on one core. The directory is a
-checkpoint that `moe` loads like any other, and ``DIR/earlier`` the same model at three quarters of
-its training. Text is that of ``examples/train_demo.py``.
+About half a million parameters a layer and a few hundred steps: minutes on one core. The directory
+is a checkpoint that `moe` loads like any other, and ``DIR/earlier`` the same model at three
+quarters of its training. Text is that of ``examples/train_demo.py``.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ def load_corpus(work: Path, quick: bool = False) -> data.Corpus:
     return data.load_corpus(work, REPO / "tests/data", VOCABULARY, quick)
 
 
-def build_model(variant: Variant, vocabulary: int, end: int, seed: int) -> LabForCausalLM:
+def build_model(
+    variant: Variant, vocabulary: int, end: int, seed: int, layers: int | None = None
+) -> LabForCausalLM:
+    """An untrained model; ``layers``: how many instead of those of `BASE`."""
     torch.manual_seed(seed)
     ids: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": None}
-    return LabForCausalLM(LabConfig(vocab_size=vocabulary, **{**ids, **BASE, **variant.config}))
+    deep = {} if layers is None else {"num_hidden_layers": layers}
+    settings = {**ids, **BASE, **variant.config, **deep}
+    return LabForCausalLM(LabConfig(vocab_size=vocabulary, **settings))
 
 
 def losses(variant: Variant, calls: list[Routed]) -> Tensor:
@@ -104,11 +109,12 @@ def training_step(
 
 
 def train(
-    name: str, corpus: data.Corpus, out: Path, *, seed: int = 0, steps: int = 300, lr: float = 6e-3
-) -> None:
+    name: str, corpus: data.Corpus, out: Path, *,
+    seed: int = 0, steps: int = 300, lr: float = 6e-3, layers: int | None = None,
+) -> None:  # fmt: skip
     """Train a variant and save it, and its earlier self, to ``out``."""
     variant, end = VARIANTS[name], corpus.tokenizer.eos_token_id
-    model = build_model(variant, len(corpus.tokenizer), end, seed)
+    model = build_model(variant, len(corpus.tokenizer), end, seed, layers)
     optimizer = build_optimizer(model, lr)
     streams, started = list(corpus.train.values()), time.time()
     model.train()
@@ -139,11 +145,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-lab")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, help="4: 1.9 M parameters (default), 8: 3.7 M")
     options = parser.parse_args()
     torch.set_num_threads(1)
     train(
         options.router, load_corpus(options.work), options.out,
-        seed=options.seed, steps=options.steps,
+        seed=options.seed, steps=options.steps, layers=options.layers,
     )  # fmt: skip
 
 

@@ -89,6 +89,11 @@ def test_all_variants_start_alike(corpus: data.Corpus) -> None:
     assert BASE["num_hidden_layers"] == len(models[0].model.layers)
 
 
+def test_deeper_models_are_larger() -> None:
+    sizes = [build_model(VARIANTS["bias"], 1024, 0, 1, n).num_parameters() for n in (None, 8)]
+    assert [round(size / 1e6, 1) for size in sizes] == [1.9, 3.7]
+
+
 def test_a_fast_stream_starts_as_the_residual_and_learns() -> None:
     model = build_model(VARIANTS["softmax"], 64, 0, 0).eval()
     batches = list(torch.randint(1, 64, (40, 2, 32), generator=torch.Generator().manual_seed(0)))
