@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
 from moe.company import Expect, expectation
@@ -36,6 +37,7 @@ from moe.text import TextCodec
 from moe.trunk import Trunk
 from offload.experts import LayerExperts, held_experts
 from offload.offloaded import Offloaded
+from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
 
 
@@ -128,17 +130,8 @@ def _load(
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
-    prefetcher, foresight = None, ""
-    if offloaded is not None:
-        drafts = profile.speculation.mode in ("auto", "elastic")
-        prefetcher, foresight = look_ahead(
-            offloaded, path, planned.config, profile.offload, drafts=drafts
-        )
-    expect, apart = None, ""
-    if profile.engine.overlap_patience:
-        counts = [layer.num_experts for layer in layers]
-        expect, apart = expectation(path, planned.config, counts)
-    experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
+    ahead = _look_ahead(offloaded, layers, path, planned.config, profile)
+    experts = MoELayers(layers, PolicyChain(), backend.forward, ahead.prefetcher)
     attach(network, experts.layers, experts.run)
     ready = _make_ready(Trunk(network), experts, policies, profile)
     codec = TextCodec.from_directory(path, planned.config)
@@ -155,15 +148,43 @@ def _load(
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,
-        expect=expect,
+        expect=ahead.expect,
         notices=[
             *_notices(ready.packing, ready.fused, codec, loaded),
             *ready.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, ready.mended),
-            *(notice for notice in (foresight, apart, fixed_border(offloaded, profile)) if notice),
+            *ahead.notices,
+            *filter(None, [fixed_border(offloaded, profile)]),
         ],
     )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Who looks ahead; ``notices``: who cannot, and why."""
+
+    prefetcher: Prefetcher | None
+    expect: Expect | None
+    notices: list[str]
+
+
+def _look_ahead(
+    offloaded: Offloaded | None,
+    layers: Sequence[LayerExperts],
+    path: Path,
+    config: PreTrainedConfig,
+    profile: Profile,
+) -> _Ahead:
+    """To read experts that will be needed, and to group requests by what they will need."""
+    prefetcher, foresight = None, ""
+    if offloaded is not None:
+        drafts = profile.speculation.mode in ("auto", "elastic")
+        prefetcher, foresight = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
+    expect, apart = None, ""
+    if profile.engine.overlap_patience:
+        expect, apart = expectation(path, config, [layer.num_experts for layer in layers])
+    return _Ahead(prefetcher, expect, [notice for notice in (foresight, apart) if notice])
 
 
 @dataclass(frozen=True)
