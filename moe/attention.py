@@ -9,7 +9,8 @@ Legend: T packed tokens, Q query heads, N key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,16 @@ _QUERIES = 256
 
 current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
 """The packed pass of the running lane; every greenlet has its own context."""
+
+
+@contextmanager
+def packed_pass(cache: PackedCache) -> Iterator[None]:
+    """Attention reads and writes through ``cache``, which nothing keeps afterwards."""
+    token = current_pass.set(cache)
+    try:
+        yield
+    finally:
+        current_pass.reset(token)
 
 
 @dataclass(frozen=True)

@@ -273,11 +273,15 @@ def _events(engine: StepLoop, groups: list[Group]) -> Generator[StreamEvent, Non
         for prompt, group in enumerate(groups)
         for sample, sequence in enumerate(group.sequences)
     }
-    while not engine.idle:
-        for sequence, outcome in engine.step():
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
+    try:
+        while not engine.idle:
+            for sequence, outcome in engine.step():
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
+    finally:  # a pass that sleeps would never be garbage
+        for group in groups:
+            engine.cancel(group)
 
 
 def _with_pool(profile: Profile, kv_tokens: int) -> Profile:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe.attention import PACKED, current_pass
+from moe.attention import PACKED, packed_pass
 from moe.kv import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
 from moe.lanes import Lane
 from routing import Phase
@@ -90,13 +90,12 @@ class Trunk:
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
         cache = PackedCache(sequences, sizes, self._needs_history, watched)
-        current_pass.set(cache)
         spans = zip(cache.ends, sizes, strict=True)
         positions = torch.cat([torch.arange(end - size, end) for end, size in spans])
-        output, logits = self._forward(
-            work, past_key_values=cache, position_ids=positions[None].to(self.device)
-        )
-        del output
+        with packed_pass(cache):
+            _, logits = self._forward(
+                work, past_key_values=cache, position_ids=positions[None].to(self.device)
+            )
         cache.commit()
         return logits
 

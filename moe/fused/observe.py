@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,22 +112,32 @@ def stand_in(_layer: int, visits: Sequence[Visit]) -> list[Tensor]:
     return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
 
 
+_watcher: ContextVar[Observation] = ContextVar("_watcher")
+"""What the running pass is seen by; transformers' registry would keep it for ever."""
+
+
+def _watched_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    output, _ = packed_attention(module, query, key, value, attention_mask, **options)
+    _watcher.get().attention.append(
+        AttentionCall(module, query.clone(), key.clone(), value.clone(), attention_mask,
+                      options, output.clone())
+    )  # fmt: skip
+    return output, None
+
+
+AttentionInterface.register(WATCHED, _watched_attention)
+AttentionMaskInterface.register(WATCHED, packed_mask)
+
+
 @contextmanager
 def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
-                  attention_mask: MaskRule, **options: Any) -> tuple[Tensor, None]:  # fmt: skip
-        output, _ = packed_attention(module, query, key, value, attention_mask, **options)
-        seen.attention.append(
-            AttentionCall(module, query.clone(), key.clone(), value.clone(), attention_mask,
-                          options, output.clone())
-        )  # fmt: skip
-        return output, None
-
     def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
         seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
 
-    AttentionInterface.register(WATCHED, attention)
-    AttentionMaskInterface.register(WATCHED, packed_mask)
+    token = _watcher.set(seen)
     hooks = [
         module.register_forward_hook(keep, with_kwargs=True) for module in trunk.model.modules()
     ]
@@ -136,6 +147,7 @@ def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
     try:
         yield
     finally:
+        _watcher.reset(token)
         trunk.set_packed(trunk.packed)
         for hook in hooks:
             hook.remove()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
 from moe.errors import ProfileError, RequestError, UnsupportedModelError
+from moe.lanes import Lane, LaneState
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 33], [7], [90, 91, 92, 93, 94, 95, 96]]
@@ -95,6 +98,31 @@ def test_closing_a_stream_stops_it(model: MoE) -> None:
     stream.close()
     (completion,) = model.generate([5, 9, 33], GREEDY)
     assert len(completion.token_ids) == 6
+
+
+def test_closing_a_stream_ends_a_pass_that_sleeps(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Python's collector would never find it."""
+
+    def asleep() -> set[Lane[Any]]:
+        lanes = [found for found in gc.get_objects() if type(found) is Lane]
+        return {lane for lane in lanes if lane.state is LaneState.WAITING}
+
+    prefill = {"mode": "layered", "group_tokens": 1, "wave_tokens": 8}
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), prefill=prefill)
+    others = asleep()
+    stream = model.stream([[5, 9, 33], [7] * 40], GREEDY)
+    next(event for event in stream if asleep() - others)
+    stream.close()
+    assert asleep() == others
+
+
+def test_a_model_that_nobody_holds_is_freed(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    model.generate(PROMPTS, GREEDY)
+    network = weakref.ref(model._trunk.model)
+    del model
+    gc.collect()
+    assert network() is None
 
 
 def test_statistics_count_tokens_and_bytes(model: MoE) -> None:

@@ -6,6 +6,7 @@ The oracle is transformers' own forward of the same weights, one sequence at a t
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -133,6 +134,18 @@ def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str]
         (after,) = run_pass(model, [Work([11], cache_)])
         (expected,) = run_pass(model, [Work([5, 6, 7, 11], fresh)])
     torch.testing.assert_close(after, expected, atol=TOLERANCE, rtol=1e-4)
+
+
+def test_a_sequence_that_nobody_holds_is_freed(tiny_moe: Callable[[str], MoE]) -> None:
+    """Where memory is short, that of the last prompts is wanted first."""
+    model = tiny_moe("qwen3_moe")
+    trunk, experts = model._trunk, model._experts
+    cache = trunk.new_cache(8)
+    with torch.inference_mode():
+        run_lanes(trunk.lanes([Work([5, 6, 7], cache)]), experts.run)
+    freed = weakref.ref(cache)
+    del cache
+    assert freed() is None
 
 
 def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> None:
