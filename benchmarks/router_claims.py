@@ -1,4 +1,4 @@
-"""What the papers say of each router, as comparisons of two trained variants, and whether it shows.
+"""What the papers say, as comparisons of two trained variants or of two predictors, and what shows.
 
 Directions, not sizes: models here are a thousandth of the papers' (ALGORITHMS.md 27).
 """
@@ -40,6 +40,25 @@ class Claim:
         if self.direction == "equal":
             return value <= other * (1 + ABOUT_EQUAL)
         return value < other if self.direction == "less" else value > other
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """``better`` foretells more than ``other``, in whatever model has both."""
+
+    row: str
+    better: str
+    other: str
+    paper: str
+
+    def pairs(self, results: Results) -> list[tuple[float, float]]:
+        """Of each model, all variants and seeds."""
+        runs = [run for seeds in results.values() for run in seeds]
+        return [
+            (run[self.better], run[self.other])
+            for run in runs
+            if self.better in run and self.other in run
+        ]
 
 
 def _claims(row: str, variant: str, other: str, *lines: tuple[str, str, str]) -> list[Claim]:
@@ -95,6 +114,7 @@ CLAIMS = [
             ("fluctuation", "less", "assignments fluctuate less late in training"),
             ("kept_under_noise", "more", "routing is more robust to noise"),
             ("reuse", "more", "neighbours are routed alike (our reading)"),
+            ("union", "less", "so fewer experts for 8 tokens (our reading)"),
             ("bits_per_byte", "less", "modest gains of quality"),
         )
     ),
@@ -103,3 +123,14 @@ CLAIMS = [
         ("bits_per_byte", "equal", "groups that bound where a token is sent cost no quality"),
     ),
 ]  # fmt: skip
+
+FORETOLD = [
+    Foretold("5", "recall_token_table", "recall_popular", "the token's id decides the expert"),
+    Foretold("1.5", "recall_path", "recall_token_table", "a path predictor is worth its training"),
+    Foretold("6", "recall_lookahead", "recall_popular", "a later gate foresees from earlier rows"),
+    Foretold("6", "recall_pre_attention", "recall_lookahead", "better the nearer, fitted"),
+    Foretold("6", "recall_pre_attention_raw", "recall_lookahead_raw", "better the nearer, raw"),
+    Foretold("7", "recall_lookahead", "recall_lookahead_raw", "an adapted residual foresees more"),
+    Foretold("1", "recall_ensemble", "recall_token_table", "together more than the free table"),
+    Foretold("1", "recall_ensemble", "recall_pre_attention", "together more than the best alone"),
+]

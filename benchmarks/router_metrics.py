@@ -78,8 +78,14 @@ def _entropy(router: LabRouter, logits: Tensor) -> float:
     return float(torch.special.entr(shares).sum(-1).mean()) / math.log(2)
 
 
-def measure(folder: Path, windows: Sequence[list[int]], seed: int) -> dict[str, Any]:
-    """Every figure of the model in ``folder``; `folder`/earlier is compared with it."""
+def measure(
+    folder: Path, learnt: Sequence[list[int]], windows: Sequence[list[int]], seed: int
+) -> dict[str, Any]:
+    """Every figure of the model in ``folder``; `folder`/earlier is compared with it.
+
+    Args:
+        learnt: text that predictors learn from; all else is of ``windows``.
+    """
     model = MoE.from_pretrained(folder)
     tokenizer = model.codec.tokenizer
     assert tokenizer is not None
@@ -108,7 +114,7 @@ def measure(folder: Path, windows: Sequence[list[int]], seed: int) -> dict[str, 
         "chunk_sparsity": 1 - union / experts,
         "cache_hits": hit_ratio(*slots, LRU(len(now.layers), experts), experts),
         "cache_best": belady(*slots),
-        **recalls(model, now.trace),
+        **recalls(model, learnt, now.trace),
     }  # fmt: skip
 
 

@@ -1,62 +1,90 @@
-"""How much of a model's routing each way of guessing foretells, for `benchmarks.routers`.
+"""How much of a model's routing each predictor foretells, for `benchmarks.routers`.
 
-Without any training but counting: a table by token, popularity, the layer's gate on what the layer
-before has read (look-ahead), and on what enters the layer, before its attention.
+The predictors of ``moe calibrate``, learnt from one text and asked about another as late as they
+can be, when a layer's attention begins. Each token gets as many guesses as it visits experts, so
+that recall means the same where a router takes any number: what is named needlessly is as much as
+what is missed. The first MoE layer is left out, of which look-ahead has nothing to say.
+Legend: T tokens, K slots, E experts.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.calibrate.gates import FoundGate, find_gates
+from moe.calibrate.calibrate import token_vectors
+from moe.calibrate.fit import fit_predictors
+from moe.calibrate.fit_gates import visits
+from moe.calibrate.gates import find_gates
+from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
-from moe.tracing.tokens import table_recall
-from routing.predict.base import floats
-from routing.predict.gate import Gate
+from routing import Routing
+from routing.predict.calibrated import Calibrated
+from routing.predict.path import CONTEXT, VECTOR
+
+AHEAD = "ensemble_ahead"
+"""The ensemble asked one layer earlier, from what the layer before has read: as the engine does."""
 
 
-def recalls(model: MoE, trace: Trace) -> dict[str, float]:
-    """Share of visits that are among the K named, mean over layers; only what can be asked.
+def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[str, float]:
+    """Share of visits that are among the experts named, mean over the layers but the first.
 
     Args:
-        trace: with rows of all tokens.
+        learnt: windows that the predictors learn from.
+        asked: of other text, with rows of all tokens.
     """
-    kinds = ("softmax", "sigmoid")
-    if model.config.router not in kinds:
-        return {}
-    found = {f"recall_{k}": v for k, v in table_recall(trace, model.config.vocab_size).items()}
-    gates, rows = find_gates(model._trunk), trace.rows
-    assert rows is not None
-    if model.config.router_reads == "block":
-        return {**_means(found), "recall_pre_attention": 1.0}  # it is what the router itself reads
-    known = [(layer, gate) for layer, gate in enumerate(gates) if gate.gate is not None]
-    found["recall_lookahead"] = [
-        _recall(found.gate, rows.read[layer - 1], trace.expert_ids[layer])
-        for layer, found in known
-        if found.gate is not None and layer
+    trace = record(model._trunk, model._experts, learnt)
+    vectors = token_vectors(model._trunk.model.get_input_embeddings(), VECTOR)
+    fitted = fit_predictors(trace, find_gates(model._trunk), vectors, lambda *_: None)
+    popular = [
+        recall_at_used(visits(ids, experts).sum(0).expand(len(then), -1), then)
+        for ids, then, experts in zip(
+            trace.expert_ids[1:], asked.expert_ids[1:], trace.num_experts[1:], strict=True
+        )
     ]
-    found["recall_pre_attention"] = [
-        _recall(_unnormed(found), rows.entered[layer], trace.expert_ids[layer])
-        for layer, found in known
-    ]
-    return _means(found)
+    found = {"popular": popular, **_follow(fitted.calibrated, asked)}
+    return {f"recall_{name}": float(np.mean(layers)) for name, layers in found.items()}
 
 
-def _means(found: dict[str, list[float]]) -> dict[str, float]:
-    return {name: float(np.mean(values)) for name, values in found.items() if values}
+def _follow(calibrated: Calibrated, asked: Trace) -> dict[str, list[float]]:
+    """Recall by predictor and layer, all tokens shown as one step."""
+    assert asked.rows is not None
+    predictors = {name: calibrated.predictor(name) for name in calibrated.weights}
+    found: dict[str, list[float]] = {name: [] for name in (*predictors, AHEAD)}
+
+    def ask(column: str, name: str, layer: int) -> None:
+        named = predictors[name].rows(layer - 1, layer)
+        if named is not None:
+            found[column].append(recall_at_used(torch.from_numpy(named), asked.expert_ids[layer]))
+
+    contexts = asked.contexts(CONTEXT)
+    for predictor in predictors.values():
+        predictor.start(contexts)
+    for layer, ids in enumerate(asked.expert_ids):
+        if layer:
+            ask(AHEAD, "ensemble", layer)
+        for predictor in predictors.values():
+            predictor.enter(layer, asked.rows.entered[layer])
+        for name in predictors if layer else ():
+            ask(name, name, layer)
+        routing = Routing(ids.long(), asked.weights[layer].float())
+        for predictor in predictors.values():
+            predictor.observe(layer, asked.rows.read[layer], routing)
+    return found
 
 
-def _unnormed(found: FoundGate) -> Gate:
-    """The gate for rows that are normed but not weighted yet."""
-    assert found.gate is not None
-    assert found.norm is not None
-    return replace(found.gate, weight=found.gate.weight * found.norm)
+def recall_at_used(scores: Tensor, ids: Tensor) -> float:
+    """Share of visits that are named where each token names as many experts as it visits.
 
-
-def _recall(gate: Gate, rows: Tensor, ids: Tensor) -> float:
-    named, chosen = gate.choose(floats(rows)), ids.long().numpy()
-    return float((chosen[:, :, None] == named[:, None]).any(-1).mean())
+    Args:
+        scores: ``(T, E)``, the higher the sooner named.
+        ids: ``(T, K)``, -1 for none.
+    """
+    wanted = visits(ids, scores.shape[1]).bool()
+    place = scores.argsort(dim=1, descending=True, stable=True).argsort(1)
+    named = place < wanted.sum(1, keepdim=True)
+    return float((named & wanted).sum() / wanted.sum().clamp_min(1))

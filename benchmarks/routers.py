@@ -7,9 +7,9 @@ and reads the same held-out text with it: bits per byte; balance by step and ove
 what sampling alone would give; entropy of the scores; how many choices change over the last quarter
 of training (fluctuation) and stay when a tenth of the tokens is replaced (noise); experts shared
 with the token before (reuse) and needed by 8 tokens in a row (union); hits of an LRU cache of a
-quarter of all experts, and of the best possible one; which share of the visits can be foretold by
-popularity, by the token, by the layer's gate on what the layer before has read, and on what enters
-the layer. Then the papers' claims, and how many seeds show each. Nothing is timed.
+quarter of all experts, and of the best possible one; which share of the visits is foretold by
+popularity and by each predictor of ``moe calibrate`` (`benchmarks.router_recall`), learnt from as
+much of the training text. Then the papers' claims, and how many seeds show each. Nothing is timed.
 `--quick` trains two variants for a few steps on little text. The last line is one JSON object.
 """
 
@@ -27,13 +27,26 @@ import torch
 import transformers
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.router_claims import CLAIMS, Claim, Results
+from benchmarks.router_claims import CLAIMS, FORETOLD, Claim, Results
 from benchmarks.router_metrics import measure
 from examples import demo_data as data
 from examples.lab.train import LENGTH, load_corpus, train
 from examples.lab.variants import VARIANTS
 
+LEARNT_SEED = 1000
+"""Of the windows of training text that predictors learn from: no model's own order."""
 QUICK = ("softmax", "relu-local")
+RECALLS = {
+    "recall_popular": "popular",
+    "recall_token_table": "token table",
+    "recall_path": "path",
+    "recall_lookahead_raw": "look-ahead, raw",
+    "recall_lookahead": "look-ahead",
+    "recall_pre_attention_raw": "pre-attention, raw",
+    "recall_pre_attention": "pre-attention",
+    "recall_ensemble": "ensemble",
+    "recall_ensemble_ahead": "a layer ahead",
+}
 COLUMNS = {
     "experts_a_token": "experts",
     "bits_per_byte": "bits/byte",
@@ -49,10 +62,7 @@ COLUMNS = {
     "chunk_sparsity": "CLS 8",
     "cache_hits": "LRU 25 %",
     "cache_best": "(best)",
-    "recall_popular": "popular",
-    "recall_token": "by token",
-    "recall_lookahead": "look-ahead",
-    "recall_pre_attention": "pre-attention",
+    **RECALLS,
 }
 
 
@@ -86,7 +96,9 @@ def main() -> None:
 def collect(options: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], int]:
     """Figures of each variant and seed, and how many held-out tokens were read."""
     corpus = load_corpus(options.work, options.quick)
-    windows = heldout(corpus, 4 if options.quick else 64)
+    each = 4 if options.quick else 64
+    windows, streams = heldout(corpus, each), list(corpus.train.values())
+    learnt = data.training_batch(streams, LENGTH, len(windows), 0, LEARNT_SEED).tolist()
     results: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.seeds):
         for name in options.routers:
@@ -95,15 +107,17 @@ def collect(options: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]
                 if options.trained:
                     continue
                 train(name, corpus, folder, seed=seed, steps=options.steps)
-            results.setdefault(name, []).append(measured(folder, windows, seed))
+            results.setdefault(name, []).append(measured(folder, learnt, windows, seed))
     return results, sum(map(len, windows))
 
 
-def measured(folder: Path, windows: Sequence[list[int]], seed: int) -> dict[str, Any]:
+def measured(
+    folder: Path, learnt: Sequence[list[int]], windows: Sequence[list[int]], seed: int
+) -> dict[str, Any]:
     """Figures of one model, kept beside it."""
     kept = folder / f"figures-{len(windows)}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(measure(folder, windows, seed)))
+        kept.write_text(json.dumps(measure(folder, learnt, windows, seed)))
     figures: dict[str, Any] = json.loads(kept.read_text())
     return figures
 
@@ -129,6 +143,23 @@ def show(results: dict[str, list[dict[str, Any]]]) -> None:
     columns = ("row", "routers", "figure", "expected", "measured", "seeds", "the paper")
     claims = [claim for claim in CLAIMS if {claim.variant, claim.other} <= results.keys()]
     print_table("Directions of the papers", columns, [_claimed(c, results) for c in claims])
+    print_table(
+        "Directions of predictors",
+        ("row", "predictors", "measured", "models", "the paper"),
+        foretold(results),
+    )
+
+
+def foretold(results: Results) -> list[tuple[object, ...]]:
+    """A row for each claim that can be looked at: means of all models, and how many show it."""
+    rows: list[tuple[object, ...]] = []
+    for claim in FORETOLD:
+        if pairs := claim.pairs(results):
+            ours, theirs = (mean(values) for values in zip(*pairs, strict=True))
+            seen = f"{sum(a > b for a, b in pairs)} of {len(pairs)}"
+            names = f"{RECALLS[claim.better]} / {RECALLS[claim.other]}"
+            rows.append((claim.row, names, f"{ours:.3f} / {theirs:.3f}", seen, claim.paper))
+    return rows
 
 
 def _claimed(claim: Claim, results: Results) -> list[object]:

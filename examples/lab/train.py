@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-lab")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--layers", type=int, help="4: 1.9 M parameters (default), 8: 3.7 M")
+    parser.add_argument("--layers", type=int, help="8: 3.7 M parameters (default), 4: 1.9 M")
     options = parser.parse_args()
     torch.set_num_threads(1)
     train(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 BASE: dict[str, Any] = {
     "hidden_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,

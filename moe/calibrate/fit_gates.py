@@ -30,7 +30,7 @@ class GateFitter:
         learn: ``(R,)`` bool, rows that may be learnt from.
 
     Attributes:
-        rules: by which each layer chooses; of unknown gates the largest ``top_k``.
+        rules: by which each layer chooses; of an unknown gate as many as it takes on average.
         unavailable: why clues are missing, by their names.
     """
 
@@ -45,7 +45,7 @@ class GateFitter:
             self._confirmed(*pair) for pair in enumerate(zip(found, chosen, strict=True))
         ]
         self.rules = tuple(
-            RouterRule(ids.shape[1]) if gate is None else gate.rule
+            RouterRule(_usual(ids)) if gate is None else gate.rule
             for gate, ids in zip(self._gates, chosen, strict=True)
         )
         self._targets = [
@@ -118,6 +118,11 @@ class GateFitter:
     def _fit(self, target: int, rows: Tensor, start: Tensor | None) -> Gate:
         logits = self._targets[target][self._learn]
         return fit_gate(rows[self._learn], logits, self.rules[target], start)
+
+
+def _usual(ids: Tensor) -> int:
+    """How many experts a token visits on average; at least 1."""
+    return max(round(int((ids >= 0).sum()) / len(ids)), 1)
 
 
 def visits(ids: Tensor, experts: int) -> Tensor:
