@@ -23,6 +23,7 @@ from moe import MoE
 from moe.calibrate import compression
 from moe.calibrate.pieces import take
 from moe.calibrate.record import record
+from moe.calibrate.sensitivity import Original
 from moe.scoring import Reading, Score, read, windows_of
 
 ROOT = Path(__file__).parents[1]
@@ -89,18 +90,18 @@ class Calibrated:
         self.inputs = [compression.inputs_of(self.trace, layer) for layer in self.layers]
         pairs = list(zip(self.whole, self.inputs, strict=True))
         self.alone = [{bits: alone(*pair, bits) for bits in WIDTHS} for pair in pairs]
-        original = compression.Original(model, compression.spread(self.trace, read_tokens))
-        self.statistics = [self._measure(model, layer, original) for layer in self.layers]
+        original = Original(model, compression.spread(self.trace, read_tokens))
+        self.statistics = [self._measure(layer, original) for layer in self.layers]
 
     def at(self, bits: Bits) -> dict[int, ExpertWeights]:
         """Each expert at its own bits."""
         return {layer: self._layer(layer, bits[layer]) for layer in self.layers}
 
-    def _measure(self, model: MoE, layer: int, original: compression.Original) -> LayerStatistics:
+    def _measure(self, layer: int, original: Original) -> LayerStatistics:
         whole, inputs = self.whole[layer], self.inputs[layer]
         each = [self.alone[layer][bits] for bits in WIDTHS]
         error_EW = torch.stack([output_errors(whole, coarse, inputs) for coarse in each], 1)
-        kl_W = compression.losses(model, original, [{layer: coarse} for coarse in each])
+        kl_W = original.losses(layer, each)
         return LayerStatistics(inputs, *usage(inputs, whole.num_experts), error_EW, kl_W)
 
     def _layer(self, layer: int, bits: Sequence[int]) -> ExpertWeights:

@@ -121,6 +121,13 @@ def _read(
     return Reading(token_ids, logits.log_softmax(-1), ids, weights)
 
 
+def divergence(own_TV: Tensor, other_TV: Tensor) -> float:
+    """Sum over rows of KL(own || other) in bits, of log probabilities."""
+    pairs = zip(own_TV.split(_ROWS), other_TV.split(_ROWS), strict=True)
+    nats = sum(float((own.exp() * (own - other)).sum(-1).double().sum()) for own, other in pairs)
+    return nats / math.log(2)
+
+
 @dataclass(frozen=True)
 class Difference:
     """How readings differ from those of the original model.
@@ -155,8 +162,7 @@ class Score:
             return
         own, other = original.logprobs_TV, reading.logprobs_TV
         self._tokens += len(own)
-        for one, two in zip(own.split(_ROWS), other.split(_ROWS), strict=True):
-            self._kl += float((one.exp() * (one - two)).sum(-1).double().sum()) / math.log(2)
+        self._kl += divergence(own, other)
         self._same += int((own.argmax(-1) == other.argmax(-1)).sum())
         before, after = original.experts_LTK, reading.experts_LTK
         kept = (before[..., :, None] == after[..., None, :]).any(-1) & (before >= 0)

@@ -71,9 +71,9 @@ def calibrate(
     tokens: int,
     out: Path | None,
     *,
-    compression: bool = False,
+    compression: int | None = None,
 ) -> int:
-    """The subcommand: returns the exit code. `compression`: see `moe.calibrate.compression`."""
+    """The subcommand: returns the exit code. `compression`: `read_tokens` of `analyse`, if any."""
     words = _read(text)
     folder = out or resolve_model(name) / FOLDER
     began = time.perf_counter()
@@ -81,11 +81,11 @@ def calibrate(
     with _bar() as on_step:
         trace, fitted = calibrate_model(model, words, tokens=tokens, on_step=on_step)
     write(folder, model.config, text.name, trace, fitted)
-    if compression:
+    if compression is not None:
         if trace.rows is not None:  # half of their memory was for the predictors
             trace = replace(trace, rows=replace(trace.rows, entered=[]))
         with _bar() as on_step:
-            notices = analyse(model, trace, folder, on_step)
+            notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:
             print(f"moe: {notice}", file=sys.stderr)
     for predictor, reason in fitted.unavailable.items():

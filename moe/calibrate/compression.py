@@ -12,11 +12,10 @@ layer's planes and a few whole experts are there at a time, and experts may stay
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from experts.compress.calibrated import (
     MIN_ROWS,
@@ -29,20 +28,13 @@ from experts.compress.statistics import LayerStatistics, StatisticsError, usage
 from experts.weights import dequantize_experts
 from kernels import QuantizedExperts
 from kernels.planes import PREFIX_BITS
-from kernels.reference import AnyExperts
 from moe.calibrate.pieces import joined, pieces
+from moe.calibrate.sensitivity import Original
 from moe.calibrate.trace import Trace
 from moe.errors import CalibrationError
 from moe.model import MoE
-from moe.scoring import Reading, Score, read
 
 FOLDER = "compression"
-READ_TOKENS = 2048
-"""Of the text, for measuring what a layer's precision costs."""
-
-KEPT_BYTES = 256 << 20
-"""Of the original's predictions; what is more is made anew for each layer."""
-
 OnStep = Callable[[str, int, int], object]
 
 
@@ -58,10 +50,14 @@ def analyse(
     folder: Path,
     on_step: OnStep = lambda what, done, total: None,
     *,
-    read_tokens: int = READ_TOKENS,
+    read_tokens: int = 2048,
     group_size: int = 64,
 ) -> list[str]:
     """Statistics of every MoE layer, in `folder`; finished ones of the same trace are kept.
+
+    Args:
+        read_tokens: of the text, for measuring what a layer's precision costs; one sequence at
+            least.
 
     Returns:
         Which experts had too few tokens, one sentence a layer that has such.
@@ -119,32 +115,6 @@ def inputs_of(trace: Trace, layer: int) -> LayerInputs:
     return LayerInputs(trace.rows.read[layer], ids, weights)
 
 
-class Original:
-    """Windows of a text, and what the model as it is makes of them."""
-
-    def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
-        self._model, self._windows = model, windows
-        self._kept: dict[int, Reading] = {}
-
-    def __iter__(self) -> Iterator[Reading]:
-        room = KEPT_BYTES - sum(own.logprobs_TV.nbytes for own in self._kept.values())
-        for index, window in enumerate(self._windows):
-            reading = self._kept.get(index) or read(self._model, window)
-            if index not in self._kept and reading.logprobs_TV.nbytes <= room:
-                self._kept[index] = reading
-                room -= reading.logprobs_TV.nbytes
-            yield reading
-
-
-def losses(model: MoE, original: Original, instead: Sequence[Mapping[int, AnyExperts]]) -> Tensor:
-    """``(len(instead),)`` float64: KL in bits a token where these layers replace the model's."""
-    scores = [Score() for _ in instead]
-    for before in original:
-        for score, layers in zip(scores, instead, strict=True):
-            score.add(read(model, before.token_ids, layers), before)
-    return torch.tensor([score.difference().kl for score in scores], dtype=torch.float64)
-
-
 def spread(trace: Trace, tokens: int) -> list[list[int]]:
     """Sequences of the trace from all over it, about so many tokens together."""
     sequences = trace.token_ids.split(trace.lengths)
@@ -166,7 +136,7 @@ def _analyse(
         for parts, part in zip(at_widths, quantized, strict=True):
             parts.append(part)
     error_EW = torch.cat(errors)
-    kl_W = losses(model, original, [{layer: joined(parts)} for parts in at_widths])
+    kl_W = original.losses(layer, [joined(parts) for parts in at_widths])
     if not bool(error_EW.isfinite().all() & kl_W.isfinite().all()):
         raise CalibrationError(
             f"MoE layer {layer}: what it loses at {PREFIX_BITS} bits is not finite (KL "

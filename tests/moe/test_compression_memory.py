@@ -13,13 +13,15 @@ import torch
 from experts.manifest import read_manifest
 from kernels import ExpertWeights
 from moe import MoE
-from moe.calibrate import compression, pieces
-from moe.calibrate.compression import Original, analyse, load_statistics, losses, spread
+from moe.calibrate import pieces, sensitivity
+from moe.calibrate.compression import analyse, load_statistics, spread
 from moe.calibrate.record import record
+from moe.calibrate.sensitivity import Original
 from moe.calibrate.trace import Trace
 from moe.convert import convert
 from moe.errors import CalibrationError
 from moe.plan import GIB
+from moe.scoring import Score, read
 from moe.settings import ModelSettings
 from offload.experts import OffloadedExperts
 from offload.room import fixed_bytes, slot_bytes
@@ -112,35 +114,55 @@ def test_one_piece_is_in_memory_at_a_time(
     assert len(taken) == 4 * 8
 
 
-def test_predictions_that_are_not_kept_are_made_again(
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("room", [1 << 28, 100_000, 0])
+def test_versions_side_by_side_lose_what_they_lose_alone(
+    resident: MoE,
+    on_disk: MoE,
+    trace: Trace,
+    monkeypatch: pytest.MonkeyPatch,
+    layer: int,
+    room: int,
+) -> None:
+    """Whether there is room for what the original's experts gave, for some of it, or none."""
+    monkeypatch.setattr(sensitivity, "KEPT_BYTES", room)
+    monkeypatch.setattr(sensitivity, "TOGETHER", 600)
+    versions = [pieces.take(resident._experts.layers[other], range(8)) for other in (1, 2)]
+    windows = spread(trace, 300)
+    expected = []
+    for version in versions:
+        score = Score()
+        for window in windows:
+            score.add(read(resident, window, {layer: version}), read(resident, window))
+        expected.append(score.difference().kl)
+    for model in (resident, on_disk):
+        original = Original(model, windows)
+        for _ in range(2):
+            found = original.losses(layer, versions)
+            assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_experts_before_a_layer_run_once(
     resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same losses, whether there is room for the original's predictions, for some, or none."""
-    read, count, found = compression.read, 0, []
-    coarse = {1: pieces.take(resident._experts.layers[2], range(8))}
+    original = Original(resident, spread(trace, 300))
+    original.losses(0, [])
+    run, layers = resident._experts.run, []
 
-    def counting(*args: Any, **more: Any) -> Any:
-        nonlocal count
-        count += 1
-        return read(*args, **more)
+    def spy(layer: int, visits: Sequence[Any]) -> Any:
+        layers.append((layer, len(visits)))
+        return run(layer, visits)
 
-    monkeypatch.setattr(compression, "read", counting)
-    one = 100 * resident.config.vocab_size * 4
-    for room in (1 << 28, one, 0):
-        monkeypatch.setattr(compression, "KEPT_BYTES", room)
-        original, count = Original(resident, spread(trace, 300)), 0
-        for _ in range(2):
-            found.append(losses(resident, original, [coarse]))
-        assert count == 2 * 3 + {1 << 28: 3, one: 3 + 2, 0: 6}[room]
-    assert all(torch.equal(found[0], other) for other in found)
+    monkeypatch.setattr(resident._experts, "run", spy)
+    coarse = pieces.take(resident._experts.layers[1], range(8))
+    original.losses(2, [coarse, coarse])
+    assert layers == [(3, 2 * len(original._windows))]
 
 
 def test_losses_that_are_not_finite(
     resident: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        compression, "losses", lambda *_: torch.tensor([0.1, torch.nan, 0.0]).double()
-    )
+    monkeypatch.setattr(Original, "losses", lambda *_: torch.tensor([0.1, torch.nan, 0.0]).double())
     with pytest.raises(
         CalibrationError,
         match=r"MoE layer 0: what it loses at \(2, 3, 4, 8\) bits is not finite \(KL \[0\.1.*nan",
