@@ -15,11 +15,14 @@ struct Rule {
   float scale, threshold;
 };
 
-// Index of the largest of n values; the first of equals, and a NaN before anything else.
+// Whether a comes before b: the larger, and a NaN before anything else.
+static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
+
+// Index of the largest of n values; the first of equals.
 static inline long largest(const float* values, long n) {
   long best = 0;
   for (long e = 1; e < n; ++e)
-    if (!(values[e] <= values[best])) best = e;
+    if (above(values[e], values[best])) best = e;
   return best;
 }
 
@@ -30,8 +33,8 @@ static inline void keep_groups(const Rule& rule, float* choice) {
     float first = -INFINITY, second = -INFINITY;
     for (long e = g * size; e < (g + 1) * size; ++e) {
       const float c = choice[e];
-      if (c > first) second = first, first = c;
-      else if (c > second) second = c;
+      if (above(c, first)) second = first, first = c;
+      else if (above(c, second)) second = c;
     }
     best[g] = rule.best_two ? first + second : first;
   }

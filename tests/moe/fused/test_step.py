@@ -9,14 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.build import load_library
 from kernels.cpu.decode import NativeDecode
 from moe.fused.description import Description, NotDescribed, Projection
+from moe.fused.probe import StepFunction
 from moe.fused.reference import reference_step
 from moe.fused.step import FusedStep
-from moe.kv import Work
+from moe.kv import SequenceKV, Work
+from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
 from tests.moe.fused.description_cases import VOCABULARY, Maker, filled, visit
 
@@ -89,6 +92,30 @@ def test_several_tokens_of_a_sequence_are_those_read_one_by_one(
     (rows,) = step([Work([1, 2, 3, 4], cache, all_logits=True)], visit)
     expected = [step([Work([token], single)], visit)[0] for token in (1, 2, 3, 4)]
     assert torch.equal(rows, torch.cat(expected))
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_a_row_of_nan_visits_experts_as_others_do(data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    description = Maker(data, 24).description(2)
+    description.embedding.weight[3] = torch.nan
+    (plain,) = filled(description, [5], 1)
+    fast = plain.fork(plain.capacity, plain.length)
+
+    def choices(step: StepFunction, cache: SequenceKV) -> list[Tensor]:
+        ids: list[Tensor] = []
+
+        def note(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
+            ids.append(routing.expert_ids)
+            return rows
+
+        step([Work([3], cache)], note)
+        return ids
+
+    expected = choices(partial(reference_step, description), plain)
+    assert all(map(torch.equal, choices(compiled(description), fast), expected))
 
 
 @settings(max_examples=3)
