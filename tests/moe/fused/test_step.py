@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.build import load_library
@@ -100,6 +100,7 @@ def test_several_tokens_of_a_sequence_are_those_read_one_by_one(
 def test_a_row_of_nan_visits_experts_as_others_do(data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
     description = Maker(data, 24).description(2)
+    assert isinstance(description.embedding, nn.Embedding)
     description.embedding.weight[3] = torch.nan
     (plain,) = filled(description, [5], 1)
     fast = plain.fork(plain.capacity, plain.length)
