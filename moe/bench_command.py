@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moe.engine import Engine
+from moe.errors import RequestError
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.sampling import SamplingParams
@@ -46,18 +48,21 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
     Args:
         prompt: tokens of the prompt that is read, as far as the context allows.
         tokens: decoded by each sequence.
+
+    Raises:
+        RequestError: there is no room for so many tokens.
     """
     limit = model.context_length or prompt + tokens
     prompt = min(prompt, limit - tokens)
     ids = model.codec.encode(Path(some_text.__file__).read_text())
-    _decode(
-        model, [ids[:BESIDE]], 4, drafts=False
-    )  # the first pass of a process is not like others
+    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # a process's first pass is not like others
     rates = [_read(model, ids[at * 101 :][:prompt]) for at in range(ROUNDS)]
     speculates = model.status()["speculation"]["enabled"]
+    most = model.profile.profile.engine.max_batch_size
+    batches = [batch for batch in BATCHES if batch <= most]
     return {
         "prompt": {"tokens": prompt, "tokens_per_second": median(rates)},
-        "decode": [_decoding(model, ids, batch, tokens, speculates) for batch in BATCHES],
+        "decode": [_decoding(model, ids, batch, tokens, speculates) for batch in batches],
         "speculation": {**model.status()["speculation"], "figures": model.stats()["speculation"]},
         "notices": list(model.notices),
     }
@@ -100,14 +105,28 @@ def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bo
     for prompt in prompts:
         engine.submit(model.request(prompt, params))
     while len(engine.scheduler.running) < len(prompts):
-        engine.step()
+        _step(engine)
+        if engine.idle:
+            raise RequestError(
+                f"{len(prompts)} sequences of {BESIDE} + {tokens} tokens never run at once with "
+                f"memory.kv_tokens = {engine.kv_tokens:g}; raise it, or lower --new-tokens"
+            )
     start, count = time.perf_counter(), 0
     while len(engine.scheduler.running) == len(prompts):
-        count += len(engine.step())
+        count += _step(engine)
     seconds = time.perf_counter() - start
     while not engine.idle:
-        engine.step()
+        _step(engine)
     return count / seconds
+
+
+def _step(engine: Engine) -> int:
+    """How many tokens a step brought. Raises what ended a sequence before its time."""
+    events = engine.step()
+    for _, event in events:
+        if isinstance(event, Exception):
+            raise event
+    return len(events)
 
 
 def _with_drafts(profile: LoadedProfile) -> LoadedProfile:

@@ -29,3 +29,15 @@ def test_a_profile_without_drafts_stays_without(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "decode 4" in out
     assert "speculation.mode is off" in out
+
+
+def test_no_more_sequences_than_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--json", "--set", "engine.max_batch_size=2", "--set", "speculation.mode=off"]
+    assert main(["bench", DEMO, *settings, *SMALL]) == 0
+    assert [row["batch"] for row in json.loads(capsys.readouterr().out)["decode"]] == [1]
+
+
+def test_a_pool_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "memory.kv_tokens=150", "--set", "speculation.mode=off"]
+    assert main(["bench", DEMO, *SMALL, *settings]) != 0
+    assert "4 sequences of 64 + 8 tokens never run at once" in capsys.readouterr().err
