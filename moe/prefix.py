@@ -61,6 +61,10 @@ class PrefixCache:
         self._entries[id(entry)] = entry
         self.num_tokens += kv.length
         for digest in hashes:
+            known = self._index.get(digest)
+            if known is not None and known.hashes[-1] == digest:  # this one says all that it says
+                del self._entries[id(known)]
+                self.num_tokens -= known.kv.length
             self._index[digest] = entry
         while self.num_tokens > self.max_tokens:
             self.evict()

@@ -68,6 +68,20 @@ def test_the_least_recently_used_makes_room() -> None:
     assert cache.evictions == 1
 
 
+def test_what_goes_on_takes_the_place_of_its_beginning() -> None:
+    """As the turns of a conversation do: memory holds the last one, and others."""
+    cache = PrefixCache(4 * BLOCK)
+    other, first = [2] * BLOCK, [1] * (BLOCK + 3)
+    cache.add("", other, stored(other))
+    cache.add("", first, stored(first))
+    second = [*first, *[1] * BLOCK]
+    cache.add("", second, stored(second))
+    assert cache.num_tokens == len(other) + len(second)
+    assert cache.known("", [*first, 9]) == BLOCK
+    assert cache.known("", [*other, 9]) == BLOCK
+    assert cache.evictions == 0
+
+
 def test_one_token_is_always_left_to_read() -> None:
     cache, ids = PrefixCache(100), [1] * BLOCK
     cache.add("", ids, stored(ids))
