@@ -20,19 +20,10 @@ from torch.nn.functional import pad
 
 from kernels import planes as nested
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
-from kernels.planes import ZERO_CODE, PlaneLayout
+from kernels.planes import ZERO_CODE
 
 TINY = 2.0**-100
 _MAX_CODE = 127
-
-
-def quantize_matrix(weight_NK: Tensor, group_size: int, bias: Tensor | None = None) -> PlaneMatrix:
-    """A matrix with all its planes; raises ValueError as `kernels.planes.quantize`."""
-    rows, columns = weight_NK.shape
-    layout = PlaneLayout(rows, columns, group_size)
-    codes, scales = nested.quantize(weight_NK, group_size)
-    packed = nested.pack_scales(scales, layout)
-    return PlaneMatrix(layout, nested.pack(codes, layout), packed, bias)
 
 
 def join_matrices(matrices: Sequence[PlaneMatrix]) -> tuple[tuple[Tensor, ...], Tensor]:

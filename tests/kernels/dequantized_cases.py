@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels import QuantizedExperts
-from kernels.planes import PlaneLayout, dequantize, num_planes
-from kernels.quantized import PlaneMatrix, join_matrices, quantize_matrix
+from kernels import PlaneMatrix, QuantizedExperts
+from kernels.planes import PlaneLayout, dequantize
+from kernels.quantized import join_matrices
 from tests.kernels.kernel_cases import Case
+from tests.kernels.plane_cases import first_bits, quantize_matrix
 
 
 def quantize_case(
@@ -28,7 +29,7 @@ def quantize_case(
             [gate_up[part::parts] for part in range(parts)] if interleaved else gate_up.chunk(parts)
         )
         matrices = [
-            _shortened(quantize_matrix(weight, group_size), wanted)
+            first_bits(quantize_matrix(weight, group_size), wanted)
             for weight in (*split, own.down_EHF[expert].float())
         ]
         blobs.append(join_matrices(matrices))
@@ -50,10 +51,6 @@ def quantize_case(
     )
     weights = replace(own, gate_up_EGH=torch.stack(first), down_EHF=torch.stack(second))
     return layer, replace(case, experts=weights)
-
-
-def _shortened(matrix: PlaneMatrix, bits: int) -> PlaneMatrix:
-    return replace(matrix, planes=matrix.planes[: num_planes(bits)])
 
 
 def _whole(matrix: PlaneMatrix) -> Tensor:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import PlaneMatrix, QuantizedExperts
-from kernels.planes import PREFIX_BITS, num_planes
-from kernels.quantized import join_matrices, quantize_matrix
+from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes, pack, pack_scales, quantize
+from kernels.quantized import join_matrices
 from tests.kernels.kernel_cases import ACTIVATIONS, norm_rows
 
 Array = np.ndarray
@@ -48,6 +48,13 @@ class Expected:
         error = np.abs(actual.double().numpy() - self.value)
         assert actual.shape == self.value.shape
         assert (error <= tolerance * scale + 1e-6 + self.slack[:, None]).all()
+
+
+def quantize_matrix(weight_NK: Tensor, group_size: int, bias: Tensor | None = None) -> PlaneMatrix:
+    """A matrix with all its planes."""
+    layout = PlaneLayout(weight_NK.shape[0], weight_NK.shape[1], group_size)
+    codes, scales = quantize(weight_NK, group_size)
+    return PlaneMatrix(layout, pack(codes, layout), pack_scales(scales, layout), bias)
 
 
 def make_matrix(

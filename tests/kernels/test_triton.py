@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import quantized, reference
-from kernels.planes import PREFIX_BITS, dequantize, num_planes
+from kernels.planes import PREFIX_BITS, dequantize
 from kernels.triton.experts import experts_forward, linear_forward, supports, supports_matrix
 from kernels.triton.language import INTERPRETED
 from tests.kernels.dequantized_cases import quantize_case
@@ -27,6 +27,7 @@ from tests.kernels.kernel_cases import (
     cases,
     make_case,
 )
+from tests.kernels.plane_cases import first_bits, quantize_matrix
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
@@ -118,8 +119,7 @@ def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> 
 def test_linear_layers(dtype: torch.dtype, bits: int) -> None:
     random = torch.Generator().manual_seed(bits)
     weight, bias = torch.randn(50, 70, generator=random), torch.randn(50, generator=random)
-    matrix = quantized.quantize_matrix(weight, 32, bias)
-    matrix = replace(matrix, planes=matrix.planes[: num_planes(bits)])
+    matrix = first_bits(quantize_matrix(weight, 32, bias), bits)
     x = torch.randn(20, 70, generator=random).to(dtype)
     assert supports_matrix(x, matrix)
     expected = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T

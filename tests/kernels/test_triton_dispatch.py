@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kernels
-from kernels import quantized
 from kernels.triton import triton_status
 from kernels.triton.experts import supports, supports_matrix
 from tests.kernels.kernel_cases import make_case
+from tests.kernels.plane_cases import quantize_matrix
 
 
 def test_what_is_left_to_the_reference() -> None:
@@ -23,7 +23,7 @@ def test_what_is_left_to_the_reference() -> None:
         make_case(1, 2, 1, hidden=8, width=8).experts, down_EHF=torch.ones(2, 8, 16)[..., ::2]
     )
     assert not supports(case.hidden.float(), strided)
-    matrix = quantized.quantize_matrix(torch.randn(16, 64), 64)
+    matrix = quantize_matrix(torch.randn(16, 64), 64)
     shifted = torch.cat([matrix.scales[:1], matrix.scales])[1:]
     assert not supports_matrix(torch.ones(1, 64), replace(matrix, scales=shifted))
     assert not supports_matrix(torch.ones(1, 64, dtype=torch.float64), matrix)

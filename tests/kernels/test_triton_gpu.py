@@ -10,13 +10,13 @@ from torch import Tensor
 
 import kernels
 from kernels import ExpertWeights
-from kernels.quantized import quantize_matrix
 from kernels.reference import AnyExperts
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import ACTIVATIONS, DTYPES, Case, assert_close, make_case
+from tests.kernels.plane_cases import quantize_matrix
 
 pytestmark = [
     pytest.mark.gpu,
