@@ -100,7 +100,7 @@ class Calibrated:
     def _measure(self, layer: int, original: Original) -> LayerStatistics:
         whole, inputs = self.whole[layer], self.inputs[layer]
         each = [self.alone[layer][bits] for bits in WIDTHS]
-        error_EW = torch.stack([output_errors(whole, coarse, inputs) for coarse in each], 1)
+        error_EW = output_errors(whole, each, inputs)
         kl_W = original.losses(layer, each)
         return LayerStatistics(inputs, *usage(inputs, whole.num_experts), error_EW, kl_W)
 

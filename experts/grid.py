@@ -64,8 +64,9 @@ def _steps(groups: Tensor) -> Tensor:
         # a wrong count rarely gives a float16: only the rows that pass are looked at in full
         rows = ((found == 0) & (step > 0) & (step.half().float() == step)).nonzero().squeeze(1)
         rows = rows[step[rows] * count == largest[rows]]
-        multiples = groups[rows] / step[rows, None]
-        whole = (multiples.round() * step[rows, None] == groups[rows]).all(-1)
+        own = groups[rows]
+        off = own.div(step[rows, None]).round_().mul_(step[rows, None]).sub_(own)
+        whole = off.abs_().amax(-1) == 0
         found[rows[whole]] = step[rows[whole]]
     return found
 

@@ -6,7 +6,7 @@ Legend as in `inputs`; W widths, P parts of the first projection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,11 +54,13 @@ def quantize_calibrated(
         ValueError: as `experts.weights.quantize_experts`.
     """
     job = _Job.of(whole, inputs, group_size)
-    found: dict[int, Blobs] = {}
+    few = too_few(inputs, whole.num_experts)
+    found = {expert: _first(job.plain(expert), bits[expert]) for expert in few}
     for own in sorted(set(bits)):
         widths = PREFIX_BITS[: num_planes(own)] if nested else (own,)
-        for experts in job.chunks([e for e, width in enumerate(bits) if width == own]):
-            found |= zip(experts, job.quantize(experts, [widths])[0], strict=True)
+        those = [e for e, width in enumerate(bits) if width == own and e not in found]
+        for experts in job.chunks(those):
+            found |= zip(experts, job.compensated(experts, [widths])[0], strict=True)
     return job.joined([found[expert] for expert in range(whole.num_experts)])
 
 
@@ -68,13 +70,16 @@ def quantize_at_each_width(
 ) -> list[QuantizedExperts]:
     """`quantize_calibrated` for each of `PREFIX_BITS` alone, at less work than one by one."""
     job = _Job.of(whole, inputs, group_size)
-    found: list[list[Blobs]] = [[] for _ in PREFIX_BITS]
-    for experts in job.chunks(range(whole.num_experts)):
-        for own, blobs in zip(
-            found, job.quantize(experts, [[b] for b in PREFIX_BITS]), strict=True
-        ):
-            own += blobs
-    return [job.joined(blobs) for blobs in found]
+    few = too_few(inputs, whole.num_experts)
+    found: dict[int, list[Blobs]] = {}
+    for expert in few:
+        fine = job.plain(expert)
+        found[expert] = [_first(fine, bits) for bits in PREFIX_BITS]
+    for experts in job.chunks([e for e in range(whole.num_experts) if e not in found]):
+        ways = job.compensated(experts, [[bits] for bits in PREFIX_BITS])
+        found |= zip(experts, map(list, zip(*ways, strict=True)), strict=True)
+    each = zip(*(found[expert] for expert in range(whole.num_experts)), strict=True)
+    return [job.joined(blobs) for blobs in each]
 
 
 def too_few(inputs: LayerInputs, num_experts: int) -> list[int]:
@@ -84,18 +89,25 @@ def too_few(inputs: LayerInputs, num_experts: int) -> list[int]:
 
 
 @torch.no_grad()
-def output_errors(whole: ExpertWeights, coarse: ExpertWeights, inputs: LayerInputs) -> Tensor:
-    """``(E,)`` float64: squared error of the layer's output when that expert alone is coarse.
+def output_errors(
+    whole: ExpertWeights, versions: Iterable[ExpertWeights], inputs: LayerInputs
+) -> Tensor:
+    """``(E, len(versions))`` float64: squared error of the layer's output when that expert alone is
+    as in a version.
 
     Summed over the calibration tokens and the hidden dimension, routing weights included.
     """
-    own = replace(whole, gate_up_EGH=coarse.gate_up_EGH, down_EHF=coarse.down_EHF)
-    errors = torch.zeros(whole.num_experts, dtype=torch.float64)
-    for expert in range(whole.num_experts):
-        rows_RH, weights_R1 = inputs.rows_of(expert)
-        lost = (output(own, expert, rows_RH) - output(whole, expert, rows_RH)) * weights_R1
-        errors[expert] = lost.double().square().sum()
-    return errors
+    rows = [inputs.rows_of(expert) for expert in range(whole.num_experts)]
+    right = [output(whole, expert, rows_RH) for expert, (rows_RH, _) in enumerate(rows)]
+    errors = []
+    for coarse in versions:
+        own = replace(whole, gate_up_EGH=coarse.gate_up_EGH, down_EHF=coarse.down_EHF)
+        lost = [
+            (output(own, expert, rows_RH) - right[expert]) * weights_R1
+            for expert, (rows_RH, weights_R1) in enumerate(rows)
+        ]
+        errors.append(torch.stack([one.double().square().sum() for one in lost]))
+    return torch.stack(errors, 1)
 
 
 @dataclass(frozen=True)
@@ -121,30 +133,40 @@ class _Job:
         size = max(1, _CHUNK_VALUES // max(self.shape.hidden, self.shape.intermediate) ** 2)
         return (experts[at : at + size] for at in range(0, len(experts), size))
 
-    def quantize(self, experts: Sequence[int], ways: Sequence[Sequence[int]]) -> list[list[Blobs]]:
+    def plain(self, expert: int) -> Blobs:
+        """All planes of an expert, rounded to nearest."""
+        first, second = (
+            quantize_exactly(weight_XNK, self.shape.group_size)
+            for weight_XNK in self._weights([expert])
+        )
+        return self._blobs(first, second, 0, PREFIX_BITS[-1])
+
+    def compensated(
+        self, experts: Sequence[int], ways: Sequence[Sequence[int]]
+    ) -> list[list[Blobs]]:
         """For each way, the blobs of each of these experts.
 
         Args:
             ways: each the widths to compensate for, ascending; the last is how many bits are kept.
         """
-        whole, shape = self.whole, self.shape
-        chosen = list(experts)
-        enough = self.inputs.counts(whole.num_experts)[chosen] >= MIN_ROWS
-        parts = [
-            split_parts(whole.gate_up_EGH[e], shape.parts, self.interleaved).flatten(0, 1)
-            for e in chosen
-        ]
-        every = moments(self.inputs, whole, chosen)
+        every = moments(self.inputs, self.whole, experts)
         first, second = (
-            _codes(weight, moment, enough, ways, shape.group_size)
-            for weight, moment in zip(
-                (torch.stack(parts), whole.down_EHF[chosen]), every, strict=True
-            )
+            _codes(weight_XNK, Moments.of(moment_XKK), ways, self.shape.group_size)
+            for weight_XNK, moment_XKK in zip(self._weights(experts), every, strict=True)
         )
         return [
-            [self._blobs(one, two, at, widths[-1]) for at in range(len(chosen))]
+            [self._blobs(one, two, at, widths[-1]) for at in range(len(experts))]
             for one, two, widths in zip(first, second, ways, strict=True)
         ]
+
+    def _weights(self, experts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Both projections of some experts, the first's rows part by part."""
+        whole, shape = self.whole, self.shape
+        parts = [
+            split_parts(whole.gate_up_EGH[e], shape.parts, self.interleaved).flatten(0, 1)
+            for e in experts
+        ]
+        return torch.stack(parts), whole.down_EHF[list(experts)]
 
     def _blobs(self, first: _Codes, second: _Codes, at: int, bits: int) -> Blobs:
         codes, scales = (own[at].unflatten(0, (self.shape.parts, -1)) for own in first)
@@ -174,24 +196,17 @@ _Codes = tuple[Tensor, Tensor]
 
 
 def _codes(
-    weight_XNK: Tensor,
-    moment_XKK: Tensor,
-    enough_X: Tensor,
-    ways: Sequence[Sequence[int]],
-    group_size: int,
+    weight_XNK: Tensor, own: Moments, ways: Sequence[Sequence[int]], group_size: int
 ) -> list[_Codes]:
     """For each way."""
-    plain, scales = quantize_exactly(weight_XNK, group_size)
-    if not bool(enough_X.any()):
-        return [(plain, scales)] * len(ways)
-    own, found = Moments.of(moment_XKK[enough_X]), []
-    for widths in ways:
-        codes = plain.clone()
-        codes[enough_X] = compensate(
-            weight_XNK[enough_X], own, scales[enough_X], group_size, widths
-        )
-        found.append((codes, scales))
-    return found
+    _, scales = quantize_exactly(weight_XNK, group_size)
+    return [(compensate(weight_XNK, own, scales, group_size, widths), scales) for widths in ways]
+
+
+def _first(blobs: Blobs, bits: int) -> Blobs:
+    """The first bits of an expert."""
+    planes, scales = blobs
+    return planes[: num_planes(bits)], scales
 
 
 def _matrix(codes_NK: Tensor, scales_ND: Tensor, layout: PlaneLayout, bits: int) -> PlaneMatrix:

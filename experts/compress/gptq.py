@@ -144,24 +144,25 @@ def _reachable(position: Tensor, bits: int, within: Cell) -> Cell:
 
 def _sweep(weight: Tensor, upper: Tensor, scale: Tensor, bits: int, reachable: Cell) -> Tensor:
     """Centres of one prefix, column by column; float32."""
-    work, centres = weight.clone(), torch.empty_like(weight)
-    divisor = scale.masked_fill(scale == 0, 1.0)
-    low, high = reachable
-    for start in range(0, weight.shape[-1], _BLOCK):
-        block = work[..., start : start + _BLOCK]
-        size = block.shape[-1]
-        factor = upper[:, start : start + size, start:]
-        errors = torch.empty_like(block)
-        for i in range(size):
-            at = start + i
-            position = block[..., i] / divisor[..., at] + planes.ZERO_CODE
-            centre = nearest(position.clamp(low[..., at], high[..., at]), bits)
-            centres[..., at] = centre
-            lost = block[..., i] - (centre - planes.ZERO_CODE) * scale[..., at]
-            errors[..., i] = lost / factor[:, i, i, None]
-            block[..., i + 1 :] -= errors[..., i, None] * factor[:, i, None, i + 1 : size]
-        work[..., start + size :] -= errors @ factor[..., size:]
-    return centres
+    # Columns come first, as each is worked on for itself: they have to be contiguous.
+    work, scale, low, high = (
+        own.transpose(-2, -1).contiguous() for own in (weight, scale, *reachable)
+    )
+    divisor, centres = scale.masked_fill(scale == 0, 1.0), torch.empty_like(work)
+    columns = work.shape[-2]
+    for start in range(0, columns, _BLOCK):
+        end = min(start + _BLOCK, columns)
+        errors = torch.empty_like(work[:, start:end])
+        for at in range(start, end):
+            position = work[:, at] / divisor[:, at] + planes.ZERO_CODE
+            centre = centres[:, at]
+            centre[:] = nearest(position.clamp_(low[:, at], high[:, at]), bits)
+            lost = work[:, at] - (centre - planes.ZERO_CODE) * scale[:, at]
+            error, factor = errors[:, at - start], upper[:, at]
+            torch.div(lost, factor[:, at, None], out=error)
+            work[:, at + 1 : end].baddbmm_(factor[:, at + 1 : end, None], error[:, None], alpha=-1)
+        work[:, end:].baddbmm_(upper[:, start:end, end:].transpose(-2, -1), errors, alpha=-1)
+    return centres.transpose(-2, -1)
 
 
 def _inverse_factor(moment: Tensor) -> Tensor:

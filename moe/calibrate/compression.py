@@ -131,8 +131,7 @@ def _analyse(
     for ids, whole in pieces(experts):
         own = inputs.of_experts(ids)
         quantized = quantize_at_each_width(whole, own, group_size)
-        lost = [output_errors(whole, dequantize_experts(coarse), own) for coarse in quantized]
-        errors.append(torch.stack(lost, 1))
+        errors.append(output_errors(whole, map(dequantize_experts, quantized), own))
         for parts, part in zip(at_widths, quantized, strict=True):
             parts.append(part)
     error_EW = torch.cat(errors)

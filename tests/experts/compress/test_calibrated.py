@@ -61,7 +61,7 @@ def inputs() -> LayerInputs:
 
 
 def lost_by(layer: ExpertWeights, quantized: QuantizedExperts, inputs: LayerInputs) -> Tensor:
-    return output_errors(layer, dequantize_experts(quantized), inputs)
+    return output_errors(layer, [dequantize_experts(quantized)], inputs)[:, 0]
 
 
 def forward(layer: ExpertWeights, inputs: LayerInputs) -> Tensor:
