@@ -51,7 +51,7 @@ class NativeKernels:
         """As kernels.reference.experts_forward, without gradients."""
         if isinstance(experts, QuantizedExperts):
             return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
-        return self.whole(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
+        return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
     def weighted_sum(
         self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype

@@ -1,8 +1,7 @@
-"""The compiled experts on whole weights: argument checks, plans, and the calls.
+"""The compiled experts on whole weights: plans, and the calls.
 
 A plan is what a layer's weights need once: their description for C++, biases in float32, and
-which activation they have. Where C++ knows it, the whole layer is one C++ call; otherwise the
-callable runs in torch between two calls.
+which activation they have.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
 """
@@ -10,6 +9,7 @@ Shape legend as in kernels/reference.py; A is the number of slots in use, rows s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -17,16 +17,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.activation import Activation, empty_rows, recognise
-from kernels.cpu.calls import (
-    DTYPES,
-    NUMBER,
-    POINTER,
-    SIZE,
-    declare,
-    in_steps,
-    run_layer,
-)
-from kernels.reference import ExpertWeights, check_shapes
+from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE
+from kernels.cpu.layer import NativeLayer
+from kernels.reference import ExpertWeights
 
 _SIGNATURES = {
     "moe_first": (None, (POINTER, POINTER, POINTER, NUMBER, SIZE, POINTER, NUMBER)),
@@ -49,17 +42,20 @@ class _Layer(ctypes.Structure):
 @dataclass(frozen=True)
 class _Plan:
     key: tuple[object, ...]  # the storage that the plan points to
-    layer: _Layer
+    record: _Layer
     biases: tuple[Tensor | None, Tensor | None]  # kept alive: float32 copies
     activation: Activation | None  # of gate and up in halves, where C++ knows it
 
 
-class NativeExperts:
-    """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
+class NativeExperts(NativeLayer[ExpertWeights]):
+    """Whole experts on the CPU.
+
+    bf16 activations with bf16 weights use the CPU's bf16 dot products where it has them (the inner
+    activations are rounded to bf16 then, as in transformers); all else is float32.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        declare(library, _SIGNATURES)
-        self._library = library
+        super().__init__(library, _SIGNATURES)
         self._plans: WeakKeyDictionary[ExpertWeights, _Plan] = WeakKeyDictionary()
 
     @staticmethod
@@ -74,63 +70,30 @@ class NativeExperts:
             and down.is_contiguous()
         )
 
-    def __call__(
+    @property
+    def _forward(self) -> Callable[..., int]:
+        return self._library.moe_forward
+
+    def _first(
         self,
+        layer: int,
+        routing: int,
+        rows: int,
         hidden_TH: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        slots: int,
         experts: ExpertWeights,
-        add_to_TH: Tensor | None = None,
     ) -> Tensor:
-        """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
-        inputs only, not on the other rows of the call nor on the number of threads.
+        out_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
+        hidden, dtype = hidden_TH.data_ptr(), DTYPES[hidden_TH.dtype]
+        threads = torch.get_num_threads()
+        self._library.moe_first(layer, routing, hidden, dtype, slots, out_AG.data_ptr(), threads)
+        return out_AG
 
-        bf16 activations with bf16 weights use the CPU's bf16 dot products where it has them (the
-        inner activations are rounded to bf16 then, as in transformers); all else is float32.
-        """
-        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
-        if expert_ids_TK.numel() == 0:
-            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
-        plan = self._plan(experts)
-
-        def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan, add_to_TH)
-
-        return run_layer(
-            self._library.moe_forward,
-            plan.layer,
-            plan.activation,
-            steps,
-            hidden_TH,
-            expert_ids_TK,
-            weights_TK,
-            experts,
-            add_to_TH,
-        )
-
-    def _in_steps(
-        self,
-        hidden_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: ExpertWeights,
-        plan: _Plan,
-        add_to_TH: Tensor | None,
-    ) -> Tensor:
-        library, layer = self._library, ctypes.addressof(plan.layer)
-        dtype, threads = DTYPES[hidden_TH.dtype], torch.get_num_threads()
-
-        def first(routing: int, rows: int) -> Tensor:
-            out_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
-            hidden, slots, out = hidden_TH.data_ptr(), ids_TK.shape[1], out_AG.data_ptr()
-            library.moe_first(layer, routing, hidden, dtype, slots, out, threads)
-            return out_AG
-
-        def second(routing: int, inner_AF: Tensor, out_AH: Tensor) -> None:
-            inner, out = inner_AF.data_ptr(), out_AH.data_ptr()
-            library.moe_second(layer, routing, inner, dtype, out, threads)
-
-        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, add_to_TH, first, second)
+    def _second(
+        self, layer: int, routing: int, inner_AF: Tensor, out_AH: Tensor, dtype: int
+    ) -> None:
+        inner, out, threads = inner_AF.data_ptr(), out_AH.data_ptr(), torch.get_num_threads()
+        self._library.moe_second(layer, routing, inner, dtype, out, threads)
 
     def _plan(self, experts: ExpertWeights) -> _Plan:
         # Parameters can be moved or converted in place under an unchanged object.

@@ -1,7 +1,4 @@
-"""The compiled kernels on bit planes behind torch tensors: argument checks and the calls.
-
-Where C++ knows a layer's activation the whole layer is one C++ call; otherwise the callable runs in
-torch between two calls.
+"""The compiled kernels on bit planes behind torch tensors: experts, and linear layers.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
 """
@@ -9,26 +6,18 @@ Shape legend as in kernels/reference.py; A is the number of slots in use, rows s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.activation import empty_rows
-from kernels.cpu.calls import (
-    DTYPES,
-    NUMBER,
-    POINTER,
-    SIZE,
-    check_done,
-    declare,
-    in_steps,
-    run_layer,
-)
+from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, check_done
+from kernels.cpu.layer import NativeLayer
 from kernels.cpu.plans import LayerPlan, MatrixPlan, plan_layer, plan_matrix
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
 from kernels.quantized import check_rows
-from kernels.reference import check_shapes
 
 _SIGNATURES = {
     "moe_plane_linear": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, POINTER, NUMBER)),
@@ -44,12 +33,11 @@ _SIGNATURES = {
 }
 
 
-class NativePlanes:
+class NativePlanes(NativeLayer[QuantizedExperts]):
     """Quantised experts and linear layers on the CPU by a compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        declare(library, _SIGNATURES)
-        self._library = library
+        super().__init__(library, _SIGNATURES)
         self._matrices: WeakKeyDictionary[PlaneMatrix, MatrixPlan] = WeakKeyDictionary()
         self._layers: WeakKeyDictionary[QuantizedExperts, LayerPlan] = WeakKeyDictionary()
 
@@ -64,7 +52,7 @@ class NativePlanes:
         if x_TK.dtype == torch.float16:
             return self.linear(x_TK.float(), matrix).to(torch.float16)
         x_TK = x_TK.contiguous()
-        tokens, plan = x_TK.shape[0], self.matrix_plan(matrix)
+        tokens, plan = x_TK.shape[0], self._matrix_plan(matrix)
         output_TN = x_TK.new_empty(tokens, matrix.layout.rows)
         if tokens:
             done = self._library.moe_plane_linear(
@@ -79,76 +67,49 @@ class NativePlanes:
             check_done(done)
         return output_TN
 
-    def experts(
+    @property
+    def _forward(self) -> Callable[..., int]:
+        return self._library.moe_quantized_forward
+
+    def _first(
         self,
+        layer: int,
+        routing: int,
+        rows: int,
         hidden_TH: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        slots: int,
         experts: QuantizedExperts,
-        add_to_TH: Tensor | None = None,
     ) -> Tensor:
-        """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
-        inputs only, not on the other rows of the call nor on the number of threads.
-        """
-        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
-        if expert_ids_TK.numel() == 0:
-            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
-        plan = self.layer_plan(experts)
-
-        def steps(hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-            return self._in_steps(hidden_TH, ids_TK, weights_TK, experts, plan, add_to_TH)
-
-        return run_layer(
-            self._library.moe_quantized_forward,
-            plan.record,
-            plan.activation,
-            steps,
-            hidden_TH,
-            expert_ids_TK,
-            weights_TK,
-            experts,
-            add_to_TH,
+        width = experts.intermediate_size
+        out_AG = empty_rows(rows, experts.parts * width)
+        done = self._library.moe_quantized_first(
+            layer,
+            routing,
+            hidden_TH.data_ptr(),
+            DTYPES[hidden_TH.dtype],
+            hidden_TH.shape[0],
+            slots,
+            out_AG.data_ptr(),
+            torch.get_num_threads(),
         )
+        check_done(done)
+        if experts.interleaved:
+            return out_AG.unflatten(1, (2, width)).transpose(1, 2).flatten(1)
+        return out_AG
 
-    def _in_steps(
-        self,
-        hidden_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: QuantizedExperts,
-        plan: LayerPlan,
-        add_to_TH: Tensor | None,
-    ) -> Tensor:
-        library, layer = self._library, ctypes.addressof(plan.record)
-        threads, parts, width = torch.get_num_threads(), experts.parts, experts.intermediate_size
+    def _second(
+        self, layer: int, routing: int, inner_AF: Tensor, out_AH: Tensor, dtype: int
+    ) -> None:
+        inner, out, threads = inner_AF.data_ptr(), out_AH.data_ptr(), torch.get_num_threads()
+        check_done(self._library.moe_quantized_second(layer, routing, inner, out, threads))
 
-        def first(routing: int, rows: int) -> Tensor:
-            out_AG = empty_rows(rows, parts * width)
-            hidden, dtype, out = hidden_TH.data_ptr(), DTYPES[hidden_TH.dtype], out_AG.data_ptr()
-            check_done(
-                library.moe_quantized_first(
-                    layer, routing, hidden, dtype, *ids_TK.shape, out, threads
-                )
-            )
-            if experts.interleaved:
-                return out_AG.unflatten(1, (2, width)).transpose(1, 2).flatten(1)
-            return out_AG
-
-        def second(routing: int, inner_AF: Tensor, out_AH: Tensor) -> None:
-            inner, out = inner_AF.data_ptr(), out_AH.data_ptr()
-            check_done(library.moe_quantized_second(layer, routing, inner, out, threads))
-
-        return in_steps(library, hidden_TH, ids_TK, weights_TK, experts, add_to_TH, first, second)
-
-    def matrix_plan(self, matrix: PlaneMatrix) -> MatrixPlan:
-        """The matrix's plan, made on the first call."""
+    def _matrix_plan(self, matrix: PlaneMatrix) -> MatrixPlan:
         plan = self._matrices.get(matrix)
         if plan is None:
             plan = self._matrices[matrix] = plan_matrix(matrix)
         return plan
 
-    def layer_plan(self, experts: QuantizedExperts) -> LayerPlan:
-        """The layer's plan, made on the first call."""
+    def _plan(self, experts: QuantizedExperts) -> LayerPlan:
         plan = self._layers.get(experts)
         if plan is None:
             plan = self._layers[experts] = plan_layer(experts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -30,28 +29,20 @@ def native(request: pytest.FixtureRequest) -> NativeExperts:
     return NativeExperts(load_library((request.param,)))
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @given(case=cases())
 def test_equals_the_float64_oracle(native: NativeExperts, case: Case) -> None:
-    assert_close(native(*case.arguments), case)
+    assert_close(native.experts(*case.arguments), case)
 
 
 @given(case=cases(), data=st.data())
 def test_rows_have_the_same_bits_in_any_company(
     native: NativeExperts, case: Case, data: st.DataObject
 ) -> None:
-    together = native(*case.arguments)
+    together = native.experts(*case.arguments)
     begin = data.draw(st.integers(0, case.hidden.shape[0]))
     end = data.draw(st.integers(begin, case.hidden.shape[0]))
     keep = slice(begin, end)
-    assert torch.equal(native(*case.rows(keep).arguments), together[keep])
+    assert torch.equal(native.experts(*case.rows(keep).arguments), together[keep])
 
 
 # Large enough for several panels, row tiles, blocks of the summed direction, and threads.
@@ -61,19 +52,19 @@ def test_large_layers_agree_with_the_reference_row_by_row(
     native: NativeExperts, dtype: torch.dtype, activation: str
 ) -> None:
     case = make_case(45, 3, 2, hidden=2100, width=192, dtype=dtype, activation=activation)
-    together = native(*case.arguments)
+    together = native.experts(*case.arguments)
     expected = reference.experts_forward(*case.arguments)
     assert (together.float() - expected.float()).abs().max() < 2e-2 * expected.abs().max()
-    alone = [native(*case.rows(slice(t, t + 1)).arguments) for t in range(45)]
+    alone = [native.experts(*case.rows(slice(t, t + 1)).arguments) for t in range(45)]
     assert torch.equal(torch.cat(alone), together)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_threads_do_not_change_bits(native: NativeExperts) -> None:
     case = make_case(tokens=30, experts=4, top_k=2, hidden=300, width=200)
-    alone = native(*case.arguments)
+    alone = native.experts(*case.arguments)
     torch.set_num_threads(3)
-    assert torch.equal(native(*case.arguments), alone)
+    assert torch.equal(native.experts(*case.arguments), alone)
 
 
 def test_infinite_and_tiny_half_weights_widen_exactly(native: NativeExperts) -> None:
@@ -86,7 +77,7 @@ def test_infinite_and_tiny_half_weights_widen_exactly(native: NativeExperts) -> 
         picked[0, 0, index] = 1
         layer = replace(experts, gate_up_EGH=gate_up[:, index : index + 1].contiguous())
         layer = replace(layer, down_EHF=torch.ones(1, 1, 1, dtype=torch.float16))
-        actual = native(
+        actual = native.experts(
             torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), layer
         )
         torch.testing.assert_close(actual[0, 0], values[index].half().float(), equal_nan=True)
@@ -94,23 +85,26 @@ def test_infinite_and_tiny_half_weights_widen_exactly(native: NativeExperts) -> 
 
 def test_weights_moved_in_place_are_seen(native: NativeExperts) -> None:
     case = make_case(tokens=3, experts=4, top_k=2, hidden=16, width=8, biased=True)
-    native(*case.arguments)
+    native.experts(*case.arguments)
     for tensor in (case.experts.gate_up_EGH, case.experts.down_EHF):
         tensor.data = tensor.double().neg().to(torch.bfloat16)
     assert case.experts.down_bias_EH is not None
     case.experts.down_bias_EH.add_(1)
     torch.testing.assert_close(
-        native(*case.arguments), reference.experts_forward(*case.arguments), rtol=1e-4, atol=1e-5
+        native.experts(*case.arguments),
+        reference.experts_forward(*case.arguments),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
 def test_torch_defaults_do_not_matter(native: NativeExperts) -> None:
     case = make_case(3, 4, 2, hidden=16, width=8, activation="gelu gate", normed=True)
-    expected = native(*case.arguments)
+    expected = native.experts(*case.arguments)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            actual = native(*replace(case, experts=replace(case.experts)).arguments)
+            actual = native.experts(*replace(case, experts=replace(case.experts)).arguments)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(actual, expected)
@@ -124,7 +118,7 @@ def test_refuses_an_expert_that_does_not_exist(
     case = make_case(2, 4, 2, hidden=8, width=8, activation=activation)
     case.ids[1, 0] = expert
     with pytest.raises(ValueError, match=r"expert ids must be in \[0, 4\), or -1"):
-        native(*case.arguments)
+        native.experts(*case.arguments)
 
 
 def test_gradients_come_from_the_reference() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,14 +30,6 @@ from tests.kernels.plane_cases import (
 @pytest.fixture(scope="module", params=TARGETS)
 def native(request: pytest.FixtureRequest) -> NativePlanes:
     return NativePlanes(load_library((request.param,)))
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @given(
@@ -149,7 +140,7 @@ def test_known_activations_agree_with_their_callables(
     native: NativePlanes, activation: str, biased: bool
 ) -> None:
     case = make_layer(20, 2, 1, hidden=70, width=50, activation=activation, biased=biased)
-    assert native.layer_plan(case.experts).activation is not None
+    assert native._plan(case.experts).activation is not None
     in_torch = replace(case, experts=replace(case.experts, post_norm=lambda rows: rows))
     error = native.experts(*case.arguments) - native.experts(*in_torch.arguments)
     assert error.abs().amax(1).median() < 1e-5

@@ -1,0 +1,152 @@
+"""One MoE layer by a compiled library, whatever its weights are: argument checks and the calls.
+
+Where C++ knows the layer's activation, and no norm follows, the whole layer is one C++ call;
+otherwise the callables run in torch between three.
+
+Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.activation import Activation, by_blocks, empty_rows
+from kernels.cpu.calls import DTYPES, RoutingRecord, Signatures, check_done, declare
+from kernels.plane_weights import QuantizedExperts
+from kernels.reference import ExpertWeights, check_shapes, id_error
+
+Weights = TypeVar("Weights", ExpertWeights, QuantizedExperts)
+
+
+class Plan(Protocol):
+    """What C++ is told of a layer; no activation: one that it does not know."""
+
+    @property
+    def record(self) -> ctypes.Structure: ...
+
+    @property
+    def activation(self) -> Activation | None: ...
+
+
+class NativeLayer(ABC, Generic[Weights]):
+    """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
+
+    def __init__(self, library: ctypes.CDLL, signatures: Signatures) -> None:
+        declare(library, signatures)
+        self._library = library
+
+    def experts(
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: Weights,
+        add_to_TH: Tensor | None = None,
+    ) -> Tensor:
+        """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
+        inputs only, not on the other rows of the call nor on the number of threads.
+
+        float16 activations go as float32.
+        """
+        check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
+        if expert_ids_TK.numel() == 0:
+            return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
+        plan, dtype = self._plan(experts), hidden_TH.dtype
+        hidden_TH = (hidden_TH.float() if dtype == torch.float16 else hidden_TH).contiguous()
+        ids_TK = expert_ids_TK.to(torch.int64).contiguous()
+        weights_TK = weights_TK.to(torch.float32).contiguous()
+        output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
+        so_far = None if add_to_TH is None else add_to_TH.data_ptr()
+        whole = plan.activation is not None and experts.post_norm is None
+        run = self._at_once if whole else self._in_steps
+        run(plan, hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far)
+        return output_TH if add_to_TH is not None else output_TH.to(dtype)
+
+    def _at_once(
+        self,
+        plan: Plan,
+        hidden_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: Weights,
+        output_TH: Tensor,
+        so_far: int | None,
+    ) -> None:
+        assert plan.activation is not None
+        done = self._forward(
+            ctypes.addressof(plan.record),
+            ctypes.addressof(plan.activation),
+            hidden_TH.data_ptr(),
+            DTYPES[hidden_TH.dtype],
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            *ids_TK.shape,
+            output_TH.data_ptr(),
+            so_far,
+            torch.get_num_threads(),
+        )
+        check_done(done, experts)
+
+    def _in_steps(
+        self,
+        plan: Plan,
+        hidden_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: Weights,
+        output_TH: Tensor,
+        so_far: int | None,
+    ) -> None:
+        library, size, count = self._library, ids_TK.numel(), experts.num_experts
+        numbers = torch.empty(
+            library.moe_routing_numbers(size, count), dtype=torch.int32, device="cpu"
+        )
+        record = RoutingRecord()
+        routing, layer = ctypes.addressof(record), ctypes.addressof(plan.record)
+        rows = library.moe_route(ids_TK.data_ptr(), size, count, numbers.data_ptr(), routing)
+        if rows < 0:
+            raise id_error(experts)
+        first_AG = self._first(layer, routing, rows, hidden_TH, ids_TK.shape[1], experts)
+        inner_AF = by_blocks(experts.activation, first_AG, experts.intermediate_size)
+        row_AH = empty_rows(rows, experts.hidden_size)
+        self._second(layer, routing, inner_AF, row_AH, DTYPES[hidden_TH.dtype])
+        if experts.post_norm is not None:
+            row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
+        library.moe_combine(
+            routing,
+            row_AH.data_ptr(),
+            weights_TK.data_ptr(),
+            *ids_TK.shape,
+            experts.hidden_size,
+            output_TH.data_ptr(),
+            DTYPES[hidden_TH.dtype],
+            so_far,
+            torch.get_num_threads(),
+        )
+
+    @property
+    @abstractmethod
+    def _forward(self) -> Callable[..., int]:
+        """The C++ function that runs a whole layer."""
+
+    @abstractmethod
+    def _plan(self, experts: Weights) -> Plan:
+        """Made on a layer's first call."""
+
+    @abstractmethod
+    def _first(
+        self, layer: int, routing: int, rows: int, hidden_TH: Tensor, slots: int, experts: Weights
+    ) -> Tensor:
+        """(A, G) float32, the first projection; addresses of the layer and of the routing."""
+
+    @abstractmethod
+    def _second(
+        self, layer: int, routing: int, inner_AF: Tensor, out_AH: Tensor, dtype: int
+    ) -> None:
+        """Fill the rows with the second projection; ``dtype`` is that of the hidden rows."""
