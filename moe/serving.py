@@ -93,12 +93,12 @@ def serve(
     rows, routing, apart = dispatched.hidden_states, dispatched.routing, dispatched.apart
     dtype = sum_dtype(held_experts(experts)) if apart else rows.dtype
 
-    def run(rows: Tensor, routing: Routing) -> Tensor:
+    def run(rows: Tensor, routing: Routing, prefetcher: Prefetcher | None) -> Tensor:
         add_to = rows.new_zeros(rows.shape, dtype=dtype) if apart else None
         return run_rows(rows, routing, experts, forward, prefetcher, add_to)
 
     try:
-        return run(rows, routing), {}
+        return run(rows, routing, prefetcher), {}
     except OffloadError as error:
         failures = _lost(experts, routing, error)
     except Exception as error:
@@ -109,7 +109,7 @@ def serve(
     left = torch.tensor([row for row in range(len(rows)) if row not in failures], dtype=torch.int64)
     try:
         some = Routing(routing.expert_ids[left], routing.weights[left])
-        results[left] = run(rows[left], some)
+        results[left] = run(rows[left], some, None)  # forecasts are for all rows of the step
     except OffloadError as error:
         failures |= dict.fromkeys(left.tolist(), str(error))
     return results, failures

@@ -76,21 +76,31 @@ def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterato
 
 
 class Broken:
-    """A transfer that has failed."""
+    """A transfer that fails in the end; until then its bytes still come."""
 
-    done, seconds = True, 0.0
+    seconds = 0.0
 
-    def __init__(self, what: str) -> None:
-        self.failed = OffloadError(f"cannot read {what}: Input/output error")
+    def __init__(self, transfer: Transfer, what: str) -> None:
+        self._transfer = transfer
+        self._failure = OffloadError(f"cannot read {what}: Input/output error")
+
+    @property
+    def done(self) -> bool:
+        return self._transfer.done
+
+    @property
+    def failed(self) -> Exception | None:
+        return self._failure if self.done else None
 
     def wait(self) -> float:
-        raise self.failed
+        self._transfer.wait()
+        raise self._failure
 
     def cancel(self) -> bool:
-        return False
+        return self._transfer.cancel()
 
     def hasten(self) -> None:
-        pass
+        self._transfer.hasten()
 
 
 def outcomes(model: MoE, prompts: Sequence[list[int]]) -> list[list[int] | Exception]:
@@ -146,7 +156,7 @@ def test_a_read_error_ends_those_who_need_the_expert_and_nobody_else(
         key for key in sorted(candidates) if 0 < sum(key in keys for keys in needed) < len(needed)
     )
     bad = f"expert {expert} of MoE layer {layer}"
-    with meddling(offloaded, lambda t, what: Broken(what) if what == bad else t):
+    with meddling(offloaded, lambda t, what: Broken(t, what) if what == bad else t):
         seen = outcomes(offloaded, PROMPTS)
     expected = outcomes(resident, PROMPTS)
     for keys, found, right in zip(needed, seen, expected, strict=True):
@@ -160,7 +170,7 @@ def test_a_read_error_ends_those_who_need_the_expert_and_nobody_else(
 
 
 def test_generate_raises_and_goes_on_afterwards(offloaded: MoE, resident: MoE) -> None:
-    with meddling(offloaded, lambda _, what: Broken(what)):
+    with meddling(offloaded, lambda t, what: Broken(t, what)):
         with pytest.raises(OffloadError, match="cannot read expert"):
             offloaded.generate(PROMPTS[0], GREEDY)
         with pytest.raises(OffloadError, match="cannot read expert"):

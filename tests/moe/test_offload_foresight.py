@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from experts.manifest import read_manifest
+from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.calibrate.artefacts import FOLDER, write
 from moe.calibrate.calibrate import calibrate_model
@@ -17,9 +18,15 @@ from moe.convert import convert
 from moe.errors import CalibrationError, ProfileError
 from moe.plan import GIB
 from moe.settings import ModelSettings
+from moe.visit import Visit
+from offload.errors import OffloadError
+from offload.experts import OffloadedExperts
+from offload.prefetch import Prefetcher
 from offload.room import slot_bytes
 from routing import Routing
 from routing.predict import Forecast
+from tests.moe.test_lockstep import lossy_layers
+from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS
 
 SMALL: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
@@ -115,6 +122,28 @@ def test_self_contrast_looks_ahead_for_both_readings(store: Path) -> None:
     expected = [completion.token_ids for completion in resident.generate(PROMPTS, GREEDY)]
     assert [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)] == expected
     assert liar.last is not None, "it saw where both readings went"
+
+
+def test_a_lost_expert_is_no_news_for_who_looks_ahead() -> None:
+    """Those that do not need it are run again without the rows that do: no step of its own."""
+    experts, layers = lossy_layers(0, 6, lost={(1, 2)})
+    first, liar = experts.layers[0], Liar("random", LAYERS, EXPERTS)
+    assert isinstance(first, OffloadedExperts)
+    experts._prefetcher = Prefetcher(first.cache, [EXPERTS] * LAYERS, liar, load_seconds=1e-3)
+    experts.begin([[1], [2], [3]])
+    hidden, weights = torch.randn(3, 1, HIDDEN), torch.rand(1, 2)
+    choices = torch.tensor([[[0, 2]], [[1, 3]], [[4, 5]]])
+    visits = [
+        Visit(1, rows, Routing(ids, weights), "decode")
+        for rows, ids in zip(hidden, choices, strict=True)
+    ]
+    lost, *others = experts.run(1, visits)
+    assert isinstance(lost, OffloadError)
+    for outcome, visit in zip(others, visits[1:], strict=True):
+        ids = visit.routing.expert_ids
+        whole = experts_forward(visit.hidden_states, ids, weights, layers.resident[1])
+        assert isinstance(outcome, Tensor)
+        assert torch.equal(outcome, whole)
 
 
 def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
