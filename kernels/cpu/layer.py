@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -32,6 +33,23 @@ class Plan(Protocol):
 
     @property
     def activation(self) -> Activation | None: ...
+
+
+@dataclass(frozen=True)
+class Call(Generic[Weights]):
+    """Tensors as C++ reads them: contiguous, float32 or bf16 rows, int64 ids, float32 weights.
+
+    Attributes:
+        output_TH: to be filled, unless there is a sum so far.
+        so_far: address of that sum, which is then gone on with.
+    """
+
+    hidden_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    experts: Weights
+    output_TH: Tensor
+    so_far: int | None
 
 
 class NativeLayer(ABC, Generic[Weights]):
@@ -65,45 +83,28 @@ class NativeLayer(ABC, Generic[Weights]):
         so_far = None if add_to_TH is None else add_to_TH.data_ptr()
         whole = plan.activation is not None and experts.post_norm is None
         run = self._at_once if whole else self._in_steps
-        run(plan, hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far)
+        run(plan, Call(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
-    def _at_once(
-        self,
-        plan: Plan,
-        hidden_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: Weights,
-        output_TH: Tensor,
-        so_far: int | None,
-    ) -> None:
+    def _at_once(self, plan: Plan, call: Call[Weights]) -> None:
         assert plan.activation is not None
         done = self._forward(
             ctypes.addressof(plan.record),
             ctypes.addressof(plan.activation),
-            hidden_TH.data_ptr(),
-            DTYPES[hidden_TH.dtype],
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            *ids_TK.shape,
-            output_TH.data_ptr(),
-            so_far,
+            call.hidden_TH.data_ptr(),
+            DTYPES[call.hidden_TH.dtype],
+            call.ids_TK.data_ptr(),
+            call.weights_TK.data_ptr(),
+            *call.ids_TK.shape,
+            call.output_TH.data_ptr(),
+            call.so_far,
             torch.get_num_threads(),
         )
-        check_done(done, experts)
+        check_done(done, call.experts)
 
-    def _in_steps(
-        self,
-        plan: Plan,
-        hidden_TH: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        experts: Weights,
-        output_TH: Tensor,
-        so_far: int | None,
-    ) -> None:
-        library, size, count = self._library, ids_TK.numel(), experts.num_experts
+    def _in_steps(self, plan: Plan, call: Call[Weights]) -> None:
+        library, ids_TK, experts = self._library, call.ids_TK, call.experts
+        size, count, hidden = ids_TK.numel(), experts.num_experts, experts.hidden_size
         numbers = torch.empty(
             library.moe_routing_numbers(size, count), dtype=torch.int32, device="cpu"
         )
@@ -112,21 +113,22 @@ class NativeLayer(ABC, Generic[Weights]):
         rows = library.moe_route(ids_TK.data_ptr(), size, count, numbers.data_ptr(), routing)
         if rows < 0:
             raise id_error(experts)
-        first_AG = self._first(layer, routing, rows, hidden_TH, ids_TK.shape[1], experts)
+        first_AG = self._first(layer, routing, rows, call)
         inner_AF = by_blocks(experts.activation, first_AG, experts.intermediate_size)
-        row_AH = empty_rows(rows, experts.hidden_size)
-        self._second(layer, routing, inner_AF, row_AH, DTYPES[hidden_TH.dtype])
+        row_AH = empty_rows(rows, hidden)
+        dtype = DTYPES[call.hidden_TH.dtype]
+        self._second(layer, routing, inner_AF, row_AH, dtype)
         if experts.post_norm is not None:
-            row_AH = by_blocks(experts.post_norm, row_AH, experts.hidden_size)
+            row_AH = by_blocks(experts.post_norm, row_AH, hidden)
         library.moe_combine(
             routing,
             row_AH.data_ptr(),
-            weights_TK.data_ptr(),
+            call.weights_TK.data_ptr(),
             *ids_TK.shape,
-            experts.hidden_size,
-            output_TH.data_ptr(),
-            DTYPES[hidden_TH.dtype],
-            so_far,
+            hidden,
+            call.output_TH.data_ptr(),
+            dtype,
+            call.so_far,
             torch.get_num_threads(),
         )
 
@@ -140,9 +142,7 @@ class NativeLayer(ABC, Generic[Weights]):
         """Made on a layer's first call."""
 
     @abstractmethod
-    def _first(
-        self, layer: int, routing: int, rows: int, hidden_TH: Tensor, slots: int, experts: Weights
-    ) -> Tensor:
+    def _first(self, layer: int, routing: int, rows: int, call: Call[Weights]) -> Tensor:
         """(A, G) float32, the first projection; addresses of the layer and of the routing."""
 
     @abstractmethod

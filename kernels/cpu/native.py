@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.cpu.activation import Activation, empty_rows, recognise
 from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE
-from kernels.cpu.layer import NativeLayer
+from kernels.cpu.layer import Call, NativeLayer
 from kernels.reference import ExpertWeights
 
 _SIGNATURES = {
@@ -74,19 +74,11 @@ class NativeExperts(NativeLayer[ExpertWeights]):
     def _forward(self) -> Callable[..., int]:
         return self._library.moe_forward
 
-    def _first(
-        self,
-        layer: int,
-        routing: int,
-        rows: int,
-        hidden_TH: Tensor,
-        slots: int,
-        experts: ExpertWeights,
-    ) -> Tensor:
-        out_AG = empty_rows(rows, experts.gate_up_EGH.shape[1])
-        hidden, dtype = hidden_TH.data_ptr(), DTYPES[hidden_TH.dtype]
-        threads = torch.get_num_threads()
-        self._library.moe_first(layer, routing, hidden, dtype, slots, out_AG.data_ptr(), threads)
+    def _first(self, layer: int, routing: int, rows: int, call: Call[ExpertWeights]) -> Tensor:
+        out_AG = empty_rows(rows, call.experts.gate_up_EGH.shape[1])
+        hidden, dtype = call.hidden_TH.data_ptr(), DTYPES[call.hidden_TH.dtype]
+        slots, out, threads = call.ids_TK.shape[1], out_AG.data_ptr(), torch.get_num_threads()
+        self._library.moe_first(layer, routing, hidden, dtype, slots, out, threads)
         return out_AG
 
     def _second(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.activation import empty_rows
 from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, check_done
-from kernels.cpu.layer import NativeLayer
+from kernels.cpu.layer import Call, NativeLayer
 from kernels.cpu.plans import LayerPlan, MatrixPlan, plan_layer, plan_matrix
 from kernels.plane_weights import PlaneMatrix, QuantizedExperts
 from kernels.quantized import check_rows
@@ -71,29 +71,20 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
     def _forward(self) -> Callable[..., int]:
         return self._library.moe_quantized_forward
 
-    def _first(
-        self,
-        layer: int,
-        routing: int,
-        rows: int,
-        hidden_TH: Tensor,
-        slots: int,
-        experts: QuantizedExperts,
-    ) -> Tensor:
-        width = experts.intermediate_size
-        out_AG = empty_rows(rows, experts.parts * width)
+    def _first(self, layer: int, routing: int, rows: int, call: Call[QuantizedExperts]) -> Tensor:
+        width = call.experts.intermediate_size
+        out_AG = empty_rows(rows, call.experts.parts * width)
         done = self._library.moe_quantized_first(
             layer,
             routing,
-            hidden_TH.data_ptr(),
-            DTYPES[hidden_TH.dtype],
-            hidden_TH.shape[0],
-            slots,
+            call.hidden_TH.data_ptr(),
+            DTYPES[call.hidden_TH.dtype],
+            *call.ids_TK.shape,
             out_AG.data_ptr(),
             torch.get_num_threads(),
         )
         check_done(done)
-        if experts.interleaved:
+        if call.experts.interleaved:
             return out_AG.unflatten(1, (2, width)).transpose(1, 2).flatten(1)
         return out_AG
 
