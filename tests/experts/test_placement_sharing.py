@@ -5,29 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks.sharing_optimum import optimum
-from experts.placement.placement import Floats, Ints
+from experts.placement.placement import Ints
 from experts.placement.sharing import share_by_price, share_evenly
+from tests.routing.balance_cases import steps
 
 
-@st.composite
-def loads(draw: st.DrawFn) -> tuple[Floats, Ints]:
-    """Load of each expert in a step, and the copies of each on each rank."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    experts, ranks = draw(st.integers(1, 24)), draw(st.integers(1, 8))
-    copies_ER = (rng.random((experts, ranks)) < draw(st.floats(0, 0.5))).astype(np.int64)
-    copies_ER[np.arange(experts), rng.integers(ranks, size=experts)] = 1
-    popularity = rng.permutation(experts) + 1.0
-    loads_E = rng.poisson(200 * popularity ** -draw(st.sampled_from((0.0, 0.5, 1.0, 2.0))))
-    return loads_E.astype(np.float64), copies_ER
-
-
-@given(loads())
+@given(steps())
 @settings(max_examples=150, deadline=None)
-def test_shares_are_within_2_percent_of_the_linear_program(step: tuple[Floats, Ints]) -> None:
-    loads_E, copies_ER = step
+def test_shares_are_within_2_percent_of_the_linear_program(step: tuple[Ints, Ints]) -> None:
+    loads_E, copies_ER = step[0].astype(np.float64), step[1]
     shares_ER = share_by_price(loads_E[None], copies_ER)[0]
     assert (shares_ER >= 0).all()
     assert (shares_ER[copies_ER == 0] == 0).all()

@@ -6,24 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from benchmarks.sharing_optimum import optimum
 from routing.balance import choose_counts, deal
-
-Ints = NDArray[np.int64]
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> tuple[Ints, Ints]:
-    """Tokens of each expert in a step, and the copies of each on each rank."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    experts, ranks = draw(st.integers(1, 24)), draw(st.integers(1, 8))
-    copies_ER = (rng.random((experts, ranks)) < draw(st.floats(0, 0.5))).astype(np.int64)
-    copies_ER[np.arange(experts), rng.integers(ranks, size=experts)] = 1
-    popularity = rng.permutation(experts) + 1.0
-    tokens_E = rng.poisson(200 * popularity ** -draw(st.sampled_from((0.0, 0.5, 1.0, 2.0))))
-    return tokens_E.astype(np.int64), copies_ER
+from tests.routing.balance_cases import Ints, steps
 
 
 @given(steps())
