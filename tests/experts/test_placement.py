@@ -70,7 +70,7 @@ def observed(draw: st.DrawFn) -> tuple[Floats, int, int]:
 
 
 @given(observed())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ours_is_complete_and_never_doubles_an_expert_on_a_rank(
     case: tuple[Floats, int, int],
 ) -> None:
@@ -87,7 +87,7 @@ def test_ours_is_complete_and_never_doubles_an_expert_on_a_rank(
 
 
 @given(observed(), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_current_placement_means_fewer_moves_and_equal_balance(
     case: tuple[Floats, int, int], seed: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_current_placement_means_fewer_moves_and_equal_balance(
 
 
 @given(observed(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_renamed_ranks_move_nothing(case: tuple[Floats, int, int], chance: object) -> None:
     loads_SE, slots, ranks = case
     current = pack(loads_SE, slots, ranks)

@@ -67,7 +67,7 @@ def losses(draw: st.DrawFn) -> tuple[Placement, set[int], float]:
 
 
 @given(losses())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_survivors_keep_what_they_have_and_hold_everything(
     case: tuple[Placement, set[int], float],
 ) -> None:

@@ -50,7 +50,7 @@ SKEWED = np.array([40, 40, 40, 40, 1, 1, 1, 1])
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_repacking_lowers_the_load_by_more_than_its_moves_cost(seed: int, price: float) -> None:
     rng = np.random.default_rng(seed)
     costs_SE = rng.poisson(30 * (rng.permutation(12) + 1.0) ** -1, size=(6, 12)).astype(np.float64)

@@ -13,7 +13,7 @@ from tests.routing.balance_cases import steps
 
 
 @given(steps())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_shares_are_within_2_percent_of_the_linear_program(step: tuple[Ints, Ints]) -> None:
     loads_E, copies_ER = step[0].astype(np.float64), step[1]
     shares_ER = share_by_price(loads_E[None], copies_ER)[0]

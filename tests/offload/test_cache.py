@@ -328,7 +328,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_statistics_are_json() -> None:

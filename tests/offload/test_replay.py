@@ -28,7 +28,7 @@ def traces(most: int = 3) -> st.SearchStrategy[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(calls=traces(), slots=st.integers(6, 20))
 def test_a_replay_hits_what_the_cache_hits(name: str, calls: list[list[int]], slots: int) -> None:
     room = FakeRoom(slots)
@@ -45,7 +45,7 @@ def test_a_replay_hits_what_the_cache_hits(name: str, calls: list[list[int]], sl
     assert abs(cache.statistics.total.hits - ratio * asked) <= max(5, 0.25 * asked)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(calls=traces(), slots=st.integers(6, 20))
 def test_nothing_beats_belady(calls: list[list[int]], slots: int) -> None:
     best = belady(calls, slots)
@@ -67,7 +67,7 @@ def best_of_all(calls: list[list[int]], slots: int) -> int:
     return max(states.values())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(calls=traces(2), slots=st.integers(2, 5))
 def test_belady_is_the_best_of_all(calls: list[list[int]], slots: int) -> None:
     short = calls[:12]

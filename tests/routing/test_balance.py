@@ -13,7 +13,7 @@ from tests.routing.balance_cases import Ints, steps
 
 
 @given(steps())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whole_tokens_are_all_served_by_holders(step: tuple[Ints, Ints]) -> None:
     tokens_E, copies_ER = step
     counts_ER = choose_counts(tokens_E, copies_ER)
@@ -26,7 +26,7 @@ def test_whole_tokens_are_all_served_by_holders(step: tuple[Ints, Ints]) -> None
 
 
 @given(steps())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_two_ranks_split_at_most_one_expert_between_them(step: tuple[Ints, Ints]) -> None:
     tokens_E, copies_ER = step
     taken_ER = (choose_counts(tokens_E, copies_ER) > 0).astype(np.int64)

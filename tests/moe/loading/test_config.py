@@ -137,7 +137,7 @@ def test_sizes_that_the_architecture_itself_refuses() -> None:
         build_meta_model(config)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_damage_to_a_config_is_refused_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
