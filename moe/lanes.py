@@ -97,11 +97,11 @@ class Lane(Generic[Result]):
         if self.finished:
             return
         self.visit = None
-        if self.state is LaneState.READY:
-            self._greenlet.drop()
-        else:
+        if self.state is LaneState.WAITING:
             self._enter(lambda: self._greenlet.throw(GreenletExit))
-        self.state = LaneState.CANCELLED
+        else:
+            self._greenlet.drop()
+            self.state = LaneState.CANCELLED
 
     def result(self) -> Result:
         """What the forward returned. Raises what it raised, or `LaneCancelled`."""
@@ -148,6 +148,9 @@ class _LaneGreenlet(greenlet):
             result = forward()
         except Exception as error:
             lane._finish(None, error)
+        except BaseException:  # cancelled, or all of the program interrupted
+            lane.state = LaneState.CANCELLED
+            raise
         else:
             lane._finish(result, None)
         finally:

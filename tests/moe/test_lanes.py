@@ -139,6 +139,20 @@ def test_cancelling_frees_what_the_forward_held() -> None:
         lane.result()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_passes_through_and_ends_the_lane(count: int) -> None:
+    def interrupted() -> Tensor:
+        raise KeyboardInterrupt
+
+    lanes = [Lane(interrupted) for _ in range(count)]
+    with pytest.raises(KeyboardInterrupt):
+        run_lanes(lanes, Experts())
+    for lane in lanes:
+        lane.cancel()
+        with pytest.raises(LaneCancelled):
+            lane.result()
+
+
 def test_cancelling_a_lane_that_never_started_runs_nothing() -> None:
     ran = []
     lane: Lane[None] = Lane(lambda: ran.append(1))
