@@ -44,18 +44,19 @@ def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
     """
     _check(damage_EW, sizes_EW, budget)
     count, widths = damage_EW.shape
-    unit = _unit(sizes_EW)
-    cost = damage_EW * (_LARGEST_COST / (damage_EW.max() or 1.0))
+    extra_EW, room = _beyond_least(sizes_EW, budget)
+    cost_EW = damage_EW * (_LARGEST_COST / (damage_EW.max() or 1.0))
     one_each = kron(eye_array(count), np.ones((1, widths)), format="csr")
-    total = csr_array((sizes_EW // unit).reshape(1, -1).astype(float))
-    limits = np.append(np.ones(count), budget // unit)
+    total = csr_array(extra_EW.reshape(1, -1).astype(float))
     solved = milp(
-        cost.ravel(),
+        cost_EW.ravel(),
         constraints=LinearConstraint(
-            vstack([one_each, total], format="csr"), np.append(np.ones(count), -np.inf), limits
+            vstack([one_each, total], format="csr"),
+            np.append(np.ones(count), -np.inf),
+            np.append(np.ones(count), room),
         ),
-        bounds=Bounds(0, 1),
-        integrality=np.ones(cost.size),
+        bounds=Bounds(0, _possible(cost_EW, extra_EW, room).ravel().astype(float)),
+        integrality=np.ones(cost_EW.size),
         options={"mip_rel_gap": 0.0},
     )
     assert solved.status == 0, solved.message
@@ -70,9 +71,7 @@ def allocate_by_table(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice
     Raises as `allocate`.
     """
     _check(damage_EW, sizes_EW, budget)
-    unit = _unit(sizes_EW)
-    extra = (sizes_EW - sizes_EW.min(1, keepdims=True)) // unit
-    room = int(min((budget - sizes_EW.min(1).sum()) // unit, extra.max(1).sum()))
+    extra, room = _beyond_least(sizes_EW, budget)
     least = np.zeros(room + 1)  # least damage of the experts so far within so many units
     chosen = np.zeros((len(damage_EW), room + 1), dtype=np.int8)
     for expert, costs in enumerate(damage_EW):
@@ -99,9 +98,47 @@ def taken(table_EW: NDArray, choice: Choice) -> NDArray:
     return taken_E
 
 
-def _unit(sizes_EW: Sizes) -> int:
-    """Bytes of which all sizes are whole multiples."""
-    return math.gcd(*np.unique(sizes_EW).tolist())
+def _beyond_least(sizes_EW: Sizes, budget: int) -> tuple[Sizes, int]:
+    """What each width takes beyond the expert's smallest, and what is left for that, in the largest
+    unit of which all are whole multiples."""
+    least_E1 = sizes_EW.min(1, keepdims=True)
+    extra_EW = sizes_EW - least_E1
+    unit = math.gcd(*np.unique(extra_EW).tolist()) or 1
+    extra_EW //= unit
+    return extra_EW, min((budget - int(least_E1.sum())) // unit, int(extra_EW.max(1).sum()))
+
+
+def _possible(cost_EW: Damage, extra_EW: Sizes, room: int) -> NDArray[np.bool_]:
+    """``(E, W)`` the widths that a best choice may have: few are left for HiGHS to choose among.
+
+    With a price on room, the least sum of cost and price bounds every choice from below
+    (Lagrange). A width is out where that bound, with it, is above a choice that is known to fit.
+    """
+    low, high = 0.0, _LARGEST_COST + 1  # at this price nobody takes more than the least
+    for _ in range(100):
+        price = (low + high) / 2
+        fits = taken(extra_EW, (cost_EW + price * extra_EW).argmin(1)).sum() <= room
+        low, high = (low, price) if fits else (price, high)
+    priced_EW = cost_EW + high * extra_EW
+    known = _filled(cost_EW, extra_EW, room, priced_EW.argmin(1))
+    bound = priced_EW.min(1).sum() - high * room
+    most = taken(cost_EW, known).sum() + 1e-6
+    possible: NDArray[np.bool_] = bound + priced_EW - priced_EW.min(1, keepdims=True) <= most
+    np.put_along_axis(possible, known[:, None], True, 1)
+    return possible
+
+
+def _filled(cost_EW: Damage, extra_EW: Sizes, room: int, choice: Choice) -> Choice:
+    """A choice that fits, with what it leaves spent where a unit gains most."""
+    while True:
+        more_EW = extra_EW - taken(extra_EW, choice)[:, None]
+        left = room - taken(extra_EW, choice).sum()
+        gain_EW = (taken(cost_EW, choice)[:, None] - cost_EW) / np.maximum(more_EW, 1)
+        gain_EW[(more_EW <= 0) | (more_EW > left)] = 0.0
+        expert, width = np.unravel_index(gain_EW.argmax(), gain_EW.shape)
+        if gain_EW[expert, width] <= 0:
+            return choice
+        choice[expert] = width
 
 
 def _check(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> None:
