@@ -139,8 +139,12 @@ class Expected:
 
 def expect(sizes: Sizes, speeds: Speeds, locality: Locality, batch: int) -> Expected:
     """What a step of ``batch`` tokens should do."""
-    hits = locality.hit_ratio(batch, sizes.slots)
-    near = max(hits, locality.hit_ratio(batch, sizes.host_slots)) if sizes.host_slots else hits
+
+    def share_of(slots: int) -> float:  # a replay misses what it has not seen before
+        return 1.0 if slots == sizes.total else locality.hit_ratio(batch, slots)
+
+    hits = share_of(sizes.slots)
+    near = max(hits, share_of(sizes.host_slots)) if sizes.host_slots else hits
     wanted = sizes.layers * locality.distinct(batch) * sizes.expert_bytes
     seconds = {"memory": (sizes.trunk_bytes + wanted) / speeds.memory}
     from_disk = (1 - near) * wanted

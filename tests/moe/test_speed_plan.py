@@ -137,6 +137,14 @@ def test_a_trace_that_never_changes_always_hits() -> None:
     assert routing.hit_ratio(4, 6) == 1.0
 
 
+def test_who_holds_all_experts_needs_no_disk_for_one_that_comes_up_late() -> None:
+    routing = trace_of(torch.tensor([[1, 5]] * 40 + [[2, 5]] * 10), layers=3, experts=8)
+    assert routing.hit_ratio(1, 24) < 1
+    sizes = replace(SIZES, layers=3, experts=8, slots=24)
+    one = expect(sizes, Speeds(memory=20e9), routing, 1)
+    assert (one.hit_ratio, set(one.seconds)) == (1.0, {"memory"})
+
+
 def test_hits_of_a_trace_are_those_of_replaying_all_of_it() -> None:
     torch.manual_seed(0)
     rows = torch.stack([torch.randperm(16)[:3] for _ in range(2000)])
