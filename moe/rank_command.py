@@ -93,9 +93,9 @@ def plan_many(
         torch.set_num_threads(settings.threads)
     with planning(path, settings, device, lambda _: None) as planned:
         needs = model_needs(planned, settings)
-        available, readable = planned.memory.available_bytes, not planned.why_resident
+        available, why_resident = planned.memory.available_bytes, planned.why_resident
     locality = known_routing(path, planned, needs.sizes, settings.offload.policy)
-    disk = disk_of(path, needs.sizes, settings.offload.reader) if readable else None
+    disk = None if why_resident else disk_of(path, needs.sizes, settings.offload.reader)
     link = link or (measure_link() if ranks > 1 else NETWORK)
     machine = Machine(Speeds(memory_speed(device), disk), available, link, network)
     kind = settings.parallel.placement
@@ -105,8 +105,10 @@ def plan_many(
 
     forecast = RankForecast(needs, machine, ranks // nodes, locality, traffic_of)
     plans = forecast.plans(ranks, BATCHES)
-    chosen, why = recommend(plans, BATCHES[-1])
-    return RanksPlan(plans, machine, f"{chosen.name}: {why}", _assumptions(machine, locality))
+    advice = f"none of these, the experts do not fit: {why_resident}"
+    if (chosen := recommend(plans, BATCHES[-1])) is not None:
+        advice = f"{chosen[0].name}: {chosen[1]}"
+    return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
 
 
 def model_needs(planned: Planned, settings: Profile) -> Needs:

@@ -90,8 +90,11 @@ class RankPlan:
         return asdict(self) | {"seconds": seconds, "fits": self.fits, "tokens_per_second": rates}
 
 
-def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str]:
-    """The fastest at a batch, unless fewer ranks are nearly as fast, and why."""
+def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str] | None:
+    """The fastest at a batch, unless fewer ranks are nearly as fast, and why; None: none fits."""
+    plans = [plan for plan in plans if plan.fits]
+    if not plans:
+        return None
     best = max(plans, key=lambda plan: plan.tokens_per_second(batch))
     rate = best.tokens_per_second(batch)
     near = [plan for plan in plans if plan.tokens_per_second(batch) * WORTH >= rate]
@@ -102,6 +105,6 @@ def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str]:
         gain = rate / second.tokens_per_second(batch)
         return best, f"the fastest at {batch} sequences, {gain:.2f} times {second.name}"
     if chosen is best:
-        return best, "the only arrangement"
+        return best, "the only arrangement that fits"
     less = 1 - chosen.tokens_per_second(batch) / rate
     return chosen, f"{best.name} would be only {less / (1 - less):.0%} faster at {batch} sequences"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +100,12 @@ def plans(machine: Machine, nodes: int = 1, ranks: int = 4) -> dict[str, RankPla
     return {plan.name: plan for plan in made}
 
 
+def recommended(made: Mapping[str, RankPlan]) -> tuple[RankPlan, str]:
+    found = recommend(list(made.values()), 16)
+    assert found is not None
+    return found
+
+
 def test_one_rank_is_the_plan_without_ranks() -> None:
     machine = Machine(Speeds(10e9), None, FAST, FAST)
     one = plans(machine)["1 rank"]
@@ -120,7 +127,7 @@ def test_ranks_on_one_machine_share_its_memory_and_read_the_trunk_each() -> None
     made = plans(Machine(Speeds(10e9), None, FAST, FAST))
     one, four = made["1 rank"].seconds[16], made["4 ranks"].seconds[16]
     assert four["memory"] - one["memory"] == pytest.approx(3 * 100e6 / 10e9)
-    chosen, why = recommend(list(made.values()), 16)
+    chosen, why = recommended(made)
     assert chosen.name == "1 rank"
     assert why.startswith("the fastest at 16 sequences, 1.")
 
@@ -131,9 +138,9 @@ def test_where_one_machine_is_too_small_several_are_worth_their_network() -> Non
     assert made["1 rank"].resident == pytest.approx(400 / 640)
     assert made["4 ranks"].resident == 1.0
     assert "disk" in made["4 replicas"].seconds[1]
-    assert recommend(list(made.values()), 16)[0].name == "4 ranks"
+    assert recommended(made)[0].name == "4 ranks"
     slow = plans(replace(machine, network=Link(1e6, 0.1, "given")), nodes=4)
-    assert recommend(list(slow.values()), 16)[0].name == "4 replicas"
+    assert recommended(slow)[0].name == "4 replicas"
 
 
 def test_what_cannot_be_read_from_a_disk_does_not_fit() -> None:
@@ -141,12 +148,15 @@ def test_what_cannot_be_read_from_a_disk_does_not_fit() -> None:
     assert [plan.fits for plan in made.values()] == [False, True, True, False]
     assert made["1 rank"].tokens_per_second(16) == 0.0
     assert json.loads(json.dumps(made["1 rank"].as_dict()))["fits"] is False
+    unfit, fit = {"1 rank": made["1 rank"]}, {"4 ranks": made["4 ranks"]}
+    assert recommended(unfit | fit) == (made["4 ranks"], "the only arrangement that fits")
+    assert recommend([made["1 rank"], made["4 replicas"]], 16) is None
 
 
 def test_a_little_faster_is_not_worth_more_ranks() -> None:
     one = plans(Machine(Speeds(10e9), None, FAST, FAST))["1 rank"]
     faster = replace(one, name="2 ranks", ranks=2, seconds={16: {"memory": 0.97}})
-    chosen, why = recommend([replace(one, seconds={16: {"memory": 1.0}}), faster], 16)
+    chosen, why = recommended({"1": replace(one, seconds={16: {"memory": 1.0}}), "2": faster})
     assert chosen.name == "1 rank"
     assert why == "2 ranks would be only 3% faster at 16 sequences"
 
