@@ -174,9 +174,9 @@ def unpack_scales(scales: Tensor, layout: PlaneLayout) -> Tensor:
 
 def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) -> Tensor:
     """``(..., N, K)`` float32 weights that the first planes stand for."""
-    values = unpack(planes, layout).float() - ZERO_CODE
+    values = unpack(planes, layout).float().sub_(ZERO_CODE)
     spread = unpack_scales(scales, layout).float().repeat_interleave(layout.group_size, -1)
-    return values * spread[..., : layout.columns]
+    return values.mul_(spread[..., : layout.columns])
 
 
 def _scale(low: Tensor, high: Tensor) -> Tensor:

@@ -88,20 +88,15 @@ def compensate(
     within = torch.zeros_like(position), torch.full_like(position, planes.MAX_CODE)
     for bits in widths:
         plain = nearest(position.clamp(*within), bits)
-        reachable = within if bits == widths[-1] else _reachable(position, bits, within)
-        centres = _sweep(ordered, moments.upper_XKK, scale, bits, reachable)
-        lost, lost_plain = (
-            weighted_error((own - planes.ZERO_CODE) * scale - ordered, moments.ordered_XKK)
-            for own in (centres, plain)
-        )
-        centres = torch.where((lost <= lost_plain)[..., None], centres, plain)
+        lost_plain, centres = (plain - planes.ZERO_CODE) * scale - ordered, plain
+        if bool(lost_plain.any()):  # weights that are on a coarse grid lose nothing
+            reachable = within if bits == widths[-1] else _reachable(position, bits, within)
+            centres = _sweep(ordered, moments.upper_XKK, scale, bits, reachable)
+            lost = (centres - planes.ZERO_CODE) * scale - ordered
+            more = ((lost - lost_plain) @ moments.ordered_XKK * (lost + lost_plain)).sum(-1)
+            centres = torch.where((more <= 0)[..., None], centres, plain)
         within = cell(centres, bits)
     return torch.empty_like(centres).scatter_(-1, columns, centres).to(torch.uint8)
-
-
-def weighted_error(error_XNK: Tensor, moment_XKK: Tensor) -> Tensor:
-    """``(X, N)`` squared output error of each row, summed over the inputs."""
-    return (error_XNK @ moment_XKK * error_XNK).sum(-1)
 
 
 def damped(moment_XKK: Tensor) -> Tensor:

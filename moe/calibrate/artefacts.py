@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -172,6 +173,22 @@ def load_trace(folder: Path, config: Any, num_experts: Sequence[int]) -> Trace:
     """The calibration's trace. Raises `CalibrationError` as `read_about` does."""
     read_about(folder, config, num_experts)
     return Trace.load(folder / TRACE_FILE)
+
+
+def unavailable_before(folder: Path, config: Any, trace: Trace) -> dict[str, str] | None:
+    """`About.unavailable` where `write` has left all of this very trace, as a run that was stopped
+    later has; None where it has not."""
+    try:
+        about = read_about(folder, config, trace.num_experts)
+        before = Trace.load(folder / TRACE_FILE)
+        whole = _digest(folder / PREDICTORS_FILE) == about.files.get(PREDICTORS_FILE)
+    except (CalibrationError, OSError):
+        return None
+    pairs = zip(
+        [before.token_ids, *before.expert_ids], [trace.token_ids, *trace.expert_ids], strict=True
+    )
+    same = before.lengths == trace.lengths and all(torch.equal(one, two) for one, two in pairs)
+    return about.unavailable if whole and same else None
 
 
 def _load(path: Path, about: About, heads: tuple[str, ...]) -> dict[str, Tensor]:

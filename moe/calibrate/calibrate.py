@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from moe.calibrate.artefacts import FOLDER, write
+from moe.calibrate.artefacts import FOLDER, unavailable_before, write
 from moe.calibrate.compression import analyse
 from moe.calibrate.fit import ASIDE, Fitted, fit_predictors
 from moe.calibrate.gates import find_gates
@@ -51,17 +51,8 @@ def calibrate_model(
     Raises:
         CalibrationError: there is too little text, or activations are not finite.
     """
-    windows = _windows(model, text, tokens)
-    total = sum(map(len, windows))
-    trace = record(
-        model._trunk,
-        model._experts,
-        windows,
-        on_tokens=lambda done: on_step("reading text", done, total),
-    )
-    found = find_gates(model._trunk)
-    vectors = token_vectors(model._trunk.model.get_input_embeddings(), VECTOR)
-    return trace, fit_predictors(trace, found, vectors, on_step)
+    trace = _recorded(model, text, tokens, on_step)
+    return trace, _fitted(model, trace, on_step)
 
 
 def calibrate(
@@ -79,8 +70,14 @@ def calibrate(
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
     with _bar() as on_step:
-        trace, fitted = calibrate_model(model, words, tokens=tokens, on_step=on_step)
-    write(folder, model.config, text.name, trace, fitted)
+        trace = _recorded(model, words, tokens, on_step)
+        unavailable = None
+        if compression is not None:  # perhaps the rest of a run that was stopped
+            unavailable = unavailable_before(folder, model.config, trace)
+        if unavailable is None:
+            fitted = _fitted(model, trace, on_step)
+            write(folder, model.config, text.name, trace, fitted)
+            unavailable = fitted.unavailable
     if compression is not None:
         if trace.rows is not None:  # half of their memory was for the predictors
             trace = replace(trace, rows=replace(trace.rows, entered=[]))
@@ -88,11 +85,27 @@ def calibrate(
             notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:
             print(f"moe: {notice}", file=sys.stderr)
-    for predictor, reason in fitted.unavailable.items():
+    for predictor, reason in unavailable.items():
         print(f"moe: no predictor {predictor}: {reason}", file=sys.stderr)
     seconds = time.perf_counter() - began
     print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
     return 0
+
+
+def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
+    windows = _windows(model, text, tokens)
+    total = sum(map(len, windows))
+    return record(
+        model._trunk,
+        model._experts,
+        windows,
+        on_tokens=lambda done: on_step("reading text", done, total),
+    )
+
+
+def _fitted(model: MoE, trace: Trace, on_step: OnStep) -> Fitted:
+    vectors = token_vectors(model._trunk.model.get_input_embeddings(), VECTOR)
+    return fit_predictors(trace, find_gates(model._trunk), vectors, on_step)
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ from experts.compress.gptq import (
     damped,
     nearest,
     spread,
-    weighted_error,
 )
 from kernels.planes import ZERO_CODE, quantize
 
@@ -38,6 +37,11 @@ def value(codes: Tensor, bits: int, scales: Tensor) -> Tensor:
     step = 2 ** (8 - bits)
     centre = codes.float() if step == 1 else (codes.float() // step) * step + step / 2
     return (centre - ZERO_CODE) * spread(scales, GROUP, codes.shape[-1])
+
+
+def weighted_error(error_XNK: Tensor, moment_XKK: Tensor) -> Tensor:
+    """Squared output error of each row, summed over the inputs."""
+    return (error_XNK @ moment_XKK * error_XNK).sum(-1)
 
 
 def rounded(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -120,3 +124,12 @@ def test_damping_makes_moments_of_few_inputs_invertible() -> None:
     one = torch.ones(1, 3, 3)
     assert torch.linalg.cholesky(damped(one)).isfinite().all()
     assert torch.equal(damped(torch.zeros(1, 3, 3)), torch.eye(3)[None])
+
+
+def test_weights_on_a_grid_that_the_bits_have_stay_as_they_are() -> None:
+    weight, moment, scales = case(3, 4, 96, 200)
+    coarse = rounded(weight, scales, 4)
+    own = value(coarse, 4, scales)
+    codes = compensate(own, Moments.of(moment), scales, GROUP, [2, 4])
+    assert not torch.equal(value(codes, 2, scales), value(coarse, 2, scales))
+    assert torch.equal(compensate(own, Moments.of(moment), scales, GROUP, [4]), coarse.byte())
