@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:  # a full disk, a file that may not be read
+        print(f"moe: {error}", file=sys.stderr)
+        return 1
     return code
 
 
@@ -87,10 +91,28 @@ def build_parser() -> argparse.ArgumentParser:
             commands.doctor,
         ),
     ):
-        command = subparsers.add_parser(name, help=what)
+        command = subparsers.add_parser(
+            name, help=what, description=f"{what[0].upper()}{what[1:]}."
+        )
         add_arguments(command)
         command.set_defaults(run=run)
     return parser
+
+
+def _import_engine() -> None:
+    """Seconds of imports, in which Ctrl-C ends the process by the signal itself.
+
+    As an exception it could get lost in the import of an extension module, or come out as an
+    ``ImportError``.
+    """
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = ours and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import moe.terminal  # noqa: F401
+
+    if ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _follows(model: str, profile: Any) -> bool:
@@ -150,6 +172,7 @@ def _generate(options: argparse.Namespace) -> int:
     if options.batch is not None or options.out is not None:
         return _batch(options, profile)
     prompt = read_prompt(options.prompt)
+    _import_engine()
     from moe.terminal import generate
 
     return generate(options.model, profile, prompt, as_json=options.json)
@@ -160,6 +183,7 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
         raise RequestError("--batch and --out belong together: give both files")
     if options.prompt is not None or options.json:
         raise RequestError("--batch takes its prompts from the file; leave out --prompt and --json")
+    _import_engine()
     from moe.terminal import batch
 
     return batch(options.model, profile, Path(options.batch), Path(options.out))
@@ -169,6 +193,7 @@ def _chat(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _follows(options.model, profile):
         return 0
+    _import_engine()
     from moe.terminal import chat
 
     return chat(options.model, profile)
@@ -178,6 +203,7 @@ def _serve(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _follows(options.model, profile):
         return 0
+    _import_engine()
     from moe.server.serve import serve
 
     return serve(options.model, profile, options.host, options.port, options.api_key)

@@ -15,9 +15,10 @@ def load_settings(options: argparse.Namespace) -> Any:
     """The profile that a command line asks for; sampling options are settings like any other."""
     from moe.profile import load_profile
     from moe.profile_sources import parse_assignments
+    from moe.settings import GenerationSettings
 
     overrides = parse_assignments(options.settings)
-    for name in ("max_new_tokens", "temperature", "seed"):
+    for name in GenerationSettings.model_fields:
         if getattr(options, name, None) is not None:
             overrides[f"generation.{name}"] = getattr(options, name)
     return load_profile(options.profile, overrides)

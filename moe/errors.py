@@ -31,6 +31,10 @@ class RequestError(MoEError):
     """A prompt or a sampling parameter is not valid for the loaded model."""
 
 
+class ContextError(RequestError):
+    """A prompt, with what is to follow, is longer than the model's context."""
+
+
 class CalibrationError(MoEError):
     """A text cannot be calibrated on, or what an earlier calibration left cannot be used."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from moe.completion import Completion, StreamEvent, collect
 from moe.counters import counters, describe, reset
 from moe.engine import Engine, StepLoop
-from moe.errors import RankLostError
+from moe.errors import RankLostError, RequestError
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.loader import LoadedModel, load_model
@@ -33,7 +34,7 @@ from moe.parallel.part import Elsewhere
 from moe.parallel.ranks import load_with_ranks
 from moe.plan import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
-from moe.requests import as_batch, check_length, make_group
+from moe.requests import as_batch, check_length, make_group, room_for
 from moe.sampling import SamplingParams
 from moe.sharing import shared_memory
 from moe.text import Prompt
@@ -128,7 +129,8 @@ class MoE:
 
         Args:
             prompts: a string, a list of token ids or a list of chat messages; or a list of those.
-            params: one for all prompts or one each; None takes the profile's ``generation``.
+            params: one for all prompts or one each; they replace the profile's ``generation``
+                as a whole. None takes that, with as many new tokens as the context has room for.
 
         Returns:
             Completions in order of the prompts, ``n`` for each.
@@ -150,7 +152,8 @@ class MoE:
         engine = self.loop()
         usual = SamplingParams(**self.profile.profile.generation.model_dump())
         groups = [
-            self.request(*one) for one in as_batch(prompts, usual if params is None else params)
+            self.request(prompt, self._cut(prompt, one) if params is None else one)
+            for prompt, one in as_batch(prompts, usual if params is None else params)
         ]
         for group in groups:
             engine.submit(group)
@@ -163,6 +166,7 @@ class MoE:
     @torch.inference_mode()
     def batch_logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits of sequences of any lengths, read together: ``(T_i, vocab_size)`` float32 each."""
+        self._check_open()
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
@@ -172,8 +176,18 @@ class MoE:
         run_lanes(lanes, self._experts.run)
         return [rows for lane in lanes for rows in lane.result()]
 
+    def _check_open(self) -> None:
+        if not self._close.alive:
+            raise RequestError("the model is closed; load it again")
+
+    def _cut(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
+        num_prompt = len(self.codec.encode(prompt))
+        num_new = room_for(params.max_new_tokens, num_prompt, self.context_length)
+        return replace(params, max_new_tokens=num_new)
+
     def loop(self) -> StepLoop:
         """A step loop of its own over this model and all its ranks, for callers that drive it."""
+        self._check_open()
         if not isinstance(self._session, Leading):
             return self.engine()
         goes_on = self.profile.profile.parallel.on_rank_loss == "continue"
@@ -185,6 +199,7 @@ class MoE:
         Args:
             drafts: False: without speculation, whatever the profile says.
         """
+        self._check_open()
         profile = self.profile.profile
         shared = shared_memory(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
@@ -257,10 +272,16 @@ class MoE:
     def close(self) -> None:
         """Close the files of experts that are on disk, and note which ones were worth keeping.
 
-        Also done when the model is garbage, and at the end of the program. Afterwards it cannot
-        run.
+        Also done at the end of a ``with`` block, when the model is garbage, and at the end of the
+        program. Afterwards it cannot run.
         """
         self._close()
+
+    def __enter__(self) -> MoE:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def status(self) -> dict[str, Any]:
         """What runs how, and what does not and why, ready for JSON."""

@@ -192,6 +192,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    limits = [limit for limit in (own, profile.model.context_length) if limit is not None]
-    return min(limits) if limits else None
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    wanted = profile.model.context_length
+    if own is not None and wanted is not None and wanted > own:
+        raise ProfileError(
+            f"model.context_length is {wanted}, and the model's max_position_embeddings is {own}; "
+            f"set it to {own} or less, or to null"
+        )
+    return own if wanted is None else wanted

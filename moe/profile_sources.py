@@ -109,7 +109,10 @@ def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]
         if text_form not in profile_names():
             near = suggestion(text_form, profile_names())
             known = ", ".join(profile_names())
-            raise ProfileError(f"unknown profile {text_form!r}{near} (profiles: {known})")
+            raise ProfileError(
+                f"unknown profile {text_form!r}{near} (profiles: {known}; a file's name ends in "
+                ".yaml or has a /)"
+            )
     with file.open("rb") as stream:
         content = stream.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.loader import LoadedModel
 from moe.sampling import Sampler, SamplingParams
 from moe.sequence import RunningSequence, check_priority
@@ -42,14 +42,24 @@ def make_group(
 
 
 def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:
-    """Raise `RequestError` if a sequence would be longer than the model's context."""
+    """Raise `ContextError` if a sequence would be longer than the model's context."""
     limit = loaded.context_length
-    if limit is not None and num_prompt + num_new > limit:
-        raise RequestError(
-            f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together "
-            f"more than the context of {limit} tokens; shorten the prompt or lower "
-            "max_new_tokens"
+    if limit is None or num_prompt + num_new <= limit:
+        return
+    if num_prompt + min(num_new, 1) > limit:
+        raise ContextError(
+            f"the prompt has {num_prompt} tokens, and the context is {limit} with what is "
+            "generated; shorten the prompt"
         )
+    raise ContextError(
+        f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together more than "
+        f"the context of {limit} tokens; shorten the prompt or lower max_new_tokens"
+    )
+
+
+def room_for(wanted: int, num_prompt: int, limit: int | None) -> int:
+    """Of `wanted` new tokens those that the context has room for behind a prompt, at least 1."""
+    return wanted if limit is None else max(min(wanted, limit - num_prompt), 1)
 
 
 def as_batch(
@@ -60,6 +70,8 @@ def as_batch(
     batch = _prompts(prompts)
     if isinstance(params, SamplingParams):
         params = [params] * len(batch)
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"params must be SamplingParams or a list of them, got {params!r}")
     if len(params) != len(batch):
         raise RequestError(
             f"give one SamplingParams for all prompts or one each: got {len(params)} for "

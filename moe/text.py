@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.deadline import DeadlineError, deadline
 from moe.detokenize import IncrementalDecoder, StopStrings
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.loading.tokenizer import eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class TextCodec:
 
     def _check_size(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
                 f"({self._longest_token} each at most); shorten it"
             )

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from moe import __version__
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.profile import KEYS, value_of
 from moe.server import generation, texts
 from moe.server.bodies import nested_schemas
@@ -66,11 +66,18 @@ def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return description
 
 
-async def _answer(_: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        error = APIError(400, str(error))
+        # the word that OpenAI's clients look for to shorten a conversation
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        error = APIError(400, str(error), code=code)
     elif isinstance(error, HTTPException):
-        error = APIError(error.status_code, str(error.detail), code="no_such_route")
+        error = APIError(
+            error.status_code,
+            f"{error.detail}: no {request.method} at this path; /openapi.json lists what there is",
+            code="no_such_route",
+            headers=error.headers,
+        )
     elif not isinstance(error, APIError):
         error = APIError(500, GENERIC)
     return error.response()

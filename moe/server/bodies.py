@@ -60,6 +60,8 @@ def _refusal(error: ValidationError) -> APIError:
     rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if problem["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {where[:100]!r}; remove it", param=where[:100])
+    if problem["type"] == "not_supported":
+        return APIError(400, rule, param=rule.partition(" ")[0])
     if problem["type"] == "missing":
         return APIError(400, f"the field {where!r} is missing", param=where)
     got = f"; got {reprlib.repr(problem['input'])}" if problem["loc"] else ""

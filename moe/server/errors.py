@@ -39,6 +39,7 @@ class APIError(Exception):
         param: the field of the request that is at fault.
         code: a word that programs can compare.
         retry_after_s: seconds after which to try again.
+        headers: further headers of the answer.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -56,6 +58,7 @@ class APIError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -70,7 +73,7 @@ class APIError(Exception):
 
     def response(self, more: Mapping[str, Any] | None = None) -> JSONResponse:
         """The answer; `more` is said beside the error."""
-        headers = {}
+        headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == 401:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from moe.completion import Completion, StreamEvent, collect
 from moe.errors import RequestError
 from moe.model import MoE
+from moe.requests import room_for
 from moe.server.bodies import json_body, schema_of
 from moe.server.errors import APIError
 from moe.server.job import Job
@@ -103,8 +103,7 @@ def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) 
     for token_ids in batch:
         num_new = body.max_new_tokens
         if num_new is None:
-            room = (model.context_length or math.inf) - len(token_ids)
-            num_new = max(int(min(defaults.max_new_tokens, room)), 1)
+            num_new = room_for(defaults.max_new_tokens, len(token_ids), model.context_length)
         params = body.sampling(defaults, num_new)
         groups.append(model.request(token_ids, params, body.cache_salt, body.priority))
     return groups

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from moe.cli import build_parser, main
+from moe.settings import GenerationSettings
 
 DEMO = str(Path(__file__).parents[2] / "examples" / "demo-model")
 SHORT = ["--max-new-tokens", "8"]
@@ -112,7 +116,7 @@ def test_print_config_shows_origins(
         (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
         (["generate", DEMO, "--prompt", "x", "--set", "engine.max=1"], "'engine.max_batch_size'?"),
         (["generate", DEMO, "--prompt", "x", "--profile", "defalt"], "'default'"),
-        (["generate", DEMO, "--prompt", "x", "--max-new-tokens", "5000"], "more than the context"),
+        (["generate", DEMO, "--prompt", "x y" * 3000], "and the context is 2048"),
     ],
 )
 def test_mistakes_exit_with_2_and_one_clear_message(
@@ -152,6 +156,49 @@ def test_a_batch_counts_what_failed_and_goes_on_where_it_was(
     assert len(target.read_text().splitlines()) == 2
 
 
+def test_a_full_disk_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(_: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("moe.terminal._write", write)
+    code, _, err = run(capsys, "generate", DEMO, "--prompt", "x", *SHORT)
+    assert (code, err) == (1, "moe: [Errno 28] No space left on device\n")
+
+
+def test_interrupting_the_imports_ends_the_process() -> None:
+    """Where an extension module is imported, a KeyboardInterrupt would be lost."""
+    program = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'numpy':\n"
+        "            try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from moe.cli import main\n"
+        f"main(['generate', {DEMO!r}, '--prompt', 'x'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_help_of_sampling_tells_the_defaults() -> None:
+    helps = build_parser()._subparsers._group_actions[0].choices["chat"].format_help()  # type: ignore[union-attr, index]
+    defaults = GenerationSettings()
+    for name, value in defaults.model_dump().items():
+        shown = "a new one each" if value is None else f"({value:g})"
+        option = " ".join(helps.split(f"--{name.replace('_', '-')} ")[-1].split())
+        assert shown in option[:90], (name, option)
+
+
 def test_module_and_version() -> None:
     command = [sys.executable, "-m", "moe", "--version"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -166,7 +213,7 @@ def test_the_command_line_is_frozen() -> None:
         for name, parser in commands.items()  # type: ignore[union-attr]
     }
     model = ["--profile", "--set"]
-    sampling = ["--max-new-tokens", "--seed", "--temperature"]
+    sampling = ["--max-new-tokens", "--seed", "--temperature", "--top-k", "--top-p"]
     usual = ["--help", "-h"]
     assert options == {
         "generate": sorted(

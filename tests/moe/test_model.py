@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
-from moe.errors import ProfileError, RequestError, UnsupportedModelError
+from moe.errors import ContextError, ProfileError, RequestError, UnsupportedModelError
 from moe.lanes import Lane, LaneState
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -172,7 +172,8 @@ def test_dtypes_of_trunk_and_experts_follow_the_profile(
         ([5, 128], "token ids must be whole numbers from 0 to 127 (vocabulary of 128), got 128"),
         ([5, -1], "got -1 at position 1"),
         ("text", "text prompts need a tokenizer"),
-        ([1] * 300, "the prompt has 300 tokens and max_new_tokens is 6, together more than"),
+        ([1] * 300, "the prompt has 300 tokens, and the context is 256 with what is generated"),
+        ([1] * 251, "the prompt has 251 tokens and max_new_tokens is 6, together more than"),
     ],
 )
 def test_prompts_that_are_refused(model: MoE, prompt: str | list[int], message: str) -> None:
@@ -192,6 +193,48 @@ def test_prompts_that_are_refused(model: MoE, prompt: str | list[int], message: 
 def test_sampling_parameters_that_are_refused(params: dict[str, float], message: str) -> None:
     with pytest.raises(RequestError, match=rf"^{message} must be"):
         SamplingParams(**params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 3}, [{"max_new_tokens": 3}], 3])
+def test_params_of_another_type_are_refused(model: MoE, params: Any) -> None:
+    with pytest.raises(RequestError, match="params must be SamplingParams or a list of them"):
+        model.generate([5, 9], params)
+
+
+def test_the_profiles_number_of_new_tokens_is_cut_to_the_context(model: MoE) -> None:
+    limit = model.context_length
+    assert limit is not None
+    done = model.generate([7] * (limit - 3))[0]
+    assert len(done.tokens) == 3
+    assert done.finish_reason == "length"
+    with pytest.raises(ContextError, match=f"the context is {limit} with what is generated"):
+        model.generate([7] * limit)
+
+
+def test_a_closed_model_says_so(tiny_checkpoint: Callable[[str], Path]) -> None:
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe")) as closed:
+        closed.generate([5, 9], GREEDY)
+    for use in (lambda: closed.generate([5]), lambda: closed.logits([5]), closed.loop):
+        with pytest.raises(RequestError, match="the model is closed; load it again"):
+            use()
+    assert closed.stats()["layers"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": 4096}, r"threads is 4096, and this process may use \d+ CPUs"),
+        (
+            {"model": {"context_length": 9999}},
+            "model.context_length is 9999, and the model's max_position_embeddings is",
+        ),
+    ],
+)
+def test_settings_beyond_machine_and_model_are_refused(
+    settings: dict[str, Any], message: str, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ProfileError, match=message):
+        MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), settings)
 
 
 def test_as_many_params_as_prompts(model: MoE) -> None:

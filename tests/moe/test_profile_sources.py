@@ -109,7 +109,8 @@ def test_refused_variables(variable: str, message: str) -> None:
 
 def test_refused_names(tmp_path: Path) -> None:
     message = "unknown profile 'defalt'; did you mean 'default'? (profiles: "
-    assert refusal("defalt") == message + ", ".join(profile_names()) + ")"
+    files = "; a file's name ends in .yaml or has a /)"
+    assert refusal("defalt") == message + ", ".join(profile_names()) + files
     assert refusal("./none.yaml") == "profile file './none.yaml' does not exist"
     assert refusal(tmp_path) == f"profile file '{tmp_path}' does not exist"
     assert issubclass(ProfileError, MoEError)

@@ -135,6 +135,17 @@ def test_bad_values(route: str, field: str, values: list[Any], http: httpx.Clien
         assert len(error["message"]) < 1000
 
 
+def test_what_programs_compare_in_a_refusal(http: httpx.Client) -> None:
+    for field, value, param, code in (
+        ("max_tokens", 10_000, None, "context_length_exceeded"),
+        ("messages", [{"role": "user", "content": "x" * 9999}], None, "context_length_exceeded"),
+        ("tools", [{"type": "function"}], "tools", None),
+        ("surprise", 1, "surprise", None),
+    ):
+        error = error_of(http.post(CHAT, json=BASE[CHAT] | {field: value}))
+        assert (error["param"], error["code"]) == (param, code)
+
+
 @pytest.mark.parametrize("route", BASE)
 def test_wrong_types_never_break_the_server(route: str, http: httpx.Client) -> None:
     fields = {*BASE[route], *BAD, *(BAD_CHAT if route == CHAT else BAD_COMPLETIONS)}
