@@ -84,8 +84,8 @@ class WithoutConfidence:
     def __init__(self, controller: Controller) -> None:
         self._own = controller
         self.plan, self.observe = controller.plan, controller.observe
-        self.rests, self.figures, self.took = controller.rests, controller.figures, controller.took
-        self.hear = controller.hear
+        self.rests, self.rested, self.took = controller.rests, controller.rested, controller.took
+        self.hear, self.figures = controller.hear, controller.figures
 
     def goes_on(self, _mode: Mode, _confidence: Sequence[float]) -> bool:
         return True
@@ -112,10 +112,15 @@ class ReplayedSpeculator(Speculator):
         self._luck = np.random.default_rng(1).random(len(drafts.replayed.trace))
         self._starts: dict[RunningSequence, int] = {}
 
-    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
+    def rests(self, sequences: Sequence[RunningSequence]) -> bool:
         self._starts = {s: self._starts.get(s, SPAN * i) for i, s in enumerate(sequences)}
         places = [self._starts[s] + len(s.token_ids) for s in sequences]
         self._drafts.places = {id(s.cache): p for s, p in zip(sequences, places, strict=True)}
+        self._drafts.replayed.rows = places
+        return super().rests(sequences)
+
+    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
+        places = list(self._drafts.places.values())
         drafts = super().propose(sequences, spare)
         self._drafts.replayed.rows = [
             place + index
@@ -132,6 +137,5 @@ class ReplayedSpeculator(Speculator):
                 accepted += 1
         tokens = [sequence.sampler.sample(row) for row in logits_TV[: accepted + 1]]
         self._tokens += len(tokens)
-        if not self._resting:
-            self._trials.append(Trial(sequence, draft.mode, drafted, accepted))
+        self._trials.append(Trial(sequence, draft.mode, drafted, accepted))
         return tokens

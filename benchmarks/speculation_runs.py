@@ -25,9 +25,9 @@ SKIP = 10_000
 
 
 def load(target: Target, residency: float) -> MoE:
-    """The model of a store with a share of its experts in memory."""
+    """The model of a store with a share of its experts in memory, where drafts say what to read."""
     settings = target.settings(residency, KV_TOKENS)
-    settings["offload"] = {"hot_set": False}
+    settings |= {"offload": {"hot_set": False}, "speculation": {"mode": "elastic"}}
     return MoE.from_pretrained(target.store, settings)
 
 
@@ -112,6 +112,8 @@ def decode(
     engine = model.engine()
     assert isinstance(engine, Engine)
     engine.runner._speculator = drafts  # type: ignore[attr-defined]
+    if (offloaded := model._loaded.offloaded) is not None:  # nobody looks ahead without drafts
+        model._experts._prefetcher = None if drafts is None else offloaded.prefetcher
     params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True)
     groups = [model.request(prompt, params) for prompt in prompts]
     for group in groups:

@@ -53,18 +53,21 @@ class Runner:
         if step.wave is not None and self._reading is None:
             self._reading = Reading(step.wave, self.trunk)
         reading = self._reading
-        drafts = self._propose(step)
+        drafting = self._drafting(step)
+        drafts = [PLAIN] * len(step.decode)
+        if drafting is not None:
+            drafts = drafting.propose(step.decode, step.spare_tokens)
         tokens = [
             Work([s.token_ids[-1], *draft.tokens], s.cache, all_logits=bool(draft.tokens))
             for s, draft in zip(step.decode, drafts, strict=True)
             if s.cache is not None
         ]
         if wanted := self.experts.context:
-            told = None if self._speculator is None else self._speculator.forecast
+            told = None if drafting is None else drafting.forecast
             self.experts.begin(_contexts(step.decode, drafts, wanted), told)
         logits = self._read(tokens, reading, step.halves)
         outcomes: list[Outcome] = [
-            (sequence, self._accept(sequence, draft, rows))
+            (sequence, _accept(drafting, sequence, draft, rows))
             for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
         ]
         if self._speculator is not None and step.decode:
@@ -93,30 +96,32 @@ class Runner:
             for rows in results(own, part, self.trunk, self.experts.run)
         ]
 
-    def _propose(self, step: Step) -> list[Draft]:
-        if self._speculator is None or not step.decode:
-            return [PLAIN] * len(step.decode)
-        return self._speculator.propose(step.decode, step.spare_tokens)
-
-    def _accept(
-        self, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
-    ) -> list[Token] | Exception:
-        """The tokens that follow; the sequence's state holds what they follow and no more."""
-        if self._speculator is None or isinstance(rows, Exception):
-            return sample(sequence, rows)
-        assert sequence.cache is not None
-        try:
-            tokens = self._speculator.accept(sequence, draft, rows)
-        except Exception as error:
-            return error
-        sequence.cache.length -= len(rows) - len(tokens)
-        return tokens
+    def _drafting(self, step: Step) -> Speculator | None:
+        """Who drafts in this step; None where it is plain decoding, or none."""
+        if self._speculator is None or not step.decode or self._speculator.rests(step.decode):
+            return None
+        return self._speculator
 
     def follow(self, wave: Wave | None) -> None:
         """Stop reading what the scheduler has given up for this wave."""
         if self._reading is not None and self._reading.wave is not wave:
             self._reading.cancel()
             self._reading = None
+
+
+def _accept(
+    drafting: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
+) -> list[Token] | Exception:
+    """The tokens that follow; the sequence's state holds what they follow and no more."""
+    if drafting is None or isinstance(rows, Exception):
+        return sample(sequence, rows)
+    assert sequence.cache is not None
+    try:
+        tokens = drafting.accept(sequence, draft, rows)
+    except Exception as error:
+        return error
+    sequence.cache.length -= len(rows) - len(tokens)
+    return tokens
 
 
 def _contexts(

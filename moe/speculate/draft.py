@@ -155,12 +155,17 @@ class Controller(Protocol):
         """
         ...
 
-    def rests(self, batch: int) -> bool:
-        """Whether the next step of so many sequences is plain without any looking for drafts."""
+    def rests(self, batch: int) -> int:
+        """Steps of so many sequences to come that are plain, without any looking for drafts."""
         ...
 
-    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
-        """A step without prompts took so long, whatever was done in it."""
+    def rested(self, batch: int, seconds: Sequence[float]) -> None:
+        """Such steps took so long, those in which a prompt was read nan; maybe fewer than were
+        allowed, as there are other sequences now."""
+        ...
+
+    def took(self, batch: int, tokens: int, seconds: float) -> None:
+        """Another step without prompts took so long, whatever was done in it."""
         ...
 
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:

@@ -24,10 +24,13 @@ class FixedDepth:
     ) -> Sequence[Choice]:
         return [Choice(self.mode, min(self.depth, limit)) for limit in limits]
 
-    def rests(self, batch: int) -> bool:
-        return False
+    def rests(self, batch: int) -> int:
+        return 0
 
-    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
+    def rested(self, batch: int, seconds: Sequence[float]) -> None:
+        return None
+
+    def took(self, batch: int, tokens: int, seconds: float) -> None:
         return None
 
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:

@@ -1,13 +1,15 @@
 """Speculation within a step: who drafts, how far, and what stands of it.
 
-The runner calls `propose` before a step's lanes, `accept` for each sequence with the logits that
-they gave, and `finish`. Whatever is drafted, tokens are those of the model itself (`verify`).
+The runner calls `rests` before a step's lanes and `finish` behind them; where a step does not rest,
+`propose` as well, and `accept` for each sequence with the logits that they gave. Whatever is
+drafted, tokens are those of the model itself (`verify`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import nan
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +23,7 @@ from moe.speculate.model_free import ModelFree
 from moe.speculate.verify import verify
 from routing.predict import Forecast
 
-JUDGED = 16
+JUDGED = 8
 """Last tokens of a batch on which drafts are judged that nobody asked for."""
 
 
@@ -54,10 +56,24 @@ class Speculator:
         self._max_depth, self._clock = max_depth, clock
         self._drafted = self._began = 0.0
         self._start, self._batch, self._tokens = 0.0, 0, 0
-        self._resting = False
+        self._plain: list[float] = []  # seconds of steps that nobody has been told of
+        self._left, self._resting, self._unheard = 0, False, False
         self._draft_bytes, self._draft_rows = 0, list[int]()
         self._trials: list[Trial] = []
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
+
+    def rests(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether a step of these is plain decoding, and nobody looks for drafts. Such steps are to
+        cost what they would without speculation."""
+        self._start, batch = self._clock(), len(sequences)
+        if self._left == 0 or batch != self._batch:
+            if self._plain:
+                self.controller.rested(self._batch, self._plain)
+                self._plain, self._unheard = [], True
+            self._left, self._batch = self.controller.rests(batch), batch
+        self._resting = self._left > 0
+        self._left -= self._resting
+        return self._resting
 
     def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
         """A draft for each running sequence.
@@ -65,17 +81,11 @@ class Speculator:
         Args:
             spare: tokens that keys and values have room for, beyond one of each sequence.
         """
-        began = self._start = self._clock()
-        self._batch, self._tokens = len(sequences), 0
-        rested, self.forecast = self._resting, None
-        self._resting = self.controller.rests(self._batch)
-        if self._resting:
-            self.report.rest(self._batch)
-            return [PLAIN] * self._batch
+        self.forecast, self._tokens = None, 0
         self._trials, self._draft_rows = [], []
         bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
         limits = self._limits(sequences, spare)
-        if rested:
+        if self._unheard:
             self._judge(sequences)
         offers = [
             [draft for source in self._model_free if (draft := source.offer(s, limit)).tokens]
@@ -91,16 +101,13 @@ class Speculator:
         self._confidence = {}
         self._draft_elastically(sequences, choices, drafts)
         self._began = self._clock()
-        self._drafted = self._began - began
+        self._drafted = self._began - self._start
         if self._elastic is not None:
             self._draft_bytes = self._elastic.layers.bytes_read - bytes_before
         return drafts
 
     def accept(self, sequence: RunningSequence, draft: Draft, logits_TV: Tensor) -> list[Token]:
         """The next tokens of a sequence, at least one; see `verify`."""
-        if self._resting:
-            self._tokens += 1
-            return [sequence.sampler.sample(logits_TV[-1])]
         tokens = verify(sequence.sampler, draft, logits_TV)
         self._tokens += len(tokens)
         accepted = len(tokens) - 1
@@ -114,11 +121,13 @@ class Speculator:
 
     def finish(self, alone: bool) -> None:
         """The step is over; ``alone`` if no prompt was read in it."""
-        if not self._resting:
-            self._tell(alone)
+        if self._resting:
+            self._plain.append(self._clock() - self._start if alone else nan)
+            self.report.rest(self._batch)
+            return
+        self._tell(alone)
         if alone and self._tokens >= self._batch:
-            took = self._clock() - self._start
-            self.controller.took(self._batch, self._tokens, took, self._resting)
+            self.controller.took(self._batch, self._tokens, self._clock() - self._start)
 
     def _tell(self, alone: bool) -> None:
         round = Round(
@@ -139,7 +148,7 @@ class Speculator:
 
     def _judge(self, sequences: Sequence[RunningSequence]) -> None:
         """Tell the controller what model-free drafts would have brought while nobody looked."""
-        last = max(1, JUDGED // len(sequences))
+        self._unheard, last = False, max(1, JUDGED // len(sequences))
         for source in self._model_free:
             for sequence in sequences:
                 judged = source.judge(sequence, self._max_depth, last)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import isnan
 from typing import Any
 
 from moe.sequence import RunningSequence
@@ -20,7 +21,7 @@ from moe.speculate.control.budget import Budget
 from moe.speculate.control.coverage import Counter, Counts
 from moe.speculate.control.figures import control_figures
 from moe.speculate.control.paper import Paper
-from moe.speculate.control.rest import Rest, Rested
+from moe.speculate.control.rest import Rest, typical
 from moe.speculate.control.search import PLAIN, Plan, Search, Step, prices
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.control.upkeep import LONGEST, Upkeep
@@ -30,9 +31,13 @@ CAUTION = 1.02
 """How much better than plain decoding drafting must look."""
 PLANNING = 0.005
 """Share of the time that searching for the best plan may take; between searches plans stand."""
+LOOKING = 0.0025
+"""The same of looking for drafts where none have paid."""
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
 MOST_SKIPPED = 8
+TOGETHER = 0.2
+"""Seconds of plain steps that are learnt from together."""
 REST = 0.25
 """Plain steps' time that there has to be room for after there was none."""
 OUTLIER = 3.0
@@ -60,8 +65,7 @@ class Controller:
     ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(modes, max_depth)
-        self.account, self._paper = Account(), Paper()
-        self._rest, self._rested = Rest(), Rested()
+        self.account, self._paper, self._rest = Account(), Paper(), Rest()
         elastic = [mode for mode in modes if mode.source == "elastic"]
         self._free = [mode for mode in modes if mode.source != "elastic"]
         self._search = Search(elastic, self.acceptance, costs)
@@ -71,23 +75,26 @@ class Controller:
         self._plan: Plan | None = None  # of this step
         self._best: Plan | None = None  # that was known at the last search
         self._searched, self._every, self._wait = 0, 1, 0
-        self._searching, self._looking = Upkeep(PLANNING), Upkeep(PLANNING)
+        self._searching, self._looking = Upkeep(PLANNING), Upkeep(LOOKING)
         self._learning = Upkeep(LEARNING)
         self._seen: tuple[int, Counts | None] = 0, None  # rows and experts of this step
         self._prices = 0.0, 0.0  # tokens that a pass more, and a row more, have to bring
 
-    def rests(self, batch: int) -> bool:
-        """Whether this step need not be asked about; then it is a plain one."""
-        resting = self._rest.begins(batch)
-        if not (resting and self._rested.goes_on(batch)):
-            self._take_in_rest()
-            self._count.start()
-        if not resting and self._idle:
-            self._rest.take(self._budget.steps_until_trial(batch))
-            resting = self._rest.begins(batch)
-        if resting:
-            self._rested.begin(batch)
-        return resting
+    def rests(self, batch: int) -> int:
+        """Plain steps to come that need not be asked about."""
+        steps = self._rest.steps(batch)
+        if steps == 0 and self._idle:
+            steps = self._rest.take(self._budget.steps_until_trial(batch))
+        self._count.start()
+        return min(steps, 1 + int(TOGETHER / self.costs.verify(batch, batch)))
+
+    def rested(self, batch: int, seconds: Sequence[float]) -> None:
+        """Learn from plain steps that nobody has been told of one by one."""
+        steps, mean = len(seconds), typical(seconds)
+        self._rest.over(batch, steps)
+        if not isnan(mean):
+            self.costs.rested(batch, mean, self._count.read(), steps)
+            self.account.earn(steps * mean, mean)
 
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
         """What a model-free mode would have drafted while nobody looked, and what was right."""
@@ -139,11 +146,8 @@ class Controller:
         steps = self._learning.steps(round.draft_seconds + round.verify_seconds)
         self._wait = min(steps, MOST_SKIPPED)
 
-    def took(self, batch: int, tokens: int, seconds: float, rested: bool) -> None:
+    def took(self, batch: int, tokens: int, seconds: float) -> None:
         """A whole step took so long, this controller included."""
-        if rested:
-            self._rested.end(seconds)
-            return
         assert self._plan is not None
         assert self._best is not None
         step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, *self._seen)
@@ -152,8 +156,11 @@ class Controller:
         if self._plan.trial:
             self.account.tried(seconds - tokens / self._best.option.goodput)
         elif self._idle:
+            self._paper.looked(0.0)
             self._looking.took(max(seconds - plain, 0.0))
             self._rest.take(self._looking.steps(step))
+        elif not any(choice.depth for choice in self._plan.choices):
+            self._paper.looked(max(seconds - plain, 0.0) / step)
         if self.account.room < 0:
             self._rest.take(min(self.account.steps_until(REST, step), LONGEST))
 
@@ -166,13 +173,6 @@ class Controller:
         """Whether no drafts are in sight that would pay."""
         drafting = self._best is not None and self._best.way != PLAIN
         return not drafting and not self._paper.pays(self._free)
-
-    def _take_in_rest(self) -> None:
-        """Learn from the plain steps that nobody has been told of one by one."""
-        if steps := self._rested.take():
-            batch, (mean, count) = self._rested.batch, steps
-            self.costs.rested(batch, mean, self._count.read(), count)
-            self.account.earn(count * mean, mean)
 
     def _learn(self, round: Round) -> None:
         plan, counts = self._plan, self._seen[1]

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from moe.speculate.draft import Mode
 
 LOOKING = 0.03
-"""Plain steps that looking for drafts may take of every step."""
+"""Plain steps that looking for drafts in every step takes at least."""
+FOLLOW = 0.2
 MEMORY = 64
 """Verifications that are remembered of each mode."""
 
@@ -17,6 +18,12 @@ class Paper:
 
     def __init__(self) -> None:
         self._gains: dict[Mode, tuple[int, float]] = {}
+        self._price = 0.0
+
+    def looked(self, price: float) -> None:
+        """A step that looked and found nothing took so many plain steps longer than one; 0 where
+        nobody looks in every step: what it took before may be forgotten."""
+        self._price += FOLLOW * (price - self._price)
 
     def note(self, mode: Mode, gain: float) -> None:
         """Of one verification: accepted tokens less what reading all drafted ones costs."""
@@ -26,4 +33,5 @@ class Paper:
 
     def pays(self, modes: Iterable[Mode]) -> bool:
         """Whether looking for drafts of one of these modes in every step is worth it."""
-        return any(self._gains.get(mode, (0, 0.0))[1] > LOOKING for mode in modes)
+        least = max(LOOKING, self._price)
+        return any(self._gains.get(mode, (0, 0.0))[1] > least for mode in modes)

@@ -57,7 +57,8 @@ class Report:
 
     def reset(self) -> None:
         """Begin at zero."""
-        self.steps = self.sequences = self.tokens = self.rows = self.rested = 0
+        self.steps = self.sequences = self.tokens = self.rows = 0
+        self.rested = self.plain = 0  # steps in which nobody looked for drafts, and their tokens
         self.draft_seconds = self.verify_seconds = 0.0
         self.depths: Counter[int] = Counter()
         self.modes: dict[str, ModeRecord] = {}
@@ -83,25 +84,22 @@ class Report:
 
     def rest(self, batch: int) -> None:
         """A step of so many sequences in which nobody looked for drafts."""
-        self.steps += 1
         self.rested += 1
-        self.sequences += batch
-        self.tokens += batch
-        self.rows += batch
-        self.depths[0] += batch
+        self.plain += batch
 
     def figures(self) -> dict[str, Any]:
         """For JSON. ``tokens_per_verification`` is of one sequence; 1 without drafts."""
         modes = {name: record.as_dict() for name, record in sorted(self.modes.items())}
+        depths, tokens = self.depths + Counter({0: self.plain}), self.tokens + self.plain
         return {
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "rows": self.rows,
+            "steps": self.steps + self.rested,
+            "tokens": tokens,
+            "rows": self.rows + self.plain,
             "rested_steps": self.rested,
-            "tokens_per_verification": self.tokens / max(self.sequences, 1),
+            "tokens_per_verification": tokens / max(self.sequences + self.plain, 1),
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
-            "depths": {str(depth): count for depth, count in sorted(self.depths.items())},
+            "depths": {str(depth): count for depth, count in sorted(depths.items())},
             "modes": modes,
         }
 

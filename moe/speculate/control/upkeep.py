@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FOLLOW = 0.2
-LONGEST = 256
+LONGEST = 1024
 """Steps that it waits at most."""
 
 

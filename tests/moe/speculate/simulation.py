@@ -103,6 +103,8 @@ class Simulation:
     now: float = 0.0
     unheard: list[tuple[RunningSequence, Draft]] = field(default_factory=list)
     sequences: list[RunningSequence] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    left: int = 0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -154,8 +156,13 @@ class Simulation:
 
     def _step(self, controller: Any, outcome: Outcome) -> None:
         offers = [self._offers() for _ in self.sequences]
-        if controller.rests(self.batch):
-            self._rest(controller, offers, outcome)
+        if self.left == 0:
+            if self.plain:
+                controller.rested(self.batch, self.plain)
+            self.plain, self.left = [], controller.rests(self.batch)
+        if self.left:
+            self.left -= 1
+            self._rest(offers, outcome)
             return
         while self.unheard:
             sequence, draft = self.unheard.pop()
@@ -177,10 +184,12 @@ class Simulation:
         verifying = self.world.verify(self.batch, rows) * noise[1]
         self._visit(rows)
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
-        tokens, seconds = self.batch + sum(t.accepted for t in trials), drafting + verifying
-        self._over(controller, outcome, tokens, seconds + self.world.looking, rested=False)
+        tokens = self.batch + sum(trial.accepted for trial in trials)
+        seconds = drafting + verifying + self.world.looking
+        controller.took(self.batch, tokens, seconds)
+        self._over(outcome, tokens, seconds)
 
-    def _rest(self, controller: Any, offers: Sequence[Sequence[Draft]], outcome: Outcome) -> None:
+    def _rest(self, offers: Sequence[Sequence[Draft]], outcome: Outcome) -> None:
         """A plain step in which nobody looks at offers."""
         if NGRAM in self.world.accepts:
             pairs = zip(self.sequences, offers, strict=True)
@@ -188,12 +197,10 @@ class Simulation:
         noise = np.exp(self.world.noise * self.rng.normal() - self.world.noise**2 / 2)
         self._visit(self.batch)
         seconds = self.world.verify(self.batch, self.batch) * noise
-        self._over(controller, outcome, self.batch, seconds, rested=True)
+        self.plain.append(seconds)
+        self._over(outcome, self.batch, seconds)
 
-    def _over(
-        self, controller: Any, outcome: Outcome, tokens: int, seconds: float, *, rested: bool
-    ) -> None:
-        controller.took(self.batch, tokens, seconds, rested)
+    def _over(self, outcome: Outcome, tokens: int, seconds: float) -> None:
         self.now += seconds
         outcome.tokens += tokens
         outcome.seconds += seconds
@@ -254,8 +261,8 @@ class Always:
         choice = Choice(self.mode, self.depth) if self.depth else Choice()
         return [choice] * len(sequences)
 
-    def rests(self, _: int) -> bool:
-        return False
+    def rests(self, _: int) -> int:
+        return 0
 
     def took(self, *_: Any) -> None:
         """Nothing to learn."""

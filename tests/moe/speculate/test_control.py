@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isnan, nan
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.speculate.control.rest import BURST, EVERY, FIRST, Rest, Rested
+from moe.speculate.control.rest import BURST, EVERY, FIRST, Rest, typical
 from moe.speculate.draft import Mode
 from tests.moe.speculate.simulation import NGRAM, Simulation, World, best_fixed
 
@@ -30,12 +32,15 @@ WORLDS = {
 def test_near_the_best_fixed_depth_and_never_below_plain(name: str, batch: int) -> None:
     world = WORLDS[name]
     plain, best = best_fixed(world, batch, steps=250)
-    simulation = Simulation(world, batch, seed=2)
-    controller = simulation.controller()
-    first, later = simulation.run(controller, 300), simulation.run(controller, 500)
-    whole = (first.tokens + later.tokens) / (first.seconds + later.seconds)
-    assert whole >= 0.98 * plain
-    assert later.rate >= 0.95 * best
+    rates = []
+    for seed in (2, 3):
+        simulation = Simulation(world, batch, seed=seed)
+        controller = simulation.controller()
+        first, later = simulation.run(controller, 300), simulation.run(controller, 500)
+        whole = (first.tokens + later.tokens) / (first.seconds + later.seconds)
+        assert whole >= 0.98 * plain
+        rates.append(later.rate)
+    assert fmean(rates) >= 0.95 * best
 
 
 def test_what_a_batch_of_sixteen_gains_is_found() -> None:
@@ -139,26 +144,25 @@ def test_costs_that_were_taken_for_smaller_lose_no_more_than_is_allowed(batch: i
 
 
 def test_plain_steps_are_measured_first_for_every_batch_and_again_later() -> None:
-    rest = Rest()
+    rest, looks = Rest(), 0
     for batch in (1, 4):
-        assert all(rest.begins(batch) for _ in range(FIRST))
-        assert not rest.begins(batch)
-    looks = [not rest.begins(4) for _ in range(4 * (EVERY + BURST))]
-    assert looks.count(False) == 4 * BURST
-    rest.take(5)
-    assert all(rest.begins(4) for _ in range(5))
+        assert rest.steps(batch) == FIRST
+        rest.over(batch, 3)
+        assert rest.steps(batch) == FIRST - 3
+        rest.over(batch, FIRST - 3)
+        assert rest.steps(batch) == 0
+        looks += 1
+    bursts = []
+    for _ in range(4 * EVERY - looks):
+        bursts.append(rest.steps(4))
+        rest.over(4, bursts[-1])
+    assert (bursts.count(0), bursts.count(BURST)) == (4 * EVERY - looks - 4, 4)
+    rest.over(4, 1)
+    assert rest.take(5) == rest.steps(7) == 5
 
 
 def test_plain_steps_with_a_prompt_between_them_are_not_learnt_from() -> None:
-    rested = Rested()
-    for seconds in (0.001, 0.002, 0.009):
-        rested.begin(3)
-        rested.end(seconds)
-    assert rested.goes_on(3)
-    assert not rested.goes_on(4)
-    assert rested.take() == (pytest.approx(0.007 / 3), 3)  # twice the median at most
-    rested.begin(3)
-    rested.begin(3)
-    rested.end(1.0)
-    assert not rested.goes_on(3)
-    assert rested.take() is None
+    seconds = [0.001, 0.002, 0.009]
+    assert typical(seconds) == pytest.approx(0.007 / 3)  # twice the median at most
+    for place in range(4):
+        assert isnan(typical([*seconds[:place], nan, *seconds[place:]]))

@@ -202,6 +202,11 @@ def test_what_costs_nothing_is_judged_on_paper() -> None:
         paper.note(MODE, gain)
     assert paper.pays([MODE, other])
     assert not paper.pays([other])
+    paper.looked(5.0)
+    assert not paper.pays([MODE])  # what it brings is less than what looking takes
+    for _ in range(10):
+        paper.looked(0.0)
+    assert paper.pays([MODE])
     for _ in range(300):
         paper.note(MODE, -0.1)
     assert not paper.pays([MODE])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.layers import DraftLayers
+from offload.cache import ExpertCache
 from offload.experts import OffloadedExperts
-from routing.predict import Told
+from offload.prefetch import Prefetcher
+from routing.predict import Forecast, Told
 from tests.moe.speculate.demo_models import Models, greedy, speculating, tokens_of
 
 FOUR_BITS = Mode("elastic", bits=4)
@@ -142,6 +145,48 @@ def test_what_a_draft_foresees_is_read_ahead(models: Models) -> None:
         assert sum(record.right + record.missed for record in prefetcher.records) > 0
     finally:
         loaded.experts._prefetcher, loaded.offloaded.prefetcher = before, None
+
+
+class Listener:
+    """In place of a prefetcher: bytes that verifications find absent, and those told before."""
+
+    predictor = Told()
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache, self.absent, self.useful = cache, 0, 0
+
+    def start(self, _: torch.Tensor, told: Forecast | None = None) -> None:
+        told = Forecast.empty() if told is None else told
+        self._told = set(zip(told.layer.tolist(), told.expert.tolist(), strict=True))
+
+    def settle(self, layer: int, wanted: Sequence[int]) -> None:
+        self._cache.poll()
+        absent = [expert for expert in wanted if not self._cache.has(layer, expert)]
+        self.absent += self._cache.expert_bytes * len(absent)
+        self.useful += self._cache.expert_bytes * sum((layer, e) in self._told for e in absent)
+
+    def look_ahead(self, *_: object) -> None:
+        """Bid for nothing."""
+
+
+@pytest.mark.parametrize(("mode", "share"), [("elastic", 1 / 3), ("ngram", 0.0)])
+def test_verifications_are_told_what_their_drafts_wanted(
+    models: Models, mode: str, share: float
+) -> None:
+    """Before they ask for it: much of what is absent, where drafts were passes of the model."""
+    loaded = models.at(0.5)._loaded
+    assert loaded.offloaded is not None
+    listener = Listener(loaded.offloaded.cache)
+    before, loaded.experts._prefetcher = loaded.experts._prefetcher, cast(Prefetcher, listener)
+    try:
+        engine, _ = speculating(models.at(0.5), mode=mode, bits=4, max_depth=3)
+        groups = [models.at(0.5).request(prompt, greedy()) for prompt in models.prompts[:12]]
+        assert tokens_of(engine, groups) == models.expected[:12]
+    finally:
+        loaded.experts._prefetcher = before
+    assert listener.absent > 0
+    assert listener.useful >= share * listener.absent
+    assert bool(listener.useful) is bool(share)
 
 
 def test_predictors_hear_what_each_row_follows(models: Models) -> None:
