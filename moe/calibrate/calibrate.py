@@ -138,9 +138,11 @@ def _windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
     shortest = max(min(len(ids), tokens) // (2 * ASIDE), 1)
     size = min(WINDOW, model.context_length or WINDOW, shortest)
     windows = [ids[at : at + size] for at in range(0, len(ids), size)]
-    wanted = max(tokens // size, 1)
+    wanted = max(-(-tokens // size), 1)
     stride = max(len(windows) / wanted, 1.0)
     chosen = [windows[int(i * stride)] for i in range(min(wanted, len(windows)))]
+    if (surplus := sum(map(len, chosen)) - tokens) > 0:
+        chosen[-1] = chosen[-1][:-surplus]
     found = sum(map(len, chosen))
     if found < LEAST_TOKENS:
         raise CalibrationError(
