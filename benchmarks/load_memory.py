@@ -1,13 +1,19 @@
 """How much memory does loading take beside the weights, and how long, against transformers?
 
     python -m benchmarks.load_memory [--quick] [--repeats N]
+    python -m benchmarks.load_memory --store DIR [--repeats N]
 
 Writes a random Qwen3-MoE checkpoint in hub layout (one tensor an expert, several shards) piece by
 piece, loads it in fresh processes by `moe.loading` and by `AutoModelForCausalLM.from_pretrained`,
 and reports the peak resident size (VmHWM) above what the process held after its imports. That
 peak includes file pages that a process maps: transformers maps the checkpoint, and although such
 pages can be reclaimed, a container's memory limit and the out-of-memory killer see them.
-Times are medians with the checkpoint in the page cache. The last line is JSON.
+Times are medians with the checkpoint in the page cache.
+
+With ``--store``: is a store loaded as fast as the disk reads it? In turn, each in a fresh process
+and with none of its files in the page cache: the store is loaded as `moe generate` does, and bare
+threads read the same files past the page cache into fresh memory. Processor seconds are of reading
+only, and include what the system takes to find memory. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,17 +27,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.memory_group import drop_from_cache
+from experts.blobs import as_bytes
+from experts.layer_reader import READ_BYTES
+from experts.opening import open_tensors
+from experts.reading import FileReader, fresh_bytes
+from moe import MoE
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import load_weights
 from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import LoadProgress
+from moe.loading.store import READERS
 from moe.loading.weight_plan import plan_weights
 
 SHARD_BYTES = 200 << 20
@@ -128,33 +145,104 @@ def load_and_measure(loader: str, path: Path) -> dict[str, float]:
     return {"peak_bytes": _status("VmHWM") - before, "seconds": seconds}
 
 
+def load_store(path: Path) -> dict[str, float]:
+    """Seconds of a load before, while and after weights are read, and the latter's work."""
+    marks: dict[str, tuple[float, float]] = {}
+
+    def report(progress: LoadProgress) -> None:
+        marks.setdefault(progress.phase, (time.perf_counter(), time.process_time()))
+
+    report(LoadProgress("begin"))
+    MoE.from_pretrained(path, progress=report)
+    report(LoadProgress("ready"))
+    begun, reading, read, ready = (
+        marks[phase] for phase in ("begin", "loading weights", "preparing", "ready")
+    )
+    return {
+        "planning": reading[0] - begun[0],
+        "reading": read[0] - reading[0],
+        "reading_cpu": read[1] - reading[1],
+        "preparing": ready[0] - read[0],
+    }
+
+
+def read_bare(path: Path) -> dict[str, float]:
+    """The same files by as many threads; seconds, and work of the processor."""
+
+    def one(file: Path) -> Tensor:
+        opened = open_tensors(path, file.name)  # open until this process ends
+        memory = fresh_bytes(opened.status.st_size)
+        view = as_bytes(memory)
+        with FileReader(opened) as reader:
+            for at in range(0, len(view), READ_BYTES):
+                reader.read(view[at : at + READ_BYTES], at)
+        return memory
+
+    started, work = time.perf_counter(), time.process_time()
+    with ThreadPoolExecutor(READERS) as pool:
+        _kept = list(pool.map(one, sorted(path.glob("*.safetensors"))))
+    return {"reading": time.perf_counter() - started, "reading_cpu": time.process_time() - work}
+
+
 def measure(path: Path, repeats: int) -> dict[str, dict[str, float]]:
     """Each loader `repeats` times in turn: highest peak, median time."""
-    runs: dict[str, list[dict[str, float]]] = {loader: [] for loader in LOADERS}
-    for _ in range(repeats):
-        for loader in LOADERS:
-            command = [sys.executable, "-m", "benchmarks.load_memory", "--child", loader, str(path)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{loader} failed:\n{done.stderr}")
-            runs[loader].append(json.loads(done.stdout.splitlines()[-1]))
     return {
         loader: {
             "peak_bytes": max(run["peak_bytes"] for run in results),
             "seconds": statistics.median(run["seconds"] for run in results),
         }
-        for loader, results in runs.items()
+        for loader, results in in_turn(LOADERS, path, repeats).items()
     }
+
+
+def in_turn(loaders: Sequence[str], path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """What a fresh process of each loader printed, `repeats` times."""
+    runs: dict[str, list[dict[str, float]]] = {loader: [] for loader in loaders}
+    for _ in range(repeats):
+        for loader in loaders:
+            command = [sys.executable, "-m", "benchmarks.load_memory", "--child", loader, str(path)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{loader} failed:\n{done.stderr}")
+            runs[loader].append(json.loads(done.stdout.splitlines()[-1]))
+    return runs
+
+
+def compare_store(path: Path, repeats: int) -> None:
+    runs = in_turn(("store", "bare"), path, repeats)
+    nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    medians = {
+        f"{loader}_{name}_s": statistics.median(run[name] for run in results)
+        for loader, results in runs.items()
+        for name in results[0]
+    }
+    ratios = [
+        one["reading"] / other["reading"]
+        for one, other in zip(runs["store"], runs["bare"], strict=True)
+    ]
+    line = {"store_bytes": nbytes, "reading_ratio": statistics.median(ratios), **medians}
+    print_header(environment())
+    print_table(f"{path.name}, {nbytes / 1e9:.2f} GB", ("", ""), list(line.items())[1:])
+    print_json({name: round(value, 3) for name, value in line.items()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="about 0.3 GB instead of 1 GB")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--store", type=Path, metavar="DIR", help="load this store instead")
     parser.add_argument("--child", nargs=2, metavar=("LOADER", "PATH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(load_and_measure(arguments.child[0], Path(arguments.child[1]))))
+        loader, path = arguments.child[0], Path(arguments.child[1])
+        if loader in LOADERS:
+            print(json.dumps(load_and_measure(loader, path)))
+        else:
+            drop_from_cache(*path.glob("*.safetensors"))
+            print(json.dumps((load_store if loader == "store" else read_bare)(path)))
+        return
+    if arguments.store:
+        compare_store(arguments.store, arguments.repeats)
         return
     config = Qwen3MoeConfig(
         vocab_size=32768, hidden_size=1024, moe_intermediate_size=512, num_experts=32,

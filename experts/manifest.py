@@ -117,6 +117,10 @@ def read_manifest(directory: Path) -> Manifest:
             raise StoreError(f"{file} is larger than {MAX_MANIFEST_BYTES} bytes: not a manifest")
         content = parse_json(path.read_bytes(), "content")
     except FileNotFoundError as error:
+        if not is_store(directory):
+            raise StoreError(
+                f"{directory} is no store; moe convert MODEL STORE makes one"
+            ) from error
         raise StoreError(
             f"{directory} has no {MANIFEST_NAME}: its conversion did not finish, or it was copied "
             "in part; run moe convert again or copy all of it"

@@ -193,6 +193,7 @@ def test_inspect_shows_and_draws_the_bits(
     with pytest.raises(ProfileError, match="cannot write"):
         draw([[2, 4]], tmp_path / "nowhere" / "bits.png")
     assert main(["inspect", str(tmp_path)]) == 2
+    assert "is no store; moe convert MODEL STORE makes one" in capsys.readouterr().err
 
 
 def test_a_manifest_with_bits_that_do_not_fit_is_refused(
