@@ -26,7 +26,7 @@ _ONLY_CACHED: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 def fresh_bytes(nbytes: int) -> Tensor:
-    """``(nbytes,)`` uint8 that begins at a page, of huge pages where the system has them."""
+    """``(nbytes,)`` uint8; from 2 MiB on it begins at a page, of huge pages where there are any."""
     if nbytes < _HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
