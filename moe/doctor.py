@@ -7,7 +7,7 @@ from functools import partial
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from moe import doctor_checks as checks
 from moe.doctor_checks import Finding
@@ -73,7 +73,8 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def print_doctor(findings: Sequence[Finding], console: Console) -> None:
     """A table of the findings, and a last line that sums them up."""
-    table = Table("what", "status", "found", "what to do", box=None, header_style="bold")
+    columns = [Column(name, overflow="fold") for name in ("what", "status", "found", "what to do")]
+    table = Table(*columns, box=None, header_style="bold")
     colours = {"ok": "green", "warning": "yellow", "missing": "red"}
     for finding in findings:
         status = f"[{colours[finding.status]}]{finding.status}[/]"

@@ -22,11 +22,17 @@ def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.backend_status", lambda: {"name": "native", "reason": "built"})
 
 
-def shown(findings: list[Finding]) -> str:
-    console = Console(file=io.StringIO(), width=200)
+def shown(findings: list[Finding], width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
     print_doctor(findings, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_a_long_path_is_shown_to_its_end_on_a_narrow_terminal() -> None:
+    text = shown([Finding("disk", "ok", "1 GiB free in /home/" + "x" * 90 + "/hub")], width=60)
+    assert text.count("x") == 90
+    assert "…" not in text
 
 
 @pytest.mark.usefixtures("no_build")
