@@ -36,8 +36,6 @@ LOOKING = 0.0025
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
 MOST_SKIPPED = 8
-TOGETHER = 0.2
-"""Seconds of plain steps that are learnt from together."""
 REST = 0.25
 """Plain steps' time that there has to be room for after there was none."""
 OUTLIER = 3.0
@@ -86,14 +84,15 @@ class Controller:
         if steps == 0 and self._idle:
             steps = self._rest.take(self._budget.steps_until_trial(batch))
         self._count.start()
-        return min(steps, 1 + int(TOGETHER / self.costs.verify(batch, batch)))
+        return steps
 
     def rested(self, batch: int, seconds: Sequence[float]) -> None:
         """Learn from plain steps that nobody has been told of one by one."""
-        steps, mean = len(seconds), typical(seconds)
-        self._rest.over(batch, steps)
-        if not isnan(mean):
-            self.costs.rested(batch, mean, self._count.read(), steps)
+        self._rest.over(batch, len(seconds))
+        if known := [each for each in seconds if not isnan(each)]:
+            steps, mean = len(known), typical(known)
+            counts = self._count.read() if steps == len(seconds) else None
+            self.costs.rested(batch, mean, counts, steps)
             self.account.earn(steps * mean, mean)
 
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:

@@ -108,7 +108,7 @@ class ExpertCounts:
             return None
         pairs = zip(self._total(), self._before, strict=True)
         distinct, missing = (now - before for now, before in pairs)
-        return (distinct, missing) if distinct > 0 else None
+        return (distinct, missing) if distinct > 0 <= missing else None
 
     def _total(self) -> Counts:
         if self._cache is None:

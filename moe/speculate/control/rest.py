@@ -44,6 +44,6 @@ class Rest:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Mean of steps that are alike; nan where it is not known of all."""
+    """Mean of steps that are alike."""
     most = OUTLIER * median(seconds)
     return fmean(min(each, most) for each in seconds)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isnan, nan
+from math import nan
 from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe.speculate.control.account import SHARE
 from moe.speculate.control.rest import BURST, EVERY, FIRST, Rest, typical
 from moe.speculate.draft import Mode
 from tests.moe.speculate.simulation import NGRAM, Simulation, World, best_fixed
@@ -164,5 +165,10 @@ def test_plain_steps_are_measured_first_for_every_batch_and_again_later() -> Non
 def test_plain_steps_with_a_prompt_between_them_are_not_learnt_from() -> None:
     seconds = [0.001, 0.002, 0.009]
     assert typical(seconds) == pytest.approx(0.007 / 3)  # twice the median at most
-    for place in range(4):
-        assert isnan(typical([*seconds[:place], nan, *seconds[place:]]))
+    controller = Simulation(WORLDS["noise"]).controller()
+    assert controller.rests(1) == FIRST
+    controller.rested(1, [nan, nan])
+    assert controller.account.room == 0
+    controller.rested(1, [nan, 2.0, 2.0])
+    assert controller.account.room == pytest.approx(4.0 * SHARE)
+    assert controller.rests(1) == FIRST - 5
