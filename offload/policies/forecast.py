@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.policies.base import Values
-from offload.policies.frequency_recency import Rates
+from offload.policies.frequency_recency import Layers, Rates
 from offload.policies.habits import MEMORY, Habits, log_odds, sigmoid
 
 
@@ -27,8 +27,10 @@ class ForecastPolicy:
         self._rates = Rates(num_layers, width)
         self._habits = Habits(num_layers, width)
         self._width, self._most = width, 4 * num_layers
-        # Valuing every unit takes about a millisecond in a deep model: not at every layer there.
-        self._patience = max(1, num_layers // 4)
+        # Valuing every unit takes about a millisecond in a deep model: between two times, only
+        # those of the layers that were visited.
+        self._patience, self._stale = max(1, num_layers // 4), 0
+        self._worth: Values = np.zeros((num_layers, width))
         self._calls = self._layer = 0
         self._news: list[tuple[int, Sequence[int], Sequence[float] | None]] = []
         self._told: Values = np.full((num_layers, width), np.nan)
@@ -46,29 +48,40 @@ class ForecastPolicy:
         self._news.append((self._calls, units, probability))
 
     def values(self) -> Values:
-        if self._values is None or len(self._news) >= self._patience:
-            self._catch_up()
-            later = self._habits.corrected(1, slice(None), self._rates.rates)
-            self._values = self._rates.worth(self._layer, self._joined(self._soon()), later)
+        if self._values is None or self._news:
+            visited = self._catch_up()
+            self._stale += len(visited)
+            layers: Layers = visited
+            if self._values is None or self._stale >= self._patience:
+                layers, self._stale = slice(None), 0
+            soon, usual = self._joined(layers), self._rates.usual[layers]
+            later = self._habits.corrected(1, layers, usual)
+            self._worth[layers] = self._rates.worth(layers, soon, later)
+            self._values = self._rates.discounted(self._layer, self._worth)
         return self._values
 
     def bid(self, unit: int, probability: float) -> float:
         return self._rates.worth_of(self._layer, unit, probability)
 
-    def _catch_up(self) -> None:
+    def _catch_up(self) -> list[int]:
+        """Learn from the news; which layers they are of."""
+        layers: set[int] = set()
         for call, units, probability in self._news:
             if len(units) == 0:
                 continue
             layer = units[0] // self._width
+            layers.update(unit // self._width for unit in units)
             if probability is None:
                 start = layer * self._width
                 experts = [unit - start for unit in units]
                 self._judge(layer, experts)
-                self._habits.visit(call, layer, experts, self._rates.rates[layer])
+                usual = self._rates.rates[layer], self._rates.usual[layer]
+                self._habits.visit(call, layer, experts, usual)
                 self._rates.visit(layer, experts)
             else:
                 self._hear(np.asarray(units), np.asarray(probability, dtype=np.float64))
         self._news.clear()
+        return sorted(layers)
 
     def _hear(self, units: NDArray[np.int64], probability: Values) -> None:
         layers, experts = np.divmod(units, self._width)
@@ -84,13 +97,14 @@ class ForecastPolicy:
     def _voices(self, told: Values, own: Values) -> tuple[Values, Values, Values]:
         return told, sigmoid((log_odds(told) + log_odds(own)) / 2), own
 
-    def _joined(self, own: Values) -> Values:
+    def _joined(self, layers: Layers) -> Values:
         """Own predictions, and the predictor's where it has spoken and is to be believed."""
-        heard = ~np.isnan(self._told[:, 0])
+        own, told = self._soon(layers), self._told[layers]
+        heard = ~np.isnan(told[:, 0])
         if not heard.any():
             return own
         joined = own.copy()
-        joined[heard] = self._voices(self._told[heard], own[heard])[self._told_losses.argmin()]
+        joined[heard] = self._voices(told[heard], own[heard])[self._told_losses.argmin()]
         return joined
 
     def _judge(self, layer: int, experts: Sequence[int]) -> None:
@@ -105,6 +119,6 @@ class ForecastPolicy:
             self._told_losses[voice] += (1 - MEMORY) * (loss - self._told_losses[voice])
         told[:] = np.nan
 
-    def _soon(self, layers: int | slice = slice(None)) -> Values:
+    def _soon(self, layers: Layers) -> Values:
         rates = self._rates.rates[layers]
         return self._habits.corrected(0, layers, rates)

@@ -1,6 +1,8 @@
 """Frequency that forgets: how often a unit is asked for of late, and how soon its layer comes.
 
-A unit's rate is the share of its layer's last visits that asked for it, older ones counting less. A
+A unit's rate is the share of its layer's last visits that asked for it, older ones counting less:
+a mean over memories of several lengths, each weighed by how well it has foretold what was asked
+for, so that routing which repeats itself and routing which has favourites are both believed. A
 unit is worth the discounted time to its next use under that rate: units of the layers that come
 next are worth a little more than those of the layer that has just been. One pool serves all layers,
 so the quota of a layer follows what it asks for; no layer can push another's hot experts out by
@@ -15,20 +17,35 @@ import numpy as np
 
 from offload.policies.base import Values
 
-HALF_LIFE = 200.0
-"""Visits of a layer after which one counts half."""
+HALF_LIVES = (200.0, 20.0, 1.0)
+"""Of each memory: visits of a layer after which one counts half."""
+AT_FIRST = (0.8, 0.1, 0.1)
+"""Weights of the memories."""
+LEARNING_RATE = 0.005
+"""How much of the weights a visit decides."""
 CYCLE_DISCOUNT = 0.5
 """What a use is worth that comes one pass over the layers later."""
 
+Layers = int | slice | Sequence[int]
+"""One, all, or some."""
+
 
 class Rates:
-    """Of each unit, how often it is asked for when its layer comes; and when that will be."""
+    """Of each unit, how often it is asked for when its layer comes; and when that will be.
+
+    Attributes:
+        rates: ``(L, width)``, at the next visit of each layer.
+        usual: the same at later visits, of which short memories know nothing.
+    """
 
     def __init__(self, num_layers: int, width: int) -> None:
         self.num_layers, self.width = num_layers, width
         self.rates: Values = np.full((num_layers, width), 0.1)
-        self._tails = _tail(self.rates)
-        self._keep = 0.5 ** (1 / HALF_LIFE)
+        self.usual = self.rates.copy()
+        self._memories: Values = np.full((num_layers, len(HALF_LIVES), width), 0.1)
+        self._weights: Values = np.array(AT_FIRST)
+        self._tails = _tail(self.usual)
+        self._keep = 0.5 ** (1 / np.array(HALF_LIVES))
         self._visits = [0] * num_layers
         step = CYCLE_DISCOUNT ** (1 / num_layers)
         ahead = (np.arange(num_layers) - np.arange(num_layers)[:, None] - 1) % num_layers + 1
@@ -37,28 +54,37 @@ class Rates:
     def visit(self, layer: int, experts: Sequence[int]) -> None:
         self._visits[layer] += 1
         # The first visits are averaged evenly, else the start would be remembered for long.
-        keep = min(self._keep, 1 - 1 / (self._visits[layer] + 1))
-        row = self.rates[layer]
-        row *= keep
-        row[experts] += 1 - keep
-        row.clip(1e-3, 0.999, out=row)
-        self._tails[layer] = _tail(row)
+        keep = np.minimum(self._keep, 1 - 1 / (self._visits[layer] + 1))[:, None]
+        memories = self._memories[layer]
+        if len(experts):  # expectation maximisation: whose word was it?
+            shares = self._weights[:, None] * memories[:, experts]
+            told = (shares / (shares.sum(axis=0) + 1e-12)).mean(axis=1)
+            self._weights += LEARNING_RATE * (told - self._weights)
+        memories *= keep
+        memories[:, experts] += 1 - keep
+        (self._weights @ memories).clip(1e-3, 0.999, out=self.rates[layer])
+        memories[0].clip(1e-3, 0.999, out=self.usual[layer])
+        self._tails[layer] = _tail(self.usual[layer])
 
-    def worth(self, layer: int, *coming: Values) -> Values:
-        """``(units,)``: the value of a use, discounted by when it is expected.
+    def worth(self, layers: Layers, *coming: Values) -> Values:
+        """``(..., width)``: what uses are worth, of which the next could come at once.
 
         Args:
-            layer: the layer that has just been visited.
-            coming: ``(L, width)`` probabilities of a use at the next visit of each layer, at the
-                one after it and so on; later ones have the probability `rates`.
+            layers: whose units.
+            coming: probabilities ``(..., width)`` of a use at the next visit of each layer, at the
+                one after it and so on; later ones have the probability `usual`.
         """
-        tail = self._tails
+        tail: Values = self._tails[layers]
         for probability in reversed(coming):
             tail = probability + (1 - probability) * CYCLE_DISCOUNT * tail
-        return (self._discounts[layer][:, None] * tail).reshape(-1)
+        return tail
+
+    def discounted(self, layer: int, worth: Values) -> Values:
+        """``(units,)``: `worth` of all layers by when they come, if this one has just been."""
+        return (self._discounts[layer][:, None] * worth).reshape(-1)
 
     def worth_of(self, layer: int, unit: int, probability: float) -> float:
-        """As `worth`, for one unit of a given probability at its layer's next visit."""
+        """As `discounted`, for one unit of a given probability at its layer's next visit."""
         then, expert = divmod(unit, self.width)
         later = (1 - probability) * CYCLE_DISCOUNT * self._tails[then, expert]
         return float(self._discounts[layer, then] * (probability + later))
@@ -87,7 +113,9 @@ class FrequencyRecency:
         pass
 
     def values(self) -> Values:
-        return self._rates.worth(self._layer)
+        return self._rates.discounted(
+            self._layer, self._rates.worth(slice(None), self._rates.rates)
+        )
 
     def bid(self, unit: int, probability: float) -> float:
         return self._rates.worth_of(self._layer, unit, probability)

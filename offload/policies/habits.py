@@ -49,7 +49,7 @@ class Habits:
         self._random = random.Random(0)
         self.losses = [[0.0, 0.0] for _ in range(HEADS)]
 
-    def corrected(self, head: int, layers: int | slice, usual: Values) -> Values:
+    def corrected(self, head: int, layers: int | slice | Sequence[int], usual: Values) -> Values:
         """The usual rates of some layers, moved by habits where these have predicted better.
 
         Args:
@@ -61,12 +61,12 @@ class Habits:
             return usual
         return sigmoid(log_odds(usual) + self._parts[head, layers].sum(axis=-2))
 
-    def visit(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> None:
+    def visit(self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]) -> None:
         """A layer asks for experts.
 
         Args:
             call: number of this visit, counted over all layers.
-            usual: ``(E,)`` rates of the layer's experts, this visit not included.
+            usual: for each head ``(E,)`` rates of the layer's experts, this visit not included.
         """
         self._learn(call, layer, experts, usual)
         own = list(experts)
@@ -76,7 +76,9 @@ class Habits:
         rows = ((first * self._reach + self._backs) * self._width)[..., None] + own
         self._parts[:, targets, self._backs] = self._weights.take(rows, axis=0).sum(axis=2)
 
-    def _learn(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> None:
+    def _learn(
+        self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]
+    ) -> None:
         heads: list[int] = []
         rows: list[int] = []
         starts: list[int] = []
@@ -94,17 +96,18 @@ class Habits:
         index = np.array(rows)
         active = self._weights.take(index, axis=0)
         sums = np.stack([part.sum(axis=0) for part in np.split(active, starts[1:])])
-        guesses = sigmoid(log_odds(usual) + sums)
+        known_usual = np.stack([usual[head] for head in heads])
+        guesses = sigmoid(log_odds(known_usual) + sums)
         errors = guesses.astype(np.float32)
         errors[:, experts] -= 1
         for error, count in zip(errors, counts, strict=True):
             error *= LEARNING_RATE / count
         active -= errors.repeat(counts, axis=0)
         self._weights[index] = active
-        without, *losses = _losses(np.concatenate([usual[None], guesses]), experts)
-        for head, loss in zip(heads, losses, strict=True):
-            self.losses[head][0] += (1 - MEMORY) * (without - self.losses[head][0])
-            self.losses[head][1] += (1 - MEMORY) * (loss - self.losses[head][1])
+        losses = _losses(np.concatenate([known_usual, guesses]), experts)
+        for head, *found in zip(heads, losses, losses[len(heads) :], strict=False):
+            for running, loss in enumerate(found):
+                self.losses[head][running] += (1 - MEMORY) * (loss - self.losses[head][running])
 
     def _rows(self, head: int, layer: int, call: int) -> list[int]:
         """Of the weights, for what was known as of a call about a layer."""

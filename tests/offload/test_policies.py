@@ -38,6 +38,16 @@ def habitual(tokens: int, seed: int = 0) -> list[list[int]]:
     return calls
 
 
+def repeating(tokens: int, seed: int = 0) -> list[list[int]]:
+    """The same popularity; every other expert is one of the token before."""
+    random, calls = np.random.default_rng(seed), popular(tokens, seed)
+    for at in range(LAYERS, len(calls)):
+        if random.random() < 0.5:
+            kept = calls[at - LAYERS][int(random.integers(2))]
+            calls[at] = sorted([kept, next(unit for unit in calls[at] if unit != kept)])
+    return calls
+
+
 def ratios(calls: list[list[int]], slots: int) -> dict[str, float]:
     policies = {**POLICIES, "random": RandomChoice}
     found = {
@@ -57,6 +67,12 @@ def test_habits_win_where_one_expert_follows_from_another() -> None:
     found = ratios(habitual(600), 24)
     others = max(found["lru"], found["lfu"], found["frequency_recency"])
     assert found["forecast"] > others + 0.25 * (found["belady"] - others)
+
+
+def test_what_repeats_itself_is_kept_as_well_as_what_is_popular() -> None:
+    found = ratios(repeating(300), 16)
+    for name in ("frequency_recency", "forecast"):
+        assert found[name] > max(found["lru"], found["lfu"]) + 0.02
 
 
 def test_frequency_recency_forgets() -> None:
