@@ -6,7 +6,6 @@ launch of its own.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from benchmarks.offload_models import Target
 from benchmarks.rank_launch import LaunchError, measure
+from moe.machine import usable_cpus
 
 LIMIT = 0.25
 """Share of all experts in a rank's memory where that is limited."""
@@ -93,7 +93,7 @@ def points(
     few = whole | {"steps": min(job["steps"], LIMITED_STEPS), "rounds": 1}
     first, more, last = [], [], []
     for ranks in counts:
-        threads = {"threads": os.cpu_count() if ranks == 1 else 1}
+        threads = {"threads": usable_cpus() if ranks == 1 else 1}
         name, both = (f"{ranks} ranks" if ranks > 1 else "1 rank"), threads | free
         turns = job | {"overlaps": list(OVERLAPS[: 1 if quick else None])}
         launches = 1 if quick else 2
