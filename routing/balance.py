@@ -11,6 +11,7 @@ Legend: E experts, R ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,25 +31,28 @@ def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
     counts_ER = np.where(single_E[:, None], held_ER * tokens_E[:, None], 0).astype(np.int64)
     shared = np.flatnonzero(~single_E)
     ranks_of = [np.flatnonzero(held_ER[expert]).tolist() for expert in shared]
-    parts = share(ranks_of, tokens_E[shared].tolist(), counts_ER.sum(0).tolist())
+    loads, reads = counts_ER.sum(0).tolist(), (counts_ER > 0).sum(0).tolist()
+    parts = share(ranks_of, tokens_E[shared].tolist(), loads, reads)
     for expert, part in zip(shared.tolist(), parts, strict=True):
         counts_ER[expert, list(part)] = list(part.values())
     return counts_ER
 
 
 def share(
-    ranks_of: Iterable[Sequence[int]], tokens_of: Sequence[int], loads: list[int]
+    ranks_of: Iterable[Sequence[int]], tokens_of: Sequence[int], loads: list[int], reads: list[int]
 ) -> list[dict[int, int]]:
     """Of each expert with several copies, the tokens that each of its ranks takes in this step.
 
     The heaviest rank is as light as it can be with whole tokens, and few experts are computed on
-    more than one rank: each that is costs a second reading of its weights. No numpy in the loops:
-    this runs at every layer of every step, on a handful of numbers.
+    more than one rank: each that is costs a second reading of its weights. Where that leaves a
+    choice, ranks read equally many experts. `kernels/cpu/assign.cpp` does the same, to the integer,
+    as this runs at every layer of every step.
 
     Args:
         ranks_of: those with a copy.
         tokens_of: of this step, as routed.
         loads: of each rank without these tokens; with them, afterwards.
+        reads: experts that each rank reads without these; with them, afterwards.
     """
     parts = [dict.fromkeys(ranks, 0) for ranks in ranks_of]
     order = sorted(range(len(parts)), key=tokens_of.__getitem__, reverse=True)
@@ -57,6 +61,11 @@ def share(
         _pour(part, tokens_of[expert], loads)
     _level(poured, loads)
     _gather(poured)
+    for part in poured:
+        for rank, taken in part.items():
+            reads[rank] += taken > 0
+    while _trade(poured, reads):
+        pass
     return parts
 
 
@@ -154,3 +163,33 @@ def _gather(parts: list[dict[int, int]]) -> None:
                     part[b] -= moved
                     theirs[a] -= moved
                     theirs[b] += moved
+
+
+def _trade(parts: list[dict[int, int]], reads: list[int]) -> bool:
+    """A rank that reads many experts gives two for one with as many tokens; False: nobody can."""
+    ranks = sorted(range(len(reads)), key=reads.__getitem__)
+    for a in sorted(ranks, key=lambda rank: (-reads[rank], rank)):
+        for b in ranks:
+            if reads[a] - reads[b] < 2:
+                break
+            if _trade_between(parts, a, b):
+                reads[a] -= 1
+                reads[b] += 1
+                return True
+    return False
+
+
+def _trade_between(parts: list[dict[int, int]], a: int, b: int) -> bool:
+    shared = [part for part in parts if a in part and b in part]
+    theirs: dict[int, dict[int, int]] = {}
+    for part in shared:
+        if part[b] == sum(part.values()):
+            theirs.setdefault(part[b], part)
+    ours = [part for part in shared if part[a] == sum(part.values())]
+    for one, two in combinations(ours, 2):
+        back = theirs.get(one[a] + two[a])
+        if back is not None:
+            for part in (one, two, back):
+                part[a], part[b] = part[b], part[a]
+            return True
+    return False

@@ -14,6 +14,7 @@ from functools import cache
 from torch import Tensor, dtype
 
 from kernels.cpu import calls
+from kernels.cpu.assign import NativeAssign
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.native import NativeExperts
@@ -27,12 +28,13 @@ _logger = logging.getLogger("moe")
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """The kernels of one compiled library: for whole weights, for bit planes, for decode steps."""
+    """Of one library: for whole weights, bit planes, decode steps, and who serves what."""
 
     library: CDLL
     whole: NativeExperts
     planes: NativePlanes
     decode: NativeDecode
+    assign: NativeAssign
 
     def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
         """Whether `experts_forward` knows these activations and weights."""
@@ -81,7 +83,11 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
         _logger.warning("CPU experts run on the slow reference kernel: %s", error)
         return None, str(error)
     native = NativeKernels(
-        library, NativeExperts(library), NativePlanes(library), NativeDecode(library)
+        library,
+        NativeExperts(library),
+        NativePlanes(library),
+        NativeDecode(library),
+        NativeAssign(library),
     )
     return native, "compiled for this CPU"
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experts.dispatch import assignment
 from experts.dispatch.assignment import Assignment, serve
 from experts.placement import Placement, linear
 from tests.experts.dispatch_cases import random_placement
@@ -121,6 +123,31 @@ def test_a_row_goes_once_to_a_rank(case: Case) -> None:
         own = serving[part.first : part.first + part.tokens]
         assert part.pairs == sum(len(set(row.tolist()) - {-1, part.rank}) for row in own)
         assert part.loads_E.tolist() == loads.tolist()
+
+
+@given(case=tables())
+def test_compiled_and_plain_agree_to_the_integer(case: Case) -> None:
+    """Ranks with and without a compiler may meet."""
+    compiled = parts_of(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assignment, "choose_kernel", lambda: (None, "not here"))
+        plain = parts_of(case)
+    for one, other in zip(compiled, plain, strict=True):
+        assert one.loads_E.tolist() == other.loads_E.tolist()
+        assert (one.tokens, one.pairs, one.served) == (other.tokens, other.pairs, other.served)
+        assert one.rows.served_N.tolist() == other.rows.served_N.tolist()
+        here, there = one.slots, other.slots
+        assert here.token_A.tolist() == there.token_A.tolist()
+        assert here.experts_A.tolist() == there.experts_A.tolist()
+        assert (here.served_R, here.returned_R) == (there.served_R, there.returned_R)
+        unused = there.position_TK < 0
+        assert (here.position_TK < 0).tolist() == unused.tolist()
+        assert here.position_TK[~unused].tolist() == there.position_TK[~unused].tolist()
+
+
+def test_an_id_that_is_no_expert_is_refused() -> None:
+    with pytest.raises(IndexError):
+        parts_of(([np.full((1, 1), 4), np.full((1, 1), 0)], linear(4, 4, 2)))
 
 
 def test_all_tokens_to_one_expert() -> None:

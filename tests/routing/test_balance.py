@@ -34,6 +34,13 @@ def test_two_ranks_split_at_most_one_expert_between_them(step: tuple[Ints, Ints]
     assert np.triu(both_RR, 1).max(initial=0) <= 1
 
 
+def test_two_experts_are_traded_for_one_with_as_many_tokens() -> None:
+    tokens_E = np.array([4, 2, 2, 1, 1, 1, 1])
+    counts_ER = choose_counts(tokens_E, np.ones((7, 2), np.int64))
+    assert counts_ER.sum(0).tolist() == [6, 6]
+    assert sorted((counts_ER > 0).sum(0)) == [3, 4]
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_ranks_take_their_own_tokens_first(counts: list[int], seed: int) -> None:
     ranks = np.random.default_rng(seed).permutation(8)[: len(counts)].tolist()
