@@ -6,10 +6,12 @@ The shipped model reads held-out text of each domain, and of all in turn; its ro
 at capacities of 12.5, 25 and 50 % of the experts and batches of 1, 4 and 16 (sequences that decode
 together, one token each a step). A hit is an expert that is there when its layer asks for it;
 nothing is prefetched here, so a miss is an expert read. `gap` is the share closed of the way from
-LRU to Belady, who knows the future. `lru_per_layer` gives each layer an equal share of the slots
-instead of one pool. `forecast+NAME` is the forecast policy told what predictor NAME expects,
-fitted on other text; without one it knows only what it has seen in the trace, of which nothing at
-its beginning. The last line is one JSON object.
+LRU to Belady, who knows the future. `foresees N` knows the next N visits of every layer without
+fault, and beyond them how often each expert is asked for: more than any predictor can.
+`lru_per_layer` gives each layer an equal share of the slots instead of one pool. `forecast+NAME` is
+the forecast policy told what predictor NAME expects, fitted on other text; without one it knows
+only what it has seen in the trace, of which nothing at its beginning. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from benchmarks.cache_traces import Recorded, Told, calibrated_model, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
-from offload.policies import LRU, POLICIES, ForecastPolicy
+from offload.policies import LRU, POLICIES, ForecastPolicy, FrequencyRecency
 from offload.replay import RandomChoice, belady, hit_ratio
 from routing.predict.calibrated import Calibrated
 
@@ -32,6 +34,7 @@ MODEL = Path(__file__).parents[1] / "examples/demo-model"
 CAPACITIES = (0.125, 0.25, 0.5)
 BATCHES = (1, 4, 16)
 DEFAULT = "forecast"
+FORESEEN = (1, 2, 4)
 
 
 def main() -> None:
@@ -81,6 +84,9 @@ def replay(recorded: Recorded, batch: int, calibrated: Calibrated | None) -> lis
             found[name] = hit_ratio(calls, slots, make(layers, width), width)
         for name, said in told.items():
             found[f"forecast+{name}"] = foretold(calls, slots, said, layers, width)
+        for visits in FORESEEN:
+            usual = FrequencyRecency(layers, width)
+            found[f"foresees {visits}"] = belady(calls, slots, visits * layers, usual, width)
         best = found["belady"] = belady(calls, slots)
         where = {"trace": recorded.name, "batch": batch, "capacity": capacity}
         rows += [

@@ -8,6 +8,7 @@ for the moment). Belady knows the future: the best that fetching on demand can d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,16 @@ def hit_ratio(
     return cache.hits / cache.asked
 
 
-def belady(calls: Calls, slots: int) -> float:
-    """Hit ratio of evicting what is asked for last in the future."""
+def belady(
+    calls: Calls, slots: int, foreseen: float = np.inf, rest: Policy | None = None, width: int = 1
+) -> float:
+    """Hit ratio of evicting what is asked for last in the future.
+
+    Args:
+        foreseen: calls that the future is known for.
+        rest: a new policy, that ranks what is not asked for in them; needed where that is not all.
+        width: units of a layer.
+    """
     units = max(map(max, calls)) + 1
     next_call = np.full(units, np.inf)
     following: list[Values] = []
@@ -52,11 +61,19 @@ def belady(calls: Calls, slots: int) -> float:
         asked = list(calls[number])
         following.append(next_call[asked])
         next_call[asked] = number
-    values = -next_call
     cache = _Slots(units, slots)
-    for ids, after in zip(calls, reversed(following), strict=True):
-        values[list(ids)] = -after
-        cache.ask(ids, lambda: values)
+
+    def values(number: int) -> Values:
+        if rest is None:
+            return -next_call
+        known = next_call <= number + foreseen
+        return np.where(known, 2.0 * len(calls) - next_call, rest.values()[:units])
+
+    for number, (ids, after) in enumerate(zip(calls, reversed(following), strict=True)):
+        next_call[list(ids)] = after
+        if rest is not None:
+            rest.touch(ids[0] // width, ids)
+        cache.ask(ids, partial(values, number))
     return cache.hits / cache.asked
 
 

@@ -53,6 +53,15 @@ def test_nothing_beats_belady(calls: list[list[int]], slots: int) -> None:
         assert hit_ratio(calls, slots, make(LAYERS, WIDTH), WIDTH) <= best + 1e-9
 
 
+@settings(max_examples=50)
+@given(calls=traces(), slots=st.integers(6, 20))
+def test_who_foresees_everything_is_belady(calls: list[list[int]], slots: int) -> None:
+    rest = POLICIES["lru"](LAYERS, WIDTH)
+    assert belady(calls, slots, len(calls), rest, WIDTH) == pytest.approx(belady(calls, slots))
+    nothing = belady(calls, slots, 0, POLICIES["lru"](LAYERS, WIDTH), WIDTH)
+    assert nothing == hit_ratio(calls, slots, POLICIES["lru"](LAYERS, WIDTH), WIDTH)
+
+
 def best_of_all(calls: list[list[int]], slots: int) -> int:
     """Hits of the best choice of victims, found by trying all."""
     states = {frozenset[int](): 0}
