@@ -20,6 +20,7 @@ from typing import Generic, TypeVar, cast
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
+from experts.dispatch import Failure
 from moe.visit import ExpertsRunner, GradMode, Visit
 from routing import Phase
 
@@ -54,7 +55,7 @@ class Lane(Generic[Result]):
         self.state = LaneState.READY
         self.visit: Visit | None = None
         self.mode = GradMode.current()
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, Failure] = {}
         self._greenlet = _LaneGreenlet(self, forward)
         self._result: Result | None = None
         self._error: Exception | None = None

@@ -11,7 +11,7 @@ from moe.lanes import Lane, run_lanes
 from moe.sampling import Token
 from moe.sequence import RunningSequence
 from moe.trunk import Trunk
-from moe.visit import ExpertsRunner
+from moe.visit import ExpertsRunner, RankError
 from moe.wave import Group, Piece, Wave
 from offload.errors import OffloadError
 
@@ -117,7 +117,8 @@ def _without_lost(
             end = start + len(work[index].token_ids)
             reasons = [lane.lost[row] for row in sorted(lane.lost) if start <= row < end]
             if reasons and not isinstance(rows[index], Exception):
-                rows[index] = OffloadError(reasons[0])
+                kind = OffloadError if reasons[0].unreadable else RankError
+                rows[index] = kind(reasons[0].reason)
             start = end
     return rows
 

@@ -6,13 +6,15 @@ are run again.
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from experts.dispatch import Combined, Dispatched
+from experts.dispatch import Combined, Dispatched, Failure
 from kernels import Forward
 from kernels.reference import sum_dtype
 from moe.visit import Visit
@@ -20,6 +22,8 @@ from offload.errors import OffloadError
 from offload.experts import LayerExperts, OffloadedExperts, held_experts
 from offload.prefetch import Prefetcher
 from routing import Routing
+
+_logger = logging.getLogger("moe")
 
 
 @dataclass
@@ -47,12 +51,12 @@ class Brought:
         sizes = [len(visit.hidden_states) for visit in self.visits]
         rows: list[Tensor | Exception] = list(combined.rows.split(sizes))
         owner = [(at, row) for at, size in enumerate(sizes) for row in range(size)]
-        for token, reason in combined.failures.items():
+        for token, failure in combined.failures.items():
             at, row = owner[token]
             if self.local:
-                rows[at] = OffloadError(reason)
+                rows[at] = OffloadError(failure.reason)
             else:
-                self.visits[at].lost[row] = reason
+                self.visits[at].lost[row] = failure
         return rows
 
 
@@ -85,7 +89,7 @@ def serve(
     experts: LayerExperts,
     forward: Forward,
     prefetcher: Prefetcher | None = None,
-) -> tuple[Tensor, dict[int, str]]:
+) -> tuple[Tensor, dict[int, Failure]]:
     """Results of all rows, and which of them have none and why.
 
     Where results go to other ranks nothing is raised: they wait for an answer.
@@ -104,23 +108,27 @@ def serve(
     except Exception as error:
         if not apart:
             raise
-        failures = dict.fromkeys(range(len(rows)), f"{type(error).__name__}: {error}")
+        # Here, as the request fails on another rank; without the message, which may quote a client.
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        _logger.error("experts failed: %s\n%s", type(error).__name__, frames)
+        fault = Failure(f"{type(error).__name__}: {error}", unreadable=False)
+        failures = dict.fromkeys(range(len(rows)), fault)
     results = rows.new_zeros(rows.shape, dtype=dtype)
     left = torch.tensor([row for row in range(len(rows)) if row not in failures], dtype=torch.int64)
     try:
         some = Routing(routing.expert_ids[left], routing.weights[left])
         results[left] = run(rows[left], some, None)  # forecasts are for all rows of the step
     except OffloadError as error:
-        failures |= dict.fromkeys(left.tolist(), str(error))
+        failures |= dict.fromkeys(left.tolist(), Failure(str(error), unreadable=True))
     return results, failures
 
 
-def _lost(experts: LayerExperts, routing: Routing, error: OffloadError) -> dict[int, str]:
+def _lost(experts: LayerExperts, routing: Routing, error: OffloadError) -> dict[int, Failure]:
     """The rows whose experts cannot be read."""
     ids = routing.expert_ids.tolist()
     if not isinstance(experts, OffloadedExperts):
-        return dict.fromkeys(range(len(ids)), str(error))
+        return dict.fromkeys(range(len(ids)), Failure(str(error), unreadable=True))
     wanted = sorted({expert for row in ids for expert in row if expert >= 0})
     lost = experts.unreadable(wanted)
     reasons = {row: [lost[e] for e in row_ids if e in lost] for row, row_ids in enumerate(ids)}
-    return {row: str(found[0]) for row, found in reasons.items() if found}
+    return {row: Failure(str(found[0]), True) for row, found in reasons.items() if found}

@@ -10,7 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from experts.dispatch import Failure
 from routing import Phase, Routing
+
+
+class RankError(RuntimeError):
+    """A fault on a rank that computes or serves a sequence."""
 
 
 @dataclass(eq=False)
@@ -24,7 +29,7 @@ class Visit:
         phase: what the tokens are read for; set by the lane that brings them.
         received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
             pass; None where nobody asked or it is not known.
-        lost: rows that got zeros because an expert could not be had, and why.
+        lost: rows that got zeros because an expert could not be had or run, and why.
     """
 
     layer: int
@@ -32,7 +37,7 @@ class Visit:
     routing: Routing
     phase: Phase = "prefill"
     received: Tensor | None = None
-    lost: dict[int, str] = field(default_factory=dict)
+    lost: dict[int, Failure] = field(default_factory=dict)
 
 
 ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor | Exception]]

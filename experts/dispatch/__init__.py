@@ -1,7 +1,7 @@
 """The way to experts that other ranks serve, and back."""
 
 from experts.dispatch.all_to_all import AllToAllDispatcher
-from experts.dispatch.base import Combined, Dispatched, Dispatcher
+from experts.dispatch.base import Combined, Dispatched, Dispatcher, Failure
 from experts.dispatch.exchange import Exchange, ExchangeError, GroupExchange
 from experts.dispatch.local import LocalDispatcher
 from experts.dispatch.rooms import nearly_all_needed
@@ -16,6 +16,7 @@ __all__ = [
     "Dispatcher",
     "Exchange",
     "ExchangeError",
+    "Failure",
     "GroupExchange",
     "LocalDispatcher",
     "SocketExchange",

@@ -21,7 +21,7 @@ from torch import Tensor
 from experts.dispatch import rows as wire
 from experts.dispatch.agreement import agree
 from experts.dispatch.assignment import Assignment, Ints, fitting
-from experts.dispatch.base import Combined, Failures
+from experts.dispatch.base import Combined, Failure, Failures
 from experts.dispatch.exchange import Exchange
 from experts.dispatch.rooms import Rooms
 from experts.dispatch.statistics import DispatchStatistics
@@ -138,7 +138,8 @@ class AllToAllDispatcher:
             if len(self._ones) < len(experts):
                 self._ones = torch.ones(len(experts), 1, device=device)
             routing = Routing(experts, self._ones[: len(experts)])
-            return Arrived(sent.layer, rows[place(slots.token_A)], routing, True, sent)
+            served = rows.index_select(0, place(slots.token_A))
+            return Arrived(sent.layer, served, routing, True, sent)
         chosen = place(part.rows.served_N)
         experts = torch.from_numpy(part.rows.experts_NK).to(device)
         routing = Routing(experts, weights[chosen].masked_fill(experts < 0, 0.0)).ascending()
@@ -155,8 +156,9 @@ class AllToAllDispatcher:
             go_R, come_R = part.rows.receive_R, part.rows.send_R
             position, rows = part.rows.position_TR, rows.to(dtype)
             weights = torch.ones(position.shape, device=rows.device)
-        for index, reason in failures.items():
-            wire.write_failure(rows, index, f"rank {rank}: {reason}")
+        for index, failure in failures.items():
+            told = failure._replace(reason=f"rank {rank}: {failure.reason}")
+            wire.write_failure(rows, index, told)
         leaving, staying = rows.split([len(rows) - go_R[rank], go_R[rank]])
         message = leaving.view(torch.uint8)
         wait, received = self._start(message, go_R, come_R, len(staying))
@@ -170,10 +172,10 @@ class AllToAllDispatcher:
         with self._together:
             returning.wait()
         rows, position = returning.rows, returning.position.to(returning.rows.device)
-        failures: dict[int, str] = {}
-        for index, reason in wire.read_failures(rows).items():
+        failures: dict[int, Failure] = {}
+        for index, failure in wire.read_failures(rows).items():
             for token in (position == index).any(1).nonzero()[:, 0].tolist():
-                failures.setdefault(token, reason)
+                failures.setdefault(token, failure)
         summable = rows if rows.dtype == torch.float64 else rows.float()
         total = weighted_sum(summable, position, returning.weights, returning.dtype)
         if failures:

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from routing import Routing
 
-Failures = Mapping[int, str]
+
+class Failure(NamedTuple):
+    """Why a row has no result; and whether for want of an expert, or for a fault of our own."""
+
+    reason: str
+    unreadable: bool
+
+
+Failures = Mapping[int, Failure]
 """Rows that have no result, and why."""
 
 
@@ -41,7 +49,7 @@ class Combined:
 
     Attributes:
         rows: ``(T, H)`` in the dtype of the hidden states; zero where there is a failure.
-        failures: tokens with an expert that could not be had.
+        failures: tokens with an expert that could not be had or run.
     """
 
     rows: Tensor

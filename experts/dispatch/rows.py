@@ -5,15 +5,20 @@ Legend: N rows, H hidden, K slots, W bytes.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from experts.dispatch.base import Failure
+
 Payload = Literal["plain", "int8"]
 
 _FAILED = 4
-"""First bytes of a row that failed, all ones: a NaN that no arithmetic makes. The text follows."""
+"""First bytes of a row that failed, all ones: a NaN that no arithmetic makes. What kind of failure
+it is follows, and the text."""
+_TEXT = _FAILED + 1
 
 
 def pack(hidden_NH: Tensor, weights_NK: Tensor | None, payload: Payload) -> Tensor:
@@ -67,25 +72,26 @@ def dequantize(codes_NH: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor
     return (codes_NH.float() * scale_N1).to(dtype)
 
 
-def write_failure(rows_NH: Tensor, index: int, text: str) -> None:
+def write_failure(rows_NH: Tensor, index: int, failure: Failure) -> None:
     """Put into a row that there is no result, and as much of the reason as it has room for."""
     blob = rows_NH[index].view(torch.uint8).numpy()
-    words = text.encode(errors="replace")[: len(blob) - _FAILED]
+    words = failure.reason.encode(errors="replace")[: len(blob) - _TEXT]
     blob[:] = 0
-    blob[:_FAILED] = 255
-    blob[_FAILED : _FAILED + len(words)] = list(words)
+    blob[:_FAILED], blob[_FAILED] = 255, failure.unreadable
+    blob[_TEXT : _TEXT + len(words)] = list(words)
 
 
-def read_failures(rows_NH: Tensor) -> dict[int, str]:
+def read_failures(rows_NH: Tensor) -> dict[int, Failure]:
     """Rows that failed, and why; they are zeros afterwards."""
-    if not rows_NH[:, 0].sum().isnan().item():
+    if not math.isnan(rows_NH[:, 0].sum()):
         return {}
     blobs = rows_NH.view(torch.uint8)
     failed = (blobs[:, :_FAILED] == 255).all(1).nonzero()[:, 0].tolist()
     reasons = {}
     for index in failed:
-        words = bytes(blobs[index, _FAILED:].tolist()).rstrip(b"\0")
-        reasons[index] = words.decode(errors="ignore")
+        unreadable, *words = blobs[index, _FAILED:].tolist()
+        text = bytes(words).rstrip(b"\0").decode(errors="ignore")
+        reasons[index] = Failure(text, bool(unreadable))
         rows_NH[index] = 0
     return reasons
 

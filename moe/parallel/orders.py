@@ -22,12 +22,9 @@ from moe.parallel.wire import Message
 from moe.reading import Outcome
 from moe.sampling import Token
 from moe.sequence import RunningSequence
+from moe.visit import RankError
 from moe.wave import Group, Piece, Step, Wave
 from offload.errors import OffloadError
-
-
-class RankError(RuntimeError):
-    """What went wrong for a sequence on the rank that computes it."""
 
 
 class RemoteCache(SequenceKV):
@@ -168,7 +165,7 @@ def _cache_id(cache: object) -> int:
 def _error(name: str, text: str) -> Exception:
     if name == OffloadError.__name__:  # the server tells it from faults of our own
         return OffloadError(text)
-    return RankError(f"{name}: {text}")
+    return RankError(text if name == RankError.__name__ else f"{name}: {text}")
 
 
 def _token(fields: list[Any]) -> Token:

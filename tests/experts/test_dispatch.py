@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.dispatch import AllToAllDispatcher, Combined, ExchangeError, LocalDispatcher
+from experts.dispatch import (
+    AllToAllDispatcher,
+    Combined,
+    ExchangeError,
+    Failure,
+    LocalDispatcher,
+)
 from experts.dispatch.rows import read_failures, rounded, write_failure
 from experts.placement import linear
 from kernels import experts_forward
@@ -205,10 +211,10 @@ def test_failures_reach_the_tokens_concerned_and_no_others() -> None:
         arrived = dispatcher.dispatch(0, torch.ones(3, 64), Routing(ids, torch.ones(3, 2)))
         lost = (arrived.routing.expert_ids == 3).any(1).nonzero()[:, 0].tolist()
         rows = arrived.hidden_states.clone()
-        return dispatcher.combine(arrived, rows, dict.fromkeys(lost, "disk broken"))
+        return dispatcher.combine(arrived, rows, dict.fromkeys(lost, Failure("disk broken", True)))
 
     for combined in on_ranks(2, run):
-        assert combined.failures == {1: "rank 1: disk broken"}
+        assert combined.failures == {1: Failure("rank 1: disk broken", True)}
         assert combined.rows[:, 0].tolist() == [2, 0, 2]
 
 
@@ -306,16 +312,18 @@ def test_one_rank_keeps_its_rows() -> None:
     dispatcher.check()
     assert arrived.hidden_states is rows
     assert arrived.routing is routing
-    assert dispatcher.combine(arrived, rows, {1: "lost"}) == Combined(rows, {1: "lost"})
+    failures = {1: Failure("lost", True)}
+    assert dispatcher.combine(arrived, rows, failures) == Combined(rows, failures)
 
 
-@given(width=st.integers(4, 40), text=st.text(max_size=60))
-def test_reasons_travel_in_the_row(width: int, text: str) -> None:
+@given(width=st.integers(4, 40), text=st.text(max_size=60), unreadable=st.booleans())
+def test_reasons_travel_in_the_row(width: int, text: str, unreadable: bool) -> None:
     rows = torch.randn(3, width)
     kept = rows.clone()
-    write_failure(rows, 1, text)
-    reason = read_failures(rows)[1]
+    write_failure(rows, 1, Failure(text, unreadable))
+    reason, kind = read_failures(rows)[1]
+    assert kind == unreadable
     assert text.rstrip("\0").startswith(reason)
-    assert len(reason.encode()) > 4 * width - 9 or reason == text.rstrip("\0")
+    assert len(reason.encode()) > 4 * width - 10 or reason == text.rstrip("\0")
     assert torch.equal(rows[[0, 2]], kept[[0, 2]])
     assert not rows[1].any()

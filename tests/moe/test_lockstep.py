@@ -19,6 +19,7 @@ from experts.dispatch import (
     Combined,
     Dispatched,
     ExchangeError,
+    Failure,
     LocalDispatcher,
 )
 from experts.placement import linear
@@ -26,7 +27,7 @@ from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.lockstep import Pass
 from moe.moe_layer import MoELayers
-from moe.visit import Visit
+from moe.visit import RankError, Visit
 from offload.errors import OffloadError
 from offload.experts import OffloadedExperts
 from routing import PolicyChain, Routing, parse_policies
@@ -75,7 +76,7 @@ def check(outcome: Tensor | Exception, visit: Visit, layers: Layers, lost: set[i
     whole = experts_forward(visit.hidden_states, ids, weights, layers.resident[visit.layer])
     for token, row in enumerate(ids.tolist()):
         if lost & set(row):
-            assert "the disk is broken" in visit.lost[token]
+            assert "the disk is broken" in visit.lost[token].reason
             assert not outcome[token].any()
         else:
             assert token not in visit.lost
@@ -132,7 +133,7 @@ def on_two(run: Callable[[MoELayers, int], Any], policies: PolicyChain = NO_POLI
 def test_one_disk_that_fails_concerns_only_what_it_serves() -> None:
     """Rank 1 cannot read anything; tokens of both ranks with experts of rank 0 only are fine."""
 
-    def rank_of(exchange: ThreadExchange) -> list[dict[int, str]]:
+    def rank_of(exchange: ThreadExchange) -> list[dict[int, Failure]]:
         everything = {(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)}
         experts, _ = lossy_layers(3, 4, everything if exchange.rank else set())
         experts.dispatcher = AllToAllDispatcher(exchange, [linear(EXPERTS, 8, 2)] * LAYERS)
@@ -144,7 +145,8 @@ def test_one_disk_that_fails_concerns_only_what_it_serves() -> None:
             experts.run(0, visits)
         return [visit.lost for visit in visits]
 
-    assert on_ranks(2, rank_of) == [[{}, {1: "rank 1: the disk is broken"}]] * 2
+    lost = {1: Failure("rank 1: the disk is broken", unreadable=True)}
+    assert on_ranks(2, rank_of) == [[{}, lost]] * 2
 
 
 def test_a_rank_that_raises_elsewhere_keeps_step() -> None:
@@ -211,17 +213,17 @@ def test_order_of_joining() -> None:
 
 
 class Losing(LocalDispatcher):
-    """As if another rank could not read one expert of one layer."""
+    """As if another rank could not read, or not run, one expert of one layer."""
 
     local = False
 
-    def __init__(self, layer: int, expert: int) -> None:
-        self.lost = layer, expert
+    def __init__(self, layer: int, expert: int, failure: Failure) -> None:
+        self.lost, self.failure = (layer, expert), failure
 
     def combine(self, dispatched: Dispatched, rows: Tensor, failures: Any) -> Combined:
         layer, expert = self.lost
         concerned = (dispatched.routing.expert_ids == expert).any(1).nonzero()[:, 0].tolist()
-        lost = dict.fromkeys(concerned, "rank 1: disk broken") if dispatched.layer == layer else {}
+        lost = dict.fromkeys(concerned, self.failure) if dispatched.layer == layer else {}
         rows[list(lost)] = 0
         return Combined(rows, lost)
 
@@ -235,29 +237,37 @@ def generate(model: MoE, prompts: list[list[int]]) -> list[list[int] | str]:
     failed: dict[Any, str] = {}
     while not engine.idle:
         outcomes = engine.step()
-        failed |= {s: str(error) for s, error in outcomes if isinstance(error, OffloadError)}
+        failed |= {s: repr(e) for s, e in outcomes if isinstance(e, OffloadError | RankError)}
     sequences = [group.sequences[0] for group in groups]
     return [failed.get(sequence, sequence.token_ids) for sequence in sequences]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    ("model_type", "error"),
+    [
+        ("qwen3_moe", OffloadError("rank 1: disk broken")),
+        ("qwen3_moe", RankError("rank 1: MemoryError")),
+        ("granitemoehybrid", OffloadError("rank 1: disk broken")),
+    ],
+)
 def test_only_sequences_that_need_a_lost_expert_end(
-    tiny_moe: Callable[[str], MoE], model_type: str
+    tiny_moe: Callable[[str], MoE], model_type: str, error: Exception
 ) -> None:
     """Packed in one pass or not: in company just those fail that fail alone."""
+    failure = Failure(str(error), unreadable=isinstance(error, OffloadError))
     model = tiny_moe(model_type)
     prompts = [[20, 7], [5], [90, 11], [64], [33, 2, 8]]
     experts, fates = model._experts, set()
     whole = generate(model, prompts)
     try:
         for expert in range(experts.layers[1].num_experts):
-            experts.dispatcher = Losing(1, expert)
+            experts.dispatcher = Losing(1, expert, failure)
             alone = [generate(model, [prompt])[0] for prompt in prompts]
             assert generate(model, prompts) == alone
             for tokens, expected in zip(alone, whole, strict=True):
-                assert tokens in (expected, "rank 1: disk broken")
+                assert tokens in (expected, repr(error))
             fates |= {str(tokens) for tokens in alone}
     finally:
         experts.dispatcher = LocalDispatcher()
-    assert "rank 1: disk broken" in fates
+    assert repr(error) in fates
     assert len(fates) > 1

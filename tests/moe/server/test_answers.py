@@ -152,3 +152,10 @@ def test_without_max_tokens_the_default_is_cut_to_fit(client: openai.OpenAI) -> 
     got = client.completions.create(model="tiny", prompt=[7] * 250, extra_body={"ignore_eos": True})
     assert got.usage is not None
     assert got.usage.completion_tokens == 6
+
+
+def test_no_answer_says_which_experts_it_used(client: openai.OpenAI) -> None:
+    """Who knows them can tell what was asked (MoEcho, arXiv 2508.15036)."""
+    asked: Any = {"model": "tiny", "messages": CHAT, "max_tokens": 2, "logprobs": True}
+    answer = client.chat.completions.with_raw_response.create(**asked)
+    assert "expert" not in f"{answer.headers} {answer.text}".lower()
