@@ -1,8 +1,9 @@
 """What the simulator says of runs of `benchmarks.expert_parallel`, beside what was measured.
 
-The rate at which weights are read is fitted to the run of one rank; what a rank computes at a layer
-to bring rows to others, which no bandwidth explains, to the first run of several. The network is
-measured. Everything else is predicted: other numbers of ranks, and results summed on the way.
+The rate at which weights are read is fitted to the run of one rank; what a rank computes for a
+message to another, which no bandwidth explains, to the first run of several. The network is
+measured. Everything else is predicted: other numbers of ranks, which send more messages and may
+have to wait for each other's cores, and results summed on the way.
 """
 
 from __future__ import annotations
@@ -41,19 +42,23 @@ class Machine:
     cores: int
     ids: list[Ints]
 
-    def step(self, ranks: int, *, summed: bool, layer_s: float) -> Simulated:
+    def messages(self, ranks: int) -> float:
+        """That a rank sends at a layer, counted as often as their senders share a core."""
+        crowded = max(1.0, ranks / self.cores)
+        return exchanges(ranks, self.model["top_k"]) * (ranks - 1) * crowded
+
+    def step(self, ranks: int, *, summed: bool, message_s: float) -> Simulated:
         """Of so many ranks.
 
         Args:
-            layer_s: that a rank on a core of its own computes at a layer to bring rows to others.
+            message_s: that a rank on a core of its own computes for each.
         """
         layers, experts = self.model["layers"], self.model["experts"]
         slots = -(-experts * 5 // 4 // ranks) * ranks
         placements = [eplb(np.ones(experts), slots, ranks)] * layers
         row, own = 4.0 * self.model["hidden"], self.rate / ranks
-        crowded = max(1.0, ranks / self.cores)
         costs = Costs(
-            attention_s=self.trunk_bytes / layers / own + layer_s * crowded,
+            attention_s=self.trunk_bytes / layers / own + message_s * self.messages(ranks),
             attention_token_s=0.0,
             expert_s=self.model["expert_bytes"] / own,
             slot_s=0.0,
@@ -82,18 +87,18 @@ def against(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         if point["ranks"] > 1 and name.removesuffix(", summed") == f"{point['ranks']} ranks"
     ]
     found: list[dict[str, Any]] = []
-    layer_s = 0.0
+    message_s = 0.0
     for name, point, ranks, summed in sorted(runs, key=lambda run: (run[2], run[3])):
         if not found:
-            bare = machine.step(ranks, summed=summed, layer_s=0.0).seconds
-            crowded = max(1.0, ranks / machine.cores)
-            layer_s = max(0.0, batch / point["tokens_per_s"] - bare) / layers / crowded
-        step = machine.step(ranks, summed=summed, layer_s=layer_s)
+            bare = machine.step(ranks, summed=summed, message_s=0.0).seconds
+            left = max(0.0, batch / point["tokens_per_s"] - bare)
+            message_s = left / layers / machine.messages(ranks)
+        step = machine.step(ranks, summed=summed, message_s=message_s)
         predicted = batch / step.seconds
         found.append(
             {"name": name, "predicted": predicted, "measured": point["tokens_per_s"]}
             | {"error": predicted / point["tokens_per_s"] - 1, "fitted": not found}
-            | {"layer_ms": layer_s * 1e3, "predicted_kb": step.bytes_a_token / 1e3}
+            | {"message_ms": message_s * 1e3, "predicted_kb": step.bytes_a_token / 1e3}
             | {"measured_kb": (point["bytes_out_a_token"] + point["bytes_back_a_token"]) / 1e3}
         )
     return found

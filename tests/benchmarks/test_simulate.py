@@ -130,7 +130,7 @@ def test_runs_here_are_predicted_from_two_of_them() -> None:
     assert names == ["2 ranks", "2 ranks, summed", "4 ranks"]
     assert [run["fitted"] for run in (two, summed, four)] == [True, False, False]
     assert two["predicted"] == pytest.approx(50.0, rel=0.01)
-    assert two["layer_ms"] > 0
+    assert two["message_ms"] > 0
     assert four["predicted"] < two["predicted"] < 100.0
     assert two["predicted_kb"] > summed["predicted_kb"] > 0
     assert two["measured_kb"] == 0.003
