@@ -25,7 +25,7 @@ BF16 = 6 * 32 * 3 * 256 * 128 * 2
 
 
 def calibrate(folder: Path) -> int:
-    sizes = ["--tokens", "2000", "--compression", "100"]
+    sizes = ["--tokens", "1200", "--compression", "100"]
     return main(["calibrate", DEMO, "--text", TEXT, *sizes, "--out", str(folder)])
 
 
