@@ -36,7 +36,7 @@ def with_repaired_routers(
 
 @torch.inference_mode()
 def repaired_weights(model: MoE, own: Calibrated, layers: dict[int, ExpertWeights]) -> list[Tensor]:
-    """As `moe.repair` makes them, without keeping a part of the text aside."""
+    """As `moe.convert.repair` makes them, without keeping a part of the text aside."""
 
     def run(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
         (visit,) = visits

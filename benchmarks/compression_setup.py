@@ -24,7 +24,7 @@ from moe.calibrate import compression
 from moe.calibrate.pieces import take
 from moe.calibrate.record import record
 from moe.calibrate.sensitivity import Original
-from moe.scoring import Reading, Score, read, windows_of
+from moe.evaluate.scoring import Reading, Score, read, windows_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

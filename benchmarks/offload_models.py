@@ -13,9 +13,9 @@ from benchmarks.decode_contenders import gguf_file
 from benchmarks.random_models import bench_dir, random_2b
 from benchmarks.random_store import is_readable, random_30b
 from experts.manifest import read_manifest
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.machine import memory_total
-from moe.planning import planning
+from moe.plan.planning import planning
 from moe.profile import load_profile
 from moe.settings import ModelSettings
 from offload.room import slot_bytes

@@ -24,7 +24,7 @@ from benchmarks.decode_peers import LlamaCpp
 from benchmarks.offload_foreseen import Foreseen
 from benchmarks.offload_routing import Record, Replay, published_trace
 from moe import MoE, SamplingParams
-from moe.engine import Engine
+from moe.engine.engine import Engine
 from routing import PolicyChain
 
 

@@ -23,7 +23,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts
 from experts.dispatch.rows import pack, rounded
 from moe import MoE
-from moe.scoring import Score, read
+from moe.evaluate.scoring import Score, read
 
 BOUND = 0.5 / 127
 

@@ -10,12 +10,12 @@ import torch
 
 from moe import MoE
 from moe.calibrate.record import record
+from moe.evaluate.policy_costs import WINDOW, PolicyCost, PolicyPrices, Way
+from moe.evaluate.routed import distinct_experts, routed_by
+from moe.evaluate.scoring import windows_of
 from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.policing import prepare
-from moe.policy_costs import WINDOW, PolicyCost, PolicyPrices, Way
-from moe.routed import distinct_experts, routed_by
-from moe.scoring import windows_of
 from moe.tracing.tokens import weight_ratios
 from routing import PolicyChain, parse_policies
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe import MoE, SamplingParams
-from moe.engine import Engine
-from moe.prefill import Frequencies, measured_frequencies
-from moe.wave import Group
+from moe.engine.engine import Engine
+from moe.engine.prefill import Frequencies, measured_frequencies
+from moe.engine.wave import Group
 
 MODES = ("whole", "chunked", "layered")
 ANSWER = 8  # tokens of the answer to each prompt that arrives

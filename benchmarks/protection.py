@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts, medians
 from moe import MoE, policing
-from moe.policy_costs import PolicyCost
+from moe.evaluate.policy_costs import PolicyCost
 from moe.visit import Visit
 
 FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.8, 0.6)

@@ -35,9 +35,9 @@ from experts.manifest import (
 )
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
-from moe.linears import chosen_linears, planes_of, quantize_linear
 from moe.loading.meta_model import build_meta_model
 from moe.seam import experts_modules, take_weights
+from moe.weights.linears import chosen_linears, planes_of, quantize_linear
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048,

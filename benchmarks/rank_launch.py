@@ -21,8 +21,8 @@ from statistics import median
 from typing import Any
 
 from moe import MoE, SamplingParams
-from moe.overlap import Overlap
 from moe.parallel.leading import Leading
+from moe.parallel.overlap import Overlap
 
 ROOT = Path(__file__).parents[1]
 PROFILE = "expert-parallel"

@@ -18,8 +18,8 @@ from benchmarks.published import drawn
 from benchmarks.simulator import Ints, Simulated, lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
 from experts.placement import eplb
-from moe.link_speed import Link, measure_link
-from moe.rank_forecast import exchanges
+from moe.plan.link_speed import Link, measure_link
+from moe.plan.rank_forecast import exchanges
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from benchmarks.offload_models import Target, targets
 from benchmarks.random_models import bench_dir
 from benchmarks.speculation_runs import Prompts, load, speculator
 from moe import MoE, SamplingParams
-from moe.engine import Engine
+from moe.engine.engine import Engine
 from moe.speculate import Speculator
 
 WAYS: dict[str, dict[str, Any]] = {

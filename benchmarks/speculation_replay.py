@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.offload_routing import Trace
 from benchmarks.speculation_runs import MAX_DEPTH
 from moe import MoE
-from moe.sampling import Token
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
+from moe.sampling.sampler import Token
 from moe.speculate.draft import Controller, Draft, Mode, Trial
 from moe.speculate.elastic import ElasticDrafts, _Pending
 from moe.speculate.layers import DraftLayers

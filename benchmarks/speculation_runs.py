@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.offload_models import Target
 from benchmarks.predict import TEXTS, heldout
 from moe import MoE, SamplingParams
-from moe.engine import Engine
-from moe.sampling import Token
+from moe.engine.engine import Engine
+from moe.sampling.sampler import Token
 from moe.settings import SpeculationSettings
 from moe.speculate import Speculator, enable_speculation
 from moe.speculate.draft import Mode

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe.completion import Completion, StreamEvent
     from moe.model import MoE
     from moe.profile import Profile
-    from moe.sampling import SamplingParams
+    from moe.sampling.sampler import SamplingParams
 
 try:
     __version__ = version("moe-inference")
@@ -20,7 +20,7 @@ _HOMES = {
     "Completion": "moe.completion",
     "MoE": "moe.model",
     "Profile": "moe.profile",
-    "SamplingParams": "moe.sampling",
+    "SamplingParams": "moe.sampling.sampler",
     "StreamEvent": "moe.completion",
 }
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe import __version__, arguments, commands
-from moe.commands import load_settings
+from moe import __version__
+from moe.commands import arguments, subcommands
+from moe.commands.subcommands import load_settings
 from moe.errors import MoEError, ProfileError, RankLostError, RequestError
 from offload.errors import OffloadError
 
@@ -61,34 +62,44 @@ def build_parser() -> argparse.ArgumentParser:
             "convert",
             "write a model as a store, which loads at once",
             arguments.add_convert,
-            commands.convert,
+            subcommands.convert,
         ),
         (
             "calibrate",
             "learn from a text which experts will be needed, for a model that offloads",
             arguments.add_calibrate,
-            commands.calibrate,
+            subcommands.calibrate,
         ),
-        ("plan", "what a model takes, and how fast it will be", arguments.add_plan, commands.plan),
-        ("eval", "how well a model predicts a text", arguments.add_eval, commands.evaluate),
-        ("trace", "how a model routes the tokens of a text", arguments.add_trace, commands.trace),
+        (
+            "plan",
+            "what a model takes, and how fast it will be",
+            arguments.add_plan,
+            subcommands.plan,
+        ),
+        ("eval", "how well a model predicts a text", arguments.add_eval, subcommands.evaluate),
+        (
+            "trace",
+            "how a model routes the tokens of a text",
+            arguments.add_trace,
+            subcommands.trace,
+        ),
         (
             "inspect",
             "what a store holds: the bits of its experts",
             arguments.add_inspect,
-            commands.inspect_store,
+            subcommands.inspect_store,
         ),
         (
             "bench",
             "how fast a model is here, and what drafts gain",
             arguments.add_bench,
-            commands.bench,
+            subcommands.bench,
         ),
         (
             "doctor",
             "check this machine: what works, what is missing",
             arguments.add_doctor,
-            commands.doctor,
+            subcommands.doctor,
         ),
     ):
         command = subparsers.add_parser(
@@ -109,7 +120,7 @@ def _import_engine() -> None:
     ours = ours and threading.current_thread() is threading.main_thread()
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import moe.terminal  # noqa: F401
+    import moe.commands.terminal  # noqa: F401
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -173,7 +184,7 @@ def _generate(options: argparse.Namespace) -> int:
         return _batch(options, profile)
     prompt = read_prompt(options.prompt)
     _import_engine()
-    from moe.terminal import generate
+    from moe.commands.terminal import generate
 
     return generate(options.model, profile, prompt, as_json=options.json)
 
@@ -184,7 +195,7 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
     if options.prompt is not None or options.json:
         raise RequestError("--batch takes its prompts from the file; leave out --prompt and --json")
     _import_engine()
-    from moe.terminal import batch
+    from moe.commands.terminal import batch
 
     return batch(options.model, profile, Path(options.batch), Path(options.out))
 
@@ -194,7 +205,7 @@ def _chat(options: argparse.Namespace) -> int:
     if _follows(options.model, profile):
         return 0
     _import_engine()
-    from moe.terminal import chat
+    from moe.commands.terminal import chat
 
     return chat(options.model, profile)
 

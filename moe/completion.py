@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from moe.sampling import Token
-from moe.sequence import Delta, FinishReason
+from moe.engine.sequence import Delta, FinishReason
+from moe.sampling.sampler import Token
 
 
 @dataclass(frozen=True)

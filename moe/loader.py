@@ -10,13 +10,12 @@ import torch
 from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from moe.company import Expect, expectation
+from moe.engine.company import Expect, expectation
+from moe.engine.sharing import fixed_border
 from moe.errors import ProfileError
-from moe.fit import check_fit
 from moe.foresight import look_ahead
 from moe.freed_memory import keep_freed_memory
 from moe.fused.enable import FUSED_OFF, Fused, enable_fused
-from moe.linears import mend_linears
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
 from moe.loading.progress import LoadProgress, Report, reporting
@@ -24,18 +23,19 @@ from moe.loading.quantized import decoding_notices
 from moe.machine import usable_cpus
 from moe.moe_layer import MoELayers
 from moe.packing import Packing, enable_packing
-from moe.plan import MemoryPlan
-from moe.planning import choose_device, planning
+from moe.plan.fit import check_fit
+from moe.plan.memory import MemoryPlan
+from moe.plan.planning import choose_device, planning
 from moe.policing import prepare
 from moe.profile import Profile
 from moe.seam import attach
-from moe.sharing import fixed_border
-from moe.sources import total_bytes
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
-from moe.takeover import precision_notices
-from moe.text import TextCodec
+from moe.text.prompts import TextCodec
 from moe.trunk import Trunk
+from moe.weights.linears import mend_linears
+from moe.weights.sources import total_bytes
+from moe.weights.takeover import precision_notices
 from offload.experts import LayerExperts, held_experts
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
@@ -189,7 +189,7 @@ def _look_ahead(
 
 @dataclass(frozen=True)
 class _Ready:
-    """How a loaded model runs; ``mended``: see `moe.linears.mend_linears`."""
+    """How a loaded model runs; ``mended``: see `moe.weights.linears.mend_linears`."""
 
     trunk: Trunk
     packing: Packing

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from moe.completion import Completion, StreamEvent, collect
 from moe.counters import counters, describe, reset
-from moe.engine import Engine, StepLoop
+from moe.engine.engine import Engine, StepLoop
+from moe.engine.sharing import shared_memory
+from moe.engine.wave import Group
 from moe.errors import RankLostError, RequestError
 from moe.kv import Work
 from moe.lanes import run_lanes
@@ -32,13 +34,11 @@ from moe.parallel.following import Following
 from moe.parallel.leading import Leading
 from moe.parallel.part import Elsewhere
 from moe.parallel.ranks import load_with_ranks
-from moe.plan import MemoryPlan
+from moe.plan.memory import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.requests import as_batch, check_length, make_group, room_for
-from moe.sampling import SamplingParams
-from moe.sharing import shared_memory
-from moe.text import Prompt
-from moe.wave import Group
+from moe.sampling.sampler import SamplingParams
+from moe.text.prompts import Prompt
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 

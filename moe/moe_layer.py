@@ -11,10 +11,10 @@ from torch import Tensor
 
 from experts.dispatch import Dispatcher, LocalDispatcher
 from kernels import Forward, experts_forward
-from moe.lockstep import Pass
+from moe.parallel.lockstep import Pass
+from moe.parallel.serving import Brought, run_rows, serve
 from moe.policing import decide
 from moe.selection import Selector
-from moe.serving import Brought, run_rows, serve
 from moe.visit import Visit
 from offload.experts import LayerExperts
 from offload.prefetch import Prefetcher

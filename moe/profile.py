@@ -1,6 +1,6 @@
 """Profile: every setting of a run, as one frozen tree, and where each value came from.
 
-The tree itself, with each key's default and meaning, is ``moe/settings.py``.
+The tree itself, with each key's default and meaning, is ``moe/settings/``.
 Precedence: command line (or keyword) > environment ``MOE_...`` > profile file > default.
 
     loaded = load_profile("default", {"engine.max_batch_size": 8})

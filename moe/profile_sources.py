@@ -1,7 +1,7 @@
 """Where profile values are read from: YAML files, ``MOE_...`` variables, ``key=value`` texts.
 
 Every source becomes one flat ``{dotted key: value}`` mapping, checked against the keys that
-exist. What a key means is in ``moe/settings.py``, which source wins in ``moe/profile.py``.
+exist. What a key means is in ``moe/settings/``, which source wins in ``moe/profile.py``.
 """
 
 from __future__ import annotations

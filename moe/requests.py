@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from moe.engine.sequence import RunningSequence, check_priority
+from moe.engine.wave import Group
 from moe.errors import ContextError, RequestError
 from moe.loader import LoadedModel
-from moe.sampling import Sampler, SamplingParams
-from moe.sequence import RunningSequence, check_priority
-from moe.text import Prompt, StopStrings
-from moe.wave import Group
+from moe.sampling.sampler import Sampler, SamplingParams
+from moe.text.prompts import Prompt, StopStrings
 
 
 def make_group(

@@ -16,16 +16,16 @@ from pydantic_core import to_json
 
 from moe.batch.files import DUPLICATE, BatchFiles, BatchLine, Tally, custom_id_of, line_key, output
 from moe.completion import StreamEvent
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Group
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.sequence import RunningSequence
 from moe.server.bodies import parse
 from moe.server.errors import GENERIC, APIError
 from moe.server.generation import check_name, make_groups, whole_answer
 from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape
 from moe.server.protocol import ChatRequest, CompletionRequest
-from moe.text import Prompt, TextCodec
-from moe.wave import Group
+from moe.text.prompts import Prompt, TextCodec
 
 BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kernels import experts_forward
 from kernels.reference import AnyExperts
+from moe.evaluate.scoring import divergence
 from moe.kv import Work
 from moe.lanes import Lane, run_lanes
 from moe.model import MoE
-from moe.scoring import divergence
 from moe.speculate.contrast import uncontrasted
 from moe.visit import Visit
 

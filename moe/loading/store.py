@@ -27,7 +27,7 @@ from moe.loading.progress import LoadProgress, Report
 from moe.loading.transfer import Index, Transfer
 from moe.seam import experts_modules
 from moe.settings import ModelSettings
-from moe.takeover import expert_shape
+from moe.weights.takeover import expert_shape
 
 READERS = 4
 """Threads that read; so many requests at a time fill the disks that were measured."""

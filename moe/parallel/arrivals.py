@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from experts.placement.placement import Floats
-from moe.company import Expect, expectation
-from moe.sequence import RunningSequence
-from moe.wave import Group
+from moe.engine.company import Expect, expectation
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Group
 
 MOST = 16
 """Prompts that are looked at: those that have waited longest."""

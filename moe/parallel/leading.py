@@ -13,16 +13,16 @@ from torch.distributed import Store
 
 from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
+from moe.engine.wave import Group
 from moe.errors import LaunchError, RankLostError
-from moe.overlap import Overlap
 from moe.parallel.arrivals import Arrivals
 from moe.parallel.following import join_group
 from moe.parallel.group import leave_group
 from moe.parallel.leader import Leader
+from moe.parallel.overlap import Overlap
 from moe.parallel.station import Station
 from moe.parallel.wire import Message
 from moe.settings import ParallelSettings
-from moe.wave import Group
 
 _logger = logging.getLogger("moe")
 

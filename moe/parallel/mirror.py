@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe.detokenize import StopStrings
+from moe.engine.reading import Outcome
+from moe.engine.runner import Runner
+from moe.engine.sequence import RunningSequence
+from moe.engine.sharing import SharedMemory
+from moe.engine.wave import Group, Piece, Step, Wave
 from moe.kv import SequenceCache
 from moe.parallel.wire import Message
-from moe.reading import Outcome
-from moe.runner import Runner
-from moe.sampling import Sampler, SamplingParams, Token
-from moe.sequence import RunningSequence
-from moe.sharing import SharedMemory
-from moe.wave import Group, Piece, Step, Wave
+from moe.sampling.sampler import Sampler, SamplingParams, Token
+from moe.text.detokenize import StopStrings
 
 
 class Mirror:

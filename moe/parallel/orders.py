@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from moe.engine.reading import Outcome
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Group, Piece, Step, Wave
 from moe.kv import SequenceKV
 from moe.parallel.wire import Message
-from moe.reading import Outcome
-from moe.sampling import Token
-from moe.sequence import RunningSequence
+from moe.sampling.sampler import Token
 from moe.visit import RankError
-from moe.wave import Group, Piece, Step, Wave
 from offload.errors import OffloadError
 
 

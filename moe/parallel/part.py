@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moe.engine import Engine, Event
+from moe.engine.engine import Engine, Event
+from moe.engine.reading import Outcome
+from moe.engine.wave import Group, Step, Wave
 from moe.parallel.orders import Desk
 from moe.parallel.wire import Message
-from moe.reading import Outcome
-from moe.wave import Group, Step, Wave
 
 
 class Elsewhere:

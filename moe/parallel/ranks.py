@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from moe.engine.runner import Runner
+from moe.engine.sharing import shared_memory
 from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.machine import memory_available
@@ -29,10 +31,8 @@ from moe.parallel.roll import WATCH, Roll
 from moe.parallel.start import come_together
 from moe.parallel.station import Station
 from moe.parallel.watch import Pulse
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from moe.profile import Profile
-from moe.runner import Runner
-from moe.sharing import shared_memory
 from offload.offloaded import SLOWEST
 
 WHOLE = (

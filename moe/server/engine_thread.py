@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from moe.completion import StreamEvent
-from moe.engine import StepLoop
+from moe.engine.engine import StepLoop
+from moe.engine.sequence import RunningSequence
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.sequence import RunningSequence
 from moe.server.job import Job
 
 Outcomes = list[tuple[Job, StreamEvent | Exception]]

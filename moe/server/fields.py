@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from moe.sampling_params import MAX_SEQUENCES
+from moe.sampling.params import MAX_SEQUENCES
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from moe.completion import Completion, StreamEvent, collect
+from moe.engine.wave import Group
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.requests import room_for
@@ -23,8 +24,7 @@ from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape, 
 from moe.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from moe.server.runner import Runner
 from moe.server.streams import EventStream, while_connected
-from moe.text import Prompt, TextCodec
-from moe.wave import Group
+from moe.text.prompts import Prompt, TextCodec
 
 MAX_ECHO_LOGPROBS = 2**20
 STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from moe.completion import StreamEvent
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Group
 from moe.server.metrics import TokenClock
-from moe.wave import Group
 
 
 @dataclass(eq=False)

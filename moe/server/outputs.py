@@ -9,9 +9,9 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from moe.completion import Completion
-from moe.sampling import Token
+from moe.sampling.sampler import Token
 from moe.server.protocol import ChatRequest, CompletionRequest
-from moe.text import TextCodec
+from moe.text.prompts import TextCodec
 
 Json = dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from moe.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, SamplingParams
-from moe.sequence import MAX_PRIORITY
+from moe.engine.sequence import MAX_PRIORITY
+from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, SamplingParams
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
+from moe.engine.wave import Group
 from moe.errors import RankLostError
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
@@ -16,7 +17,6 @@ from moe.server.errors import GENERIC, UNREADABLE, APIError
 from moe.server.guard import log_failure, logger
 from moe.server.job import Job
 from moe.server.metrics import Metrics, TokenClock
-from moe.wave import Group
 from offload.errors import OffloadError
 
 State = Literal["loading", "ready", "draining", "failed"]

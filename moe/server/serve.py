@@ -18,7 +18,7 @@ from moe.errors import MoEError
 from moe.loading.hub import public_name
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
-from moe.plan import MemoryPlan
+from moe.plan.memory import MemoryPlan
 from moe.profile import LoadedProfile
 from moe.server.service import MAX_CONNECTIONS, Service
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from moe.candidates import Proposal
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
+from moe.sampling.candidates import Proposal
 
 Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]

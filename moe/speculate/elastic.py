@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moe.candidates import Proposal
+from moe.engine.sequence import RunningSequence
 from moe.kv import Work
 from moe.lanes import run_lanes
-from moe.sampling import Sampler
-from moe.sequence import RunningSequence
+from moe.sampling.candidates import Proposal
+from moe.sampling.sampler import Sampler
 from moe.speculate.draft import Draft, Mode
 from moe.speculate.layers import DraftLayers
 from moe.trunk import Trunk

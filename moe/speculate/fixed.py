@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import Choice, Draft, Judged, Mode, Round
 
 

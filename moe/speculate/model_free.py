@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Judged, Mode
 
 LONGEST, SHORTEST = 4, 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe.sampling import LogitsError, Sampler, Token
+from moe.sampling.sampler import LogitsError, Sampler, Token
 from moe.speculate.draft import Draft
 
 

@@ -12,9 +12,9 @@ from rich.progress import Progress
 
 from moe.calibrate.record import record
 from moe.errors import RequestError
+from moe.evaluate.scoring import WINDOW
 from moe.model import MoE
 from moe.profile import LoadedProfile
-from moe.scoring import WINDOW
 from moe.tracing.findings import Findings, analyse
 from moe.tracing.plots import draw
 from moe.tracing.report import html

@@ -16,9 +16,9 @@ from benchmarks.prefill_cost import Machine, Part, Shape, bounds, parts_of, pred
 from benchmarks.prefill_modes import MODES, Figures, savings
 from benchmarks.random_models import bench_dir, without_end
 from moe import MoE
-from moe.prefill import choose
+from moe.engine.prefill import choose
+from moe.engine.stages import LayerWork
 from moe.settings import PrefillSettings
-from moe.stages import LayerWork
 
 SHAPE = Shape(
     layers=2,

@@ -21,7 +21,7 @@ def test_a_token_gets_as_many_guesses_as_it_visits_experts(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(4, (9, 6), generator=generator).float()
     wanted = torch.rand(9, 6, generator=generator) < 0.4
-    rows = [sorted(range(6), key=lambda e, row=row: -row[e]) for row in scores.tolist()]
+    rows = [sorted(range(6), key=row.__getitem__) for row in (-scores).tolist()]
     visited = [[e for e in range(6) if row[e]] for row in wanted.tolist()]
     hits = sum(len({*row[: len(own)]} & {*own}) for row, own in zip(rows, visited, strict=True))
     ids = torch.tensor([own + [-1] * (6 - len(own)) for own in visited])
@@ -35,7 +35,7 @@ def test_every_predictor_but_raw_gates_foretells_ragged_routing(
     torch.manual_seed(0)
     config = LabConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=8, moe_intermediate_size=16,
+        num_key_value_heads=2, num_experts=8, moe_intermediate_size=16,
         router=router, eos_token_id=0, initializer_range=0.05,
     )  # fmt: skip
     LabForCausalLM(config).save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.settings import ModelSettings
 
 

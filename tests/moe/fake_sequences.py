@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe.prefill import Mode
-from moe.scheduler import Scheduler
-from moe.sequence import RunningSequence
+from moe.engine.prefill import Mode
+from moe.engine.scheduler import Scheduler
+from moe.engine.sequence import RunningSequence
+from moe.engine.stages import Prompts
 from moe.settings import EngineSettings, PrefillSettings
-from moe.stages import Prompts
 
 AGE = 5
 """Steps of waiting that outweigh a level of priority."""

@@ -12,17 +12,18 @@ import torch
 
 from experts.manifest import StoreError, read_manifest
 from kernels import QuantizedExperts
-from moe import MoE, allotment
-from moe.allotment import Budget
+from moe import MoE
 from moe.calibrate.compression import analyse, inputs_of, layer_path, load_statistics
 from moe.calibrate.pieces import pieces
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
 from moe.cli import main
-from moe.convert import convert
+from moe.convert import allotment
+from moe.convert.allotment import Budget
+from moe.convert.convert import convert
+from moe.convert.inspect_store import bit_map, draw, expert_bytes
 from moe.errors import CalibrationError, CheckpointError, ProfileError
-from moe.inspect_store import bit_map, draw, expert_bytes
-from moe.scoring import read
+from moe.evaluate.scoring import read
 from moe.settings import ModelSettings
 from offload.room import why_not
 

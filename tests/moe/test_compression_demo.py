@@ -14,8 +14,8 @@ from moe.calibrate.artefacts import PREDICTORS_FILE
 from moe.calibrate.compression import layer_path
 from moe.calibrate.sensitivity import Original
 from moe.cli import main
-from moe.inspect_store import bit_map, expert_bytes
-from moe.sampling_params import SamplingParams
+from moe.convert.inspect_store import bit_map, expert_bytes
+from moe.sampling.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo-model")

@@ -18,10 +18,10 @@ from moe.calibrate.compression import analyse, load_statistics, spread
 from moe.calibrate.record import record
 from moe.calibrate.sensitivity import Original
 from moe.calibrate.trace import Trace
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import CalibrationError
-from moe.plan import GIB
-from moe.scoring import Score, read
+from moe.evaluate.scoring import Score, read
+from moe.plan.memory import GIB
 from moe.settings import ModelSettings
 from offload.experts import OffloadedExperts
 from offload.room import fixed_bytes, slot_bytes

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.calibrate.record import record
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import CheckpointError
 from moe.lab import LabConfig, LabForCausalLM
 from moe.lab.attention import Neighbours
 from moe.lab.router import LabRouter
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from moe.selection import find_selectors
 from moe.settings import ModelSettings
 from offload.room import fixed_bytes, slot_bytes

@@ -8,7 +8,7 @@ from moe.fused.enable import FUSED_OFF
 from moe.loader import _notices
 from moe.loading.load import LoadReport
 from moe.packing import Packing
-from moe.text import TextCodec
+from moe.text.prompts import TextCodec
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from experts.layer_file import layer_entries
 from experts.manifest import read_manifest, write_manifest
 from experts.store import Store
 from moe import MoE, SamplingParams
-from moe.convert import convert
+from moe.commands.terminal import run
+from moe.convert.convert import convert
 from moe.errors import DoesNotFitError
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from moe.settings import ModelSettings
-from moe.terminal import run
 from offload.hot_set import FILE_NAME
 from offload.policies import POLICIES
 from offload.room import fixed_bytes, slot_bytes

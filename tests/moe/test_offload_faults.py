@@ -15,7 +15,7 @@ import pytest
 
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from offload.errors import OffloadError
 from offload.room import slot_bytes
 from offload.transfer import Read, Reader, Transfer

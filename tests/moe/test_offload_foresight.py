@@ -14,9 +14,9 @@ from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.calibrate.artefacts import FOLDER, write
 from moe.calibrate.calibrate import calibrate_model
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import CalibrationError, ProfileError
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from moe.settings import ModelSettings
 from moe.visit import Visit
 from offload.errors import OffloadError
@@ -25,7 +25,7 @@ from offload.prefetch import Prefetcher
 from offload.room import slot_bytes
 from routing import Routing
 from routing.predict import Forecast
-from tests.moe.test_lockstep import lossy_layers
+from tests.moe.parallel.test_lockstep import lossy_layers
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS
 
 SMALL: dict[str, Any] = {

@@ -16,10 +16,10 @@ from benchmarks.architectures import tiny_model
 from experts.manifest import read_manifest
 from kernels import Backend
 from moe import MoE, SamplingParams
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import DoesNotFitError
-from moe.plan import GIB
-from moe.planning import host_room
+from moe.plan.memory import GIB
+from moe.plan.planning import host_room
 from moe.profile import load_profile
 from moe.settings import ModelSettings
 from offload.errors import OffloadError
@@ -55,7 +55,7 @@ def load(resident: MoE, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MoE]:
         size, fixed = slot_bytes(manifest, manifest.bits), fixed_bytes(manifest)
         rest = sum(line.bytes for line in like.memory_plan.lines if line.name != "experts")
         memory = SMALL["memory"] | {"device_gib": (rest + slots * size + 16) / GIB}
-        monkeypatch.setattr("moe.planning.host_room", lambda *_: host_slots * size + fixed)
+        monkeypatch.setattr("moe.plan.planning.host_room", lambda *_: host_slots * size + fixed)
         monkeypatch.setattr("offload.opening.open_streams", lambda _: LateCopies(Random(slots)))
         return MoE.from_pretrained(store, SMALL | changed | {"memory": memory})
 
@@ -232,7 +232,7 @@ def test_interpreted_triton_kernels_find_what_is_in_the_slots(
 
 
 def test_host_memory_for_experts_follows_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.planning.memory_available", lambda: 100 * GIB)
+    monkeypatch.setattr("moe.plan.planning.memory_available", lambda: 100 * GIB)
     cuda = torch.device("cuda")
 
     def room(ranks: int = 1, **memory: Any) -> int | None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import ProfileError
 from moe.kv import Work
 from moe.lanes import run_lanes
-from moe.plan import GIB
+from moe.plan.memory import GIB
 from moe.policing import decide, prepare
 from moe.settings import ModelSettings
 from moe.visit import Visit

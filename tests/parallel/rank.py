@@ -35,7 +35,7 @@ def break_steps() -> None:
 
 def run_out_of_memory() -> None:
     """When experts are run in one step of this rank, once."""
-    from moe import serving
+    from moe.parallel import serving
     from moe.parallel.mirror import Mirror
 
     steps, run, run_rows = 0, Mirror.run, serving.run_rows

@@ -22,10 +22,10 @@ from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, neares
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
-from moe.halves import run_halves
 from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
-from moe.plan import GIB
+from moe.parallel.halves import run_halves
+from moe.plan.memory import GIB
 from offload.room import slot_bytes
 from routing import Phase
 from tests.experts.dispatch_cases import random_placement

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moe import MoE, SamplingParams
+from moe.engine.wave import Group
 from moe.parallel.arrivals import MOST, Arrivals, arrivals_of
-from moe.wave import Group
 from routing.predict.base import Floats
 
 EXPERTS = [4, 2]

@@ -14,7 +14,7 @@ B10  `test_loss`: killed, stopped, raising, stalled; `test_launcher`: only slow
 B11  `test_start`: every difference is named on every rank
 B12  `test_start`: ranks that do not come are named
 B13  here, while loading and in a stream; `test_launcher`: drained to the end
-B14  here, in a step; `tests/moe/test_lockstep.py`: experts that cannot be read
+B14  here, in a step; `tests/moe/parallel/test_lockstep.py`: experts that cannot be read
 E1   `test_receipts`: bits do not depend on company; dispatch drops nothing
 E2   here: every token wants the same experts; `tests/experts/test_dispatch.py`: of one rank
 E3   `tests/moe/server/test_answers.py`: no answer says which experts it used

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from moe import MoE
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.profile import load_profile
 from moe.settings import ModelSettings
 from tests.parallel import generation

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from moe import MoE, SamplingParams
+from moe.engine.runner import Runner
 from moe.errors import RankLostError, RequestError
 from moe.parallel.engine import ParallelEngine
 from moe.parallel.mirror import Mirror
 from moe.parallel.station import Station
 from moe.parallel.watch import Pulse
-from moe.runner import Runner
-from moe.sampling import LogitsError, Sampler
+from moe.sampling.sampler import LogitsError, Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.parallel.receipts_worker import PROMPTS, RANKS, SECONDS, STEPS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
 from moe.speculate.control.goodput import Option, best_option
 from moe.speculate.control.steps import Effort, StepCosts

@@ -20,7 +20,7 @@ from benchmarks.architectures import tiny_config, tiny_model
 from experts.weights import dequantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from moe import MoE
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.decode import decode_fp8, decode_mxfp4
 from moe.loading.quantized import decoding_notices

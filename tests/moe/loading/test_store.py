@@ -16,7 +16,7 @@ from benchmarks.architectures import tiny_model
 from experts.blobs import Entry, write_file
 from experts.manifest import MANIFEST_NAME, TRUNK_NAME, read_manifest, write_manifest
 from moe import MoE
-from moe.convert import convert
+from moe.convert.convert import convert
 from moe.errors import CheckpointError, ProfileError
 from moe.loading.progress import LoadProgress
 from moe.settings import ModelSettings

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from moe import MoE
-from moe.engine import Engine
+from moe.engine.engine import Engine
 from moe.profile import load_profile
 from moe.server.serve import bind
 from moe.server.service import Service

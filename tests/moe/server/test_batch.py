@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe import MoE
 from moe.batch.files import open_files
 from moe.batch.run import Batch, run_batch
+from moe.engine.sequence import RunningSequence
 from moe.errors import RequestError
-from moe.sequence import RunningSequence
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from moe import MoE
-from moe.text import TextCodec
+from moe.text.prompts import TextCodec
 
 URL = "/v1/completions"
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
@@ -37,7 +37,7 @@ CUBIC = "{% for a in messages %}{% for b in messages %}{% for c in messages %}" 
 def test_templates_have_a_time_limit(
     template: str, serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.text.TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr("moe.text.prompts.TEMPLATE_SECONDS", 0.3)
     monkeypatch.setattr(model.codec.tokenizer, "chat_template", template)
     with serve() as server:
         answers: list[httpx.Response] = []
@@ -148,8 +148,8 @@ NOT_HERE = {
     "C13": "no grammars",
     "C14": "no parsers of what the model says",
     "C17": "no static files",
-    "D2": "tests/moe/test_scheduler.py: everybody finishes",
-    "D3": "tests/moe/test_engine.py: cancelled in every state, and idle means empty",
+    "D2": "tests/moe/engine/test_scheduler.py: everybody finishes",
+    "D3": "tests/moe/engine/test_engine.py: cancelled in every state, and idle means empty",
     "D5": "known prefixes have no quota for each salt",
     "D7": "benchmarks/soak.py: memory stays flat",
 }

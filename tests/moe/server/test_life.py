@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from moe import MoE
-from moe.engine import Engine
+from moe.engine.engine import Engine
+from moe.engine.sequence import RunningSequence
 from moe.errors import MoEError
 from moe.loading.progress import LoadProgress
 from moe.profile import load_profile
-from moe.sequence import RunningSequence
 from moe.server.serve import Service, _load, bind
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}

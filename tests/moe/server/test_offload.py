@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experts.manifest import read_manifest
 from moe import MoE
-from moe.convert import convert
-from moe.plan import GIB
+from moe.convert.convert import convert
+from moe.plan.memory import GIB
 from moe.settings import ModelSettings
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME

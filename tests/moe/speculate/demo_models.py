@@ -11,14 +11,14 @@ from benchmarks.speculation_lossless import NEW_TOKENS
 from benchmarks.speculation_lossless import WAYS as MODES
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.convert import convert
-from moe.engine import Engine
-from moe.plan import GIB
-from moe.runner import Runner
+from moe.convert.convert import convert
+from moe.engine.engine import Engine
+from moe.engine.runner import Runner
+from moe.engine.wave import Group
+from moe.plan.memory import GIB
 from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
 from moe.speculate.draft import Controller, Round
-from moe.wave import Group
 from offload.room import fixed_bytes, slot_bytes
 
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]

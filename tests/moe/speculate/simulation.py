@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
 from moe.speculate.control.controller import Controller
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts

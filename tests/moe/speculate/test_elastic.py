@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moe import MoE, SamplingParams
+from moe.engine.runner import _contexts
+from moe.engine.sequence import RunningSequence
 from moe.kv import SequenceKV
-from moe.runner import _contexts
 from moe.selection import find_selectors
-from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.fixed import FixedDepth

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from moe import SamplingParams
-from moe.engine import Engine
-from moe.prefix import PrefixCache
-from moe.runner import Runner
-from moe.sampling import Token
-from moe.sequence import RunningSequence
+from moe.engine.engine import Engine
+from moe.engine.prefix import PrefixCache
+from moe.engine.runner import Runner
+from moe.engine.sequence import RunningSequence
+from moe.sampling.sampler import Token
 from moe.speculate.draft import Mode
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.model_free import Guess, ModelFree

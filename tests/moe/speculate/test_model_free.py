@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.sequence import RunningSequence
+from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.model_free import LONGEST, SHORTEST, History, NGram, Recycling
 

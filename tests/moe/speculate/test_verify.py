@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.candidates import Proposal, candidates, draw_judged
-from moe.sampling import LogitsError, Sampler, SamplingParams, Token
+from moe.sampling.candidates import Proposal, candidates, draw_judged
+from moe.sampling.sampler import LogitsError, Sampler, SamplingParams, Token
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.verify import verify
 

@@ -1,0 +1,1 @@
+"""The `moe` command's parts: arguments, subcommands, the terminal, the doctor."""

@@ -1,0 +1,157 @@
+"""``moe bench``: how fast a model is here, in a minute: prompts, tokens, and what drafting gains.
+
+Text is source code of Python's own library, so that routing and drafts have something to go by; it
+is not the text that you will use, and another one drafts better or worse.
+"""
+
+from __future__ import annotations
+
+import argparse as some_text
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe.engine.engine import Engine
+from moe.errors import RequestError
+from moe.model import MoE
+from moe.profile import LoadedProfile
+from moe.sampling.sampler import SamplingParams
+
+BATCHES = (1, 4)
+ROUNDS = 3
+BESIDE = 64
+"""Tokens of a prompt before those that are decoded."""
+
+
+def run(
+    name: str | Path, profile: LoadedProfile, *, prompt: int, tokens: int, as_json: bool
+) -> int:
+    """Measure, and print a table or one JSON object."""
+    model = MoE.from_pretrained(name, _with_drafts(profile))
+    found = measure(model, prompt, tokens)
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    _show(found)
+    return 0
+
+
+def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
+    """Tokens a second of a prompt and of decoding; figures are medians.
+
+    Args:
+        prompt: tokens of the prompt that is read, as far as the context allows.
+        tokens: decoded by each sequence.
+
+    Raises:
+        RequestError: there is no room for so many tokens.
+    """
+    limit = model.context_length or prompt + tokens
+    prompt = min(prompt, limit - tokens)
+    ids = model.codec.encode(Path(some_text.__file__).read_text())
+    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # a process's first pass is not like others
+    rates = [_read(model, ids[at * 101 :][:prompt]) for at in range(ROUNDS)]
+    speculates = model.status()["speculation"]["enabled"]
+    most = model.profile.profile.engine.max_batch_size
+    batches = [batch for batch in BATCHES if batch <= most]
+    return {
+        "prompt": {"tokens": prompt, "tokens_per_second": median(rates)},
+        "decode": [_decoding(model, ids, batch, tokens, speculates) for batch in batches],
+        "speculation": {**model.status()["speculation"], "figures": model.stats()["speculation"]},
+        "notices": list(model.notices),
+    }
+
+
+def _decoding(
+    model: MoE, ids: Sequence[int], batch: int, tokens: int, speculates: bool
+) -> dict[str, Any]:
+    """Without and with drafts, in turns; the first one with drafts is for learning."""
+    prompts = [list(ids[200 * index :][:BESIDE]) for index in range(batch)]
+    if speculates:
+        _decode(model, prompts, tokens, drafts=True)
+    plain, drafted = [], []
+    for _ in range(ROUNDS):
+        plain.append(_decode(model, prompts, tokens, drafts=False))
+        if speculates:
+            drafted.append(_decode(model, prompts, tokens, drafts=True))
+    rate = median(plain)
+    gain = median(drafted) / rate if drafted else None
+    with_drafts = median(drafted) if drafted else None
+    return {
+        "batch": batch,
+        "tokens_per_second": rate,
+        "with_drafts": with_drafts,
+        "gain": gain,
+    }
+
+
+def _read(model: MoE, prompt: Sequence[int]) -> float:
+    """Tokens a second of a prompt."""
+    start = time.perf_counter()
+    model.generate([list(prompt)], SamplingParams(max_new_tokens=1))
+    return len(prompt) / (time.perf_counter() - start)
+
+
+def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bool) -> float:
+    """Tokens a second of all sequences, from when all have been read until one ends."""
+    engine = model.engine(drafts=drafts)
+    params = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
+    for prompt in prompts:
+        engine.submit(model.request(prompt, params))
+    while len(engine.scheduler.running) < len(prompts):
+        _step(engine)
+        if engine.idle:
+            raise RequestError(
+                f"{len(prompts)} sequences of {BESIDE} + {tokens} tokens never run at once with "
+                f"memory.kv_tokens = {engine.kv_tokens:g}; raise it, or lower --new-tokens"
+            )
+    start, count = time.perf_counter(), 0
+    while len(engine.scheduler.running) == len(prompts):
+        count += _step(engine)
+    seconds = time.perf_counter() - start
+    while not engine.idle:
+        _step(engine)
+    return count / seconds
+
+
+def _step(engine: Engine) -> int:
+    """How many tokens a step brought. Raises what ended a sequence before its time."""
+    events = engine.step()
+    for _, event in events:
+        if isinstance(event, Exception):
+            raise event
+    return len(events)
+
+
+def _with_drafts(profile: LoadedProfile) -> LoadedProfile:
+    """The same profile, with drafts where it does not say whether it wants some."""
+    if profile.origins["speculation.mode"] != "default":
+        return profile
+    speculation = profile.profile.speculation.model_copy(update={"mode": "auto"})
+    changed = profile.profile.model_copy(update={"speculation": speculation})
+    return LoadedProfile(changed, {**profile.origins, "speculation.mode": "moe bench"})
+
+
+def _show(found: dict[str, Any]) -> None:
+    console = Console()
+    for notice in found["notices"]:
+        console.print(f"moe: {notice}", style="dim")
+    prompt = found["prompt"]
+    table = Table("", "tokens/s", "with drafts", "gain")
+    table.add_row(f"prompt of {prompt['tokens']}", f"{prompt['tokens_per_second']:,.1f}", "", "")
+    for row in found["decode"]:
+        drafted = "-" if row["gain"] is None else f"{row['with_drafts']:,.1f}"
+        gain = "-" if row["gain"] is None else f"{row['gain']:.2f} x"
+        table.add_row(f"decode {row['batch']}", f"{row['tokens_per_second']:,.1f}", drafted, gain)
+    console.print(table)
+    speculation = found["speculation"]
+    console.print(speculation["why"])
+    for mode, record in (speculation["figures"] or {}).get("modes", {}).items():
+        rates = " ".join(f"{p['acceptance']:.2f}" for p in record["by_position"])
+        console.print(f"{mode}: {record['drafts']} drafts, accepted by position {rates}")

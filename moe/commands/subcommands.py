@@ -1,0 +1,129 @@
+"""Subcommands of ``moe`` that run by themselves, on one rank: each returns the exit code.
+
+Heavy modules are imported by the one that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load_settings(options: argparse.Namespace) -> Any:
+    """The profile that a command line asks for; sampling options are settings like any other."""
+    from moe.profile import load_profile
+    from moe.profile_sources import parse_assignments
+    from moe.settings import GenerationSettings
+
+    overrides = parse_assignments(options.settings)
+    for name in GenerationSettings.model_fields:
+        if getattr(options, name, None) is not None:
+            overrides[f"generation.{name}"] = getattr(options, name)
+    return load_profile(options.profile, overrides)
+
+
+def convert(options: argparse.Namespace) -> int:
+    from moe.convert.allotment import Budget
+    from moe.convert.convert import convert as run
+    from moe.settings import ModelSettings
+
+    settings = ModelSettings(
+        expert_bits=options.bits,
+        trunk_bits=options.trunk_bits,
+        head_bits=options.head_bits,
+        group_size=options.group_size,
+    )
+    budget = None
+    if options.target_bits is not None or options.target_gib is not None:
+        budget = Budget(options.target_bits, options.target_gib)
+    folder = None if options.calibration is None else Path(options.calibration)
+    out = run(
+        options.model,
+        options.out,
+        settings,
+        calibration=folder,
+        budget=budget,
+        repair=options.repair_routers,
+        progress=True,
+        on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
+    )
+    print(out)
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.evaluate.command import run
+
+    return run(
+        options.model,
+        profile,
+        Path(options.text),
+        tokens=options.tokens,
+        against=options.against,
+        as_json=options.json,
+    )
+
+
+def trace(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.tracing.command import run
+
+    return run(
+        options.model,
+        profile,
+        Path(options.text),
+        tokens=options.tokens,
+        out=None if options.out is None else Path(options.out),
+        as_json=options.json,
+    )
+
+
+def inspect_store(options: argparse.Namespace) -> int:
+    from moe.convert.inspect_store import run
+
+    return run(Path(options.store), None if options.image is None else Path(options.image))
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.calibrate.calibrate import calibrate as run
+
+    out = None if options.out is None else Path(options.out)
+    text = Path(options.text)
+    return run(options.model, profile, text, options.tokens, out, compression=options.compression)
+
+
+def plan(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    if options.ranks is not None:
+        from moe.plan.rank_command import run as run_ranks
+
+        return run_ranks(
+            options.model,
+            profile,
+            ranks=options.ranks,
+            nodes=options.nodes,
+            link=options.link,
+            network=options.network,
+            as_json=options.json,
+        )
+    from moe.plan.command import run
+
+    return run(options.model, profile, as_json=options.json)
+
+
+def bench(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    from moe.commands.bench import run
+
+    sizes = {"prompt": options.prompt_tokens, "tokens": options.new_tokens}
+    return run(options.model, profile, **sizes, as_json=options.json)
+
+
+def doctor(_: argparse.Namespace) -> int:
+    from moe.commands.doctor import main as doctor
+
+    return doctor()

@@ -1,0 +1,215 @@
+"""Generation and chat in a terminal: text to stdout, notices and summaries to stderr."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from moe.batch.files import Tally, open_files
+from moe.batch.run import run_batch
+from moe.completion import Completion, collect
+from moe.errors import RequestError
+from moe.loading.hub import public_name
+from moe.model import MoE
+from moe.profile import LoadedProfile
+from moe.text.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Figures of one generation.
+
+    Attributes:
+        ttft_s: seconds from the request to the first token.
+        tokens_per_second: new tokens after the first over the seconds they took; 0 for one token.
+        expert_bytes_read: bytes of the distinct experts of every step.
+        hit_ratio: share of those experts that were in memory; None where all of them always are.
+        disk_bytes_read: bytes of the others, and of those that were expected to be needed.
+        peak_rss_bytes: largest resident size of the process so far.
+        speculation: what drafts came to since the model was loaded; None where none are made.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    ttft_s: float
+    tokens_per_second: float
+    expert_bytes_read: int
+    hit_ratio: float | None
+    disk_bytes_read: int
+    peak_rss_bytes: int
+    speculation: dict[str, Any] | None = None
+
+    def summary(self) -> str:
+        tokens = max(self.new_tokens, 1)
+        per_token = self.expert_bytes_read / tokens / 1e6
+        disk = ""
+        if self.hit_ratio is not None:
+            megabytes = self.disk_bytes_read / tokens / 1e6
+            disk = f", {self.hit_ratio:.1%} of them in memory, {megabytes:.2f} MB from disk"
+        return (
+            f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens, "
+            f"first after {self.ttft_s:.2f} s, {self.tokens_per_second:.1f} tokens/s, "
+            f"{per_token:.2f} MB of experts read a token{disk}{self._drafts()}"
+        )
+
+    def _drafts(self) -> str:
+        if self.speculation is None:
+            return ""
+        return f", {self.speculation['tokens_per_verification']:.2f} tokens a verification"
+
+
+def run(model: MoE, prompt: Prompt, write: Callable[[str], object]) -> tuple[Completion, RunStats]:
+    """Continue one prompt, handing text to ``write`` as it comes, and measure it."""
+    before = model.stats()
+    start = time.perf_counter()
+    events, times = [], []
+    for event in model.stream(prompt):
+        times.append(time.perf_counter())
+        events.append(event)
+        write(event.delta.text)
+    completion = collect(events)[0]
+    after = model.stats()
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return completion, RunStats(
+        prompt_tokens=len(completion.prompt_token_ids),
+        new_tokens=len(completion.tokens),
+        ttft_s=times[0] - start,
+        tokens_per_second=rate,
+        expert_bytes_read=after["expert_bytes_read"] - before["expert_bytes_read"],
+        hit_ratio=_hit_ratio(before["offload"], after["offload"]),
+        disk_bytes_read=_disk_bytes(after["offload"]) - _disk_bytes(before["offload"]),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        speculation=after["speculation"],
+    )
+
+
+def _hit_ratio(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> float | None:
+    if before is None or after is None:
+        return None
+    hits, misses = (after[name] - before[name] for name in ("hits", "misses"))
+    return hits / (hits + misses) if hits + misses else 1.0
+
+
+def _disk_bytes(offload: Mapping[str, Any] | None) -> int:
+    return 0 if offload is None else int(offload["bytes_read"])
+
+
+def generate(name: str | Path, profile: LoadedProfile, prompt: str, *, as_json: bool) -> int:
+    """``moe generate``: stream a continuation, or print one JSON object."""
+    model = _load(name, profile)
+    if as_json:
+        print(json.dumps(_as_json(*run(model, prompt, lambda _: None))))
+        return 0
+    _, stats = run(model, prompt, _write)
+    print()
+    print(stats.summary(), file=sys.stderr)
+    return 0
+
+
+def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
+    """``moe generate --batch``: 0 if every line was answered, 1 if some could not be."""
+    with open_files(source, target) as files:
+        model = _load(name, profile)
+        with _answers_bar(sum(1 for line in files.source if line.strip())) as show:
+            files.source.seek(0)
+            tally = run_batch(model, public_name(name), files, show)
+    failed = f", {tally.failed} failed: their lines say why" if tally.failed else ""
+    print(f"moe: {tally.answered} answered{failed}; see {target}", file=sys.stderr)
+    return 1 if tally.failed else 0
+
+
+@contextmanager
+def _answers_bar(total: int) -> Iterator[Callable[[Tally], None]]:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+    )
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=total, failed=0)
+        yield lambda tally: bar.update(
+            task, completed=tally.answered + tally.failed, failed=tally.failed
+        )
+
+
+def chat(name: str | Path, profile: LoadedProfile) -> int:
+    """``moe chat``: a conversation with history until end of input or ``/exit``."""
+    model = _load(name, profile)
+    history: list[dict[str, object]] = []
+    stats: RunStats | None = None
+    print("Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures.")
+    while (line := _ask()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            history.clear()
+            print("(conversation forgotten)")
+        elif line == "/stats":
+            print(stats.summary() if stats else "(nothing generated yet)")
+        elif line:
+            stats = _answer(model, history, line) or stats
+    return 0
+
+
+def _answer(model: MoE, history: list[dict[str, object]], line: str) -> RunStats | None:
+    """One turn; what is refused or interrupted leaves the history as it was."""
+    question: dict[str, object] = {"role": "user", "content": line}
+    try:
+        completion, stats = run(model, [*history, question], _write)
+    except RequestError as error:
+        print(f"moe: {error}", file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print("\n(interrupted; this turn is forgotten)")
+        return None
+    print()
+    history += [question, {"role": "assistant", "content": completion.text}]
+    return stats
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _load(name: str | Path, profile: LoadedProfile) -> MoE:
+    model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
+    for notice in model.notices:
+        print(f"moe: {notice}", file=sys.stderr)
+    return model
+
+
+def _as_json(completion: Completion, stats: RunStats) -> dict[str, Any]:
+    figures = asdict(stats)
+    del figures["prompt_tokens"]
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "finish_reason": completion.finish_reason,
+        "stats": figures,
+    }

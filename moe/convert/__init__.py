@@ -1,0 +1,1 @@
+"""`moe convert` and `moe inspect`: from a checkpoint to a store, bits under a budget."""

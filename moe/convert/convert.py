@@ -1,0 +1,198 @@
+"""``moe convert``: from any checkpoint to a store, one MoE layer in memory at a time.
+
+Everything is written into ``OUT.unfinished``, file by file; each finished file is noted in a
+journal there, so that a conversion that was stopped goes on where it was. The manifest comes last,
+and then the directory gets its name: there is no store before there is all of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from experts.blobs import sync_directory
+from experts.header import HeaderError
+from experts.layer_file import layer_file_name, layer_record, write_layer
+from experts.manifest import JOURNAL_NAME, TRUNK_NAME, VERSION, Manifest, is_store, write_manifest
+from experts.weights import quantize_experts
+from kernels import ExpertWeights, QuantizedExperts
+from kernels.reference import AnyExperts
+from moe.convert.allotment import CALIBRATE_FIRST, Budget, allot
+from moe.convert.journal import Journal
+from moe.convert.repair import repair_routers
+from moe.convert.sidecars import copy_files, write_trunk
+from moe.errors import CalibrationError, CheckpointError
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.hub import read_config, resolve_model
+from moe.loading.load import load_weights
+from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import Report, reporting
+from moe.loading.quantized import open_checkpoint
+from moe.loading.weight_plan import plan_weights
+from moe.seam import check_experts, experts_modules, take_weights
+from moe.settings import ModelSettings
+from moe.weights.linears import planes_of, quantizes
+from moe.weights.takeover import Takeover
+
+PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    settings: ModelSettings,
+    *,
+    calibration: Path | None = None,
+    budget: Budget | None = None,
+    repair: bool = False,
+    progress: bool | Report = False,
+    on_notice: Callable[[str], object] = lambda _: None,
+) -> Path:
+    """Convert a checkpoint to a store, whose directory is returned; goes on with a conversion that
+    was stopped.
+
+    Args:
+        model: directory or hub id.
+        out: directory of the store; must not exist.
+        settings: bits and group size; null bits stand for 8.
+        calibration: folder of a calibration with ``compression``; experts are then compensated.
+        budget: what experts may take, in place of ``expert_bits``; wants a calibration.
+        repair: see `moe.convert.repair`; wants a calibration. The store is loaded for it.
+        progress, on_notice: see `moe.loading.progress.reporting`; hears notices.
+
+    Raises:
+        CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.
+        CalibrationError: the calibration is absent or another model's, or the budget impossible.
+        UnsupportedModelError: the architecture is unknown or has nothing to take over.
+    """
+    source, target = resolve_model(model), Path(out).expanduser()
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; remove it or choose another name")
+    if is_store(source):
+        raise CheckpointError(f"{source} is a store already; convert the original checkpoint")
+    if repair and calibration is None:
+        raise CalibrationError("repairing routers wants a calibration: " + CALIBRATE_FIRST)
+    work = target.with_name(f"{target.name}.unfinished")
+    try:
+        with reporting(progress) as report:
+            conversion = _Conversion(source, work, settings, report, calibration, budget)
+            work.mkdir(parents=True, exist_ok=True)
+            conversion.run(calibration if repair else None, on_notice)
+        work.rename(target)
+        (target / JOURNAL_NAME).unlink()
+        sync_directory(target.parent)
+    except HeaderError as error:
+        raise CheckpointError(f"a file of {source} {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {error.filename or work}: {error.strerror or error}; what is finished "
+            f"is kept in {work}, and the same command goes on from there"
+        ) from error
+    return target
+
+
+class _Conversion:
+    """One run: reads the checkpoint in `source`, adds to what `work` has, and completes it."""
+
+    def __init__(
+        self,
+        source: Path,
+        work: Path,
+        settings: ModelSettings,
+        report: Report,
+        calibration: Path | None,
+        budget: Budget | None,
+    ) -> None:
+        self._source, self._work, self._report = source, work, report
+        bits = {key: getattr(settings, key) or 8 for key in PRECISION_KEYS}
+        self._settings = settings.model_copy(update=bits)
+        self._config = read_config(source)
+        self._network = build_meta_model(self._config)
+        check_experts(self._network)
+        self._names = [name for name, _ in experts_modules(self._network)]
+        self._allotment = allot(self._network, self._settings, calibration, budget)
+        if self._allotment is not None:
+            most = {"expert_bits": self._allotment.most}
+            self._settings = self._settings.model_copy(update=most)
+
+    def run(self, repair_by: Path | None, on_notice: Callable[[str], object]) -> None:
+        exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
+        with open_checkpoint(self._source, self._config, exact=exact) as checkpoint:
+            job = {
+                "version": VERSION,
+                "settings": {key: getattr(self._settings, key) for key in PRECISION_KEYS},
+                "group_size": self._settings.group_size,
+                "allotment": self._allotment and self._allotment.digest,
+                "files": checkpoint.fingerprint(),
+            }
+            with Journal(self._work, job) as self._journal:
+                self._convert(checkpoint)
+                self._complete()
+                if repair_by is not None:
+                    repair_routers(self._network, self._work, repair_by, on_notice)
+                    self._complete()
+
+    def _complete(self) -> None:
+        """Write what is not experts, and the manifest."""
+        trunk = write_trunk(self._network, self._work / TRUNK_NAME)
+        copy_files(self._source, self._work)
+        finished = [
+            self._journal.finished[layer_file_name(index)] for index in range(len(self._names))
+        ]
+        manifest = Manifest(
+            source=self._source.name,
+            bits=self._settings.expert_bits or 8,
+            group_size=self._settings.group_size,
+            linears=planes_of(self._network),
+            layers=tuple(layer for layer, _ in finished),
+            files={layer.file: file for layer, file in finished} | {TRUNK_NAME: trunk},
+        )
+        write_manifest(self._work, manifest)
+
+    def _convert(self, checkpoint: Checkpoint) -> None:
+        """Write the layers that are not there yet; leave the trunk in the network."""
+        takeover = Takeover(self._network, self._settings, self._write_layer)
+        dtype_for = takeover.dtype_for(lambda _, stored: stored)
+        weights = plan_weights(self._network, checkpoint, dtype_for)
+        there = {
+            name
+            for index, name in enumerate(self._names)
+            if layer_file_name(index) in self._journal.finished
+        }
+        sizes = takeover.nbytes(weights.nbytes)
+        owned = tuple(f"{name}." for name in there)
+        needed = sum(size for name, size in sizes.items() if not name.startswith(owned))
+        free = shutil.disk_usage(self._work).free
+        if needed > free:
+            raise CheckpointError(
+                f"the store needs {needed / 1e9:.1f} GB more, and {self._work.parent} has "
+                f"{free / 1e9:.1f} GB free; make room, or convert at fewer bits"
+            )
+        weights = weights.without(there, checkpoint)
+        for name in there:
+            take_weights(self._network.get_submodule(name))
+        load_weights(
+            self._network,
+            checkpoint,
+            weights,
+            device="cpu",
+            report=lambda now: self._report(replace(now, phase="converting")),
+            check_finite=self._settings.check_finite,
+            modules=takeover.modules,
+            complete=takeover,
+        )
+        takeover.finish()
+
+    def _write_layer(self, index: int, whole: ExpertWeights) -> None:
+        bits = self._settings.expert_bits
+        experts: AnyExperts = whole
+        allotted = None if self._allotment is None else self._allotment.stored_bits(index)
+        if self._allotment is not None:
+            experts = self._allotment.quantize(index, whole, self._settings.group_size)
+        elif bits is not None and quantizes(bits):
+            experts = quantize_experts(whole, self._settings.group_size, bits)
+        interleaved = isinstance(experts, QuantizedExperts) and experts.interleaved
+        layer = layer_record(index, self._names[index], whole, interleaved, allotted)
+        self._journal.add(layer, write_layer(self._work, index, layer, experts))

@@ -1,0 +1,105 @@
+"""Who runs well together: waiting requests that are expected to need the same experts go first.
+
+A step reads each expert once, whoever needs it. What a request will need is guessed from its prompt
+by the token table of `moe calibrate`. The order of the queue is changed only where that is expected
+to save experts, and nobody is overtaken more often than patience allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from moe.calibrate.artefacts import FOLDER, load_calibration
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Group
+from moe.errors import CalibrationError
+from routing import RoutingError
+from routing.predict import contexts
+from routing.predict.base import Floats
+from routing.predict.overlap import choose_batch, expected_units
+
+Expect = Callable[[Sequence[int]], Floats]
+"""From the tokens of a prompt to how often a token of it visits each unit, ``(units,)``."""
+
+_LEAST_SAVING = 0.02
+_PROMPT_TOKENS = 256  # its last ones: what is said next is nearest to them
+
+
+def expectation(
+    path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
+) -> tuple[Expect | None, str]:
+    """What `moe calibrate` left beside the model, or None and why requests keep their order."""
+    try:
+        calibrated = load_calibration(path / FOLDER, config, num_experts, ["token_table"])
+        predictor = calibrated.predictor("token_table")
+    except (CalibrationError, RoutingError) as error:
+        return None, f"requests are not grouped by their experts: {error}"
+
+    def expect(token_ids: Sequence[int]) -> Floats:
+        recent = torch.tensor(token_ids[-_PROMPT_TOKENS:])
+        predictor.start(contexts(recent, predictor.context))
+        layers = [predictor.rows(-1, layer) for layer in range(len(num_experts))]
+        return np.concatenate([rows.mean(0) for rows in layers if rows is not None])
+
+    return expect, ""
+
+
+class Company:
+    """Orders a queue.
+
+    Args:
+        expect: what a prompt needs.
+        patience: how often others from behind may overtake a request.
+    """
+
+    def __init__(self, expect: Expect, patience: int) -> None:
+        self._expect, self._patience = expect, patience
+        self._needs: WeakKeyDictionary[RunningSequence, Floats] = WeakKeyDictionary()
+        self._overtaken: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
+
+    def arrange(
+        self, waiting: Sequence[Group], running: Sequence[RunningSequence], room: int
+    ) -> list[Group]:
+        """The queue, in the order in which a wave should take from it.
+
+        Prompts that were read in part stay in front: what has been read takes memory.
+        """
+        begun = [group for group in waiting if group.num_read]
+        fresh = [group for group in waiting if not group.num_read]
+        room -= len(begun)
+        if not 0 < room < len(fresh):
+            return list(waiting)
+        needs = np.stack([self._need(group.sequences[0]) for group in fresh])
+        there = np.zeros((1, needs.shape[1]), np.float32)
+        if running:
+            there = np.stack([self._need(sequence) for sequence in running])
+        needed = 1 - np.prod(1 - there, 0) if running else None
+        overtaken = [self._overtaken.get(group.sequences[0], 0) for group in fresh]
+        chosen = choose_batch(needs, room, overtaken, self._patience, needed)
+        usual, other = (
+            expected_units(np.concatenate([there, needs[rows]])) for rows in (range(room), chosen)
+        )
+        if other > (1 - _LEAST_SAVING) * usual:
+            return list(waiting)
+        left = [index for index in range(len(fresh)) if index not in chosen]
+        return [*begun, *(fresh[index] for index in (*chosen, *left))]
+
+    def taken(self, taken: Sequence[Group], left: Sequence[Group]) -> None:
+        """A wave took some groups; those with a sooner turn have been overtaken."""
+        last = max((group.turn for group in taken), default=None)
+        for group in left:
+            if last is not None and group.turn < last:
+                first = group.sequences[0]
+                self._overtaken[first] = self._overtaken.get(first, 0) + 1
+
+    def _need(self, sequence: RunningSequence) -> Floats:
+        found = self._needs.get(sequence)
+        if found is None:
+            found = self._needs[sequence] = self._expect(sequence.prompt_token_ids)
+        return found

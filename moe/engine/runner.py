@@ -1,0 +1,136 @@
+"""One step of one rank: lanes of the sequences whose keys and values are here, and their tokens.
+
+A step reads a stage of the current wave of prompts and the last token of every running sequence.
+Prompts and decoding are separate lanes that meet at the MoE layers, so they share the experts both
+need; the lanes of a layered wave stay asleep from one step to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe.engine.reading import Outcome, Reading, results, sample
+from moe.engine.sequence import RunningSequence
+from moe.engine.wave import Step, Wave
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.moe_layer import MoELayers
+from moe.parallel.halves import run_halves
+from moe.sampling.sampler import Token
+from moe.speculate.draft import PLAIN, Draft
+from moe.speculate.speculator import Speculator
+from moe.trunk import Trunk
+
+
+class Runner:
+    """Computes what a scheduler has planned.
+
+    Args:
+        trunk: the model.
+        experts: its MoE layers.
+        speculator: drafts tokens before a step, which the step then verifies; None for no drafts.
+    """
+
+    def __init__(
+        self, trunk: Trunk, experts: MoELayers, speculator: Speculator | None = None
+    ) -> None:
+        self.trunk = trunk
+        self.experts = experts
+        self._speculator = speculator
+        self._reading: Reading | None = None
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> list[Outcome]:
+        """The next tokens of everybody who gets some in this step.
+
+        Where the forward pass or the sampler of a sequence raises, that is its outcome; the others
+        are not concerned.
+        """
+        self.follow(step.wave)
+        if step.wave is not None and self._reading is None:
+            self._reading = Reading(step.wave, self.trunk)
+        reading = self._reading
+        drafting = self._drafting(step)
+        drafts = [PLAIN] * len(step.decode)
+        if drafting is not None:
+            drafts = drafting.propose(step.decode, step.spare_tokens)
+        tokens = [
+            Work([s.token_ids[-1], *draft.tokens], s.cache, all_logits=bool(draft.tokens))
+            for s, draft in zip(step.decode, drafts, strict=True)
+            if s.cache is not None
+        ]
+        if wanted := self.experts.context:
+            told = None if drafting is None else drafting.forecast
+            self.experts.begin(_contexts(step.decode, drafts, wanted), told)
+        logits = self._read(tokens, reading, step.halves)
+        outcomes: list[Outcome] = [
+            (sequence, _accept(drafting, sequence, draft, rows))
+            for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
+        ]
+        if self._speculator is not None and step.decode:
+            self._speculator.finish(alone=step.wave is None)
+        if reading is not None and reading.wave.is_last_stage:
+            outcomes += reading.finish(self.experts.run)
+            self._reading = None
+        return outcomes
+
+    def _read(
+        self, tokens: Sequence[Work], reading: Reading | None, halves: bool
+    ) -> list[Tensor | Exception]:
+        """Logits of each sequence's tokens; what else is read goes on to its end or its pause."""
+        cut = len(tokens) // 2 if halves and reading is None else len(tokens)
+        parts = [tokens[:cut], tokens[cut:]]
+        lanes = [self.trunk.lanes(part, "decode") for part in parts]
+        pauses = reading.pauses() if reading else None
+        others = reading.lanes if reading else lanes[1]
+        if halves:
+            run_halves((lanes[0], others), self.experts, pauses)
+        else:
+            run_lanes([*others, *lanes[0]], self.experts.run, pause_at=pauses)
+        return [
+            rows
+            for part, own in zip(parts, lanes, strict=True)
+            for rows in results(own, part, self.trunk, self.experts.run)
+        ]
+
+    def _drafting(self, step: Step) -> Speculator | None:
+        """Who drafts in this step; None where it is plain decoding, or none."""
+        if self._speculator is None or not step.decode or self._speculator.rests(step.decode):
+            return None
+        return self._speculator
+
+    def follow(self, wave: Wave | None) -> None:
+        """Stop reading what the scheduler has given up for this wave."""
+        if self._reading is not None and self._reading.wave is not wave:
+            self._reading.cancel()
+            self._reading = None
+
+
+def _accept(
+    drafting: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
+) -> list[Token] | Exception:
+    """The tokens that follow; the sequence's state holds what they follow and no more."""
+    if drafting is None or isinstance(rows, Exception):
+        return sample(sequence, rows)
+    assert sequence.cache is not None
+    try:
+        tokens = drafting.accept(sequence, draft, rows)
+    except Exception as error:
+        return error
+    sequence.cache.length -= len(rows) - len(tokens)
+    return tokens
+
+
+def _contexts(
+    sequences: Sequence[RunningSequence], drafts: Sequence[Draft], count: int
+) -> list[list[int]]:
+    """The last tokens up to each one that is read, drafted ones included."""
+    contexts = []
+    for sequence, draft in zip(sequences, drafts, strict=True):
+        tokens = [*sequence.last_tokens(count), *draft.tokens]
+        ends = range(len(tokens) - len(draft.tokens), len(tokens) + 1)
+        contexts += [tokens[max(0, end - count) : end] for end in ends]
+    return contexts

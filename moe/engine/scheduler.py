@@ -1,0 +1,215 @@
+"""Which sequences take part in a step: admission, priority, preemption.
+
+Everybody has a *turn*: the step of arrival, and `engine.priority_steps` more for each level of
+priority. Sooner turns are read first, so a request of priority p is overtaken by one of priority q
+only if that comes within ``p - q`` times as many steps after it, and nobody starves. Every running
+sequence gets a token in every step. When a step does not fit into memory, known prefixes are freed
+first, then half-read prompts, then who has the last turn; all but prefixes are read again later.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
+
+from moe.engine.company import Company
+from moe.engine.prefill import Mode
+from moe.engine.prefix import PrefixCache
+from moe.engine.sequence import RunningSequence
+from moe.engine.stages import Pauses
+from moe.engine.wave import Group, Step, Wave, WaveDraft
+from moe.settings import EngineSettings, PrefillSettings
+
+_turn = attrgetter("turn")
+
+
+class Scheduler:
+    """Plans steps.
+
+    Args:
+        prefill: how prompts are read.
+        engine: how many sequences run at once, and what priority is worth.
+        kv_tokens: tokens of keys and values in memory at once; None for no limit.
+        pauses: where a layered wave sleeps.
+        can_cut: a prompt may be read in several waves.
+        choose_mode: the mode of the next wave, from the prompt tokens that wait for it and the
+            number of running sequences; None where ``prefill.mode`` is not ``auto``.
+        prefixes: prompts that were read before; None to read every prompt from its start.
+        company: puts requests first that need the experts of others; None to keep their turns.
+
+    Attributes:
+        waiting, running: in order of their turns.
+        wave: what is being read.
+    """
+
+    def __init__(
+        self,
+        prefill: PrefillSettings,
+        engine: EngineSettings,
+        kv_tokens: int | None,
+        pauses: Pauses,
+        *,
+        can_cut: bool = True,
+        choose_mode: Callable[[int, int], Mode] | None = None,
+        prefixes: PrefixCache | None = None,
+        company: Company | None = None,
+    ) -> None:
+        self.prefill = prefill
+        self.engine = engine
+        self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
+        self._pauses = pauses
+        self.can_cut = can_cut
+        self._choose_mode = choose_mode
+        self.prefixes = prefixes
+        self._company = company
+        self.waiting: list[Group] = []
+        self.running: list[RunningSequence] = []
+        self.wave: Wave | None = None
+        self._num_steps = 0
+        self._num_arrived = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running or self.wave)
+
+    def submit(self, group: Group) -> None:
+        """Queue a group. Raises `RequestError` if it could never run."""
+        group.check_fits(self.kv_tokens, self.engine.max_batch_size)
+        self._num_arrived += 1
+        for sequence in group.sequences:
+            step = self._num_steps + sequence.priority * self.engine.priority_steps
+            sequence.turn = (step, self._num_arrived)
+        insort(self.waiting, group, key=_turn)
+
+    def plan(self) -> Step:
+        """The next step. `finish` must follow with what became of it."""
+        self._num_steps += 1
+        while self.num_used_tokens() + len(self.running) > self.kv_tokens:
+            if not self._give_up_last():
+                break
+        if self.wave is not None:
+            self.wave.stage += 1
+        else:
+            self.wave = self._next_wave()
+        spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
+        return Step(list(self.running), self.wave, max(0, spare))
+
+    def finish(self, gone: Collection[RunningSequence]) -> None:
+        """Take in that a step was run, and which sequences ended in it.
+
+        A wave that has read its prompts to the end adds its sequences to the running ones.
+        """
+        if self.wave is not None and self.wave.is_last_stage:
+            for piece in self.wave.pieces:
+                piece.group.num_read += len(piece.token_ids)
+                if piece.group.cancelled:
+                    continue
+                if piece.is_last:
+                    self.running += piece.group.sequences
+                elif piece.group.sequences[0] not in gone:
+                    insort(self.waiting, piece.group, key=_turn)
+            self.running.sort(key=_turn)
+            self.wave = None
+        self.running = [sequence for sequence in self.running if sequence not in gone]
+
+    def drop(self, group: Group) -> None:
+        """Forget a group between steps, wherever it is; a wave ends if nobody else is in it."""
+        for sequence in group.sequences:
+            sequence.cancelled = True
+        self.running = [s for s in self.running if s not in group.sequences]
+        self.waiting = [g for g in self.waiting if g.sequences[0] not in group.sequences]
+        if self.wave is not None and all(piece.group.cancelled for piece in self.wave.pieces):
+            self.wave = None
+
+    def num_used_tokens(self) -> float:
+        """Tokens of memory held by running sequences, prompts being read and known prefixes."""
+        pieces = self.wave.pieces if self.wave is not None else []
+        running = sum(len(s.prompt_token_ids) + len(s.token_ids) - 1 for s in self.running)
+        half_read = sum(group.num_read for group in self.waiting)
+        wave = sum(piece.group.num_kv for piece in pieces)
+        return running + half_read + wave + (self.prefixes.num_tokens if self.prefixes else 0)
+
+    def _fits(self, count: int) -> bool:
+        """Whether the first ``count`` groups of the queue can run beside those that do.
+
+        Known prefixes give way to them, and so do half-read prompts behind them.
+        """
+        groups, others = self.waiting[:count], self.waiting[count:]
+        size = len(self.running) + sum(len(group.sequences) for group in groups)
+        if size > self.engine.max_batch_size:
+            return False
+        needed = size + sum(group.num_kv - group.num_read for group in groups)
+        while self.num_used_tokens() + needed > self.kv_tokens:
+            if not self._give_up_read(others):
+                return False
+        return True
+
+    def _give_up_read(self, groups: Sequence[Group]) -> bool:
+        """Free a known prefix, or else the last prompt of ``groups`` that was read in part."""
+        if self.prefixes is not None and self.prefixes.evict():
+            return True
+        half_read = next((group for group in reversed(groups) if group.num_read), None)
+        if half_read is not None:
+            half_read.forget()
+        return half_read is not None
+
+    def _give_up_last(self) -> bool:
+        """Free memory; False if only the first in turn is left."""
+        if self._give_up_read(self.waiting):
+            return True
+        wave, last = self.wave, self.running[-1] if self.running else None
+        if wave is not None and (last is None or wave.pieces[0].group.turn > last.turn):
+            for piece in wave.pieces:
+                piece.group.forget()
+                if not piece.group.cancelled:
+                    insort(self.waiting, piece.group, key=_turn)
+            self.wave = None
+        elif last is not None and (wave is not None or len(self.running) > 1):
+            self.running.pop()
+            last.cache = None
+            insort(self.waiting, Group([last]), key=_turn)
+        else:
+            return False
+        return True
+
+    def _next_wave(self) -> Wave | None:
+        """Take prompts from the queue, in order, while memory, batch and token budget allow."""
+        if self._company is not None:
+            room = self.engine.max_batch_size - len(self.running)
+            self.waiting = self._company.arrange(self.waiting, self.running, room)
+        wave = self._draft_wave()
+        if self._company is not None:
+            taken = [piece.group for piece in wave.pieces] if wave is not None else []
+            self._company.taken(taken, self.waiting)
+            self.waiting.sort(key=_turn)
+        return wave
+
+    def _draft_wave(self) -> Wave | None:
+        if not self.waiting or not self._fits(1):
+            return None
+        draft = WaveDraft(self.prefill, self._mode(), len(self.running), can_cut=self.can_cut)
+        for count, group in enumerate(self.waiting, 1):
+            if not self._fits(count):
+                break
+            self._reuse_prefix(group)
+            if not draft.take(group):
+                break
+        del self.waiting[: len(draft.pieces)]
+        return draft.wave(self._pauses)
+
+    def _reuse_prefix(self, group: Group) -> None:
+        if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:
+            return
+        first = group.sequences[0]
+        known = self.prefixes.take(first.salt, group.token_ids, first.capacity)
+        if known is not None:
+            group.cache, group.num_read = known, known.length
+
+    def _mode(self) -> Mode:
+        if self._choose_mode is None:
+            assert self.prefill.mode != "auto"
+            return self.prefill.mode
+        waiting = sum(group.num_tokens - group.num_read for group in self.waiting)
+        return self._choose_mode(min(waiting, self.prefill.wave_tokens), len(self.running))

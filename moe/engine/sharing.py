@@ -1,0 +1,55 @@
+"""Room that keys and values do not need now holds experts meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from moe.plan.memory import MemoryPlan
+from moe.settings import OffloadSettings, Profile
+from offload.cache import ExpertCache
+from offload.errors import OffloadError
+from offload.offloaded import Offloaded
+
+STEPS = 32
+"""Sizes between the smallest cache and twice that: it changes seldom, not with each token."""
+
+
+def shared_memory(
+    offloaded: Offloaded | None, plan: MemoryPlan, settings: OffloadSettings
+) -> SharedMemory | None:
+    """The border, where the profile lets it move and it can: slots of a GPU are fixed."""
+    if offloaded is None or not settings.borrow or len(offloaded.tiers) > 1:
+        return None
+    return SharedMemory(offloaded.cache, plan)
+
+
+def fixed_border(offloaded: Offloaded | None, profile: Profile) -> str:
+    """What to say where a profile wants it to move and it cannot; else nothing."""
+    if offloaded is None or not profile.offload.borrow or len(offloaded.tiers) == 1:
+        return ""
+    return "offload.borrow changes nothing on a GPU: its slots are fixed while a model is loaded"
+
+
+class SharedMemory:
+    """Moves the border between an expert cache and the pool of keys and values.
+
+    Args:
+        cache: has the slots of the plan when the pool is full, and more when it is not.
+        plan: of the model.
+    """
+
+    def __init__(self, cache: ExpertCache, plan: MemoryPlan) -> None:
+        near = plan.tiers[0]
+        self._cache, self._least = cache, near.experts
+        self._slot_bytes = near.bytes // near.experts
+        self._kv_tokens, self._token_bytes = plan.kv_tokens, plan.kv_bytes_per_token
+        self._stride = max(1, near.experts // STEPS)
+
+    def follow(self, used_tokens: float) -> None:
+        """Between steps: so many tokens of keys and values will be held in the next one."""
+        spare = max(0, self._kv_tokens - used_tokens) * self._token_bytes
+        more = int(spare // self._slot_bytes) // self._stride * self._stride
+        slots, now = self._least + more, self._cache.slots
+        if slots < now or slots >= now + 2 * self._stride:
+            with suppress(OffloadError):  # a read hangs: the border stays until it has ended
+                self._cache.resize(slots)

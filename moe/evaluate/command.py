@@ -1,0 +1,163 @@
+"""``moe eval``: how well a model predicts a text, and how far it is from the model it came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from moe.errors import RequestError
+from moe.evaluate.policy_costs import PolicyCost, PolicyPrices, alone_and_together, cost_table
+from moe.evaluate.scoring import Difference, Score, read, windows_of
+from moe.model import MoE
+from moe.profile import LoadedProfile
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a text is predicted.
+
+    Attributes:
+        tokens, num_bytes: of the text that was read.
+        bits_per_byte: information of the text given the model, by its bytes.
+        perplexity: of a token.
+        difference: from the original model, where there is one.
+        policies: what each of the profile's routing policies costs, and self-contrast.
+    """
+
+    tokens: int
+    num_bytes: int
+    bits_per_byte: float
+    perplexity: float
+    difference: Difference | None = None
+    policies: tuple[PolicyCost, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "tokens": self.tokens,
+            "bytes": self.num_bytes,
+            "bits_per_byte": self.bits_per_byte,
+            "perplexity": self.perplexity,
+        }
+        if self.difference is not None:
+            found |= {
+                "kl_bits": self.difference.kl,
+                "top1_agreement": self.difference.agreement,
+                "routing_agreement": list(self.difference.routing),
+            }
+        if self.policies:
+            found["policies"] = [asdict(cost) for cost in self.policies]
+        return found
+
+
+def evaluate(
+    model: MoE,
+    text: str,
+    *,
+    tokens: int | None = None,
+    original: MoE | None = None,
+    progress: bool = False,
+) -> Quality:
+    """Read a text in windows of 512 tokens and score it, with the profile's routing policies as
+    for a prompt, and beside it with and without each policy.
+
+    Args:
+        text: at least two tokens.
+        tokens: how many to read at most; None for all.
+        original: what to compare with, of the same vocabulary and experts.
+        progress: show a bar on stderr.
+
+    Raises:
+        RequestError: the text is too short, or the models cannot be compared.
+    """
+    windows = windows_of(model, text, tokens)
+    if not windows:
+        raise RequestError("the text has fewer than two tokens, so there is nothing to predict")
+    if original is not None:
+        _check(model, original, text)
+    score = Score()
+    prices = PolicyPrices(model, alone_and_together(model))
+    bar = {"console": Console(stderr=True), "disable": not progress, "transient": True}
+    for window in track(windows, "reading", **bar):  # type: ignore[arg-type]
+        before = None if original is None else read(original, window)
+        score.add(read(model, window), before)
+        prices.add(window)
+    ids = [*windows[0], *(token for window in windows[1:] for token in window[1:])]
+    num_bytes = len(text.encode()) if tokens is None else len(model.codec.decode(ids).encode())
+    return Quality(
+        tokens=len(ids),
+        num_bytes=num_bytes,
+        bits_per_byte=score.bits / num_bytes,
+        perplexity=math.exp2(score.bits / score.predicted),
+        difference=None if original is None else score.difference(),
+        policies=prices.costs(num_bytes),
+    )
+
+
+def run(
+    name: str | Path,
+    profile: LoadedProfile,
+    text: Path,
+    *,
+    tokens: int | None,
+    against: str | None,
+    as_json: bool,
+) -> int:
+    """The subcommand: returns the exit code."""
+    if tokens is not None and tokens < 2:
+        raise RequestError(f"--tokens must be at least 2, got {tokens}")
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the text {text}: {error}") from error
+    shown = sys.stderr.isatty()
+    model = MoE.from_pretrained(name, profile, progress=shown)
+    original = None if against is None else MoE.from_pretrained(against, progress=shown)
+    quality = evaluate(model, words, tokens=tokens, original=original, progress=shown)
+    if as_json:
+        print(json.dumps(quality.as_json()))
+    else:
+        Console().print(_table(quality))
+        if quality.policies:
+            Console().print(cost_table(quality.policies))
+    return 0
+
+
+def _check(model: MoE, original: MoE, text: str) -> None:
+    sample = text[:10_000]
+    if model.codec.encode(sample) != original.codec.encode(sample):
+        raise RequestError("the models cut the text into different tokens: they cannot be compared")
+    own, other = (
+        [layer.num_experts for layer in each._experts.layers] for each in (model, original)
+    )
+    if own != other:
+        raise RequestError(
+            f"the models have different experts: {len(own)} layers of {own[0]} and {len(other)} "
+            f"of {other[0]}"
+        )
+
+
+def _table(quality: Quality) -> Table:
+    table = Table(show_header=False)
+    rows = [
+        ("tokens", f"{quality.tokens:,}"),
+        ("bits per byte", f"{quality.bits_per_byte:.4f}"),
+        ("perplexity of a token", f"{quality.perplexity:.3f}"),
+    ]
+    if (found := quality.difference) is not None:
+        routing = ", ".join(f"{share:.3f}" for share in found.routing)
+        rows += [
+            ("KL from the original, bits a token", f"{found.kl:.5f}"),
+            ("same most likely token", f"{found.agreement:.4f}"),
+            ("same experts, by layer", routing),
+        ]
+    for row in rows:
+        table.add_row(*row)
+    return table

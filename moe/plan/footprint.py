@@ -1,0 +1,157 @@
+"""What sequences and a wave of prompts take in memory, measured without taking any.
+
+The model is run on the meta device, where a tensor has a shape and no memory, and every storage
+that comes and goes is counted. So the figures hold for any architecture: grouped and latent
+attention, windows, recurrent state, masks that are really built. The experts' kernel is stood in
+for by the scratch rows that it takes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from kernels import backend_status
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.plan.ledger import Ledger, tensor_bytes
+from moe.seam import experts_modules
+from moe.trunk import Trunk
+
+SHORT = 64
+"""Tokens of a prompt; another is longer: what grows with them, and what does not?"""
+
+PROBE_TOKENS = 512
+"""Most tokens of a probe where the architecture goes through them one by one."""
+
+_STAND_IN = "moe_footprint"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that running a model takes beside its weights.
+
+    Attributes:
+        kv_bytes_per_token: of a sequence's keys and values.
+        bytes_per_sequence: of what does not grow with it: recurrent state, windows.
+        activation_bytes: largest sum of everything else alive while the wave is read.
+        how: where the figures come from.
+    """
+
+    kv_bytes_per_token: int
+    bytes_per_sequence: int
+    activation_bytes: int
+    how: str
+
+
+def measure_footprint(
+    network: PreTrainedModel, wave_tokens: int, longest: int, *, on_cuda: bool = False
+) -> Footprint:
+    """Measure a model on the meta device; it is copied.
+
+    Args:
+        network: as `build_meta_model` makes it.
+        wave_tokens: tokens of the largest wave.
+        longest: tokens of its longest prompt.
+        on_cuda: the kernel of the experts will be that for CUDA.
+    """
+    network = copy.deepcopy(network)
+    stand_in_for_experts(network, on_cuda=on_cuda)
+    trunk = Trunk(network)
+    reason = ""
+    for packed in (True, False):
+        try:
+            return _measure(trunk, packed, wave_tokens, min(longest, wave_tokens))
+        except Exception as error:  # an architecture that cannot run in this way
+            reason = _first_line(error)
+    return _bound(network, wave_tokens, reason)
+
+
+def stand_in_for_experts(network: PreTrainedModel, *, on_cuda: bool = False) -> None:
+    """Let the experts only take the memory that their kernel would."""
+    native = not on_cuda and backend_status()["name"] == "native"
+    for _, module in experts_modules(network):
+        module.config._experts_implementation = _STAND_IN
+        module.scratch_is_small = native
+
+
+def _measure(trunk: Trunk, packed: bool, wave_tokens: int, longest: int) -> Footprint:
+    trunk.set_packed(packed)
+    short = _run(trunk, [SHORT])
+    if packed:  # two sequences show what several in one pass take; more are more of the same
+        sizes = [longest, min(longest, wave_tokens - longest)]
+        size = sum(sizes)
+        long = _run(trunk, [part for part in sizes if part])
+    else:
+        # A loop over the tokens would take minutes; more of the same operations do not.
+        loops = _run(trunk, [2 * SHORT]).operations > short.operations
+        size = min(longest, PROBE_TOKENS) if loops else longest
+        long = _run(trunk, [size])
+    per_token = (long.kept - short.kept) // max(size - SHORT, 1)
+    rest = 0 if packed else max(long.kept - per_token * size, 0)
+    own = long.peak - long.kept
+    if packed:
+        return Footprint(per_token, rest, own * wave_tokens // size, "measured on the meta device")
+    # The other prompts of the wave sleep at an MoE layer meanwhile.
+    asleep = 4 * trunk.model.config.get_text_config().hidden_size * trunk.model.dtype.itemsize
+    activations = own * longest // size + asleep * (wave_tokens - longest)
+    how = f"measured on the meta device with {size} tokens, each sequence in a pass of its own"
+    return Footprint(per_token, rest, activations, how)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes alive at the worst moment, bytes that the sequences keep, operations."""
+
+    peak: int
+    kept: int
+    operations: int
+
+
+def _run(trunk: Trunk, sizes: Sequence[int]) -> _Run:
+    caches = [trunk.new_cache(size) for size in sizes]
+    with torch.inference_mode(), Ledger() as ledger:
+        works = [Work([0] * size, cache) for size, cache in zip(sizes, caches, strict=True)]
+        lanes = trunk.lanes(works)
+        run_lanes(lanes, lambda *_: [])  # nobody visits: `_scratch` takes the experts' place
+        for lane in lanes:
+            lane.result()
+    return _Run(ledger.peak, tensor_bytes(caches), ledger.operations)
+
+
+def _scratch(module: Any, hidden: Tensor, top_k_index: Tensor, _: Tensor) -> Tensor:
+    """Rows as the kernels hold them in float32: inner and outer ones for each slot of a token."""
+    width = module.down_proj.numel() // (module.num_experts * hidden.shape[-1])
+    inner = width * (3 if module.has_gate else 2)
+    row = inner + hidden.shape[-1] if module.scratch_is_small else 4 * hidden.shape[-1]
+    rows = torch.empty(top_k_index.numel() * row, dtype=torch.float32, device=hidden.device)
+    del rows
+    return torch.empty_like(hidden)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_STAND_IN, _scratch)
+
+
+def _bound(network: PreTrainedModel, wave_tokens: int, reason: str) -> Footprint:
+    """From the sizes in the configuration: keys and values for every query head of every layer."""
+    config = network.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = network.dtype.itemsize
+    per_token = 2 * config.num_hidden_layers * config.num_attention_heads * head * size
+    activations = 32 * wave_tokens * config.hidden_size * size
+    return Footprint(
+        per_token, 0, activations, f"estimated from the configuration, as a probe failed: {reason}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (
+        f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100] if str(error) else ''}"
+    )

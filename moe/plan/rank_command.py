@@ -1,0 +1,176 @@
+"""``moe plan --ranks N``: would several ranks be faster than one, or than as many replicas?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moe.errors import ProfileError
+from moe.loading.hub import resolve_model
+from moe.plan.command import disk_of, model_sizes
+from moe.plan.decode_speed import BATCHES, Locality, Sizes, Speeds
+from moe.plan.link_speed import Link, given_link, measure_link
+from moe.plan.machine_speeds import memory_speed
+from moe.plan.memory import GIB, LEAST_POOL
+from moe.plan.planning import Planned, choose_device, planning
+from moe.plan.rank_forecast import RankForecast
+from moe.plan.rank_plan import Machine, Needs, RankPlan, recommend
+from moe.plan.rank_traffic import Traffic, drawn_steps, loads_of, traffic
+from moe.plan.traced_routing import TracedRouting, known_routing
+from moe.profile import LoadedProfile, Profile
+
+NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")
+
+
+@dataclass(frozen=True)
+class RanksPlan:
+    """All that the command knows."""
+
+    plans: list[RankPlan]
+    machine: Machine
+    advice: str
+    assumptions: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "plans": [plan.as_dict() for plan in self.plans],
+            "machine": asdict(self.machine),
+            "advice": self.advice,
+            "assumptions": self.assumptions,
+        }
+
+
+def run(
+    name: str | Path,
+    profile: LoadedProfile,
+    *,
+    ranks: int,
+    nodes: int,
+    link: str | None,
+    network: str | None,
+    as_json: bool,
+) -> int:
+    """Print the plan; 0."""
+    given = None if link is None else given_link(link, "--link")
+    between = NETWORK if network is None else given_link(network, "--network")
+    made = plan_many(name, profile, ranks, nodes, given, between)
+    if as_json:
+        print(json.dumps(made.as_dict()))
+    else:
+        show(made, Console())
+    return 0
+
+
+def plan_many(
+    name: str | Path,
+    profile: LoadedProfile,
+    ranks: int,
+    nodes: int,
+    link: Link | None,
+    network: Link,
+) -> RanksPlan:
+    """Plan a model for 1 to ``ranks`` ranks, and measure this machine for it.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ProfileError: as when loading.
+        CalibrationError: what was calibrated is damaged or another model's.
+    """
+    if ranks < 1 or nodes < 1 or ranks % nodes:
+        raise ProfileError(
+            f"--ranks is {ranks} and --nodes {nodes}: both must be at least 1, and the ranks a "
+            "multiple of the nodes"
+        )
+    settings = profile.profile
+    device, path = choose_device(settings), resolve_model(name)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with planning(path, settings, device, lambda _: None) as planned:
+        needs = model_needs(planned, settings)
+        available, why_resident = planned.memory.available_bytes, planned.why_resident
+    locality = known_routing(path, planned, needs.sizes, settings.offload.policy)
+    disk = None if why_resident else disk_of(path, needs.sizes, settings.offload.reader)
+    link = link or (measure_link() if ranks > 1 else NETWORK)
+    machine = Machine(Speeds(memory_speed(device), disk), available, link, network)
+    kind = settings.parallel.placement
+
+    def traffic_of(batch: int, count: int) -> Traffic:
+        return expected_traffic(locality, needs.sizes, batch, count, kind, needs.replicas)
+
+    forecast = RankForecast(needs, machine, ranks // nodes, locality, traffic_of)
+    plans = forecast.plans(ranks, BATCHES)
+    advice = f"none of these, the experts do not fit: {why_resident}"
+    if (chosen := recommend(plans, BATCHES[-1])) is not None:
+        advice = f"{chosen[0].name}: {chosen[1]}"
+    return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
+
+
+def model_needs(planned: Planned, settings: Profile) -> Needs:
+    """Of a model that could be loaded."""
+    sizes, memory = model_sizes(planned), settings.memory
+    lines = {line.name: line.bytes for line in planned.memory.lines}
+    config = planned.config.get_text_config()
+    kv_bytes = lines["keys and values"]
+    if memory.kv_tokens is None and memory.kv_gib is None:  # the pool was given what was left
+        kv_bytes = min(kv_bytes, LEAST_POOL * planned.memory.kv_bytes_per_token)
+    dtype = next(planned.network.parameters()).dtype
+    return Needs(
+        sizes=replace(sizes, slots=sizes.total, host_slots=0),
+        fixed_bytes=sum(lines.values()) - lines["experts"] - (lines["keys and values"] - kv_bytes),
+        row_bytes=config.hidden_size * dtype.itemsize,
+        replicas=settings.parallel.replicas,
+    )
+
+
+def expected_traffic(
+    locality: Locality, sizes: Sizes, batch: int, ranks: int, kind: str, replicas: float
+) -> Traffic:
+    """On what is known of the routing: placed by its first half, judged by its second."""
+    if isinstance(locality, TracedRouting):
+        steps_SLBK = locality.steps(batch)
+    else:
+        steps_SLBK = drawn_steps(sizes, batch)
+    half = len(steps_SLBK) // 2
+    seen = loads_of(steps_SLBK[:half], sizes.experts)
+    return traffic(seen, steps_SLBK[half:], ranks, kind=kind, replicas=replicas)
+
+
+def _assumptions(machine: Machine, locality: Locality) -> list[str]:
+    disk = "" if machine.speeds.disk is None else f", disk {machine.speeds.disk / 1e9:.2f} GB/s"
+    return [
+        f"Routing: {locality.how}.",
+        f"A node (measured here): memory {machine.speeds.memory / 1e9:.2f} GB/s{disk}; its ranks "
+        "share both, and its memory.",
+        f"Ranks of a node exchange: {machine.link}.",
+        f"Nodes exchange: {machine.network}.",
+        "Steps are decode steps; bytes over bandwidths, one way after the other. Arithmetic is not "
+        "counted.",
+    ]
+
+
+def show(made: RanksPlan, console: Console) -> None:
+    """The table, the advice and what it rests on."""
+    first, *more = (str(batch) for batch in made.plans[0].seconds)
+    columns = ("", "GiB each", "resident", "kB a token", "imbalance", f"tokens/s: {first}", *more)
+    table = Table(*columns, box=None, header_style="bold")
+    for plan in made.plans:
+        table.add_row(
+            plan.name,
+            f"{plan.rank_bytes / GIB:.2f}",
+            f"{plan.resident:.0%}",
+            f"{plan.exchanged_bytes / 1e3:,.1f}",
+            f"{plan.imbalance:.2f}",
+            *(f"{plan.tokens_per_second(batch):,.1f}" for batch in plan.seconds)
+            if plan.fits
+            else ("does not fit", *[""] * (len(plan.seconds) - 1)),
+        )
+    console.print(table)
+    console.print()
+    for line in (f"Take {made.advice}.", *made.assumptions):
+        console.print(line, soft_wrap=True)

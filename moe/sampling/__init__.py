@@ -1,0 +1,1 @@
+"""The next token, from logits and what a request asks for."""

@@ -1,0 +1,207 @@
+"""The next token from a row of logits, for one sequence at a time.
+
+Each sequence owns a `Sampler` with its own penalties and its own random numbers, so that what a
+request gets never depends on who else is in the batch. The order of the steps is fixed:
+bias -> penalties -> temperature -> top-k -> top-p -> min-p -> draw. Each of the three filters
+works on the renormalised survivors of the one before; ties go to the lower token id everywhere.
+
+Shape suffixes: T tokens, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.sampling.candidates import Proposal, candidates, draw, draw_judged, largest
+from moe.sampling.params import SamplingParams
+
+__all__ = ["LogitsError", "Sampler", "SamplingParams", "Token"]
+
+
+class LogitsError(FloatingPointError):
+    """The model produced logits that no token can be drawn from; only their sequence fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A chosen or given token; log-probabilities are natural, `None` where not asked for.
+
+    They are the log-softmax of the model's own logits, before bias, penalties, temperature and
+    filters. `top` holds the most likely ids in falling order, the chosen one among them or not.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+
+
+class Sampler:
+    """Draws the tokens of one sequence and remembers what the penalties need.
+
+    `index` says which of the request's `n` sequences this is. A seed fixes the output: sequence 0
+    uses the seed itself, sequence i one derived from (seed, i). Python's generator is used
+    because it takes all bits of the seed (torch's CPU generator drops all but 32) and documents
+    that its stream stays the same over versions; a token costs one uniform number.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        index: int = 0,
+    ) -> None:
+        assert 0 <= index < params.n, (index, params.n)
+        self.params, self.index = params, index
+        self._vocab_size = vocab_size
+        seed = params.seed
+        self._random = random.Random(seed if seed is None or index == 0 else f"{seed}:{index}")
+        self._counts_V: Tensor | None = None
+        self._seen_V: Tensor | None = None
+        self._bias_V: Tensor | None = None
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias.items(), strict=True)
+            self._bias_V = torch.zeros(vocab_size, dtype=torch.float64)
+            self._bias_V[list(ids)] = torch.tensor(biases, dtype=torch.float64)
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts_V = torch.zeros(vocab_size, dtype=torch.float64)
+        if params.repetition_penalty != 1.0:
+            self._seen_V = torch.zeros(vocab_size, dtype=torch.bool)
+            self._seen_V[torch.tensor(list(prompt_token_ids), dtype=torch.int64)] = True
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the position of the largest logit and nothing else."""
+        return (
+            self.params.temperature == 0
+            and self.params.logprobs is None
+            and self._bias_V is None
+            and self._counts_V is None
+            and self._seen_V is None
+        )
+
+    @torch.no_grad()
+    def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
+        """Choose the next token from (V,) logits of any float dtype and device.
+
+        -inf masks a token. A proposal (see `propose`) changes no token's chances; its own is chosen
+        as often as they allow. Raises `LogitsError` on NaN, +inf and where every token is masked.
+        """
+        assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
+        if self.is_argmax:
+            best = logits_V.argmax()
+            _check_peak(float(logits_V[best]))
+            return Token(int(best))
+        raw_V = logits_V.to("cpu", torch.float64)
+        _check_peak(float(raw_V.max()))
+        scores_V = self._penalise(raw_V)
+        if self.params.temperature == 0:
+            token_id = int(scores_V.argmax())
+        else:
+            ids_C, weights_C = candidates(scores_V, self.params)
+            if proposal is None:
+                token_id = int(ids_C[draw(weights_C, self._random.random())])
+            else:
+                token_id = draw_judged(ids_C, weights_C, proposal, self._random.random)
+        self._remember(token_id)
+        if self.params.logprobs is None:
+            return Token(token_id)
+        return _scored(token_id, raw_V, self.params.logprobs)
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Be as after drawing these tokens: their sequence goes on in another process."""
+        for token_id in token_ids:
+            if self.params.temperature > 0:
+                self._random.random()
+            self._remember(token_id)
+
+    def fork(self) -> Sampler:
+        """A copy that guesses what this one will draw, and leaves it as it is.
+
+        With a seed it draws by the same random numbers, else by some of its own.
+        """
+        twin = copy(self)
+        twin._counts_V = None if self._counts_V is None else self._counts_V.clone()
+        twin._seen_V = None if self._seen_V is None else self._seen_V.clone()
+        if self.params.temperature > 0:
+            twin._random = random.Random()
+            if self.params.seed is not None:
+                twin._random.setstate(self._random.getstate())
+        return twin
+
+    @torch.no_grad()
+    def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
+        """Of a fork: a guess at the next token, from (V,) logits that may be less than the model's.
+
+        Returns the token and what it was drawn from, which `sample` wants to hear of; None where
+        nothing is left to chance, so that a right guess is what `sample` comes to by itself.
+        """
+        if self.params.temperature == 0 or self.params.seed is not None:
+            return self.sample(logits_V).id, None
+        raw_V = logits_V.to("cpu", torch.float64)
+        _check_peak(float(raw_V.max()))
+        ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
+        token_id = int(ids_C[draw(weights_C, self._random.random())])
+        self._remember(token_id)
+        return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
+
+    def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
+        """Tokens that are given, not drawn, with the log-probabilities of ``prompt_logprobs``.
+
+        Token i is the one that follows row i of ``(T, V)`` logits of any float dtype and device.
+        Raises `LogitsError` as `sample` does.
+        """
+        count = self.params.prompt_logprobs
+        assert count is not None
+        tokens = []
+        for token_id, logits_V in zip(token_ids, logits_TV, strict=True):
+            raw_V = logits_V.to("cpu", torch.float64)
+            _check_peak(float(raw_V.max()))
+            tokens.append(_scored(token_id, raw_V, count))
+        return tokens
+
+    def _penalise(self, scores_V: Tensor) -> Tensor:
+        """Bias, presence and frequency as in OpenAI's API, repetition as in CTRL (2019)."""
+        params = self.params
+        if self._bias_V is not None:
+            scores_V = scores_V + self._bias_V
+        if self._seen_V is not None:
+            factor = params.repetition_penalty
+            punished_V = torch.where(scores_V > 0, scores_V / factor, scores_V * factor)
+            punished_V = punished_V.clamp(max=torch.finfo(torch.float64).max)
+            scores_V = torch.where(self._seen_V, punished_V, scores_V)
+        if self._counts_V is not None:
+            scores_V = scores_V - params.frequency_penalty * self._counts_V
+            scores_V = scores_V - params.presence_penalty * (self._counts_V > 0)
+        return scores_V
+
+    def _remember(self, token_id: int) -> None:
+        if self._counts_V is not None:
+            self._counts_V[token_id] += 1
+        if self._seen_V is not None:
+            self._seen_V[token_id] = True
+
+
+def _scored(token_id: int, raw_V: Tensor, count: int) -> Token:
+    """A token with its log-probability and those of the ``count`` most likely ones."""
+    normaliser = torch.logsumexp(raw_V, dim=0)
+    top_ids = largest(raw_V, min(count, len(raw_V))) if count else raw_V.new_empty(0).long()
+    top_logprobs = (raw_V[top_ids] - normaliser).tolist()
+    top = tuple(zip(top_ids.tolist(), top_logprobs, strict=True))
+    return Token(token_id, float(raw_V[token_id] - normaliser), top)
+
+
+def _check_peak(peak: float) -> None:
+    # max and argmax hand a NaN on, so that the largest logit answers for the whole row.
+    if peak != peak:
+        raise LogitsError("the logits hold NaN")
+    if peak == float("inf"):
+        raise LogitsError("the logits hold +inf")
+    if peak == float("-inf"):
+        raise LogitsError("every token is masked: all logits are -inf")

@@ -1,0 +1,192 @@
+"""Prompts to token ids, and the tokens that end a text.
+
+A model without a usable tokenizer still runs on token ids; what needs text is then refused with
+the reason. Chat templates are programs that come with a model: transformers runs them in jinja2's
+immutable sandbox, and here they have a time limit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe.errors import ContextError, RequestError
+from moe.loading.tokenizer import eos_token_ids, load_tokenizer
+from moe.text.deadline import DeadlineError, deadline
+from moe.text.detokenize import IncrementalDecoder, StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+__all__ = ["IncrementalDecoder", "Prompt", "StopStrings", "TextCodec"]
+
+TEMPLATE_SECONDS = 5.0
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""Text, token ids, or chat messages with `role` and `content`."""
+
+
+class TextCodec:
+    """A model's tokenizer, with every input checked against the model's vocabulary.
+
+    Attributes:
+        tokenizer: transformers' tokenizer; None where the model has no usable one.
+        no_tokenizer_reason: why there is none, else "".
+        vocab_size: number of ids that the model's embedding knows.
+        eos_token_ids: ids that end a text by the model's own rules.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        no_tokenizer_reason: str = "the model has no tokenizer",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.no_tokenizer_reason = "" if tokenizer is not None else no_tokenizer_reason
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    @classmethod
+    def from_directory(cls, directory: Path, config: PreTrainedConfig) -> TextCodec:
+        """Load the tokenizer and the end tokens of the model in a local directory.
+
+        End tokens are the union of what generation_config.json, the model's configuration and the
+        tokenizer say. Raises `CheckpointError` where generation_config.json is damaged.
+        """
+        tokenizer, reason = load_tokenizer(directory)
+        eos = eos_token_ids(directory, config, tokenizer)
+        return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
+
+    def encode(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a prompt, at least one.
+
+        Text gets the special tokens that the tokenizer adds by itself; chat messages go through
+        the model's chat template, which opens the assistant's turn. Text that is certain to have
+        more than `max_tokens` is refused before any time is spent on it. Raises `RequestError`.
+        """
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise RequestError(
+                "a prompt must be a string, a list of token ids or a list of chat messages, "
+                f"got {type(prompt).__name__}"
+            )
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; give at least one character, id or message")
+        if isinstance(prompt, str):
+            token_ids = self._encode_text(prompt, max_tokens)
+        elif any(isinstance(item, Mapping) for item in prompt):
+            token_ids = self._encode_chat(prompt, max_tokens)
+        else:
+            token_ids = prompt  # type: ignore[assignment]
+        return self._checked(token_ids)
+
+    def require_tokenizer(self, need: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; raises `RequestError` saying that `need` is impossible without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{need} need a tokenizer, and {self.no_tokenizer_reason}; use token ids"
+            )
+        return self.tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
+        tokenizer = self.require_tokenizer("texts of token ids")
+        return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def decoder(self) -> IncrementalDecoder | None:
+        """A new decoder for one sequence; None without a tokenizer."""
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
+
+    def _encode_text(self, text: str, max_tokens: int | None) -> list[int]:
+        tokenizer = self.require_tokenizer("text prompts")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"a text prompt must be valid Unicode, got the lone surrogate "
+                f"{text[error.start]!r} at position {error.start}; remove it"
+            ) from error
+        self._check_size(text, max_tokens)
+        return list(tokenizer.encode(text, verbose=False))
+
+    def _encode_chat(self, messages: Sequence[Any], max_tokens: int | None) -> list[int]:
+        tokenizer = self.require_tokenizer("chat prompts")
+        for position, message in enumerate(messages):
+            _check_message(position, message)
+        if not tokenizer.chat_template:
+            raise RequestError(
+                "chat prompts need a chat template, and the model's tokenizer has none; "
+                "give the prompt as text"
+            )
+        plain = [dict(message) for message in messages]
+        try:
+            with deadline(TEMPLATE_SECONDS, "<template>"):
+                text = tokenizer.apply_chat_template(
+                    plain, add_generation_prompt=True, tokenize=False
+                )
+        except DeadlineError:
+            raise RequestError(
+                f"the model's chat template took more than {TEMPLATE_SECONDS:g} s; "
+                "send fewer or shorter messages"
+            ) from None
+        except Exception as error:  # a template may fail in any way a program can
+            raise RequestError(
+                f"the model's chat template refused the messages: {error}; "
+                "check their roles and order"
+            ) from error
+        assert isinstance(text, str)
+        self._check_size(text, max_tokens)
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def _check_size(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise ContextError(
+                f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
+                f"({self._longest_token} each at most); shorten it"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.require_tokenizer("text prompts").get_vocab()))
+
+    def _checked(self, token_ids: Iterable[Any]) -> list[int]:
+        checked: list[int] = []
+        for position, token_id in enumerate(token_ids):
+            number = _index(token_id)
+            if number is None or not 0 <= number < self.vocab_size:
+                raise RequestError(
+                    f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (vocabulary "
+                    f"of {self.vocab_size}), got {token_id!r} at position {position}"
+                )
+            checked.append(number)
+        if not checked:
+            raise RequestError("the prompt has no tokens; give text that the tokenizer knows")
+        return checked
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _check_message(position: int, message: object) -> None:
+    where = f"chat message {position}"
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} must be a mapping with role and content, got {message!r}; "
+            "do not mix messages with token ids or strings"
+        )
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where} must have a role such as 'user', got {role!r}")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"{where} must have a string as its content, got {content!r}")

@@ -1,0 +1,153 @@
+"""Modules of a transformers model replaced by ours, each as soon as its weights are there.
+
+Experts leave the model; linear layers become planes where the profile says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from experts.weights import ExpertShape, quantize_experts
+from kernels import ExpertWeights, QuantizedExperts
+from kernels.planes import num_planes
+from kernels.reference import AnyExperts
+from moe.errors import CheckpointError
+from moe.loading.weight_plan import DtypeFor
+from moe.seam import experts_modules, take_weights
+from moe.settings import ModelSettings
+from moe.weights.linears import chosen_linears, linear_layout, planes_of, quantize_linear, quantizes
+from offload.experts import LayerExperts, held_experts
+
+Keep = Callable[[int, ExpertWeights], AnyExperts | None]
+"""What is kept in memory of a MoE layer's whole weights."""
+
+
+class Takeover:
+    """What happens to the modules of a network while it is loaded.
+
+    Args:
+        network: on meta.
+        settings: at how many bits weights are kept.
+        keep: what is kept of each MoE layer.
+
+    Attributes:
+        layers: what was kept, by MoE layer.
+    """
+
+    def __init__(self, network: PreTrainedModel, settings: ModelSettings, keep: Keep) -> None:
+        self.network = network
+        self.layers: dict[int, AnyExperts] = {}
+        self._settings = settings
+        self._keep = keep
+        self._experts = {name: i for i, (name, _) in enumerate(experts_modules(network))}
+        self._linears = chosen_linears(network, settings.trunk_bits, settings.head_bits)
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules that `__call__` wants to hear of."""
+        return self._experts.keys() | self._linears.keys()
+
+    def dtype_for(self, base: DtypeFor) -> DtypeFor:
+        """What is quantized is read as it is stored: it is rounded once, not twice."""
+        weights = {f"{name}.weight" for name in self._linears}
+        experts = tuple(f"{name}." for name in self._experts)
+
+        def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
+            quantized = name in weights or (
+                quantizes(self._settings.expert_bits) and name.startswith(experts)
+            )
+            return stored if quantized else base(name, stored)
+
+        return dtype_for
+
+    def nbytes(self, whole: Mapping[str, int]) -> dict[str, int]:
+        """Memory of each parameter after the takeover, from that of whole ones."""
+        sizes, group_size = dict(whole), self._settings.group_size
+        for name, bits in self._linears.items():
+            layout = linear_layout(self.network.get_submodule(name), group_size)
+            planes = sum(map(layout.plane_bytes, range(num_planes(bits))))
+            sizes[f"{name}.weight"] = planes + 2 * layout.num_scales
+        wanted = self._settings.expert_bits
+        if wanted is not None and quantizes(wanted):
+            for name, module in experts_modules(self.network):
+                one = expert_shape(module, group_size).nbytes(wanted)
+                first = "gate_up_proj" if module.has_gate else "up_proj"
+                sizes[f"{name}.{first}"] = module.num_experts * one
+                sizes[f"{name}.down_proj"] = 0
+        return sizes
+
+    def __call__(self, name: str) -> None:
+        """The weights of this module are complete. Raises `CheckpointError` where they are bad."""
+        try:
+            if name in self._experts:
+                index = self._experts[name]
+                kept = self._keep(index, take_weights(self.network.get_submodule(name)))
+                if kept is not None:
+                    self.layers[index] = kept
+            else:
+                bits = self._linears.pop(name)
+                quantize_linear(self.network, name, self._settings.group_size, bits)
+        except ValueError as error:
+            raise CheckpointError(f"{name} cannot be quantized: {error}") from error
+
+    def finish(self) -> list[AnyExperts]:
+        """The layers, when everything has been loaded; quantizes what was tied to others."""
+        for name in list(self._linears):
+            self(name)
+        return [self.layers[index] for index in sorted(self.layers)]
+
+
+def expert_shape(module: Any, group_size: int) -> ExpertShape:
+    """Sizes of an experts module of transformers."""
+    hidden, width = module.down_proj.shape[1:]
+    if module.is_transposed:
+        hidden, width = width, hidden
+    return ExpertShape(hidden, width, 2 if module.has_gate else 1, group_size)
+
+
+def precision_notices(
+    network: nn.Module, layers: Sequence[LayerExperts], mended: Sequence[str]
+) -> list[str]:
+    """What is quantized, and what was meant to be and is not."""
+    notices = []
+    held = map(held_experts, layers)
+    bits = {
+        layer.bits_of(expert)
+        for layer in held
+        if isinstance(layer, QuantizedExperts)
+        for expert in range(layer.num_experts)
+    }
+    linears = planes_of(network).values()
+    if bits:
+        widths = " or ".join(str(width) for width in sorted(bits))
+        notices.append(f"experts run at {widths} bits")
+    if linears:
+        widths = " and ".join(str(width) for width in sorted(set(linears)))
+        notices.append(f"{len(linears)} linear layers of the trunk run at {widths} bits")
+    if mended:
+        notices.append(
+            f"{len(mended)} linear layers were made whole again, as the architecture reads their "
+            f"weights without calling them (the first: {mended[0]})"
+        )
+    return notices
+
+
+def keep_layer(settings: ModelSettings, layer: AnyExperts) -> AnyExperts:
+    """A layer at the precision of the settings."""
+    bits = settings.expert_bits
+    if isinstance(layer, QuantizedExperts):
+        return layer
+    if bits is not None and quantizes(bits):
+        return quantize_experts(layer, settings.group_size, bits)
+    if settings.expert_dtype == "auto":
+        return layer
+    names = ("gate_up_EGH", "down_EHF", "gate_up_bias_EG", "down_bias_EH")
+    dtype = getattr(torch, settings.expert_dtype)
+    own = {name: getattr(layer, name) for name in names}
+    return replace(layer, **{name: t.to(dtype) for name, t in own.items() if t is not None})

@@ -1,0 +1,123 @@
+"""Requests grouped by their experts: where it saves, never for too long, and never the output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe import MoE, SamplingParams
+from moe.calibrate.artefacts import FOLDER
+from moe.cli import main
+from moe.engine.company import Company
+from moe.engine.scheduler import Scheduler
+from moe.engine.wave import Group
+from moe.settings import EngineSettings, PrefillSettings
+from routing.predict.base import Floats
+from tests.moe.fake_sequences import FakeSequence, is_done, run_step
+
+ROOT = Path(__file__).parents[3]
+UNITS = 12
+
+
+def expect(token_ids: list[int]) -> Floats:
+    """Prompts that begin with the same token need the same two units."""
+    needs = np.zeros(UNITS, np.float32)
+    needs[[2 * token_ids[0], 2 * token_ids[0] + 1]] = 0.9
+    return needs
+
+
+def planner(patience: int, batch: int = 2) -> Scheduler:
+    return Scheduler(
+        PrefillSettings(mode="whole"),
+        EngineSettings(max_batch_size=batch, overlap_patience=patience),
+        None,
+        lambda prompts: (),
+        company=Company(expect, patience),  # type: ignore[arg-type]
+    )
+
+
+def submit(scheduler: Scheduler, kinds: list[int]) -> list[FakeSequence]:
+    sequences = [FakeSequence([kind, 7], 2) for kind in kinds]
+    for sequence in sequences:
+        scheduler.submit(Group([sequence]))  # type: ignore[list-item]
+    return sequences
+
+
+def finish_order(scheduler: Scheduler, sequences: list[FakeSequence]) -> list[int]:
+    order: list[int] = []
+    for _ in range(200):
+        if scheduler.idle:
+            break
+        run_step(scheduler)
+        order += [i for i, s in enumerate(sequences) if is_done(s) and i not in order]  # type: ignore[arg-type]
+    assert scheduler.idle
+    return order
+
+
+def test_requests_of_a_kind_run_together() -> None:
+    scheduler = planner(patience=5)
+    sequences = submit(scheduler, [0, 1, 2, 0, 1, 2])
+    assert finish_order(scheduler, sequences) == [0, 3, 1, 4, 2, 5]
+
+
+def test_without_a_saving_the_order_stays() -> None:
+    scheduler = planner(patience=5)
+    sequences = submit(scheduler, [0, 1, 2, 3, 4, 5])
+    assert finish_order(scheduler, sequences) == [0, 1, 2, 3, 4, 5]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=24), st.integers(1, 3), st.integers(1, 4))
+def test_nobody_is_overtaken_more_often_than_patience_allows(
+    kinds: list[int], patience: int, batch: int
+) -> None:
+    scheduler = planner(patience, batch)
+    sequences = submit(scheduler, kinds)
+    overtaken: Counter[int] = Counter()
+    started: set[int] = set()
+    for _ in range(300):
+        if scheduler.idle:
+            break
+        step_before = set(started)
+        run_step(scheduler)
+        waiting = {group.sequences[0] for group in scheduler.waiting}
+        started |= {i for i, s in enumerate(sequences) if s not in waiting}
+        new = started - step_before
+        for index in range(max(new, default=0)):
+            overtaken[index] += index not in started
+    assert all(is_done(sequence) for sequence in sequences)  # type: ignore[arg-type]
+    assert max(overtaken.values(), default=0) <= patience
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with a calibration beside it."""
+    path = tmp_path_factory.mktemp("model") / "demo"
+    copytree(ROOT / "examples/demo-model", path)
+    text = ROOT / "moe/model.py"
+    assert main(["calibrate", str(path), "--text", str(text), "--tokens", "3000"]) == 0
+    assert (path / FOLDER).is_dir()
+    return path
+
+
+def test_tokens_do_not_depend_on_who_runs_with_whom(calibrated: Path) -> None:
+    prompts = ["def f(x):", "#include <", "The module", "class A:", "namespace at {", ".. note::"]
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    texts = []
+    for patience in (0, 3):
+        engine = {"max_batch_size": 2, "overlap_patience": patience}
+        model = MoE.from_pretrained(calibrated, engine=engine)
+        assert not [notice for notice in model.notices if "grouped" in notice]
+        texts.append([completion.token_ids for completion in model.generate(prompts, params)])
+    assert texts[0] == texts[1]
+
+
+def test_without_a_calibration_requests_keep_their_order_and_it_says_so() -> None:
+    model = MoE.from_pretrained(ROOT / "examples/demo-model", engine={"overlap_patience": 2})
+    (notice,) = [notice for notice in model.notices if "grouped" in notice]
+    assert "run moe calibrate MODEL --text FILE" in notice

@@ -1,0 +1,105 @@
+"""Known prefixes: found like a brute force would, kept within bounds, and never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe import MoE, SamplingParams
+from moe.engine.prefix import BLOCK, PrefixCache
+from moe.kv import SequenceKV
+
+GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)
+
+
+def stored(token_ids: list[int]) -> SequenceKV:
+    """A state whose keys are the token ids, so that a copy shows what it is a copy of."""
+    kv = SequenceKV(len(token_ids))
+    rows = torch.tensor(token_ids, dtype=torch.float32).view(1, 1, -1, 1)
+    kv.write(0, rows, rows)
+    kv.length = len(token_ids)
+    return kv
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), max_size=4)), max_size=6),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 1), max_size=4),
+    st.integers(1, BLOCK),
+)
+def test_the_longest_known_prefix_is_found(
+    known: list[tuple[int, list[int]]], salt: int, wanted: list[int], rest: int
+) -> None:
+    """Prompts are made of blocks of two kinds, so that they often begin alike."""
+    cache = PrefixCache(10_000)
+    for owner, kinds in known:
+        ids = [kind for kind in kinds for _ in range(BLOCK)]
+        if ids:
+            cache.add(str(owner), ids, stored(ids))
+    ids = [kind for kind in wanted for _ in range(BLOCK)] + [7] * rest
+    expected = 0
+    for owner, kinds in known:
+        if owner == salt:
+            same = 0
+            while same < min(len(kinds), len(wanted)) and kinds[same] == wanted[same]:
+                same += 1
+            expected = max(expected, same)
+    taken = cache.take(str(salt), ids, capacity=200)
+    assert (taken.length if taken else 0) == expected * BLOCK
+    if taken is not None:
+        assert taken.read(0, taken.length)[0].flatten().tolist() == ids[: taken.length]
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    cache = PrefixCache(2 * BLOCK)
+    first, second, third = ([kind] * BLOCK for kind in (1, 2, 3))
+    cache.add("", first, stored(first))
+    cache.add("", second, stored(second))
+    assert cache.take("", [*first, 9], 99) is not None
+    cache.add("", third, stored(third))
+    assert cache.num_tokens == 2 * BLOCK
+    assert cache.take("", [*second, 9], 99) is None
+    assert cache.take("", [*first, 9], 99) is not None
+    assert cache.take("", [*third, 9], 99) is not None
+    assert cache.evictions == 1
+
+
+def test_what_goes_on_takes_the_place_of_its_beginning() -> None:
+    """As the turns of a conversation do: memory holds the last one, and others."""
+    cache = PrefixCache(4 * BLOCK)
+    other, first = [2] * BLOCK, [1] * (BLOCK + 3)
+    cache.add("", other, stored(other))
+    cache.add("", first, stored(first))
+    second = [*first, *[1] * BLOCK]
+    cache.add("", second, stored(second))
+    assert cache.num_tokens == len(other) + len(second)
+    assert cache.known("", [*first, 9]) == BLOCK
+    assert cache.known("", [*other, 9]) == BLOCK
+    assert cache.evictions == 0
+
+
+def test_one_token_is_always_left_to_read() -> None:
+    cache, ids = PrefixCache(100), [1] * BLOCK
+    cache.add("", ids, stored(ids))
+    assert cache.take("", ids, 99) is None
+
+
+def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory={"prefix_tokens": 100})
+    engine, prompt = model.engine(), list(range(10, 60))
+    tokens_read = []
+    for salt in ("a", "a", "b"):
+        model.reset_stats()
+        engine.submit(model.request(prompt, GREEDY, salt))
+        while not engine.idle:
+            engine.step()
+        tokens_read.append(model.stats()["layers"][0]["tokens"])
+    new = 4  # tokens read back while decoding
+    assert tokens_read == [50 + new, 50 - 48 + new, 50 + new]
+    counters = {"asked_tokens": 3 * 50, "hit_tokens": 48, "evictions": 1}
+    held = {"held_tokens": 50 + new}  # of the last one, once the first has made room
+    assert engine.status()["prefixes"] == counters | held

@@ -1,0 +1,150 @@
+"""Steps in halves: the same bits, every rank in step, and only where it was measured to pay."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from experts.dispatch import AllToAllDispatcher, ExchangeError
+from experts.placement import linear
+from kernels import experts_forward
+from moe.lanes import Lane, LaneState, visit_experts
+from moe.moe_layer import MoELayers
+from moe.parallel.halves import run_halves
+from moe.parallel.overlap import AGAIN, TRIALS, Overlap
+from moe.visit import Visit
+from routing import parse_policies
+from tests.experts.dispatch_cases import ThreadExchange, on_ranks
+from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
+
+
+def joined(exchange: ThreadExchange) -> tuple[MoELayers, Layers]:
+    layers = make(True, False, Random(1))
+    experts = MoELayers(layers.resident, parse_policies([], lossless=True))
+    size = -(-EXPERTS // exchange.size) * exchange.size
+    experts.dispatcher = AllToAllDispatcher(
+        exchange, [linear(EXPERTS, size, exchange.size)] * LAYERS
+    )
+    return experts, layers
+
+
+def network(layers: Layers | None, visited: list[int], seed: int, fails_at: int = -1) -> Any:
+    """A small network of MoE layers with a residual, over whole layers or through a lane."""
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(3, HIDDEN, generator=random)
+    for layer in visited:
+        if layer == fails_at:
+            raise ValueError("a lane fails")
+        routing = draw_routing(3, 3, random)
+        if layers is None:
+            given = visit_experts(Visit(layer, rows, routing), lambda *_: [])
+        else:
+            ids, weights = routing.expert_ids, routing.weights
+            given = experts_forward(rows, ids, weights, layers.resident[layer])
+        rows = torch.tanh(rows + given)
+    return rows
+
+
+@hypothesis_settings(max_examples=30)
+@given(seed=st.integers(0, 9999), ranks=st.integers(1, 3))
+def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
+    """Any lanes in either half on any rank, some that visit few layers, fail or pause."""
+
+    def rank_of(exchange: ThreadExchange) -> None:
+        experts, layers = joined(exchange)
+        random = Random(seed * 3 + exchange.rank)
+        cases = []
+        for number in range(random.randrange(5)):
+            visited = sorted(random.sample(range(LAYERS), random.randint(0, LAYERS)))
+            cases.append((number % 2, visited, number, random.choice((-1, -1, 1))))
+        lanes: dict[Lane[Tensor], tuple[int, list[int], int, int]] = {
+            Lane(lambda c=case: network(None, *c[1:])): case  # type: ignore[misc]
+            for case in cases
+        }
+        halves = [[lane for lane, case in lanes.items() if case[0] == half] for half in (0, 1)]
+        paused = {lane: 1 for lane in lanes if random.random() < 0.5}
+        with experts.lockstep(range(1)):
+            run_halves(halves, experts, paused | dict.fromkeys(lanes, 1))
+        with experts.lockstep(range(1, LAYERS)):
+            run_halves(halves, experts)
+        for lane, (_, visited, number, fails_at) in lanes.items():
+            if fails_at in visited:
+                with pytest.raises(ValueError, match="a lane fails"):
+                    lane.result()
+            else:
+                assert torch.equal(lane.result(), network(layers, visited, number))
+
+    with torch.inference_mode():
+        for error in on_ranks(ranks, rank_of):
+            if error is not None:
+                raise error
+
+
+def test_a_lost_rank_ends_the_lanes_of_both_halves() -> None:
+    def rank_of(exchange: ThreadExchange) -> list[LaneState]:
+        experts, _ = joined(exchange)
+        if exchange.rank == 1:
+            raise RuntimeError("killed")
+        lanes = [Lane(lambda: network(None, [0, 1], 1)) for _ in range(2)]
+        with pytest.raises(ExchangeError, match="rank 0 is alone"):
+            halved(experts, lanes)
+        with pytest.raises(ExchangeError, match="rank 0 is alone"):
+            lanes[0].result()
+        return [lane.state for lane in lanes]
+
+    assert on_ranks(2, rank_of)[0] == [LaneState.FAILED, LaneState.CANCELLED]
+
+
+def halved(experts: MoELayers, lanes: list[Lane[Tensor]]) -> None:
+    with experts.lockstep(range(2)):
+        run_halves((lanes[:1], lanes[1:]), experts)
+
+
+@pytest.mark.parametrize(("ratio", "kept"), [(0.8, True), (0.99, False), (1.5, False)])
+def test_auto_keeps_what_was_faster(ratio: float, kept: bool) -> None:
+    overlap = Overlap("auto")
+    tried = []
+    for _ in range(2 * TRIALS):
+        tried.append(overlap.choose(16))
+        overlap.observe(ratio if tried[-1] else 1.0)
+    assert sum(tried) == TRIALS
+    assert overlap.as_dict() == {"mode": "auto", "halves_take": {"31": ratio}}
+    later = []
+    for _ in range(AGAIN):
+        later.append(overlap.choose(17))
+        overlap.observe(1.0)
+    assert set(later) == {kept}
+    again = [overlap.choose(16)]
+    overlap.observe(1.0)
+    again.append(overlap.choose(16))
+    assert sorted(again) == [False, True]
+
+
+def test_steps_of_another_size_are_tried_for_themselves() -> None:
+    overlap = Overlap("auto")
+    for _ in range(2 * TRIALS):
+        overlap.observe(2.0 if overlap.choose(4) else 1.0)
+    assert not overlap.choose(5)
+    tried = []
+    for _ in range(2 * TRIALS):
+        tried.append(overlap.choose(2000))
+        overlap.observe(0.5 if tried[-1] else 1.0)
+    assert sum(tried) == TRIALS
+    assert overlap.choose(1500)
+    assert not overlap.choose(5)
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_nothing_is_measured_where_it_was_decided(mode: str) -> None:
+    overlap = Overlap(mode)
+    for _ in range(3 * TRIALS):
+        assert overlap.choose(8) is (mode == "on")
+        overlap.observe(1.0)
+    assert overlap.as_dict() == {"mode": mode, "halves_take": {}}

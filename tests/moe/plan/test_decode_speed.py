@@ -1,0 +1,155 @@
+"""Expected speed of a model that does not fit: bytes over bandwidths, and what routing is known."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
+
+from benchmarks.random_store import write_random_store
+from moe.calibrate.trace import Trace
+from moe.cli import main
+from moe.plan.decode_speed import Sizes, Speeds, UniformRouting, expect
+from moe.plan.memory import GIB
+from moe.plan.traced_routing import TracedRouting
+from offload.policies import LRU
+from offload.replay import calls_of
+from offload.replay import hit_ratio as replay_hits
+
+SIZES = Sizes(
+    layers=48, experts=128, top_k=8, expert_bytes=2_500_000, trunk_bytes=600_000_000, slots=1536
+)
+SPEEDS = Speeds(memory=20e9, disk=1.25e9)
+
+
+def test_uniform_routing_visits_as_many_experts_as_drawing_shows() -> None:
+    torch.manual_seed(0)
+    uniform = UniformRouting(SIZES)
+    for batch in (1, 4, 16, 64):
+        drawn = [torch.rand(batch, 128).argsort(1)[:, :8].unique().numel() for _ in range(400)]
+        assert uniform.distinct(batch) == pytest.approx(sum(drawn) / 400, rel=0.02)
+
+
+def test_a_quarter_of_the_experts_hits_a_quarter_and_the_rest_comes_from_disk() -> None:
+    one = expect(SIZES, SPEEDS, UniformRouting(SIZES), 1)
+    assert one.hit_ratio == one.host_hit_ratio == 0.25
+    assert one.disk_bytes_per_token == pytest.approx(48 * 8 * 0.75 * 2_500_000)
+    assert one.bound == "disk"
+    memory = (600_000_000 + 48 * 8 * 2_500_000) / 20e9
+    disk = 48 * 8 * 0.75 * 2_500_000 / 1.25e9
+    assert one.tokens_per_second == pytest.approx(1 / (memory + disk))
+    assert one.best_tokens_per_second == pytest.approx(1 / disk)
+
+
+def test_a_resident_model_is_bound_by_memory_and_needs_no_disk() -> None:
+    sizes = replace(SIZES, slots=SIZES.total)
+    one = expect(sizes, Speeds(memory=20e9), UniformRouting(sizes), 1)
+    assert (one.bound, one.disk_bytes_per_token, set(one.seconds)) == ("memory", 0.0, {"memory"})
+    assert one.tokens_per_second == one.best_tokens_per_second
+
+
+def test_host_memory_stands_between_the_device_and_the_disk() -> None:
+    sizes = replace(SIZES, host_slots=SIZES.total // 2)
+    one = expect(sizes, replace(SPEEDS, to_device=25e9), UniformRouting(sizes), 1)
+    wanted = 48 * 8 * 2_500_000
+    assert (one.hit_ratio, one.host_hit_ratio) == (0.25, 0.5)
+    assert one.seconds["disk"] == pytest.approx(0.5 * wanted / 1.25e9)
+    assert one.seconds["to_device"] == pytest.approx(0.75 * wanted / 25e9)
+
+
+@given(st.integers(1, 256), st.integers(0, SIZES.total))
+def test_more_slots_are_never_slower(batch: int, slots: int) -> None:
+    def rate(count: int) -> float:
+        sizes = replace(SIZES, slots=count)
+        return expect(sizes, SPEEDS, UniformRouting(sizes), batch).tokens_per_second
+
+    assert rate(slots) <= rate(SIZES.total) * (1 + 1e-9)
+    assert rate(0) <= rate(slots) * (1 + 1e-9)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3MoeConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_experts=16,
+        num_experts_per_tok=4, moe_intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return write_random_store(config, tmp_path_factory.mktemp("plan") / "store")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    code = main(["plan", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_a_model_that_fits_needs_no_disk(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = planned(capsys, store, "--json")
+    plan = json.loads(out)
+    assert (code, plan["misfit"], plan["speeds"]["disk"]) == (0, "", None)
+    assert plan["sizes"]["slots"] == 48
+    assert [one["batch"] for one in plan["expected"]] == [1, 4, 16]
+    assert plan["expected"][0]["bound"] == "memory"
+    assert plan["expected"][0]["tokens_per_second"] == plan["resident"]["tokens_per_second"]
+
+
+def test_what_does_not_fit_stays_on_disk_and_the_plan_says_how_fast_that_is(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few: tuple[str, ...] = ("--set", "memory.kv_tokens=64", "--set", "prefill.wave_tokens=64")
+    few += ("--set", "memory.reserve_gib=0.0")
+    _, out = planned(capsys, store, *few, "--json")
+    lines = {line["name"]: line["bytes"] for line in json.loads(out)["memory"]["lines"]}
+    half = (sum(lines.values()) - lines["experts"] / 2) / GIB
+    limit = ("--set", f"memory.device_gib={half}")
+    code, out = planned(capsys, store, *few, *limit, "--json")
+    plan = json.loads(out)
+    slots = plan["sizes"]["slots"]
+    assert code == 0
+    assert 0 < slots < 48
+    assert plan["expected"][0]["hit_ratio"] == pytest.approx(slots / 48)
+    assert plan["expected"][0]["seconds"]["disk"] > 0
+    code, out = planned(capsys, store, *few, *limit)
+    assert code == 0
+    assert "on disk" in out
+    assert "every expert taken as equally likely" in out
+    code, out = planned(capsys, store, *few, "--set", "memory.device_gib=0.0001")
+    assert code == 1
+    assert "It does not fit. What would help:\n  - " in out
+
+
+def trace_of(rows: torch.Tensor, layers: int, experts: int) -> TracedRouting:
+    ids = [rows.sort(1).values.to(torch.int16) for _ in range(layers)]
+    weights = [torch.ones(rows.shape, dtype=torch.float16) for _ in range(layers)]
+    tokens = torch.zeros(len(rows), dtype=torch.int32)
+    return TracedRouting(Trace(tokens, [len(rows)], [experts] * layers, ids, weights), "lru")
+
+
+def test_a_trace_that_never_changes_always_hits() -> None:
+    routing = trace_of(torch.tensor([[1, 5]]).repeat(50, 1), layers=3, experts=8)
+    assert (routing.distinct(1), routing.distinct(4)) == (2.0, 2.0)
+    assert routing.hit_ratio(1, 6) == 1.0
+    assert routing.hit_ratio(4, 6) == 1.0
+
+
+def test_who_holds_all_experts_needs_no_disk_for_one_that_comes_up_late() -> None:
+    routing = trace_of(torch.tensor([[1, 5]] * 40 + [[2, 5]] * 10), layers=3, experts=8)
+    assert routing.hit_ratio(1, 24) < 1
+    sizes = replace(SIZES, layers=3, experts=8, slots=24)
+    one = expect(sizes, Speeds(memory=20e9), routing, 1)
+    assert (one.hit_ratio, set(one.seconds)) == (1.0, {"memory"})
+
+
+def test_hits_of_a_trace_are_those_of_replaying_all_of_it() -> None:
+    torch.manual_seed(0)
+    rows = torch.stack([torch.randperm(16)[:3] for _ in range(2000)])
+    routing = trace_of(rows, layers=2, experts=16)
+    experts = torch.stack([ids.long() for ids in routing.trace.expert_ids], 1).numpy()
+    expected = replay_hits(calls_of(experts, 16), 12, LRU(2, 16), 16)
+    assert routing.hit_ratio(1, 12) == pytest.approx(expected, abs=0.01)
+    assert routing.distinct(1) == 3.0

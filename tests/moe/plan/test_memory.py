@@ -1,0 +1,191 @@
+"""The memory plan: equal to what is really allocated, and refused before anything is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.architectures import tiny_model
+from moe import MoE
+from moe.errors import DoesNotFitError, ProfileError
+from moe.kv import Work
+from moe.lanes import run_lanes
+from moe.loading.meta_model import build_meta_model
+from moe.loading.reader import WeightReader
+from moe.plan.fit import check_fit
+from moe.plan.footprint import (
+    Footprint,
+    _run,
+    measure_footprint,
+    stand_in_for_experts,
+)
+from moe.plan.ledger import tensor_bytes
+from moe.plan.memory import GIB, MemoryPlan, plan_memory
+from moe.profile import load_profile
+from moe.settings import Profile
+from moe.trunk import Trunk
+
+ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"]
+LENGTH = 200
+
+
+def plan(
+    profile: Profile | None = None, available: int | None = 100 * GIB, **changed: Any
+) -> MemoryPlan:
+    footprint = Footprint(1000, changed.pop("state", 0), changed.pop("activations", GIB), "by hand")
+    arguments: dict[str, Any] = {
+        "place": "memory",
+        "context_length": 4096,
+        "logits_size": 1000,
+    } | changed
+    weights = {"trunk": GIB, "experts": 8 * GIB}
+    return plan_memory(
+        weights, footprint, profile or Profile(), available_bytes=available, **arguments
+    )
+
+
+def sizes(of: MemoryPlan) -> dict[str, int]:
+    return {line.name: line.bytes for line in of.lines}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_weights_are_predicted_exactly(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
+    model = tiny_moe(model_type)
+    planned = sizes(model.memory_plan)
+    stats = model.stats()
+    assert planned["trunk"] + planned["experts"] == stats["weight_bytes"]
+    assert planned["experts"] == stats["expert_bytes"]
+
+
+def test_weights_in_other_dtypes(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(
+        tiny_checkpoint("gpt_oss"), model={"dtype": "bfloat16", "expert_dtype": "float16"}
+    )
+    planned = sizes(model.memory_plan)
+    assert planned["trunk"] + planned["experts"] == model.stats()["weight_bytes"]
+    assert planned["experts"] == model.stats()["expert_bytes"]
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
+    model = tiny_moe(model_type)
+    trunk, experts = model._loaded.trunk, model._loaded.experts
+    cache = trunk.new_cache(LENGTH)
+    with torch.inference_mode():
+        lanes = trunk.lanes([Work([1] * LENGTH, cache)])
+        run_lanes(lanes, experts.run)
+        lanes[0].result()
+    predicted = model.memory_plan.kv_bytes_per_token * LENGTH
+    if trunk.packed:
+        assert tensor_bytes(cache) == predicted
+    else:  # what does not grow with the sequence has a line of its own
+        batch = model.profile.profile.engine.max_batch_size
+        state = sizes(model.memory_plan)["states"] // batch
+        assert tensor_bytes(cache) <= predicted + state <= 1.1 * tensor_bytes(cache)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_activations_are_those_of_a_real_pass(model_type: str) -> None:
+    """The same count over the same model with memory behind it."""
+    real = tiny_model(model_type)
+    predicted = measure_footprint(build_meta_model(real.config), LENGTH, LENGTH)
+    stand_in_for_experts(real)
+    trunk = Trunk(real)
+    trunk.set_packed(True)
+    run = _run(trunk, [LENGTH])
+    assert run.kept == predicted.kv_bytes_per_token * LENGTH
+    assert 0.8 * (run.peak - run.kept) <= predicted.activation_bytes
+    assert predicted.activation_bytes <= 1.5 * (run.peak - run.kept)
+
+
+def test_longer_waves_take_more_and_windows_are_seen() -> None:
+    network = build_meta_model(tiny_model("gpt_oss").config)
+    small, large = (measure_footprint(network, n, n).activation_bytes for n in (128, 256))
+    assert large > 3 * small  # attention sinks: all scores of a prompt are in memory
+
+
+def test_an_architecture_that_cannot_be_probed_is_estimated() -> None:
+    network = build_meta_model(tiny_model("qwen4_exp_text").config)
+    footprint = measure_footprint(network, 64, 64)
+    assert "estimated from the configuration, as a probe failed" in footprint.how
+    assert footprint.kv_bytes_per_token > 0
+
+
+def test_nothing_is_read_of_a_model_that_does_not_fit(
+    tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe.plan.planning.memory_available", lambda: 1_000_000)
+    monkeypatch.setattr(WeightReader, "fill", lambda *_: pytest.fail("something was read"))
+    seen: list[MemoryPlan] = []
+    with pytest.raises(DoesNotFitError, match=r"it needs [\d.]+ MiB and +0.95 MiB are available"):
+        MoE.from_pretrained(tiny_checkpoint("mixtral"), on_plan=seen.append)
+    assert not seen[0].fits
+
+
+def test_the_refusal_says_what_to_change() -> None:
+    profile = load_profile(
+        {"memory": {"kv_gib": 4}, "model": {"expert_dtype": "float32"}}, environ={}
+    ).profile
+    refused = plan(profile, 12 * GIB)
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fit(refused, profile)
+    text = str(caught.value)
+    tokens = sizes(refused)["keys and values"] // 1000
+    fit = tokens - -(-(refused.needed_bytes - 12 * GIB) // 1000)
+    assert f"memory.kv_tokens={fit} would fit" in text
+    assert "a smaller prefill.wave_tokens lowers the activations (it is 8192)" in text
+    assert "model.expert_dtype=bfloat16 lowers the experts to 4.00 GiB" in text
+    assert "a machine with 15 GiB of free memory" in text
+    assert plan(profile.model_copy(update={"memory": memory(kv_tokens=fit)}), 12 * GIB).fits
+
+
+def memory(**settings: Any) -> Any:
+    return load_profile({"memory": settings}, environ={}).profile.memory
+
+
+@given(available=st.integers(9 * GIB, 40 * GIB))
+def test_the_pool_is_finite_and_takes_what_is_left(available: int) -> None:
+    found = plan(available=available)
+    most = 64 * 4096
+    assert 2048 <= found.kv_tokens <= most
+    if found.fits and found.kv_tokens < most:
+        assert 0 <= available - found.needed_bytes < max(1000, 2048 * 1000)
+    if not found.fits:
+        assert found.kv_tokens == 2048
+
+
+def test_where_free_memory_cannot_be_read_everything_fits_and_the_pool_is_finite() -> None:
+    found = plan(available=None, context_length=None)
+    assert found.fits
+    assert found.kv_tokens == 64 * 2**17
+    assert "of an unknown number available" in str(found)
+
+
+def test_a_small_model_is_not_refused_for_the_reserve() -> None:
+    found = plan(available=12 * GIB, activations=0)
+    assert sizes(found)["reserve"] == 12 * GIB // 20
+    given_one = plan(Profile(memory=memory(reserve_gib=0.25)), 12 * GIB)
+    assert sizes(given_one)["reserve"] == GIB // 4
+
+
+def test_states_of_a_full_batch_have_a_line() -> None:
+    assert sizes(plan(state=7))["states"] == 64 * 7
+
+
+def test_both_ways_to_set_the_pool_are_refused() -> None:
+    with pytest.raises(ProfileError, match=r"kv_gib and memory.kv_tokens are two ways to set one"):
+        load_profile({"memory": {"kv_tokens": 5, "kv_gib": 1}}, environ={})
+
+
+def test_the_engine_gets_the_pool_of_the_plan(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory={"kv_gib": 0.001})
+    assert model.memory_plan.kv_tokens == int(0.001 * GIB) // 512
+    assert model.engine().scheduler.kv_tokens == model.memory_plan.kv_tokens
+    json.dumps(model.memory_plan.as_dict())

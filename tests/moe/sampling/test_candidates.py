@@ -1,0 +1,97 @@
+"""Filters against a plain numpy implementation, by candidate set and by distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from moe.sampling.candidates import candidates, draw
+from moe.sampling.params import SamplingParams
+from moe.sampling.sampler import Sampler
+
+INF = float("inf")
+
+# Few distinct values, so that ties are common.
+LOGITS = st.lists(st.sampled_from([-INF, -2.5, -1.0, 0.0, 0.0, 0.5, 2.0, 7.0]), min_size=1).filter(
+    lambda row: max(row) > -INF
+)
+FILTERS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.1, 0.7, 1.0, 3.0, 1e-300, 1e300]),
+        "top_k": st.integers(0, 12),
+        "top_p": st.sampled_from([1.0, 0.97, 0.6, 0.31, 1e-6]),
+        "min_p": st.sampled_from([0.0, 0.013, 0.4, 1.0]),
+    }
+)
+
+
+def expected_probabilities(scores: Sequence[float], params: SamplingParams) -> np.ndarray:
+    """(V,) float64 probabilities after every filter, one token after the other."""
+    x = np.array(scores, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        weights = np.exp((x - x.max()) / params.temperature)
+    order = sorted(range(len(x)), key=lambda i: (-x[i], i))
+    if params.top_k:
+        order = order[: params.top_k]
+    total, mass, nucleus = sum(weights[order]), 0.0, []
+    for i in order:
+        if params.top_p == 1.0 or mass < params.top_p * total - 1e-12:
+            nucleus.append(i)
+        mass += weights[i]
+    kept = [i for i in nucleus if weights[i] >= params.min_p and weights[i] > 0]
+    probabilities = np.zeros(len(x))
+    probabilities[kept] = weights[kept] / sum(weights[kept])
+    return probabilities
+
+
+def scores_of(logits: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(logits, dtype=torch.float64)
+
+
+@given(LOGITS, FILTERS)
+def test_candidates_are_those_of_the_brute_force(
+    logits: list[float], filters: dict[str, float]
+) -> None:
+    params = SamplingParams(**filters)  # type: ignore[arg-type]
+    ids, weights = candidates(scores_of(logits), params)
+    got = np.zeros(len(logits))
+    got[ids.numpy()] = (weights / weights.sum()).numpy()
+    np.testing.assert_allclose(got, expected_probabilities(logits, params), atol=1e-12)
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.9, 0.999])
+def test_top_p_over_a_vocabulary_larger_than_the_first_guess(top_p: float) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(0)).double()
+    params = SamplingParams(top_p=top_p)
+    ids, _ = candidates(logits, params)
+    assert set(ids.tolist()) == set(expected_probabilities(logits.tolist(), params).nonzero()[0])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1, temperature=1.7),
+        SamplingParams(seed=4, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    logits = [0.0, 1.5, -INF, 0.3, 0.3, -1.0, 2.0, 1.1, -3.0, 0.9, -0.2, 1.8]
+    sampler = Sampler(params, [], len(logits))
+    row = torch.tensor(logits)
+    draws = [sampler.sample(row).id for _ in range(20_000)]
+    seen = np.bincount(draws, minlength=len(logits))
+    expected = expected_probabilities(torch.tensor(logits).tolist(), params) * len(draws)
+    possible = expected > 0
+    assert not seen[~possible].any()
+    assert chisquare(seen[possible], expected[possible]).pvalue > 1e-3
+
+
+def test_the_ends_of_the_uniform_never_draw_a_token_of_weight_zero() -> None:
+    weights = torch.tensor([0.0, 0.1, 0.0, 0.2, 0.0], dtype=torch.float64)
+    assert [draw(weights, u) for u in (0.0, 0.2, 0.5, 1 - 2**-53, 1.0)] == [1, 1, 3, 3, 3]
