@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def test_a_token_gets_as_many_guesses_as_it_visits_experts(seed: int) -> None:
     visited = [[e for e in range(6) if row[e]] for row in wanted.tolist()]
     hits = sum(len({*row[: len(own)]} & {*own}) for row, own in zip(rows, visited, strict=True))
     ids = torch.tensor([own + [-1] * (6 - len(own)) for own in visited])
-    assert recall_at_used(scores, ids) == pytest.approx(hits / max(sum(map(len, visited)), 1))
+    assert recall_at_used(scores, ids) == pytest.approx(hits / sum(map(len, visited)))
+    assert math.isnan(recall_at_used(scores, torch.full_like(ids, -1)))
 
 
 @pytest.mark.parametrize("router", ["relu", "sizes"])
