@@ -13,7 +13,7 @@ class LabConfig(Qwen3MoeConfig):
     """Every field of `Qwen3MoeConfig` means what it means there; ``norm_topk_prob`` renormalises.
 
     Attributes:
-        head_dim: of queries and keys; None: ``hidden_size / num_attention_heads``.
+        head_dim: of queries and keys; 0: ``hidden_size / num_attention_heads``.
         router: what scores are made of and how many experts are taken: ``softmax`` and ``sigmoid``
             take the best ``num_experts_per_tok``, ``relu`` all with a positive logit (BlockFFN),
             ``sizes`` a big block, a small one, or none (Duo-LLM): the last expert is the small
@@ -36,7 +36,7 @@ class LabConfig(Qwen3MoeConfig):
     base_model_ep_plan = {}  # noqa: RUF012
     base_model_pp_plan = {}  # noqa: RUF012
 
-    head_dim: int | None = None
+    head_dim: int = 0
     router: str = "softmax"
     router_reads: str = "experts"
     selection_bias: bool = False
@@ -58,7 +58,7 @@ class LabConfig(Qwen3MoeConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.head_dim is None:
+        if not self.head_dim:
             self.head_dim = self.hidden_size // self.num_attention_heads
         for name, choices in self.CHOICES.items():
             if getattr(self, name) not in choices:
