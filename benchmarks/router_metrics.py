@@ -127,9 +127,10 @@ def _loads(reading: Reading, tokens: int) -> np.ndarray:
 
 
 def _violation(reading: Reading, tokens: int) -> float:
-    """MaxVio of steps of so many tokens, mean over steps and layers."""
+    """MaxVio of steps of so many tokens, mean over steps and layers that are visited at all."""
     loads = _loads(reading, tokens)
-    return float((loads.max(-1) / loads.mean(-1) - 1).mean())
+    visited = loads[loads.any(-1)]
+    return float((visited.max(-1) / visited.mean(-1) - 1).mean())
 
 
 def _floor(reading: Reading, tokens: int, seed: int) -> float:

@@ -31,7 +31,8 @@ AHEAD = "ensemble_ahead"
 
 
 def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[str, float]:
-    """Share of visits that are among the experts named, mean over the layers but the first.
+    """Share of visits that are among the experts named, mean over the layers but the first
+    and those that no token visits.
 
     Args:
         learnt: windows that the predictors learn from.
@@ -47,7 +48,7 @@ def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[s
         )
     ]
     found = {"popular": popular, **_follow(fitted.calibrated, asked)}
-    return {f"recall_{name}": float(np.mean(layers)) for name, layers in found.items()}
+    return {f"recall_{name}": float(np.nanmean(layers)) for name, layers in found.items()}
 
 
 def _follow(calibrated: Calibrated, asked: Trace) -> dict[str, list[float]]:
@@ -78,7 +79,8 @@ def _follow(calibrated: Calibrated, asked: Trace) -> dict[str, list[float]]:
 
 
 def recall_at_used(scores: Tensor, ids: Tensor) -> float:
-    """Share of visits that are named where each token names as many experts as it visits.
+    """Share of visits that are named where each token names as many experts as it visits; nan
+    where there are none.
 
     Args:
         scores: ``(T, E)``, the higher the sooner named.
@@ -87,4 +89,4 @@ def recall_at_used(scores: Tensor, ids: Tensor) -> float:
     wanted = visits(ids, scores.shape[1]).bool()
     place = scores.argsort(dim=1, descending=True, stable=True).argsort(1)
     named = place < wanted.sum(1, keepdim=True)
-    return float((named & wanted).sum() / wanted.sum().clamp_min(1))
+    return float((named & wanted).sum() / wanted.sum())
