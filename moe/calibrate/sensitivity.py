@@ -55,7 +55,7 @@ class Original:
         with uncontrasted(self._model._trunk, self._model._experts):
             for windows in self._batches(TOGETHER // (1 + len(versions))):
                 lost += self._divergences(windows, layer, versions)
-        return lost / sum(map(len, self._windows))
+        return lost.clamp_min(0) / sum(map(len, self._windows))
 
     def _batches(self, tokens: int) -> Iterator[list[int]]:
         """Windows of at most so many tokens together, at least one at a time."""

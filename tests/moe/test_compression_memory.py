@@ -159,6 +159,14 @@ def test_experts_before_a_layer_run_once(
     assert layers == [(3, 2 * len(original._windows))]
 
 
+def test_rounding_does_not_make_a_loss_negative(
+    resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "divergence", lambda *_: -1e-9)
+    same = pieces.take(resident._experts.layers[1], range(8))
+    assert Original(resident, spread(trace, 100)).losses(1, [same]).tolist() == [0.0]
+
+
 def test_losses_that_are_not_finite(
     resident: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
