@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,9 @@ from kernels.planes import (
     pack,
     pack_scales,
 )
+
+_PIECE_ROWS = 1 << 14
+"""Quantized at once, whole blocks: a head in float32 would take more than all else."""
 
 
 class QuantizedLinear(nn.Module):
@@ -59,10 +64,16 @@ class QuantizedLinear(nn.Module):
         layout = PlaneLayout(linear.out_features, linear.in_features, group_size)
         made = cls(layout, bits, linear.bias, weight.device)
         if not weight.is_meta:
-            codes, scales = quantize_exactly(weight, group_size)
-            for name, blob in zip(made._planes, pack(codes, layout), strict=False):
-                setattr(made, name, blob)
-            made.scales = pack_scales(scales, layout)
+            found = []
+            for rows in weight.split(_PIECE_ROWS):
+                codes, scales = quantize_exactly(rows, group_size)
+                own = replace(layout, rows=len(rows))
+                blobs = pack(codes, own)[: len(made._planes)]
+                found.append((*blobs, pack_scales(scales, own)))
+            for name, parts in zip(
+                (*made._planes, "scales"), zip(*found, strict=True), strict=True
+            ):
+                setattr(made, name, torch.cat(parts))
         return made
 
     @property

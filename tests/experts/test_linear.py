@@ -51,3 +51,14 @@ def test_its_state_can_be_read_into_one_made_on_meta() -> None:
     empty.load_state_dict(quantized.state_dict(), assign=True)
     x = torch.randn(3, 40)
     assert torch.equal(empty(x), quantized(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_quantized_in_pieces_are_those_quantized_at_once(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = nn.Linear(200, 133)
+    whole = QuantizedLinear.of(linear, 64, bits).state_dict()
+    monkeypatch.setattr("experts.linear._PIECE_ROWS", 32)
+    pieces = QuantizedLinear.of(linear, 64, bits).state_dict()
+    assert all(torch.equal(own, pieces[name]) for name, own in whole.items())
