@@ -18,6 +18,7 @@ from torch import Tensor
 from experts.blobs import PAGE, Entry, digest_of, write_file
 from experts.layer_file import WHOLE, layer_record, write_layer
 from experts.manifest import (
+    JOURNAL_NAME,
     MANIFEST_NAME,
     TRUNK_NAME,
     Manifest,
@@ -258,7 +259,6 @@ def test_manifests_that_lie(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "did not finish, or it was copied in part"),
         ("", "is not valid JSON"),
         ("[]", "JSON list"),
         ("[" * 9999, "is not valid JSON"),
@@ -267,10 +267,18 @@ def test_manifests_that_lie(
         ('{"store": {"version": 3}, "digest": "x"}', "does not have the digest it states"),
     ],
 )
-def test_files_that_are_no_manifest(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / MANIFEST_NAME).write_text(content)
+def test_files_that_are_no_manifest(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(content)
     with pytest.raises(StoreError, match=message):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("left", [TRUNK_NAME, JOURNAL_NAME])
+def test_what_is_left_of_a_store_is_told_from_what_never_was_one(tmp_path: Path, left: str) -> None:
+    with pytest.raises(StoreError, match="is no store; moe convert MODEL STORE makes one"):
+        read_manifest(tmp_path)
+    (tmp_path / left).touch()
+    with pytest.raises(StoreError, match="did not finish, or it was copied in part"):
         read_manifest(tmp_path)
 
 
