@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 from typing import Any
@@ -69,6 +70,8 @@ BREAK = {"memory": run_out_of_memory, "load": stay_in_loading}
 
 
 def main() -> int:
+    # A shell that runs the tests in the background has SIGINT ignored in all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("RANK", "none") in str(FAULT.get("rank", "")):
         BREAK.get(FAULT["kind"], break_steps)()
     if sys.argv[1].endswith(".py"):
