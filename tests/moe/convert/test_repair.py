@@ -6,7 +6,6 @@ import itertools
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,6 @@ convert.write_layer = deadly
 from moe.cli import main
 main(sys.argv[1:])
 """
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Callable[[str], MoE]) -> MoE:
-    return tiny_moe("qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def path(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def trace(model: MoE) -> Trace:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (20, 100), generator=generator)
-    return record(model._trunk, model._experts, ids.tolist())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,6 @@ from moe.settings import ModelSettings
 from offload.room import why_not
 
 SETTINGS = ModelSettings(group_size=32)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_moe: Callable[[str], MoE]) -> MoE:
-    return tiny_moe("qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def path(tiny_checkpoint: Callable[[str], Path]) -> Path:
-    return tiny_checkpoint("qwen3_moe")
-
-
-@pytest.fixture(scope="module")
-def trace(model: MoE) -> Trace:
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (8, 100), generator=generator)
-    return record(model._trunk, model._experts, ids.tolist())
 
 
 @pytest.fixture(scope="module")

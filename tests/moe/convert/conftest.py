@@ -1,0 +1,30 @@
+"""A small model and how it routes random text, for budgets and repaired routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe import MoE
+from moe.calibrate.record import record
+from moe.calibrate.trace import Trace
+
+
+@pytest.fixture(scope="module")
+def model(tiny_moe: Callable[[str], MoE]) -> MoE:
+    return tiny_moe("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def path(tiny_checkpoint: Callable[[str], Path]) -> Path:
+    return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def trace(model: MoE) -> Trace:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (20, 100), generator=generator)
+    return record(model._trunk, model._experts, ids.tolist())
