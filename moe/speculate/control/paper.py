@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from moe.speculate.draft import Mode
 
-LOOKING = 0.03
+LEAST = 0.03
 """Plain steps that looking for drafts in every step takes at least."""
 FOLLOW = 0.2
 MEMORY = 64
@@ -33,5 +33,5 @@ class Paper:
 
     def pays(self, modes: Iterable[Mode]) -> bool:
         """Whether looking for drafts of one of these modes in every step is worth it."""
-        least = max(LOOKING, self._price)
+        least = max(LEAST, self._price)
         return any(self._gains.get(mode, (0, 0.0))[1] > least for mode in modes)
