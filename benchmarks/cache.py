@@ -1,4 +1,4 @@
-"""How much of what is asked for is there? Policies and predictors on real routings.
+"""How much of what is asked for is there? Policies on real routings.
 
     python -m benchmarks.cache [--quick]
 
@@ -8,9 +8,8 @@ together, one token each a step). A hit is an expert that is there when its laye
 nothing is prefetched here, so a miss is an expert read. `gap` is the share closed of the way from
 LRU to Belady, who knows the future. `foresees N` knows the next N visits of every layer without
 fault, and beyond them how often each expert is asked for: more than any predictor can.
-`lru_per_layer` gives each layer an equal share of the slots instead of one pool. `forecast+NAME` is
-the forecast policy told what predictor NAME expects, fitted on other text; without one it knows
-only what it has seen in the trace, of which nothing at its beginning. The last line is one JSON
+`lru_per_layer` gives each layer an equal share of the slots instead of one pool. Policies know
+only what they have seen in the trace, of which nothing at its beginning. The last line is one JSON
 object.
 """
 
@@ -23,12 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.cache_traces import Recorded, Told, calibrated_model, recordings
+from benchmarks.cache_traces import Recorded, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
-from offload.policies import LRU, POLICIES, ForecastPolicy, FrequencyRecency
+from offload.policies import LRU, POLICIES, FrequencyRecency
 from offload.replay import RandomChoice, belady, hit_ratio
-from routing.predict.calibrated import Calibrated
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 CAPACITIES = (0.125, 0.25, 0.5)
@@ -39,15 +37,14 @@ FORESEEN = (1, 2, 4)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short traces, no predictors")
+    parser.add_argument("--quick", action="store_true", help="short traces")
     quick = parser.parse_args().quick
     model = MoE.from_pretrained(str(MODEL))
     print_header(environment())
-    calibrated = None if quick else calibrated_model(model, 20_000)
     results = []
     for recorded in recordings(model, 512 if quick else 4096):
         for batch in BATCHES:
-            results += replay(recorded, batch, calibrated)
+            results += replay(recorded, batch)
         show(recorded.name, [row for row in results if row["trace"] == recorded.name])
     default = [row for row in results if row["policy"] == DEFAULT]
     at_one = [row for row in default if row["batch"] == 1 and row["capacity"] >= 0.25]
@@ -65,14 +62,10 @@ def main() -> None:
     )
 
 
-def replay(recorded: Recorded, batch: int, calibrated: Calibrated | None) -> list[dict[str, Any]]:
+def replay(recorded: Recorded, batch: int) -> list[dict[str, Any]]:
     """Of every capacity and policy."""
     layers, width = recorded.num_layers, recorded.width
     calls = recorded.calls(batch)
-    told: dict[str, Told] = {}
-    if calibrated is not None:
-        names = list(calibrated.weights) if batch == 1 else ["ensemble"]
-        told = {name: recorded.told(calibrated, name, batch) for name in names}
     rows = []
     for capacity in CAPACITIES:
         slots = int(capacity * sum(recorded.trace.num_experts))
@@ -82,8 +75,6 @@ def replay(recorded: Recorded, batch: int, calibrated: Calibrated | None) -> lis
         }
         for name, make in POLICIES.items():
             found[name] = hit_ratio(calls, slots, make(layers, width), width)
-        for name, said in told.items():
-            found[f"forecast+{name}"] = foretold(calls, slots, said, layers, width)
         for visits in FORESEEN:
             usual = FrequencyRecency(layers, width)
             found[f"foresees {visits}"] = belady(calls, slots, visits * layers, usual, width)
@@ -99,12 +90,6 @@ def replay(recorded: Recorded, batch: int, calibrated: Calibrated | None) -> lis
             for name, ratio in found.items()
         ]
     return rows
-
-
-def foretold(calls: list[list[int]], slots: int, told: Told, layers: int, width: int) -> float:
-    """The forecast policy, listening."""
-    policy = ForecastPolicy(layers, width)
-    return hit_ratio(calls, slots, policy, width, lambda call: policy.forecast(*told[call]))
 
 
 def per_layer(calls: list[list[int]], slots: int, layers: int, width: int) -> float:

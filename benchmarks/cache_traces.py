@@ -1,7 +1,7 @@
-"""Recorded routings of the shipped model, and what its predictors said while they were made.
+"""Recorded routings of the shipped model.
 
 Held-out text of each domain, and of all three in turn (`switches`, a change of subject every 128
-tokens). Calibration reads other text: see `benchmarks.predict`.
+tokens).
 """
 
 from __future__ import annotations
@@ -11,19 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.predict import TEXTS, WINDOW, calibration_text, heldout
+from benchmarks.predict import TEXTS, WINDOW, heldout
 from moe import MoE
-from moe.calibrate.calibrate import calibrate_model
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
 from offload.replay import calls_of
-from routing import Routing
-from routing.predict.calibrated import Calibrated
 
 SUBJECT_TOKENS = 128
-
-Told = list[tuple[list[int], list[float]]]
-"""Before each call: units and their probabilities, none where nothing was said."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +35,6 @@ class Recorded:
     def calls(self, batch: int) -> list[list[int]]:
         ids = torch.stack(self.trace.expert_ids, 1).numpy()
         return calls_of(ids, self.width, batch)
-
-    def told(self, calibrated: Calibrated, predictor: str, batch: int) -> Told:
-        """What a predictor says before each of `calls`, of all layers that come in its step."""
-        listener, rows = calibrated.predictor(predictor), self.trace.rows
-        assert rows is not None
-        contexts = self.trace.contexts(listener.context)
-        steps = self.trace.num_tokens // batch
-        told: Told = []
-        for step in range(steps):
-            at = torch.arange(batch) * steps + step
-            listener.start(contexts[at])
-            for layer in range(self.num_layers):
-                listener.enter(layer, rows.entered[layer][at])
-                said = listener.forecast(layer - 1)
-                units = said.layer * self.width + said.expert
-                told.append((units.tolist(), said.probability.tolist()))
-                routing = Routing(
-                    self.trace.expert_ids[layer][at].long(), self.trace.weights[layer][at].float()
-                )
-                listener.observe(layer, rows.read[layer][at], routing)
-        return told
-
-
-def calibrated_model(model: MoE, tokens: int) -> Calibrated:
-    """Predictors fitted on so many tokens of other text."""
-    _, fitted = calibrate_model(model, calibration_text(tokens * 6), tokens=tokens)
-    return fitted.calibrated
 
 
 def recordings(model: MoE, tokens: int) -> Iterator[Recorded]:

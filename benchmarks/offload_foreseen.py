@@ -37,7 +37,7 @@ class Foreseen:
     def __init__(
         self, replay: Replay, experts: int, recall: float = RECALL, truth: float = 1.0
     ) -> None:
-        self._replay, self._recall = replay, recall
+        self._replay = replay
         rng, trace = np.random.default_rng(0), replay.trace
         tokens, layers, top_k = trace.shape
         order = rng.random((tokens, layers, experts), dtype=np.float32)
@@ -49,6 +49,8 @@ class Foreseen:
         self._guesses = [
             np.where(luck < recall**ahead, trace, others) for ahead in range(1, MAX_DEPTH + 1)
         ]
+        self._ahead = torch.arange(1, MAX_DEPTH + 1).repeat_interleave(top_k)
+        self._chances = (recall**self._ahead).float()
 
     def start(self, tokens: Tensor) -> None:
         """Nothing to learn: the trace knows the token."""
@@ -64,14 +66,10 @@ class Foreseen:
         depth = min(depth or MAX_DEPTH, MAX_DEPTH, layers - 1 - layer)
         if depth <= 0:
             return Forecast.empty()
-        ahead = np.arange(1, depth + 1)
         experts = [
-            self._guesses[step - 1][self._replay.position(layer + step), layer + step]
-            for step in ahead.tolist()
+            guesses[self._replay.position(layer + step), layer + step]
+            for step, guesses in enumerate(self._guesses[:depth], 1)
         ]
-        return Forecast(
-            torch.from_numpy((layer + ahead).repeat(top_k)),
-            torch.from_numpy(np.concatenate(experts)),
-            torch.from_numpy((self._recall**ahead).astype(np.float32).repeat(top_k)),
-            torch.from_numpy(ahead.repeat(top_k)),
-        )
+        said = depth * top_k
+        ahead, chances = self._ahead[:said], self._chances[:said]
+        return Forecast(ahead + layer, torch.from_numpy(np.concatenate(experts)), chances, ahead)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts
-from experts.dispatch.rows import pack, rounded
+from experts.dispatch.rows import dequantize, pack, quantize
 from moe import MoE
 from moe.evaluate.scoring import Score, read
 
@@ -50,7 +50,7 @@ def cost(model: MoE, windows: Sequence[list[int]], num_bytes: int) -> dict[str, 
 
     def with_rounded(hidden_TH: Tensor, *others: Any, **more: Any) -> Tensor:
         nonlocal worst
-        seen_TH = rounded(hidden_TH)
+        seen_TH = dequantize(*quantize(hidden_TH), hidden_TH.dtype)
         size_T1 = hidden_TH.abs().amax(1, keepdim=True).clamp_min(1e-30)
         worst = max(worst, float(((seen_TH - hidden_TH).abs() / size_T1).max()))
         return forward(seen_TH, *others, **more)

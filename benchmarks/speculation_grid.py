@@ -59,7 +59,7 @@ class Grid:
     """
 
     def __init__(self, model: MoE, whole: MoE) -> None:
-        self._model = model
+        self.model = model
         self._selectors = [found.selector for found in find_selectors(model.trunk)]
         begun = {name: model.codec.encode(heldout(name))[:HOT] for name in TEXTS}
         self._popular = {name: Popularity.of(model, ids) for name, ids in begun.items()}
@@ -74,9 +74,9 @@ class Grid:
         """
         contender, layers = Contender(point.selection, None, DEPTH), self._layers(point)
         for text in TEXTS:
-            for index, prompt in enumerate(Prompts(self._model, text).take(count)):
+            for index, prompt in enumerate(Prompts(self.model, text).take(count)):
                 drafts = self._drafts(point, layers, text, prompt, index)
-                run = decode(self._model, drafts, [prompt], new_tokens, temperature)
+                run = decode(self.model, drafts, [prompt], new_tokens, temperature)
                 contender.runs.append(run)
         acceptance, length = contender.drafted()
         alone = [Contender("", None, DEPTH, [run]).drafted()[0] for run in contender.runs]
@@ -108,12 +108,12 @@ class Grid:
         served = Resident(layers, experts_forward, self._selectors)
         if not voted and point.share < 1:
             served.masks = self._masks(point, text, prompt, index)
-        elastic = ElasticDrafts(self._model.trunk, served)
+        elastic = ElasticDrafts(self.model.trunk, served)
         return Speculator(FixedDepth(mode, DEPTH), elastic, [], MAX_DEPTH)
 
     def _layers(self, point: Point) -> Sequence[Any]:
         if point.way == "planes":
-            return self._model.experts.layers
+            return self.model.experts.layers
         centred = point.way == "centred"
         return [
             changed(e, lambda w: nested(w, point.bits, 64, centred=centred)) for e in self._whole
@@ -126,7 +126,7 @@ class Grid:
         popular = self._popular[text]
         values = popular.counts if point.selection == "frequency" else popular.mass
         if point.selection == "prompt":
-            values = Popularity.of(self._model, prompt).mass
+            values = Popularity.of(self.model, prompt).mass
         elif point.selection == "random":
             draw = torch.Generator().manual_seed(1000 * TEXTS.index(text) + index)
             values = [torch.rand(len(value), generator=draw) for value in values]

@@ -1,14 +1,14 @@
-"""The store of 30 billion parameters: real times, replayed routing, acceptance of another model.
+"""The store of 30 billion parameters: real times, replayed routing, another model's text.
 
-See `benchmarks.speculation_replay` for what is real in it. Acceptance is measured on the shipped
-model with as large a share of residents, those that the prompt itself weighs most: what a cache
-that follows the text holds.
+See `benchmarks.speculation_replay` for what is real in it. Text is what the shipped model says 128
+tokens behind held-out prompts. Acceptance of drafts by the model itself is measured on the shipped
+model with as large a share of residents, those that the prompt weighs most: what a cache that
+follows the text holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,95 +22,110 @@ from benchmarks.speculation_replay import (
     ReplayedDrafts,
     ReplayedLayers,
     ReplayedSpeculator,
+    Says,
 )
-from benchmarks.speculation_runs import MAX_DEPTH, PROMPT
+from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decode
 from benchmarks.speculation_tables import describe
 from moe import MoE
 from moe.selection import find_selectors
 from moe.speculate.control.make import make_controller
 from moe.speculate.draft import Controller, Mode
 from moe.speculate.fixed import FixedDepth
+from moe.speculate.model_free import ModelFree, NGram, Recycling
 from routing import PolicyChain
 
-TOKENS, LEARNING = 16, 64
-"""Tokens of a decoding, and of one while there is everything to learn; each is done twice."""
+TOKENS = 48
+"""Of a decoding; each contender makes two, and the first two as many while there is everything to
+learn."""
+BEFORE = 128
+"""Tokens that the shipped model has said before those: a text begins to repeat itself late."""
+TEXTS, MOST = 24, 8
+"""Texts of the shipped model, and sequences at once at most."""
 MODES = (Mode("elastic", bits=4), Mode("elastic", bits=2))
 KV_TOKENS = 4096
 
-
-class RandomPrompts:
-    """Prompts that say nothing."""
-
-    def __init__(self, model: MoE) -> None:
-        self._draw, self._size = random.Random(0), model.codec.vocab_size
-
-    def take(self, count: int) -> list[list[int]]:
-        return [[self._draw.randrange(self._size) for _ in range(PROMPT)] for _ in range(count)]
+Rates = dict[Mode, Sequence[float]]
 
 
-def rates_at(grid: Grid, residency: float) -> dict[Mode, Sequence[float]]:
+def texts_of(grid: Grid, temperature: float) -> Texts:
+    """What the shipped model says in the middle of its answers to held-out prompts."""
+    prompts = Prompts(grid.model).take(TEXTS)
+    said: list[list[int]] = []
+    for start in range(0, TEXTS, MOST):
+        own = prompts[start : start + MOST]
+        said += decode(grid.model, None, own, BEFORE + TOKENS, temperature).tokens
+    return Texts([(text[BEFORE - PROMPT : BEFORE], text[BEFORE:]) for text in said])
+
+
+def rates_at(grid: Grid, residency: float, temperature: float) -> Rates:
     """Acceptance by position of each mode, as the shipped model has it at that share of residents.
 
     The store has 4 bits. A draft of all of them is held to be like one of all 8 bits of the shipped
     model, and one of 2 bits like one of 2 bits: that is further from its target, so less is taken.
     """
-    found: dict[Mode, Sequence[float]] = {}
+    found: Rates = {}
     for mode, bits in zip(MODES, (8, 2), strict=True):
-        cell = grid.measure(Point("prompt", residency, bits), 6, 64, 0.0)
+        cell = grid.measure(Point("prompt", residency, bits), 6, 64, temperature)
         rates = list(cell["by_position"])
         found[mode] = rates + rates[-1:] * (MAX_DEPTH - len(rates))
     return found
 
 
 def contenders(
-    model: MoE, rates: dict[Mode, Sequence[float]], depths: Sequence[int], trace: Trace
+    model: MoE, rates: Rates, depths: Sequence[int], trace: Trace, texts: Texts
 ) -> list[Contender]:
-    """No drafts, the controller, and fixed depths; all follow one trace."""
+    """No drafts, the controller, n-grams, and fixed depths; all follow one trace."""
     policy = Replayed(trace)
+    says = model.trunk.contrast = Says(texts, policy)
     model.experts.policies = PolicyChain((policy,))
     selectors = [found.selector for found in find_selectors(model.trunk)]
 
-    def drafts() -> ReplayedDrafts:
+    def made(controller: Controller, *model_free: ModelFree) -> ReplayedSpeculator:
         layers = ReplayedLayers(model.experts.layers, model._loaded.backend.forward, selectors)
         layers.replayed = policy
-        return ReplayedDrafts(model, layers)
+        drafts = ReplayedDrafts(model, layers, says, rates)
+        return ReplayedSpeculator(controller, drafts, model_free)
 
-    def made(controller: Controller) -> ReplayedSpeculator:
-        return ReplayedSpeculator(controller, drafts(), rates)
-
-    auto = make_controller(model.trunk, model.experts, MODES, MAX_DEPTH)
+    free = NGram(), Recycling()
+    modes = [*MODES, *(source.mode for source in free)]
+    auto = make_controller(model.trunk, model.experts, modes, MAX_DEPTH)
     return [
         Contender("none", made(FixedDepth(MODES[0], 0)), 0),
-        Contender("auto", made(auto), None),
+        Contender("auto", made(auto, *free), None),
+        Contender("ngram", made(FixedDepth(NGram.mode, MAX_DEPTH), NGram()), MAX_DEPTH),
         *(Contender(MODES[0].name, made(FixedDepth(MODES[0], depth)), depth) for depth in depths),
     ]
 
 
 def replayed(
     grid: Grid, options: argparse.Namespace
-) -> tuple[list[dict[str, Any]], dict[str, float | None]]:
-    """Points of the large store, and errors of predicted times; none without the store."""
+) -> tuple[list[dict[str, Any]], bool, dict[str, float | None]]:
+    """Points of the large store, whether tokens were equal, and errors of predicted times; no
+    points without the store."""
     found: list[dict[str, Any]] = []
     ours: list[Contender] = []
+    same = True
     for target in targets(["30b"]):
         for residency in (r for r in options.residency if r < 1):
             model = _load(target, residency)
             layers = model.experts.layers
             top_k = model.config.get_text_config().num_experts_per_tok
-            for batch in (b for b in options.batch if b <= 4):
-                trace = published_trace(
-                    SPAN * (batch + 1), len(layers), layers[0].num_experts, top_k
-                )
-                own = contenders(model, rates_at(grid, residency), options.depths, trace)
-                prompts: Any = RandomPrompts(model)
-                take_turns(model, own[:2], prompts, batch, LEARNING, 1.0, 0.0, early=True)
-                take_turns(model, own, prompts, batch, TOKENS, 1.0, 0.0)
-                ours.append(own[1])
-                where = {"batch": batch, "residency": residency, "temperature": 1.0}
-                found += describe(own, where)
-                print(where, [f"{c.name}{c.depth or ''} {c.rate:.2f}" for c in own], flush=True)
+            for temperature in options.temperatures:
+                texts, rates = texts_of(grid, temperature), rates_at(grid, residency, temperature)
+                for batch in (b for b in options.batch if b <= MOST):
+                    trace = published_trace(
+                        SPAN * (batch + 1), len(layers), layers[0].num_experts, top_k
+                    )
+                    own = contenders(model, rates, options.depths, trace, texts)
+                    how: Any = texts, batch, TOKENS, 0.0, 0.0  # the text has been drawn already
+                    same &= take_turns(model, own[:2], *how, early=True)
+                    same &= take_turns(model, own, *how)
+                    ours.append(own[1])
+                    where = {"batch": batch, "residency": residency, "temperature": temperature}
+                    found += describe(own, where)
+                    print(where, [f"{c.name}{c.depth or ''} {c.rate:.2f}" for c in own], flush=True)
             model.close()
-    return found, median_errors(ours)
+    return found, same, median_errors(ours)
 
 
 def _load(target: Target, residency: float) -> MoE:

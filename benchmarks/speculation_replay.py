@@ -2,15 +2,17 @@
 
 A random model's routing has no locality and its drafts are never right. So each token goes where a
 trace with published locality sends it (`benchmarks.offload_routing`), in drafts and verifications
-alike, and is accepted as often as the shipped model accepts at that position of a draft with the
-same share of residents (`benchmarks.speculation_grid`). Reads, arithmetic and the engine are real;
-what is accepted, and that the tokens mean nothing, is not. Confidence says nothing here: drafts are
-as long as was planned.
+alike, and the model says what the shipped model has said behind the same prompt: its logits are
+replaced by that. So n-grams and recycling find what they would find in that text, and a token that
+the model drafts itself is right as often as the shipped model's is at that position of a draft with
+the same share of residents (`benchmarks.speculation_grid`). Reads, arithmetic and the engine are
+real; what is said, and hence what is accepted, is the shipped model's. Confidence says nothing
+here: drafts by the model are as long as was planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.offload_routing import Trace
-from benchmarks.speculation_runs import MAX_DEPTH
+from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
 from moe.engine.sequence import RunningSequence
-from moe.sampling.sampler import Token
-from moe.speculate.draft import Controller, Draft, Mode, Trial
-from moe.speculate.elastic import ElasticDrafts, _Pending
+from moe.kv import Work
+from moe.speculate.draft import Controller, Draft, Mode
+from moe.speculate.elastic import ElasticDrafts, GoesOn, _Pending
 from moe.speculate.layers import DraftLayers
+from moe.speculate.model_free import ModelFree
 from moe.speculate.speculator import Speculator
+from moe.trunk import Forward
 from routing import Policy, Routing, RoutingContext
 
 SPAN = 512
@@ -65,16 +69,77 @@ class ReplayedLayers(DraftLayers):
         return super()._run(layer, rows, self.replayed.at(layer, routing))
 
 
-class ReplayedDrafts(ElasticDrafts):
-    """Drafts that read the trace on from where their sequences are."""
+class Says:
+    """Replaces what the model says; see `moe.trunk.Trunk.contrast`.
 
-    def __init__(self, model: MoE, layers: ReplayedLayers) -> None:
+    Attributes:
+        rates: acceptance by position of the draft that is being made; None where the model reads.
+        drafted: tokens of it so far.
+    """
+
+    def __init__(self, texts: Texts, replayed: Replayed) -> None:
+        self.rates: Sequence[float] | None = None
+        self.drafted: list[int] = []
+        self._texts, self._replayed = texts, replayed
+        self._luck = np.random.default_rng(1).random(len(replayed.trace))
+
+    def __call__(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
+        logits, places = forward(work), iter(self._replayed.rows)
+        if sum(len(item.token_ids) for item in work) != len(self._replayed.rows):
+            for item, rows in zip(work, logits, strict=True):  # prompts
+                _say(rows[-1], self._texts.first(item.token_ids))
+            return logits
+        for index, rows in enumerate(logits):
+            for row in rows:
+                place = next(places)
+                token = self._texts.current[place // SPAN][place % SPAN]
+                _say(row, (token + self._is_wrong(index, place)) % len(row))
+        return logits
+
+    def _is_wrong(self, index: int, place: int) -> bool:
+        if self.rates is None:
+            return False
+        return bool(self._luck[place] >= self.rates[self.drafted[index]])
+
+
+def _say(logits_V: Tensor, token: int) -> None:
+    logits_V[token] = logits_V.max() + 20
+
+
+class ReplayedDrafts(ElasticDrafts):
+    """Drafts that read the trace on from where their sequences are.
+
+    Args:
+        rates: of each mode, acceptance by position.
+    """
+
+    def __init__(
+        self,
+        model: MoE,
+        layers: ReplayedLayers,
+        says: Says,
+        rates: Mapping[Mode, Sequence[float]],
+    ) -> None:
         super().__init__(model.trunk, layers, model.experts.foretell)
-        self.replayed = layers.replayed
+        self.replayed, self._says, self._rates = layers.replayed, says, rates
         self.places: dict[int, int] = {}
+
+    def draft(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        goes_on: GoesOn,
+    ) -> list[Draft]:
+        self._says.rates = self._rates[mode]
+        try:
+            return super().draft(mode, sequences, depths, goes_on)
+        finally:
+            self._says.rates = None
 
     def _pass(self, drafts: Sequence[_Pending]) -> None:
         self.replayed.rows = [self.places[id(d.work.cache)] + len(d.tokens) for d in drafts]
+        self._says.drafted = [len(d.tokens) for d in drafts]
         super()._pass(drafts)
 
 
@@ -94,21 +159,13 @@ class WithoutConfidence:
 
 
 class ReplayedSpeculator(Speculator):
-    """Accepts by chance.
-
-    Args:
-        rates: of each mode, acceptance by position.
-    """
+    """Follows the trace."""
 
     def __init__(
-        self,
-        controller: Controller,
-        drafts: ReplayedDrafts,
-        rates: dict[Mode, Sequence[float]],
+        self, controller: Controller, drafts: ReplayedDrafts, model_free: Sequence[ModelFree]
     ) -> None:
-        super().__init__(WithoutConfidence(controller), drafts, [], MAX_DEPTH)
-        self._drafts, self._rates = drafts, rates
-        self._luck = np.random.default_rng(1).random(len(drafts.replayed.trace))
+        super().__init__(WithoutConfidence(controller), drafts, model_free, MAX_DEPTH)
+        self._drafts = drafts
         self._starts: dict[RunningSequence, int] = {}
 
     def rests(self, sequences: Sequence[RunningSequence]) -> bool:
@@ -127,14 +184,3 @@ class ReplayedSpeculator(Speculator):
             for index in range(len(draft.tokens) + 1)
         ]
         return drafts
-
-    def accept(self, sequence: RunningSequence, draft: Draft, logits_TV: Tensor) -> list[Token]:
-        place, accepted, drafted = self._drafts.places[id(sequence.cache)], 0, len(draft.tokens)
-        if draft.mode is not None:
-            rates = self._rates[draft.mode]
-            while accepted < drafted and self._luck[place + accepted] < rates[accepted]:
-                accepted += 1
-        tokens = [sequence.sampler.sample(row) for row in logits_TV[: accepted + 1]]
-        self._tokens += len(tokens)
-        self._trials.append(Trial(sequence, draft.mode, drafted, accepted))
-        return tokens

@@ -79,6 +79,28 @@ class Prompts:
         return found
 
 
+class Texts:
+    """Prompts, and what the shipped model has said behind them.
+
+    Attributes:
+        current: what it has said behind each of the prompts that were last given.
+    """
+
+    def __init__(self, texts: Sequence[tuple[list[int], list[int]]]) -> None:
+        self._texts, self._next = list(texts), 0
+        self.current: list[list[int]] = []
+
+    def take(self, count: int) -> list[list[int]]:
+        own = [self._texts[(self._next + index) % len(self._texts)] for index in range(count)]
+        self._next += count
+        self.current = [said for _, said in own]
+        return [prompt for prompt, _ in own]
+
+    def first(self, prompt: Sequence[int]) -> int:
+        """What comes behind a prompt."""
+        return next((said[0] for ids, said in self._texts if ids == prompt), 0)
+
+
 @dataclass
 class Run:
     """What one decoding was like.

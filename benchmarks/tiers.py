@@ -25,6 +25,7 @@ from moe import MoE
 from offload.cache import ExpertCache
 from offload.policies import POLICIES, Policy, Values
 from offload.replay import hit_ratio
+from offload.slots import Sizes
 from offload.tiers import HostValues
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
@@ -99,11 +100,11 @@ def stack(
     recorded: Recorded, slots: int, host_slots: int, make: Callable[[Policy], HostValues]
 ) -> tuple[ExpertCache, ExpertCache]:
     """A device over host memory, whose transfers take no time."""
-    counts = recorded.trace.num_experts
+    sizes = Sizes.equal(recorded.trace.num_experts, 1)
     policy = POLICIES[POLICY](recorded.num_layers, recorded.width)
     values = make(policy)
-    host = ExpertCache(counts, host_slots, Nowhere(host_slots), AtOnce(), values, 1)
-    device = ExpertCache(counts, slots, Nowhere(slots), FromHost(host), policy, 1)
+    host = ExpertCache(sizes, host_slots, Nowhere(host_slots), AtOnce(), values)
+    device = ExpertCache(sizes, slots, Nowhere(slots), FromHost(host), policy)
     values.device = device
     return device, host
 
@@ -116,7 +117,7 @@ class Nowhere:
 
     def move(self, source: int, target: int) -> None: ...
 
-    def resize(self, slots: int) -> None: ...
+    def resize(self, grains: int) -> None: ...
 
 
 class Done:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -94,8 +95,8 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) 
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a small file whole or not at all. Raises OSError."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    """Write a small file whole or not at all, whoever else writes it. Raises OSError."""
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.unfinished")
     try:
         with unfinished.open("wb") as file:
             file.write(content)

@@ -31,16 +31,23 @@ class QuantizedLinear(nn.Module):
 
     Attributes:
         in_features, out_features: as of `torch.nn.Linear`.
+        dtype: of `weight`.
         reads: how often something used the weight without calling the layer.
     """
 
     scales: Tensor
 
     def __init__(
-        self, layout: PlaneLayout, bits: int, bias: nn.Parameter | None, device: torch.device
+        self,
+        layout: PlaneLayout,
+        bits: int,
+        bias: nn.Parameter | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.layout = layout
+        self.dtype = dtype
         self.in_features, self.out_features = layout.columns, layout.rows
         self.reads = 0
         self._matrix: PlaneMatrix | None = None
@@ -54,15 +61,20 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     @torch.no_grad()
-    def of(cls, linear: nn.Linear, group_size: int, bits: int) -> QuantizedLinear:
+    def of(
+        cls, linear: nn.Linear, group_size: int, bits: int, dtype: torch.dtype = torch.float32
+    ) -> QuantizedLinear:
         """The layer quantized, or, from meta, one of its shape without values.
+
+        Args:
+            dtype: of the model around it, in which the weight may be read.
 
         Raises:
             ValueError: a weight is NaN, infinite or too large.
         """
         weight = linear.weight
         layout = PlaneLayout(linear.out_features, linear.in_features, group_size)
-        made = cls(layout, bits, linear.bias, weight.device)
+        made = cls(layout, bits, linear.bias, weight.device, dtype)
         if not weight.is_meta:
             found = []
             for rows in weight.split(_PIECE_ROWS):
@@ -91,10 +103,10 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``(N, K)`` float32 that the planes stand for; made anew each time, so slow."""
+        """``(N, K)`` that the planes stand for; made anew each time, so slow."""
         self.reads += 1
         planes = [getattr(self, name) for name in self._planes]
-        return dequantize(planes, self.scales, self.layout)
+        return dequantize(planes, self.scales, self.layout).to(self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = linear_forward(x.reshape(-1, self.in_features), self.matrix)

@@ -8,6 +8,7 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -37,7 +38,7 @@ from moe.parallel.part import Elsewhere
 from moe.parallel.ranks import load_with_ranks
 from moe.plan.memory import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
-from moe.requests import as_batch, check_length, make_group
+from moe.requests import as_batch, check_length, is_chat, make_group
 from moe.sampling.sampler import SamplingParams
 from moe.text.prompts import Prompt
 
@@ -69,6 +70,7 @@ class MoE:
         self.experts = loaded.experts
         self._loaded = loaded
         self._session = session
+        self._process = os.getpid()
         # Of one step. Reentrant: a step may collect a stream as garbage, which cancels its groups.
         self._turn = threading.RLock()
         closing = ExitStack()
@@ -189,10 +191,14 @@ class MoE:
     def _check_open(self) -> None:
         if not self._close.alive:
             raise RequestError("the model is closed; load it again")
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"the model was loaded by process {self._process}, and process {os.getpid()} is a "
+                "fork without its threads; load it there, or share it among threads"
+            )
 
     def _usual(self, prompt: Prompt) -> SamplingParams:
-        chat = any(isinstance(item, Mapping) for item in prompt)
-        return self.params(len(self.codec.encode(prompt)), chat=chat)
+        return self.params(len(self.codec.encode(prompt)), chat=is_chat(prompt))
 
     def params(self, num_prompt: int, *, chat: bool, **said: Any) -> SamplingParams:
         """The parameters of a request that says ``said``, and for the rest takes the defaults.
@@ -273,6 +279,8 @@ class MoE:
         salt: str = "",
         priority: int = 0,
         shown: Collection[int] = (),
+        *,
+        chat: bool = False,
     ) -> Group:
         """Check one prompt and its parameters and make the sequences for an `engine`.
 
@@ -282,11 +290,14 @@ class MoE:
             priority: in [-100, 100]; lower numbers go first, and waiting makes up for higher ones
                 (``engine.priority_steps``).
             shown: special tokens that are part of the text (see `TextCodec.decoder`).
+            chat: token ids of a conversation: the text is an answer, and does not continue them.
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
         """
-        return make_group(self._loaded, prompt, params, self.room_for, salt, priority, shown)
+        return make_group(
+            self._loaded, prompt, params, self.room_for, salt, priority, shown, chat=chat
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer.

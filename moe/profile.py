@@ -109,16 +109,21 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
     try:
         return Profile.model_validate(tree)
     except ValidationError as error:
-        lines = []
+        rules: dict[tuple[str, str], list[str]] = {}  # several of a key with a choice of types
         for problem in error.errors(include_url=False):
             if not problem["loc"]:  # a rule about several keys, which it names
-                lines.append(problem["msg"])
+                rules[problem["msg"], ""] = []
                 continue
             where = ".".join(map(str, problem["loc"]))
             key = next(key for key in settings if f"{where}.".startswith(f"{key}."))
+            places = [str(part) for part in problem["loc"] if isinstance(part, int)]
+            place = f"{settings[key][1]}: {'.'.join([key, *places])}"
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])
-            value = reprlib.repr(problem["input"])
-            lines.append(f"{settings[key][1]}: {where} {rule}; got {value}")
+            rules.setdefault((place, reprlib.repr(problem["input"])), []).append(rule)
+        lines = [
+            f"{place} {' or '.join(said)}; got {value}" if said else place
+            for (place, value), said in rules.items()
+        ]
         raise ProfileError("\n".join(lines)) from None
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from moe.errors import ProfileError
 
@@ -25,6 +26,15 @@ ENVIRONMENT_PREFIX = "MOE_"
 # Variables with our prefix that are not profile keys. They are read where they act, before any
 # profile exists; docs list them. Everything else that starts with the prefix is a typing error.
 OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The settings below a field; None for a field that holds a value."""
+    kind = field.annotation
+    # Python 3.10 takes `list[str]` for a class.
+    if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return None
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class Keys:
         leaves: list[str] = []
         sections: set[str] = set()
         for name, field in tree.model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-                below = cls.of(field.annotation)
+            if section := section_of(field):
+                below = cls.of(section)
                 leaves += [f"{name}.{key}" for key in below.leaves]
                 sections |= {name, *(f"{name}.{key}" for key in below.sections)}
             else:

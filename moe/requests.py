@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from moe.engine.sequence import RunningSequence, check_priority
 from moe.engine.wave import Group
@@ -20,6 +20,8 @@ def make_group(
     salt: str = "",
     priority: int = 0,
     shown: Collection[int] = (),
+    *,
+    chat: bool = False,
 ) -> Group:
     """The sequences of one request; see `MoE.request` and `MoE.room_for`. Raises `RequestError`."""
     ids = loaded.codec.encode(prompt)
@@ -37,11 +39,12 @@ def make_group(
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_token_ids |= loaded.codec.eos_token_ids
+    behind = () if chat or is_chat(prompt) else ids
     sequences = [
         RunningSequence(
             ids,
             Sampler(params, ids, loaded.logits_size, index, constraint and constraint.fork()),
-            loaded.codec.decoder(shown),
+            loaded.codec.decoder(shown, behind),
             StopStrings(params.stop),
             stop_token_ids,
             num_new,
@@ -51,6 +54,11 @@ def make_group(
         for index in range(params.n)
     ]
     return Group(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is a conversation."""
+    return any(isinstance(item, Mapping) for item in prompt)
 
 
 def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:

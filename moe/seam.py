@@ -112,5 +112,6 @@ def take_weights(module: Any) -> ExpertWeights:
             activation=module._apply_gate if module.has_gate else module.act_fn,
             gate_up_bias_EG=parameters.get(f"{first}_bias"),
             down_bias_EH=parameters.get("down_proj_bias"),
-            post_norm=module.post_expert_norm if module.has_post_expert_norm else None,
+            # transformers 5.17 has no such norms, and does not declare that it has none.
+            post_norm=getattr(module, "post_expert_norm", None),
         )

@@ -10,6 +10,7 @@ instead of washing it away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from offload.filling import Filling, Source
 from offload.held import Held
 from offload.loans import Loan, lend
 from offload.policies import Policy
-from offload.slots import SlotTable
+from offload.slots import Sizes, SlotTable
 from offload.statistics import CacheStatistics
 
 LEAST_SLOTS = 2
@@ -30,26 +31,25 @@ LEAST_SLOTS = 2
 
 
 class Room(Protocol):
-    """The memory behind the slots; see `offload.arena.Arena`."""
+    """The memory behind the slots, in grains; see `offload.arena.Arena`."""
 
     @property
     def capacity(self) -> int: ...
 
     def move(self, source: int, target: int) -> None: ...
 
-    def resize(self, slots: int) -> None: ...
+    def resize(self, grains: int) -> None: ...
 
 
 class ExpertCache:
     """Slots filled from a source under a policy.
 
     Args:
-        experts: E of each MoE layer.
-        slots: how many may be used now.
-        room: their memory.
+        sizes: of the experts.
+        slots: for how many of them, on average, there may be room now.
+        room: the memory.
         source: where experts come from.
         policy: made for as many layers, and for the largest E as width.
-        expert_bytes: of one expert, as it is read.
 
     Raises:
         BudgetError: fewer slots than `LEAST_SLOTS`.
@@ -57,31 +57,35 @@ class ExpertCache:
 
     def __init__(
         self,
-        experts: Sequence[int],
+        sizes: Sizes,
         slots: int,
         room: Room,
         source: Source,
         policy: Policy,
-        expert_bytes: int,
     ) -> None:
         self.policy = policy
-        self.statistics = CacheStatistics(len(experts))
-        self.expert_bytes = expert_bytes
+        self.statistics = CacheStatistics(len(sizes.experts))
+        self.sizes, self.expert_bytes = sizes, sizes.mean_bytes
         self._room = room
-        slots = self._affordable(slots)
-        room.resize(slots)
-        self._table = SlotTable(experts, slots)
-        self._filling = Filling(self._table, source, policy, self.statistics, expert_bytes)
+        grains = self._affordable(slots)
+        room.resize(grains)
+        self._table = SlotTable(sizes, grains, room.capacity)
+        self._filling = Filling(self._table, source, policy, self.statistics)
 
     @property
     def slots(self) -> int:
-        """Slots that may be used now."""
-        return len(self._table.unit)
+        """Experts that there is room for now, on average where they have different sizes."""
+        return self.sizes.experts_in(len(self._table.owner))
 
     @property
     def present(self) -> NDArray[np.bool_]:
         """``(units,)``, live: who is there."""
         return self._table.present
+
+    def bytes_of(self, layer: int) -> Sequence[int]:
+        """Of each expert of a layer, as it is read."""
+        start = layer * self._table.width
+        return self.sizes.nbytes[start : start + self.sizes.experts[layer]]
 
     def slot_ids(self, layer: int) -> Tensor:
         """``(E + 1,)`` int64, live: slot of each expert that is there, else -1; the last is -1, so
@@ -171,23 +175,27 @@ class ExpertCache:
             BudgetError: fewer than `LEAST_SLOTS`.
             OffloadError: a read does not end; nothing has changed.
         """
-        slots, table, filling = self._affordable(slots), self._table, self._filling
+        grains, table, filling = self._affordable(slots), self._table, self._filling
         assert not filling.pins, "a cache is resized between steps"
         filling.settle_unpinned()
         if filling.busy:
             raise OffloadError("the cache cannot be resized while a read does not end")
-        surplus = int(table.present.sum()) - slots
-        for _, unit in filling.victims.least(max(0, surplus)):
-            filling.evict(unit)
-        low = [slot for slot in table.free if slot < slots]
-        for slot, unit in enumerate(table.unit[slots:], slots):
-            if unit >= 0:
-                target = low.pop()
-                self._room.move(slot, target)
-                table.move(unit, target)
-        table.resize(slots)
-        self._room.resize(slots)
-        return slots
+        values, cut = self.policy.values(), table.owner[grains - 1 : grains].tolist()
+        leaving = sorted(table.behind(grains), key=lambda unit: -values[unit])
+        slot_of = {unit: table.slot[unit] for unit in leaving}
+        for unit in leaving:
+            table.drop(unit)
+        table.resize(grains)
+        filling.victims.expect(len(leaving))
+        for unit, slot in slot_of.items():
+            # Who lies across the border would be in the way of those who come from behind it.
+            if unit not in cut and filling.make_room(unit, values[unit]):
+                self._room.move(slot, table.slot[unit])
+                table.publish(unit)
+            else:
+                filling.lost(unit)
+        self._room.resize(grains)
+        return self.slots
 
     def hot_set(self) -> list[tuple[int, int]]:
         """(layer, expert) of what is there, most valuable first."""
@@ -205,22 +213,22 @@ class ExpertCache:
         filling, table = self._filling, self._table
         for layer, expert in hot_set:
             unit = layer * table.width + expert
-            if table.slot[unit] < 0 and table.free:
-                table.place(unit, table.free.pop())
-                try:
+            if table.slot[unit] < 0 and (slot := table.take_free(unit)) is not None:
+                table.place(unit, slot)
+                with suppress(OffloadError):
                     filling.begin(unit, "restored")
-                except OffloadError:
-                    continue
         filling.finish()
         return int(table.present.sum())
 
     def _affordable(self, slots: int) -> int:
-        slots = min(slots, self._room.capacity)
-        if slots < LEAST_SLOTS:
+        """The grains of so many slots, as far as there are any."""
+        grains = min(self.sizes.grains_for(slots), self._room.capacity)
+        largest, each = max(self.sizes.kinds), max(self.sizes.nbytes)
+        if grains < LEAST_SLOTS * largest:
             raise BudgetError(
                 f"an expert cache needs room for {LEAST_SLOTS} experts, "
-                f"{LEAST_SLOTS * self.expert_bytes} bytes at {self.expert_bytes} bytes each; "
-                f"there is room for {max(0, slots)}: give the device more memory "
+                f"{LEAST_SLOTS * each} bytes at {each} bytes each; "
+                f"there is room for {max(0, grains // largest)}: give the device more memory "
                 "(memory.device_gib) or serve fewer bits"
             )
-        return slots
+        return grains

@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from experts.header import pread_exactly
-from experts.layer_file import WHOLE
 from experts.store import Store
 from experts.weights import ExpertKey
-from kernels.planes import num_planes
 from offload.arena import Arena
 from offload.errors import OffloadError
 from offload.transfer import Read, Reader, Transfer
-
-MIDDLE = (0x00, 0xFF, 0xFF, 0x88)
-"""A byte of each plane whose codes begin with 1 and go on with 0: the middle of what finer planes
-can be, where this is the first that is absent."""
 
 
 @dataclass(frozen=True)
@@ -73,32 +67,17 @@ class DiskSource:
         self, store: Store, bits: int, reader: Reader, arena: Arena, biases: Sequence[Biases]
     ) -> None:
         self._store, self._bits = store, bits
-        self._planes = 1 if bits == WHOLE else num_planes(bits)  # of a slot
         self._reader, self._arena, self._biases = reader, arena, list(biases)
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Transfer:
-        file, stored = self._store.file(layer), self._stored(layer, expert)
+        file = self._store.file(layer)
         reads, offset = [], self._store.prefix(ExpertKey(layer, expert), self._bits).start
-        for place in self._arena.places(slot, range(stored)):
+        for place in self._arena.places(slot):
             reads.append(Read(file.fd, file.path, offset, place, file.status))
             offset += place.numel()
-        self._put_middle(stored, slot)
         self._put_biases(self._biases[layer], expert, slot)
         what = f"expert {expert} of MoE layer {layer}"
         return self._reader.submit(reads, urgent=urgent, what=what)
-
-    def _stored(self, layer: int, expert: int) -> int:
-        """How many planes of an expert the store has."""
-        if self._bits == WHOLE:
-            return 1
-        return num_planes(self._store.manifest.layers[layer].bits_of(expert, self._bits))
-
-    def _put_middle(self, first: int, slot: int) -> None:
-        """Planes that the store has not stand for the middle of what is left open, as if they were
-        not there."""
-        for plane in range(first, self._planes):
-            for place in self._arena.places(slot, range(plane, plane + 1)):
-                place.fill_(MIDDLE[plane] if plane == first else 0)
 
     def _put_biases(self, biases: Biases, expert: int, slot: int) -> None:
         slots = self._arena.experts

@@ -43,7 +43,10 @@ class OffloadedExperts:
     ) -> None:
         self.layer, self.num_experts = layer, num_experts
         self.cache, self.slots = cache, slots
-        self.expert_bytes = one_expert_bytes(slots)
+        own, biases = cache.bytes_of(layer), (slots.gate_up_bias_EG, slots.down_bias_EH)
+        self.expert_bytes = sum(own) // num_experts + sum(
+            bias[0].nbytes for bias in biases if bias is not None
+        )
         self._copies, self.late = copies, late
 
     @property
@@ -80,9 +83,7 @@ class OffloadedExperts:
         if copies is not None:  # the compute stream is here: it has waited for what it had to
             for layer, seconds in copies.take_delays():
                 self.cache.statistics.layers[layer].stall_seconds += seconds
-        if prefetcher is not None:
-            prefetcher.settle(self.layer, wanted)
-        late = None
+        asked, late = wanted, None
         if self.late is not None:
             late = self.late.part(self.cache, wanted, hidden_TH, ids_TK, weights_TK)
         if late is not None:
@@ -92,7 +93,8 @@ class OffloadedExperts:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:
-                prefetcher.look_ahead(self.layer, hidden_TH, Routing(expert_ids_TK, weights_TK))
+                routing = Routing(expert_ids_TK, weights_TK)
+                prefetcher.visit(self.layer, asked, hidden_TH, routing)
             for wave in held.waves:
                 slot_ids_TK = wave.slot_ids.take(ids_TK)
                 if copies is not None:
@@ -130,5 +132,5 @@ def held_experts(layer: LayerExperts) -> AnyExperts:
 
 
 def one_expert_bytes(slots: AnyExperts) -> int:
-    """Bytes of one expert where all have the same."""
+    """Bytes of one expert, or of one of those that there are most of."""
     return slots.expert_bytes if isinstance(slots, ExpertWeights) else slots.expert_bytes_of(0)

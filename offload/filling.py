@@ -6,6 +6,7 @@ leaves its unit without a slot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from offload.policies import Policy
 from offload.slots import SlotTable
 from offload.statistics import CacheStatistics, LayerStatistics
 from offload.transfer import Transfer
-from offload.victims import Victims
+from offload.victims import Taken, Victims
 
 
 class Source(Protocol):
@@ -53,12 +54,10 @@ class Filling:
         source: Source,
         policy: Policy,
         statistics: CacheStatistics,
-        expert_bytes: int,
     ) -> None:
         self.table, self.policy, self.statistics = table, policy, statistics
         self.pins: dict[object, Sequence[int]] = {}  # of each holder, the units it needs
         self._source = source
-        self._bytes = expert_bytes
         self._flying: dict[int, _Fetch] = {}
         self._unasked: dict[int, int] = {}  # prefetched and asked for by nobody yet: bytes
         self.victims = Victims(table, policy, lambda: chain(self._flying, *self.pins.values()))
@@ -78,7 +77,7 @@ class Filling:
 
     def asked(self, layer: int, units: Sequence[int], missing: Sequence[int]) -> None:
         """Count a call's units, and hasten what of them is on its way."""
-        self.victims.forget()
+        self.victims.spare(units)
         counters = self.statistics.layers[layer]
         counters.hits += len(units) - len(missing)
         if self._unasked:
@@ -113,7 +112,7 @@ class Filling:
             raise
         self._flying[unit] = _Fetch(transfer, table.generation[slot], cause)
         counters.prefetches += cause == "prefetch"
-        self._count(unit, cause, self._bytes)
+        self._count(unit, cause, table.sizes.nbytes[unit])
 
     def arrive(self, unit: int) -> None:
         """Wait until a unit with a slot is there.
@@ -145,19 +144,32 @@ class Filling:
 
     def make_room(self, unit: int, worth: float) -> bool:
         """A slot for a unit, free or of something worth less; whether there is one."""
-        if not self.table.free:
-            victim = self.victims.cheapest()
-            if victim is None or victim[0] >= worth:
-                return False
-            self.evict(victim[1])
-        self.table.place(unit, self.table.free.pop())
+        taken = self.room_for(unit)
+        if taken is None or taken[0] >= worth:
+            return False
+        self.give(unit, taken)
         return True
 
-    def evict(self, unit: int) -> None:
+    def room_for(self, unit: int) -> Taken | None:
+        """The slot that a unit would have: a free one, worth less than anything, it must have; None
+        where all are in use."""
+        slot = self.table.take_free(unit)
+        return self.victims.cheapest(unit) if slot is None else (-math.inf, slot, [])
+
+    def give(self, unit: int, taken: Taken) -> None:
+        """A slot to a unit, instead of those who have it."""
+        _, slot, owners = taken
+        for other in owners:
+            if other >= 0 and self.table.slot[other] >= 0:
+                self.lost(other)
+                self.table.drop(other)
+        self.table.place(unit, slot)
+
+    def lost(self, unit: int) -> None:
+        """Count a unit that must go."""
         counters = self.counters(unit)
         counters.evictions += 1
         counters.wasted_bytes += self._unasked.pop(unit, 0)
-        self.table.drop(unit)
 
     def settle_unpinned(self) -> None:
         """Take back or wait for all transfers that nobody holds; failures are counted only."""
@@ -181,7 +193,7 @@ class Filling:
             return False
         del self._flying[unit]
         self.counters(unit).cancelled += 1
-        self._count(unit, fetch.cause, -self._bytes)
+        self._count(unit, fetch.cause, -self.table.sizes.nbytes[unit])
         self.table.drop(unit)
         return True
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,7 @@ class Held:
         "_fetched",
         "_filling",
         "_layer",
+        "_now",
         "_queue",
         "_units",
     )
@@ -66,8 +68,11 @@ class Held:
         filling.pins[self] = units
         self._fetched: set[int] = set()  # by this call, and not computed with yet
         self._queue = deque(missing)
+        self._now = not filling.victims.late or len(missing) > RING
         if missing:
             self._guarded(self._feed)
+            if not self._now:
+                filling.victims.prepare()
 
     @property
     def waves(self) -> Iterator[Wave]:
@@ -114,27 +119,25 @@ class Held:
             most: units to begin with; all by default.
         """
         filling, queue = self._filling, self._queue
-        table, values = filling.table, filling.policy.values()
-        if len(queue) > len(table.free):
-            filling.victims.rank(len(queue))
+        table = filling.table
+        if self._now:
+            values = filling.policy.values()
+            filling.victims.expect(len(queue))
         most = len(queue) if most is None else most
         for _ in range(most):
             unit, cause = queue[0], "demand"
             if table.present[unit]:  # it was on its way, and has come
                 queue.popleft()
                 continue
-            if table.slot[unit] < 0 and not table.free:
-                found = filling.victims.cheapest()
-                if found is None:
+            if table.slot[unit] < 0:
+                taken = filling.room_for(unit)
+                if taken is None:
                     return
-                value, victim = found
-                if values[unit] <= value:
+                if self._now and values[unit] <= taken[0]:
                     if len(self._fetched) >= RING:
                         return
                     cause = "streamed"
-                filling.evict(victim)
-            if table.slot[unit] < 0:
-                table.place(unit, table.free.pop())
+                filling.give(unit, taken)
             queue.popleft()
             self._fetched.add(unit)
             if not filling.is_flying(unit):
@@ -174,13 +177,14 @@ class Held:
             self._feed(1)
         if filling.table.slot[unit] < 0:
             layer, expert = divmod(unit, filling.table.width)
+            slots = filling.table.sizes.experts_in(len(filling.table.owner))
             raise OffloadError(
-                f"no slot for expert {expert} of layer {layer}: all {len(filling.table.unit)} are "
+                f"no slot for expert {expert} of layer {layer}: all {slots} are "
                 "held by other calls or by reads that do not end; give the device more memory"
             )
 
     def _wave(self, start: int, end: int) -> Wave:
-        table, experts = self._filling.table, list(self._experts[start:end])
-        ids = torch.full_like(table.slot_ids(self._layer), -1)
-        ids[experts] = torch.tensor([table.slot[unit] for unit in self._units[start:end]])
-        return Wave(experts, ids)
+        table, experts = self._filling.table, self._experts[start:end]
+        ids = np.full(len(table.slot_ids(self._layer)), -1)
+        ids[experts] = [table.slot[unit] for unit in self._units[start:end]]
+        return Wave(experts, torch.from_numpy(ids))

@@ -34,7 +34,8 @@ def hot_set_file(directory: Path) -> Path:
 def save_hot_set(file: Path, hot_set: HotSet) -> None:
     """A warning says so where it cannot be written."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if file.name != FILE_NAME:  # a store that was moved away is not made again
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(file, json.dumps(hot_set, separators=(",", ":")).encode())
     except OSError as error:
         _logger.warning("the hot set was not saved to %s: %s", file, error.strerror)

@@ -161,7 +161,7 @@ def measure(near: Arena, copy_seconds: float) -> Costs:
     Args:
         near: slots in host memory.
     """
-    slots, experts = near.experts, min(MANY, near.capacity)
+    slots, experts = near.experts, min(MANY, near.experts.num_experts)
     for slot in range(experts):  # reading memory that was never written to is faster
         for place in near.places(slot):
             place.zero_()

@@ -32,6 +32,8 @@ class Measures:
         self._cache = cache
         self._step, self._last = 0, now
         self._layer: int | None = None
+        self._loads = 0  # that it waits for, none of which a bid has begun
+        self._width = max(experts)
         self._seen = [np.full(count, -np.inf) for count in experts]  # step when it was there last
         self._evicted, self._regretted = DOUBT, DOUBT / 2
         self._evictions_a_step, self._evictions_now = 0.0, 0
@@ -54,7 +56,7 @@ class Measures:
         self._evictions_now = 0
 
     def arrive(self, layer: int, wanted: Sequence[int], now: float) -> float:
-        """The step loop is at a layer and will ask for these experts.
+        """A layer has asked for these experts, and waits for none of them yet.
 
         Returns:
             Seconds since the last arrival for which it waited.
@@ -64,27 +66,31 @@ class Measures:
         first = self.layer_seconds == 0.0
         self.layer_seconds += (1.0 if first else FOLLOW) * (spent - self.layer_seconds)
         self._last, self._layer = now, layer
-        self._regret(layer, np.asarray(wanted, dtype=np.int64))
+        there = self._cache.present[layer * self._width :]
+        absent = [expert for expert in wanted if not there[expert]]
+        _, _, late, evicted = self._since(layer)
+        self._loads = 0 if late else len(absent)
+        self._regret(layer, absent, int(evicted))
         self._before[layer] = self._counters(layer)
         return stalled
 
     def _after(self, layer: int) -> float:
         """Take note of what the last layer's call has cost."""
-        stall, misses, late, _ = self._since(layer)
-        if misses > 0 and late == 0:
-            self.load_seconds += FOLLOW * (stall / misses - self.load_seconds)
+        stall = self._since(layer)[0]
+        if self._loads:
+            self.load_seconds += FOLLOW * (stall / self._loads - self.load_seconds)
         return stall
 
-    def _regret(self, layer: int, wanted: np.ndarray) -> None:
+    def _regret(self, layer: int, absent: Sequence[int], evicted: int) -> None:
         """Evictions since the last visit, and of those asked for now the ones that would be there
         if a newcomer had not taken their place."""
-        evicted = int(self._since(layer)[3])
         self._evictions_now += evicted
-        there = self._cache.slot_ids(layer).numpy()[:-1] >= 0
+        seen = self._seen[layer]
+        there = self._cache.present[layer * self._width :][: len(seen)]
         lifetime = min(LONGEST, self._cache.slots / max(self._evictions_a_step, 1e-9))
-        absent = wanted[~there[wanted]]
-        lost = int((self._seen[layer][absent] >= self._step - lifetime).sum())
-        self._seen[layer][there] = self._step
+        still = self._step - lifetime
+        lost = int(sum(seen[expert] >= still for expert in absent))
+        seen[there] = self._step
         keep = 1 - FOLLOW / len(self._seen)
         self._evicted = keep * self._evicted + max(evicted, lost)
         self._regretted = keep * self._regretted + lost

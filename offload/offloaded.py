@@ -30,7 +30,6 @@ class Offloaded:
         tiers: which experts are in which memory, the one that kernels read first.
         reader: what reads the others.
         load_seconds: for one expert to where kernels read it, until that has been measured.
-        bytes_LE: of each expert of each layer, as it is read.
         hot_set_file: where the hot set is kept; None for nowhere.
         prefetcher: what reads experts before they are needed, if anything does.
     """
@@ -39,7 +38,6 @@ class Offloaded:
     tiers: Sequence[Tier]
     reader: ThreadedReader
     load_seconds: float
-    bytes_LE: Sequence[Sequence[int]]
     hot_set_file: Path | None
     closing: ExitStack
     prefetcher: Prefetcher | None = None
@@ -52,7 +50,7 @@ class Offloaded:
     def read_seconds(self, layer: int) -> list[float]:
         """For each expert of a layer, at the reader's speed when it was chosen."""
         speed = max(self.reader.bytes_per_second, SLOWEST)
-        return [size / speed for size in self.bytes_LE[layer]]
+        return [size / speed for size in self.cache.bytes_of(layer)]
 
     def miss_ratio(self, layer: int) -> float:
         """Share of the experts asked of a layer that had to be read, in [0, 1]."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from experts.store import Store
-from experts.weights import ExpertKey
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from offload.arena import Arena
@@ -24,7 +24,8 @@ from offload.late import LateExperts, measure
 from offload.offloaded import SLOWEST, Offloaded
 from offload.policies import POLICIES, Policy
 from offload.readers import ThreadedReader, choose_reader
-from offload.room import Capacity, arena_for, expert_bytes
+from offload.room import Capacity, arena_for, sizes_of
+from offload.slots import Sizes
 from offload.streams import Streams, open_streams
 from offload.tiers import HOST, MEMORY, HostValues, Tier
 
@@ -75,12 +76,8 @@ def open_offloaded(
             load_seconds = tiers[0].cache.expert_bytes / max(chosen.bytes_per_second, SLOWEST)
         else:
             layers, tiers, load_seconds = opening.over_host(room, streams, closing, late=late)
-            _fill(*tiers, counts=counts, hot_set=hot_set, advance=advance)
-        bytes_LE = [
-            [len(store.prefix(ExpertKey(layer, expert), bits)) for expert in range(count)]
-            for layer, count in enumerate(counts)
-        ]
-        return Offloaded(layers, tiers, chosen, load_seconds, bytes_LE, file, closing.pop_all())
+            _fill(*tiers, sizes=opening.sizes, hot_set=hot_set, advance=advance)
+        return Offloaded(layers, tiers, chosen, load_seconds, file, closing.pop_all())
 
 
 class _Opening:
@@ -97,7 +94,7 @@ class _Opening:
         self._store, self._bits, self._like = store, bits, like
         self._reader, self._policy = reader, policy
         self._counts = [layer.experts for layer in store.manifest.layers]
-        self._expert_bytes = expert_bytes(store.manifest, bits)
+        self.sizes = sizes_of(store.manifest, bits)
         self._biases = [read_biases(store, layer) for layer in range(len(self._counts))]
 
     def in_memory(self, room: Capacity) -> tuple[list[OffloadedExperts], list[Tier]]:
@@ -118,15 +115,13 @@ class _Opening:
         """
         arena = self._arena(room.slots, room.device)
         near = self._arena(room.host_slots, torch.device("cpu"))
-        for piece in near.pin(room.pinned_slots, streams.pin):
+        for piece in near.pin(self.sizes.grains_for(room.pinned_slots), streams.pin):
             closing.callback(streams.unpin, piece)
         values = HostValues(self._policy)
         host = self._over_disk(near, room.host_slots, values)
         copies = HostSource(host, near, arena, streams)
         closing.callback(copies.close)
-        cache = values.device = ExpertCache(
-            self._counts, room.slots, arena, copies, self._policy, self._expert_bytes
-        )
+        cache = values.device = ExpertCache(self.sizes, room.slots, arena, copies, self._policy)
         seconds = copies.copy_seconds()
         costs = measure(near, seconds) if late else None
         views = zip(
@@ -156,22 +151,26 @@ class _Opening:
 
     def _over_disk(self, arena: Arena, slots: int, policy: Policy) -> ExpertCache:
         source = DiskSource(self._store, self._bits, self._reader, arena, self._biases)
-        return ExpertCache(self._counts, slots, arena, source, policy, self._expert_bytes)
+        return ExpertCache(self.sizes, slots, arena, source, policy)
 
 
 def _fill(
     device: Tier,
     host: Tier,
     *,
-    counts: Sequence[int],
+    sizes: Sizes,
     hot_set: HotSet,
     advance: Callable[[int], object],
 ) -> None:
     """Read all experts if host memory takes them, else those of the hot set."""
-    if host.cache.slots == sum(counts):
-        for layer, count in enumerate(counts):
-            host.cache.warm((layer, expert) for expert in range(count))
-            advance(count * host.cache.expert_bytes)
+    width = max(sizes.experts)
+    if host.cache.slots == sum(sizes.experts):
+        everyone = np.flatnonzero(sizes.grains).tolist()
+        everyone.sort(key=lambda unit: -sizes.grains[unit])  # else they would not all have room
+        for start in range(0, len(everyone), width):
+            units = everyone[start : start + width]
+            host.cache.warm(divmod(unit, width) for unit in units)
+            advance(sum(sizes.nbytes[unit] for unit in units))
     device.cache.warm(hot_set)
     host.cache.warm(hot_set)
 

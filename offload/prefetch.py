@@ -30,7 +30,8 @@ MAX_DEPTH = 8
 
 class Prefetcher:
     """Called by the step loop: `start` once a step, and `foretell` before it where drafts are made
-    for it; at each MoE layer `settle`, the cache's `acquire`, `look_ahead`, and then the experts.
+    for it; at each MoE layer the cache's `acquire`, `visit` while what is missing is read, and then
+    the experts.
 
     Args:
         cache: where bids are placed.
@@ -56,7 +57,7 @@ class Prefetcher:
         self.predictor = self._guide = predictor
         self.governors = [Governor() for _ in experts]
         self.measures = Measures(cache, experts, load_seconds, clock())
-        self._cache, self._width, self._layers = cache, max(experts), range(len(experts))
+        self._cache, self._layers = cache, range(len(experts))
         self._clock = clock
         self._read_seconds = read_seconds or (lambda: self.measures.load_seconds)
         self._bids = Bids(cache, len(experts), load_seconds)
@@ -97,17 +98,26 @@ class Prefetcher:
             self._guide.start(tokens)
             self._bid(-1)
 
-    def settle(self, layer: int, wanted: Sequence[int]) -> None:
-        """The router has decided: take back what it contradicts, and judge the bids.
+    def visit(
+        self, layer: int, wanted: Sequence[int], hidden_states: Tensor, routing: Routing
+    ) -> None:
+        """The router has decided, and what is missing is being read: judge the bids on this layer,
+        and bid for those to come.
 
         Args:
             layer: MoE layer.
-            wanted: the experts that this call will acquire.
+            wanted: the experts that it asks for.
+            hidden_states: rows ``(T, H)`` that they read.
+            routing: what the router decided for these.
         """
-        if not self._awake:
-            return
+        if self._awake:
+            self._settle(layer, wanted)
+            self._guide.observe(layer, hidden_states, routing)
+            self._bid(layer)
+
+    def _settle(self, layer: int, wanted: Sequence[int]) -> None:
+        """Take back what the router contradicts, and see what the others have come to."""
         now, governor, cache = self._clock(), self.governors[layer], self._cache
-        cache.poll()
         self.measures.arrive(layer, wanted, now)
         self._trust.visit(layer, wanted)
         self._bids.read = self._read_seconds()
@@ -130,18 +140,6 @@ class Prefetcher:
         if layer in self._asked:
             governor.record.missed += sum(expert not in bids for expert in absent)
             governor.judge(gain, self._step)
-
-    def look_ahead(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
-        """Bid for the layers to come, behind the reads that this layer waits for.
-
-        Args:
-            layer: MoE layer.
-            hidden_states: rows ``(T, H)`` that its experts read.
-            routing: what its router decided for them.
-        """
-        if self._awake:
-            self._guide.observe(layer, hidden_states, routing)
-            self._bid(layer)
 
     def _begin(self) -> None:
         """The last step is over."""
@@ -170,20 +168,19 @@ class Prefetcher:
 
     def _bid_on(self, forecast: Forecast, targets: set[int], layer: int, began: float) -> None:
         """Bid for some layers, at a layer; who was forecast since it began pays for the time."""
-        stated, width = forecast.probability.tolist(), self._width
-        named = list(zip(forecast.layer.tolist(), forecast.expert.tolist(), stated, strict=True))
-        self._cache.policy.forecast([at * width + expert for at, expert, _ in named], stated)
+        named = forecast.layer.tolist(), forecast.expert.tolist(), forecast.probability.tolist()
         offers = [
             self._offer(*each, layer)
-            for each in named
+            for each in zip(*named, strict=True)
             if each[0] in targets and not self._cache.has(*each[:2])
         ]
         now = self._clock()
         for offer in sorted(filter(None, offers), reverse=True):
             self._place(offer, now)
         self._asked.update(targets)
+        spent = max(0.0, now - began - self._wait)  # this layer waits anyway
         for target in targets:
-            self._spent[target] += (now - began) / len(targets)
+            self._spent[target] += spent / len(targets)
 
     def _offer(self, target: int, expert: int, stated: float, layer: int) -> Offer | None:
         """An absent expert, if it is worth a bid when the disk has nothing else to do."""

@@ -20,13 +20,7 @@ Calls = Sequence[Sequence[int]]
 layers come one after the other."""
 
 
-def hit_ratio(
-    calls: Calls,
-    slots: int,
-    policy: Policy,
-    width: int,
-    before: Callable[[int], object] = lambda call: None,
-) -> float:
+def hit_ratio(calls: Calls, slots: int, policy: Policy, width: int) -> float:
     """Share of the units asked for that were there.
 
     Args:
@@ -34,11 +28,9 @@ def hit_ratio(
         slots: room for so many units.
         policy: new.
         width: units of a layer.
-        before: called before each call with its number: a predictor may speak here.
     """
     cache = _Slots(max(map(max, calls)) + 1, slots)
-    for number, units in enumerate(calls):
-        before(number)
+    for units in calls:
         policy.touch(units[0] // width, units)
         cache.ask(units, policy.values)
     return cache.hits / cache.asked
@@ -86,9 +78,6 @@ class RandomChoice:
         self._random, self._units = np.random.default_rng(0), num_layers * width
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
-        pass
-
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
         pass
 
     def values(self) -> Values:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from math import ceil, gcd
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from experts.header import DTYPES
 from experts.layer_file import WHOLE
 from experts.manifest import LayerRecord, Manifest
 from kernels import ExpertWeights
-from offload.arena import PAGE, Arena, plane_arena, whole_arena
+from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
+from offload.cache import LEAST_SLOTS
+from offload.slots import Sizes
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,33 @@ def why_not(manifest: Manifest) -> str:
     return "" if len(kinds) == 1 else "its MoE layers have experts of different shapes"
 
 
+def sizes_of(manifest: Manifest, bits: int) -> Sizes:
+    """Of the experts of a store, read at so many bits or less."""
+    experts = [layer.experts for layer in manifest.layers]
+    grains, grains_of = [0] * (len(experts) * max(experts)), _grains_of(manifest, bits)
+    nbytes = grains.copy()
+    for index, layer in enumerate(manifest.layers):
+        for expert in range(layer.experts):
+            unit, own = index * max(experts) + expert, layer.bits_of(expert, bits)
+            grains[unit], nbytes[unit] = grains_of[own], _expert_bytes(manifest, own)
+    return Sizes(experts, list(grains_of.values()), grains, nbytes)
+
+
+def least_slots(manifest: Manifest, bits: int) -> int:
+    """The fewest with which a cache can work."""
+    sizes = sizes_of(manifest, bits)
+    return sizes.experts_in(LEAST_SLOTS * max(sizes.kinds) - 1) + 1
+
+
 def slot_bytes(manifest: Manifest, bits: int) -> int:
-    """Memory of one expert in a cache, its biases included."""
-    page = 1 if bits == WHOLE else PAGE
-    own = -(-expert_bytes(manifest, bits) // page) * page
-    return own + _bias_bytes(manifest.layers[0])
+    """Memory of one expert in a cache, its biases included; the mean where sizes differ."""
+    sizes, shape = sizes_of(manifest, bits), manifest.layers[0].shape(manifest.group_size)
+    if bits == WHOLE:
+        own = _expert_bytes(manifest, bits)
+    else:
+        own = grain_bytes(shape, _grains_of(manifest, bits))
+    biases = sum(_bias_bytes(manifest.layers[0]) / kind for kind in sizes.kinds)
+    return ceil((own + biases) * sizes.all_grains / sum(sizes.experts))
 
 
 def fixed_bytes(manifest: Manifest) -> int:
@@ -59,18 +85,34 @@ def fixed_bytes(manifest: Manifest) -> int:
 def arena_for(
     manifest: Manifest, bits: int, slots: int, like: ExpertWeights, device: torch.device
 ) -> Arena:
-    """Capacity for ``slots`` experts of any layer."""
-    record = manifest.layers[0]
-    shape = record.shape(manifest.group_size)
+    """Capacity for ``slots`` experts of any layer, on average where sizes differ."""
+    record, sizes = manifest.layers[0], sizes_of(manifest, bits)
+    shape, grains = record.shape(manifest.group_size), sizes.grains_for(slots)
+    rows = sum(grains // kind for kind in sizes.kinds)
     first, second = (
-        None if width is None else torch.zeros(slots, width, device=device)
+        None if width is None else torch.zeros(rows, width, device=device)
         for width in _bias_widths(record)
     )
     own: dict[str, Any] = {"activation": like.activation, "post_norm": like.post_norm}
     own |= {"gate_up_bias_EG": first, "down_bias_EH": second}
     if bits == WHOLE:
-        return whole_arena(shape, DTYPES[record.dtype], slots, device, **own)
-    return plane_arena(shape, bits, slots, record.interleaved, device, **own)
+        return whole_arena(shape, DTYPES[record.dtype], grains, device, **own)
+    grains_of = _grains_of(manifest, bits)
+    return plane_arena(shape, grains_of, grains, record.interleaved, device, **own)
+
+
+def _grains_of(manifest: Manifest, bits: int) -> dict[int, int]:
+    """The bits that experts have, those of most of them first, and the grains that these take.
+
+    An expert of b bits takes b grains, so that two of 4 bits or four of 2 fit where one of 8 was;
+    scales are counted with the fewest bits, which wastes some percent of the others. Where that can
+    be had with larger grains they are larger, and experts of one size take one each.
+    """
+    found = Counter(
+        layer.bits_of(expert, bits) for layer in manifest.layers for expert in range(layer.experts)
+    )
+    step = gcd(*found)
+    return {own: own // step for own, _ in found.most_common()}
 
 
 def _bias_bytes(record: LayerRecord) -> int:
@@ -86,8 +128,8 @@ def _bias_widths(record: LayerRecord) -> tuple[int | None, int | None]:
     )
 
 
-def expert_bytes(manifest: Manifest, bits: int) -> int:
-    """Of one expert as it is read, without its biases."""
+def _expert_bytes(manifest: Manifest, bits: int) -> int:
+    """Of one expert of so many bits as it is read, without its biases."""
     record = manifest.layers[0]
     if bits != WHOLE:
         return record.shape(manifest.group_size).nbytes(bits)

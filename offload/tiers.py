@@ -70,9 +70,6 @@ class HostValues:
     def touch(self, layer: int, units: Sequence[int]) -> None:
         pass
 
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
-        pass
-
     def values(self) -> Values:
         """As on the device; below all others, the safest first, what is safe there."""
         values = self._policy.values()

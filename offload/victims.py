@@ -1,4 +1,12 @@
-"""Who must go: the least valuable units, found once for all who need room in a call of a layer."""
+"""Who must go: the least valuable units, found once for all who need room in a call of a layer.
+
+What a hit saves is reading as many bytes as it takes up, so a byte is worth what its unit is worth,
+whatever that one's size; a slot over several units, what its grains are worth on average.
+
+Finding them takes about as long as the policy needs to learn from what was asked for, so in a deep
+model it is done behind a call's reads, while they are under way, and for the next call: of what a
+layer of many asks for, little is known better a call later.
+"""
 
 from __future__ import annotations
 
@@ -10,56 +18,101 @@ import numpy as np
 from offload.policies import Policy
 from offload.slots import SlotTable
 
-SPARE = 8
+FEW = 2048
+"""Units that are valued before anything is read: so few cost little, and say more of each other."""
+SPARE = 16
 """Found beyond those that a call needs, for the prefetches that follow it: finding some more costs
 nothing, finding them again does."""
 
+Taken = tuple[float, int, list[int]]
+"""What a slot is worth that may be had, its number, and who has which of its grains, -1 where
+nobody does."""
+
 
 class Victims:
-    """Ranks what is there by what a policy says it is worth.
+    """Ranks slots by what a policy says that the units in them are worth.
 
     Args:
         table: what is there.
         policy: what it is worth.
         in_use: units that may not go now.
+
+    Attributes:
+        late: whether a call finds them for the next one.
     """
 
     def __init__(
         self, table: SlotTable, policy: Policy, in_use: Callable[[], Iterable[int]]
     ) -> None:
         self._table, self._policy, self._in_use = table, policy, in_use
-        self._ranked: deque[tuple[float, int]] = deque()
+        self._ranked: dict[int, deque[Taken]] = {}  # of each kind
+        self._wanted = 0
+        self._spared: set[int] = set()  # asked for since they were ranked
+        self.late = len(table.present) > FEW
+
+    def spare(self, units: Iterable[int]) -> None:
+        """They are worth more than when they were ranked."""
+        self._spared.update(units)
 
     def forget(self) -> None:
         """What things are worth has changed."""
+        self.expect(0)
+
+    def expect(self, wanted: int) -> None:
+        """So many newcomers are about to ask: who goes for them is found at once."""
         self._ranked.clear()
+        self._spared.clear()
+        self._wanted = wanted
 
-    def rank(self, wanted: int) -> None:
-        """Find who goes for so many newcomers, and for some more."""
-        self._ranked = deque(self.least(wanted + SPARE))
+    def prepare(self) -> None:
+        """Find now who goes in the next call."""
+        kinds = list(self._ranked)
+        self.expect(0)
+        for kind in kinds:
+            self._ranked[kind] = deque(self._rank(kind))
 
-    def cheapest(self) -> tuple[float, int] | None:
-        """What the least valuable unit that may go is worth, and which it is; None where all are in
-        use."""
+    def cheapest(self, unit: int) -> Taken | None:
+        """The least valuable slot of a unit's size whose units may go; None where there is none."""
+        table = self._table
+        kind = table.sizes.grains[unit]
         for again in (True, False):
-            in_use = set(self._in_use()) if self._ranked else set()
-            while self._ranked:
-                unit = self._ranked[0][1]
-                if self._table.present[unit] and unit not in in_use:
-                    return self._ranked[0]
-                self._ranked.popleft()
+            ranked = self._ranked.get(kind)
+            in_use = self._spared.union(self._in_use()) if ranked else set()
+            while ranked:
+                _, slot, owners = ranked[0]
+                if table.mixed:
+                    same = table.owners(kind, slot) == owners
+                else:
+                    same = table.present[owners[0]]
+                if same and in_use.isdisjoint(owners):
+                    return ranked[0]
+                ranked.popleft()
             if again:
-                self.rank(0)
+                if self._spared:  # they come back, at what they are worth now
+                    self.expect(self._wanted)
+                self._ranked[kind] = deque(self._rank(kind))
         return None
 
-    def least(self, count: int) -> list[tuple[float, int]]:
-        """At most ``count`` units that may go, least valuable first, with their values."""
-        evictable = self._table.present.copy()
+    def _rank(self, kind: int) -> list[Taken]:
+        """The least valuable slots of a kind, cheapest first."""
+        table, count, values = self._table, self._wanted + SPARE, self._policy.values()
+        evictable = table.present.copy()
         evictable[list(self._in_use())] = False
-        units = np.flatnonzero(evictable)
-        values = self._policy.values()[units]
-        if count < len(values):
-            lowest = np.argpartition(values, count)[:count]
-            units, values = units[lowest], values[lowest]
-        order = np.argsort(values, kind="stable")
-        return list(zip(values[order].tolist(), units[order].tolist(), strict=True))
+        if table.mixed:  # slots are candidates, else units
+            owners = table.owner[: len(table.owner) // kind * kind]
+            worth = np.where(evictable[owners], values[owners], np.inf)
+            worth[owners < 0] = 0.0
+            worth = worth.reshape(-1, kind).mean(1)
+            found = np.flatnonzero(worth < np.inf)
+            worth, found = worth[found], found + table.first_slot(kind)
+        else:
+            found = np.flatnonzero(evictable)
+            worth = values[found]
+        if count < len(worth):
+            lowest = np.argpartition(worth, count)[:count]
+            found, worth = found[lowest], worth[lowest]
+        order = np.argsort(worth, kind="stable")
+        pairs = zip(worth[order].tolist(), found[order].tolist(), strict=True)
+        if table.mixed:
+            return [(value, slot, table.owners(kind, slot)) for value, slot in pairs]
+        return [(value, table.slot[unit], [unit]) for value, unit in pairs]

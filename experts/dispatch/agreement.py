@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +20,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.dispatch.assignment import Ints
 from experts.dispatch.exchange import Exchange, ExchangeError
 
 Bytes = NDArray[np.uint8]
+Ids = NDArray[np.int16]
 
 INLINE = 512
 """Ids in the first message: of 64 tokens with 8 experts."""
-_HEAD = struct.Struct("<7q")
-_IDS = slice(_HEAD.size, _HEAD.size + 2 * INLINE)
+_HEAD, _AT = struct.Struct("<7q"), struct.calcsize("<2q")
+"""Layer and epoch, where all must be; and a `Head`."""
+IDS = slice(_HEAD.size, _HEAD.size + 2 * INLINE)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Head(NamedTuple):
     """What each rank says of itself: a dtype by its number, bytes of a row, rows in the message."""
 
-    layer: int
-    epoch: int
     tokens: int
     slots: int
     dtype: int
@@ -44,26 +44,41 @@ class Head(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """What follows from the heads of all ranks.
+
+    Attributes:
+        told: the heads as they travel.
+        tokens_R: of each rank.
+        slots: of the tokens that have most.
+        most_ids: of a rank.
+        dtype: of the hidden states; None where nobody has any.
+        width: bytes of a token's row where those of all have come; 0 where not.
+    """
+
+    told: bytes
+    heads: tuple[Head, ...]
+    tokens_R: list[int]
+    slots: int
+    most_ids: int
+    dtype: torch.dtype | None
+    width: int
+
+
+@dataclass
 class Agreement:
     """What all ranks bring to a layer.
 
     Attributes:
-        heads: of all ranks.
-        experts_TK: expert ids of the tokens of all ranks, by rank; -1 for unused slots.
-        dtype: of the hidden states; this rank's own where nobody has any.
-        rows: ``(T, W)`` bytes of all tokens; None where they do not all fit.
+        tables: expert ids ``(tokens, slots)`` of each rank; -1 for unused slots.
+        rows: ``(tokens, W)`` bytes of each rank; None where those of some have not come.
         sent_bytes: that it took this rank, rows not counted.
     """
 
-    heads: list[Head]
-    experts_TK: Ints
-    dtype: torch.dtype
-    rows: Bytes | None
+    meeting: Meeting
+    tables: list[Ids]
+    rows: list[Bytes] | None
     sent_bytes: int
-
-    @property
-    def tokens_R(self) -> list[int]:
-        return [head.tokens for head in self.heads]
 
 
 def agree(
@@ -74,6 +89,7 @@ def agree(
     width: int,
     rows_TW: Tensor | None,
     room_R: Sequence[int],
+    told_R: Sequence[Bytes] | None = None,
 ) -> Agreement:
     """Tell all ranks about this rank's tokens, and hear about theirs; collective.
 
@@ -82,91 +98,93 @@ def agree(
         width: bytes of a token's row.
         rows_TW: those of all its tokens, sent along; None where there is no room for them.
         room_R: bytes for each rank's rows, known to all.
+        told_R: messages of all ranks, where they have been exchanged.
 
     Raises:
         ExchangeError: a rank is lost, or at another layer, or has other placements.
     """
-    rank, own = exchange.rank, expert_ids_TK.cpu().numpy().astype(np.int16)
+    rank, ids_TK = exchange.rank, expert_ids_TK.cpu().contiguous()
+    rows_TW = None if rows_TW is None else rows_TW.cpu()
     aboard = 0 if rows_TW is None else len(rows_TW)
-    message = np.empty(_IDS.stop + room_R[rank], np.uint8)
-    tokens, slots = own.shape
-    head = Head(*at, tokens, slots, _DTYPES.index(dtype), width, aboard)
-    _HEAD.pack_into(message.data, 0, *head)
-    inline = own.reshape(-1)[:INLINE]
-    message[_IDS].view(np.int16)[: len(inline)] = inline
+    head = _HEAD.pack(*at, *ids_TK.shape, _DTYPES.index(dtype), width, aboard)
+    if told_R is None:
+        message = _message(head, ids_TK, rows_TW, room_R[rank], max(exchange.size - 1, 1))
+        told_R = _everybody(exchange, message, [IDS.stop + room for room in room_R])
+    heads_R = [told[: _HEAD.size].tobytes() for told in told_R]
+    if any(other[:_AT] != head[:_AT] for other in heads_R):
+        raise _out_of_step(rank, [_HEAD.unpack(other)[:2] for other in heads_R])
+    met = _meeting(b"".join([other[_AT:] for other in heads_R]))
+    ids_R, sent = [told[IDS] for told in told_R], IDS.stop
+    if met.most_ids > INLINE:
+        own = ids_TK.to(torch.int16).view(-1).view(torch.uint8)
+        sizes = [2 * one.tokens * one.slots for one in met.heads]
+        ids_R = _everybody(exchange, own.repeat(max(exchange.size - 1, 1)), sizes)
+        sent += len(own)
+    tables, rows = [], []
+    for ids, told, (tokens, slots, *_) in zip(ids_R, told_R, met.heads, strict=True):
+        tables.append(ids.view(np.int16)[: tokens * slots].reshape(tokens, slots))
+        rows.append(told[IDS.stop :][: tokens * met.width].reshape(tokens, met.width))
+    return Agreement(met, tables, rows if met.width else None, sent * (exchange.size - 1))
+
+
+def _message(head: bytes, ids_TK: Tensor, rows_TW: Tensor | None, room: int, copies: int) -> Tensor:
+    """``(copies * bytes,)``: head, the first ids, and rows in a room of their own."""
+    one = torch.zeros(IDS.stop + room, dtype=torch.uint8)
+    one[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    ids = ids_TK.reshape(-1)[:INLINE].to(torch.int16)
+    one[IDS].view(torch.int16)[: len(ids)] = ids
     if rows_TW is not None:
-        message[_IDS.stop :][: rows_TW.numel()] = rows_TW.cpu().numpy().reshape(-1)
-    messages = _everybody(exchange, message, [_IDS.stop + room for room in room_R])
-    heads = [Head(*_HEAD.unpack_from(told.data)) for told in messages]
-    _check(rank, heads)
-    tables, sent = [told[_IDS] for told in messages], _IDS.stop
-    if max(head.tokens * head.slots for head in heads) > INLINE:
-        sizes = [2 * head.tokens * head.slots for head in heads]
-        tables = _everybody(exchange, own.reshape(-1).view(np.uint8), sizes)
-        sent += own.nbytes
-    return Agreement(
-        heads=heads,
-        experts_TK=_joined(tables, heads),
-        dtype=_common_dtype(heads) or dtype,
-        rows=_aboard(messages, heads),
-        sent_bytes=sent * (exchange.size - 1),
-    )
+        one[IDS.stop :][: rows_TW.numel()] = rows_TW.view(-1)
+    return one.repeat(copies)
 
 
-def _joined(tables: Sequence[Bytes], heads: Sequence[Head]) -> Ints:
-    """Ids of all ranks, with unused slots for those that have fewer."""
-    tokens, slots = sum(head.tokens for head in heads), max(head.slots for head in heads)
-    ids_TK, start = np.full((tokens, slots), -1), 0
-    for table, head in zip(tables, heads, strict=True):
-        own = table[: 2 * head.tokens * head.slots].view(np.int16)
-        ids_TK[start : start + head.tokens, : head.slots] = own.reshape(head.tokens, head.slots)
-        start += head.tokens
-    return ids_TK
-
-
-def _aboard(messages: Sequence[Bytes], heads: Sequence[Head]) -> Bytes | None:
-    """Rows that came with the messages, if those of all tokens did."""
-    widths = {head.width for head in heads if head.tokens}
-    if len(widths) != 1 or any(head.aboard < head.tokens for head in heads):
-        return None
-    width = widths.pop()
-    parts = [
-        told[_IDS.stop : _IDS.stop + head.tokens * width]
-        for told, head in zip(messages, heads, strict=True)
-    ]
-    return np.concatenate(parts).reshape(-1, width)
-
-
-def _common_dtype(heads: Sequence[Head]) -> torch.dtype | None:
-    """Of the hidden states of all tokens; None without tokens."""
-    codes = sorted({head.dtype for head in heads if head.tokens})
+@lru_cache(maxsize=256)
+def _meeting(heads: bytes) -> Meeting:
+    """Kept, as decode steps bring the same to every layer."""
+    found = tuple(Head(*fields) for fields in struct.iter_unpack("<5q", heads))
+    widths = {head.width for head in found if head.tokens}
+    come = len(widths) == 1 and all(head.aboard >= head.tokens for head in found)
+    codes = sorted({head.dtype for head in found if head.tokens})
     if len(codes) > 1:
         names = ", ".join(str(_DTYPES[code]) for code in codes)
         raise ExchangeError(f"ranks bring hidden states of different dtypes: {names}")
-    return _DTYPES[codes[0]] if codes else None
+    return Meeting(
+        told=heads,
+        heads=found,
+        tokens_R=[head.tokens for head in found],
+        slots=max(head.slots for head in found),
+        most_ids=max(head.tokens * head.slots for head in found),
+        dtype=_DTYPES[codes[0]] if codes else None,
+        width=widths.pop() if come else 0,
+    )
 
 
-def _everybody(exchange: Exchange, own: Bytes, sizes_R: Sequence[int]) -> list[Bytes]:
-    """What each rank tells all others, of these sizes."""
-    rank, others = exchange.rank, exchange.size - 1
-    to_R, from_R = [len(own)] * exchange.size, list(sizes_R)
+def _everybody(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list[Bytes]:
+    """What each rank tells all others, of these sizes.
+
+    Args:
+        sent: the own message, once for each other rank.
+    """
+    rank, from_R = exchange.rank, list(sizes_R)
+    to_R = [from_R[rank]] * exchange.size
     to_R[rank] = from_R[rank] = 0
-    sent = torch.from_numpy(own if others == 1 else np.tile(own, others))
     received = torch.empty(sum(from_R), dtype=torch.uint8, device=exchange.device)
-    exchange.start(sent.to(exchange.device), received, to_R, from_R)()
+    leaving = sent if exchange.size > 1 else sent[:0]
+    exchange.start(leaving.to(exchange.device), received, to_R, from_R)()
     told, start, parts = received.cpu().numpy(), 0, []
     for size in from_R:
         parts.append(told[start : start + size])
         start += size
-    parts[rank] = own
+    parts[rank] = sent.numpy()[: sizes_R[rank]]
     return parts
 
 
-def _check(rank: int, heads: Sequence[Head]) -> None:
-    for other, head in enumerate(heads):
-        for name, mine, theirs in zip(("layer", "epoch"), heads[rank], head, strict=False):
-            if mine != theirs:
-                raise ExchangeError(
-                    f"the ranks are out of step: rank {rank} is at {name} {mine}, "
-                    f"rank {other} at {name} {theirs}"
-                )
+def _out_of_step(rank: int, places: Sequence[tuple[int, ...]]) -> ExchangeError:
+    """Some are at another layer or epoch."""
+    other, place = next(found for found in enumerate(places) if found[1] != places[rank])
+    named = zip(("layer", "epoch"), places[rank], place, strict=True)
+    name, mine, theirs = next(one for one in named if one[1] != one[2])
+    return ExchangeError(
+        f"the ranks are out of step: rank {rank} is at {name} {mine}, "
+        f"rank {other} at {name} {theirs}"
+    )

@@ -12,20 +12,24 @@ rank that served the token, which is the least there is to send, and equal up to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from experts.dispatch import rows as wire
-from experts.dispatch.agreement import agree
-from experts.dispatch.assignment import Assignment, Ints, fitting
-from experts.dispatch.base import Combined, Failure, Failures
+from experts.dispatch.agreement import Bytes, agree
+from experts.dispatch.assignment import Assignment
+from experts.dispatch.at_once import ArrivedAtOnce, AtOnce
+from experts.dispatch.base import Combined, Failures, fitting
 from experts.dispatch.exchange import Exchange
 from experts.dispatch.rooms import Rooms
 from experts.dispatch.statistics import DispatchStatistics
-from experts.dispatch.travelling import Arrived, Returning, Sent, Together, Wait, no_wait
+from experts.dispatch.travelling import Arrived, Arriving, Returning, Sent, Together
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
@@ -71,6 +75,8 @@ class AllToAllDispatcher:
         self.epoch = 0
         self.statistics = DispatchStatistics(len(placements))
         self._together = Together(self.statistics)
+        plain = self._exact and payload == "plain" and exchange.line is not None
+        self._at_once = AtOnce(exchange, self.statistics) if plain else None
 
     def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:
         """New placements of some layers, between steps; every rank gets the same."""
@@ -78,121 +84,116 @@ class AllToAllDispatcher:
         self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
         self.epoch = epoch
 
-    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Arrived:
-        return self.receive(self.send(layer, hidden_states, routing))
+    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Arriving:
+        at, at_once, told_R = (layer, self.epoch), self._at_once, None
+        if at_once is not None and at_once.ready(self._rooms, hidden_states, routing):
+            with self._together:
+                found = at_once.dispatch(at, self.placements[layer], hidden_states, routing)
+            if isinstance(found, ArrivedAtOnce):
+                return found
+            told_R = found
+        return self.receive(self.send(layer, hidden_states, routing, told_R))
 
-    def combine(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Combined:
-        return self.receive_back(self.send_back(dispatched, rows, failures))
+    def combine(self, dispatched: Arriving, rows: Tensor, failures: Failures) -> Combined:
+        if isinstance(dispatched, Arrived):
+            return self.receive_back(self.send_back(dispatched, rows, failures))
+        assert self._at_once is not None
+        with self._together:
+            return self._at_once.combine(dispatched, rows, failures)
 
     def check(self) -> None:
         self._together.check()
 
-    def send(self, layer: int, hidden_states: Tensor, routing: Routing) -> Sent:
-        """The first half of `dispatch`: tokens leave."""
-        exchange, hidden = self._exchange, hidden_states.shape[1]
-        hidden_states = hidden_states.to(exchange.device)
-        routing = Routing(routing.expert_ids, routing.weights.to(exchange.device))
+    def send(
+        self,
+        layer: int,
+        hidden_states: Tensor,
+        routing: Routing,
+        told_R: Sequence[Bytes] | None = None,
+    ) -> Sent:
+        """The first half of `dispatch`: tokens leave; some ranks may have told theirs already."""
+        exchange, (tokens, hidden) = self._exchange, hidden_states.shape
+        rows, weights = hidden_states.to(exchange.device), routing.weights.to(exchange.device)
         slots = 0 if self._exact else routing.top_k
-        width = wire.width(hidden, hidden_states.dtype, slots, self._payload)
+        width = wire.width(hidden, rows.dtype, slots, self._payload)
         room_R = self._rooms.bytes_R(wire.room_for(hidden))
-        fits = len(hidden_states) * width <= room_R[exchange.rank]
-        along = self._packed(hidden_states, routing.weights) if fits else None
-        at, ids, dtype = (layer, self.epoch), routing.expert_ids, hidden_states.dtype
+        along = self._packed(rows, weights) if tokens * width <= room_R[exchange.rank] else None
+        at, ids = (layer, self.epoch), routing.expert_ids
         with self._together:
-            agreed = agree(exchange, at, ids, dtype, width, along, room_R)
-        self._rooms.saw(agreed.heads)
-        part = Assignment(agreed.experts_TK, agreed.tokens_R, exchange.rank, self.placements[layer])
-        hidden_states = hidden_states.to(agreed.dtype)
-        routing = routing.pad(agreed.experts_TK.shape[1])
-        wait, sent_bytes = no_wait, room_R[exchange.rank] * (exchange.size - 1)
-        place_T = None
-        if agreed.rows is not None:
-            received = torch.from_numpy(agreed.rows).to(exchange.device)
-        else:
-            _, place_T = part.arriving
-            leaving = torch.from_numpy(part.rows.leaving).to(exchange.device)
-            message = self._packed(hidden_states[leaving], routing.weights[leaving])
-            wait, received = self._start(message, part.rows.send_R, part.rows.receive_R)
-            sent_bytes += message.numel()
-        row_bytes = hidden * hidden_states.element_size()
-        self.statistics.add(layer, part, sent_bytes, row_bytes, agreed.sent_bytes)
-        return Sent(layer, part, routing, hidden_states, received, place_T, wait)
+            agreed = agree(exchange, at, ids, rows.dtype, width, along, room_R, told_R)
+        met = agreed.meeting
+        self._rooms.saw(met)
+        part = Assignment(agreed.tables, exchange.rank, self.placements[layer])
+        if routing.top_k < met.slots:
+            weights = pad(weights, (0, met.slots - routing.top_k))
+        coming, sent_bytes = None, room_R[exchange.rank] * (exchange.size - 1)
+        dtype = met.dtype or rows.dtype
+        if agreed.rows is None:
+            packed = self._packed(rows.to(dtype), weights)
+            message = packed[torch.from_numpy(part.rows.leaving).to(exchange.device)]
+            to_R, from_R = part.rows.send_R, part.rows.receive_R
+            received, wait = self._together.start(exchange, message, to_R, from_R)
+            coming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
+        self.statistics.add(
+            *(layer, part.loads_E, part.tokens, part.pairs, part.served),
+            *(sent_bytes, hidden * dtype.itemsize, agreed.sent_bytes),
+        )
+        return Sent(layer, part, weights, hidden, dtype, agreed.rows, coming)
 
     def receive(self, sent: Sent) -> Arrived:
         """The second half of `dispatch`: what this rank serves."""
-        with self._together:
-            sent.wait()
-        part, own, device = sent.part, sent.hidden_states, sent.hidden_states.device
-        rows, weights = wire.unpack(sent.received, own.shape[1], own.dtype, self._payload)
-        if sent.place_T is not None:  # also the rows that stay: where they are served is no matter
-            own = wire.rounded(own) if self._payload == "int8" else own
-            rows, weights = torch.cat([rows, own]), torch.cat([weights, sent.own_weights(weights)])
-
-        def place(tokens: Ints) -> Tensor:
-            places = tokens if sent.place_T is None else sent.place_T[tokens]
-            return torch.from_numpy(places).to(device)
-
+        part, device = sent.part, self._exchange.device
+        tokens = part.slots.token_A if self._exact else part.rows.served_N
+        if sent.rows is not None:
+            taken = torch.from_numpy(np.concatenate(sent.rows)[tokens]).to(device)
+        else:
+            assert sent.coming is not None
+            *both, wait = sent.coming
+            with self._together:
+                wait()
+            taken = torch.cat(both)[torch.from_numpy(part.place_T[tokens]).to(device)]
+        rows = wire.unpack(taken, sent.hidden, sent.dtype, self._payload)
         if self._exact:
-            slots = part.slots
-            experts = torch.from_numpy(slots.experts_A)[:, None].to(device)
-            if len(self._ones) < len(experts):
-                self._ones = torch.ones(len(experts), 1, device=device)
-            routing = Routing(experts, self._ones[: len(experts)])
-            served = rows.index_select(0, place(slots.token_A))
-            return Arrived(sent.layer, served, routing, True, sent)
-        chosen = place(part.rows.served_N)
-        experts = torch.from_numpy(part.rows.experts_NK).to(device)
-        routing = Routing(experts, weights[chosen].masked_fill(experts < 0, 0.0)).ascending()
-        return Arrived(sent.layer, rows[chosen], routing, True, sent)
+            experts = torch.from_numpy(part.slots.experts_A).to(device)[:, None]
+            if len(self._ones) < len(tokens):
+                self._ones = torch.ones(len(tokens), 1, device=device)
+            routing = Routing(experts, self._ones[: len(tokens)])
+        else:
+            experts = torch.from_numpy(part.rows.experts_NK).to(device)
+            weights = wire.unpack_weights(taken, experts.shape[1])
+            routing = Routing(experts, weights.masked_fill(experts < 0, 0.0)).ascending()
+        return Arrived(sent.layer, rows, routing, True, sent)
 
     def send_back(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Returning:
         """The first half of `combine`: results leave."""
         sent, rank = dispatched.sent, self._exchange.rank
-        part, dtype = sent.part, sent.hidden_states.dtype
+        part, dtype = sent.part, sent.dtype
         if self._exact:
             go_R, come_R = part.slots.served_R, part.slots.returned_R
-            position, weights = part.slots.position_TK, sent.routing.weights
+            position, weights = part.slots.position_TK, sent.weights
         else:
             go_R, come_R = part.rows.receive_R, part.rows.send_R
             position, rows = part.rows.position_TR, rows.to(dtype)
             weights = torch.ones(position.shape, device=rows.device)
-        for index, failure in failures.items():
-            told = failure._replace(reason=f"rank {rank}: {failure.reason}")
-            wire.write_failure(rows, index, told)
-        leaving, staying = rows.split([len(rows) - go_R[rank], go_R[rank]])
-        message = leaving.view(torch.uint8)
-        wait, received = self._start(message, go_R, come_R, len(staying))
-        returned = received.view(rows.dtype)
-        returned[len(returned) - len(staying) :] = staying
+        wire.write_failures(rows, rank, failures)
+        leaving = len(rows) - go_R[rank]
+        message = rows[:leaving].view(torch.uint8)
+        received, wait = self._together.start(self._exchange, message, go_R, come_R)
         self.statistics.bytes_back += message.numel()
-        return Returning(returned, torch.from_numpy(position), weights, dtype, wait)
+        come, stay = received.view(rows.dtype), rows[leaving:]
+        return Returning(come, stay, torch.from_numpy(position), weights, dtype, wait)
 
     def receive_back(self, returning: Returning) -> Combined:
         """The second half of `combine`: rows of the tokens that this rank brought."""
         with self._together:
             returning.wait()
-        rows, position = returning.rows, returning.position.to(returning.rows.device)
-        failures: dict[int, Failure] = {}
-        for index, failure in wire.read_failures(rows).items():
-            for token in (position == index).any(1).nonzero()[:, 0].tolist():
-                failures.setdefault(token, failure)
-        summable = rows if rows.dtype == torch.float64 else rows.float()
-        total = weighted_sum(summable, position, returning.weights, returning.dtype)
-        if failures:
-            total[list(failures)] = 0
-        return Combined(total, failures)
+        come, stay = returning.come, returning.stay
+        position = returning.position.to(come.device)
+        if come.dtype not in (torch.float32, torch.float64):
+            come, stay = come.float(), stay.float()
+        total = weighted_sum(come, position, returning.weights, returning.dtype, stay)
+        nan = math.isnan(total[:, 0].sum())  # as rows begin that say why they are none
+        return wire.combined(total, nan, position, returning.come, returning.stay)
 
     def _packed(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
         return wire.pack(hidden_states, None if self._exact else weights, self._payload)
-
-    def _start(
-        self, message: Tensor, send_R: Sequence[int], receive_R: Sequence[int], spare: int = 0
-    ) -> tuple[Wait, Tensor]:
-        """Begin to send bytes of rows to the others; room for theirs, and for `spare` rows."""
-        rank, others = self._exchange.rank, [list(send_R), list(receive_R)]
-        others[0][rank] = others[1][rank] = 0
-        coming = sum(others[1])
-        received = message.new_empty(coming + spare, message.shape[1])
-        with self._together:
-            wait = self._exchange.start(message, received[:coming], *others)
-        return wait, received

@@ -23,21 +23,17 @@ from experts.placement import Placement
 from kernels.cpu import choose_kernel
 from routing.balance import deal, share
 
+Ids = NDArray[np.int16]
 Ints = NDArray[np.int64]
 
-MOST_EXPERTS = 2**15 - 1
-"""Ids travel in 16 bits."""
 
-
-def fitting(placement: Placement, ranks: int) -> Placement:
-    """The placement, or ValueError where it is for other ranks or ids do not fit into 16 bits."""
-    if placement.ranks != ranks:
-        raise ValueError(f"a placement is for {placement.ranks} ranks; there are {ranks}")
-    if placement.num_experts > MOST_EXPERTS:
-        raise ValueError(
-            f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
-        )
-    return placement
+def joined(tables: Sequence[Ids]) -> Ints:
+    """``(T, K)``: ids of all ranks, with unused slots for tokens that have fewer."""
+    slots = max(table.shape[1] for table in tables)
+    wide = [
+        np.pad(table, ((0, 0), (0, slots - table.shape[1])), constant_values=-1) for table in tables
+    ]
+    return np.concatenate(wide).astype(np.int64)
 
 
 def serve(experts_TK: Ints, loads_E: Ints, source_T: Ints, placement: Placement) -> Ints:
@@ -107,8 +103,7 @@ class Assignment:
     """What one rank sends, serves and gets back.
 
     Args:
-        experts_TK: expert ids of the tokens of all ranks, by rank; -1 for unused slots.
-        tokens_R: how many of them are on each rank.
+        tables: expert ids ``(tokens, slots)`` of each rank; -1 for unused slots.
         rank: whose part.
         placement: who may serve what.
 
@@ -121,23 +116,22 @@ class Assignment:
         served: slots that this rank serves.
     """
 
-    def __init__(
-        self, experts_TK: Ints, tokens_R: Sequence[int], rank: int, placement: Placement
-    ) -> None:
-        self._ids, self.rank, self.ranks = experts_TK, rank, len(tokens_R)
-        self._starts = [0, *accumulate(tokens_R)]
+    def __init__(self, tables: Sequence[Ids], rank: int, placement: Placement) -> None:
+        self.rank, self.ranks = rank, len(tables)
+        self._starts = [0, *accumulate(map(len, tables))]
         self.first, last = self._starts[rank : rank + 2]
         self.tokens = last - self.first
         if (native := choose_kernel()[0]) is not None:
-            found = native.assign(experts_TK, tokens_R, rank, *placement.holders)
-            self.loads_E, self._serving, self.pairs = found.loads_E, found.serving_TK, found.pairs
-            self._mine, self.served = self._serving[self.first : last], len(found.token_A)
-            self.slots = Slots(*found[2:7])  # from token_A to position_TK
+            found = native.assign(tables, rank, placement.holders, placement.num_experts)
+            self.loads_E, self._ids, self._serving, self.pairs = *found[:3], found.pairs
+            self._mine, self.slots = self._serving[self.first : last], Slots(*found[3:8])
+            self.served = len(self.slots.token_A)
             return
-        source_T = np.arange(self.ranks).repeat(tokens_R)
-        counts = np.bincount(experts_TK.reshape(-1) + 1, minlength=placement.num_experts + 1)
+        self._ids = joined(tables)
+        source_T = np.arange(self.ranks).repeat([len(table) for table in tables])
+        counts = np.bincount(self._ids.reshape(-1) + 1, minlength=placement.num_experts + 1)
         self.loads_E = counts[1:]
-        self._serving = serve(experts_TK, self.loads_E, source_T, placement)
+        self._serving = serve(self._ids, self.loads_E, source_T, placement)
         self._mine = self._serving[self.first : last]
         others = (self._mine == other for other in range(self.ranks) if other != rank)
         self.pairs = sum(int(np.count_nonzero(served.any(1))) for served in others)
@@ -180,15 +174,15 @@ class Assignment:
         )
 
     @property
-    def arriving(self) -> tuple[Ints, Ints]:
-        """Tokens whose rows come from others; and where the rows of all ranks' tokens are among
-        those and, after them, this rank's own."""
+    def place_T(self) -> Ints:
+        """Where rows of all ranks' tokens are among those that come from others and, after them,
+        this rank's own."""
         rows, own = self.rows, self.tokens
         received = rows.served_N[: len(rows.served_N) - rows.receive_R[self.rank]]
         place_T = np.empty(len(self._ids), np.int64)
         place_T[received] = np.arange(len(received))
         place_T[self.first : self.first + own] = np.arange(len(received), len(received) + own)
-        return received, place_T
+        return place_T
 
     def _own_last(self, places: Ints, width: int) -> tuple[Ints, list[int]]:
         """Ascending places, of which each token has so many, with those of this rank's tokens

@@ -11,7 +11,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from experts.placement import Placement
 from routing import Routing
+
+MOST_EXPERTS = 2**15 - 1
+"""Ids travel in 16 bits."""
 
 
 class Failure(NamedTuple):
@@ -87,3 +91,14 @@ class Dispatcher(Protocol, Generic[Handle]):
     def check(self) -> None:
         """Raise what broke the connection to the other ranks, if anything did."""
         ...
+
+
+def fitting(placement: Placement, ranks: int) -> Placement:
+    """The placement, or ValueError where it is for other ranks or ids do not fit into 16 bits."""
+    if placement.ranks != ranks:
+        raise ValueError(f"a placement is for {placement.ranks} ranks; there are {ranks}")
+    if placement.num_experts > MOST_EXPERTS:
+        raise ValueError(
+            f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
+        )
+    return placement

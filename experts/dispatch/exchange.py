@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,18 +20,45 @@ class ExchangeError(RuntimeError):
     """The ranks have lost each other; the message says how. No later exchange can succeed."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """Sockets to the other ranks.
+
+    Attributes:
+        files: to all ranks in order, -1 for the own one.
+        timeout_s: most seconds without a byte from a rank that is waited for.
+        run: calls what uses them.
+    """
+
+    files: Sequence[int]
+    timeout_s: float
+    run: Callable[[Callable[[], int]], int] = lambda act: act()
+
+    def lost(self, rank: int, error: int) -> ExchangeError:
+        """What to raise where a rank's socket has failed, with an error's number or, 0, its end."""
+        own = self.files.index(-1)
+        if error == errno.EAGAIN:
+            return ExchangeError(
+                f"rank {own} has heard nothing from rank {rank} for {self.timeout_s:g} s"
+            )
+        reason = OSError(error, os.strerror(error)) if error else "the connection was closed"
+        return ExchangeError(f"rank {own} has lost rank {rank}: {reason}")
+
+
 class Exchange(Protocol):
-    """Ranks that send rows to each other.
+    """Ranks that send rows of bytes to each other.
 
     Attributes:
         rank: of this process among them.
         size: how many they are.
         device: where the rows must be.
+        line: what carries it, where compiled code may use that while nothing else is on its way.
     """
 
     rank: int
     size: int
     device: torch.device
+    line: Line | None
 
     def start(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
@@ -36,9 +66,9 @@ class Exchange(Protocol):
         """Begin to send rows to all ranks; collective.
 
         Args:
-            sent: contiguous, rows for rank 0 first; left alone until the wait is over.
-            received: contiguous, filled in the same order.
-            send_rows: how many are for each rank.
+            sent: uint8, contiguous, rows for rank 0 first; left alone until the wait is over.
+            received: uint8, contiguous, filled in the same order.
+            send_rows: how many are for each rank, none for the own.
             receive_rows: how many come from each rank.
 
         Returns:
@@ -57,6 +87,8 @@ class GroupExchange:
         group: of torch.distributed; None for the default one. Its timeout bounds every wait.
         device: of the rows; the CPU for gloo, a CUDA device for NCCL.
     """
+
+    line: Line | None = None
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
         self._comm, self._group = _comm(), group

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experts.dispatch.agreement import INLINE, Head
+from experts.dispatch.agreement import INLINE, Meeting
 
 WASTE = 1 / 16
 """Most rows that may go where nobody needs them, as a share."""
@@ -33,28 +33,34 @@ class Rooms:
 
     def __init__(self, ranks: int, tokens: int | None) -> None:
         self._ranks, self._fixed = ranks, tokens
-        self._seen: list[Sequence[Head]] = []
+        self._seen: tuple[Meeting, ...] = ()
+        self._room_R = [0] * ranks
 
-    def bytes_R(self, width: int) -> list[int]:
+    def bytes_R(self, width: int) -> Sequence[int]:
         """For each rank; the same on all.
 
         Args:
             width: bytes of the longest row that there can be, for static room.
         """
-        if self._fixed is not None:
-            return [self._fixed * width] * self._ranks
-        if not self._pays():
-            return [0] * self._ranks
-        own = zip(*self._seen, strict=True)
-        longest = max(head.width for heads in self._seen for head in heads if head.tokens)
-        return [longest * max(head.tokens for head in heads) for heads in own]
+        return self._room_R if self._fixed is None else [self._fixed * width] * self._ranks
 
-    def saw(self, heads: Sequence[Head]) -> None:
+    @property
+    def steady(self) -> Meeting | None:
+        """What ranks have brought to the last layers, if always the same."""
+        seen = self._seen
+        return seen[0] if len(seen) == MEETINGS and seen[0] is seen[-1] else None
+
+    def saw(self, meeting: Meeting) -> None:
         """What ranks have brought to a layer."""
-        self._seen = [*self._seen[1 - MEETINGS :], heads]
+        seen = (*self._seen, meeting)[-MEETINGS:]
+        if seen != self._seen:
+            self._seen, self._room_R = seen, self._room(seen)
 
-    def _pays(self) -> bool:
-        brought = [head for heads in self._seen for head in heads if head.tokens]
+    def _room(self, seen: Sequence[Meeting]) -> list[int]:
+        brought = [head for meeting in seen for head in meeting.heads if head.tokens]
         if not brought or max(head.tokens * head.slots for head in brought) > INLINE:
-            return False
-        return nearly_all_needed(self._ranks, min(head.slots for head in brought))
+            return [0] * self._ranks
+        if not nearly_all_needed(self._ranks, min(head.slots for head in brought)):
+            return [0] * self._ranks
+        longest = max(head.width for head in brought)
+        return [longest * max(own) for own in zip(*(one.tokens_R for one in seen), strict=True)]

@@ -5,19 +5,18 @@ Legend: N rows, H hidden, K slots, W bytes.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from experts.dispatch.base import Failure
+from experts.dispatch.base import Combined, Failure, Failures
 
 Payload = Literal["plain", "int8"]
 
-_FAILED = 4
-"""First bytes of a row that failed, all ones: a NaN that no arithmetic makes. What kind of failure
-it is follows, and the text."""
+_FAILED = 8
+"""First bytes of a row that failed, all ones: a NaN of any dtype that no arithmetic makes. What
+kind of failure it is follows, and the text."""
 _TEXT = _FAILED + 1
 
 
@@ -40,19 +39,19 @@ def room_for(hidden: int) -> int:
     return 4 * hidden + 256
 
 
-def unpack(
-    bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload
-) -> tuple[Tensor, Tensor]:
-    """Hidden states ``(N, H)`` and weights, of no slots if none were packed: `pack` undone."""
-    if bytes_NW.numel() and bytes_NW.shape[1] == hidden * dtype.itemsize and payload == "plain":
-        return bytes_NW.view(dtype), bytes_NW.new_empty(len(bytes_NW), 0, dtype=torch.float32)
-    size = hidden * dtype.itemsize if payload == "plain" else hidden + 4
-    weights_NK = _read(bytes_NW[:, size:], torch.float32)
+def unpack(bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload) -> Tensor:
+    """Hidden states ``(N, H)``: `pack` undone."""
     if payload == "plain":
-        return _read(bytes_NW[:, :size], dtype), weights_NK
+        size = hidden * dtype.itemsize
+        whole = bytes_NW.shape[1] == size and bytes_NW.numel()
+        return bytes_NW.view(dtype) if whole else _read(bytes_NW[:, :size], dtype)
     codes_NH = _read(bytes_NW[:, :hidden], torch.int8)
-    scale_N1 = _read(bytes_NW[:, hidden:size], torch.float32)
-    return dequantize(codes_NH, scale_N1, dtype), weights_NK
+    return dequantize(codes_NH, _read(bytes_NW[:, hidden : hidden + 4], torch.float32), dtype)
+
+
+def unpack_weights(bytes_NW: Tensor, slots: int) -> Tensor:
+    """``(N, K)``, of rows that have them."""
+    return _read(bytes_NW[:, bytes_NW.shape[1] - 4 * slots :], torch.float32)
 
 
 def quantize(hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,36 +62,47 @@ def quantize(hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
     return codes.clamp(-127, 127).to(torch.int8), scale_N1
 
 
-def rounded(hidden_NH: Tensor) -> Tensor:
-    """Hidden states as the receiver of an int8 payload sees them."""
-    return dequantize(*quantize(hidden_NH), hidden_NH.dtype)
-
-
 def dequantize(codes_NH: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes_NH.float() * scale_N1).to(dtype)
 
 
-def write_failure(rows_NH: Tensor, index: int, failure: Failure) -> None:
-    """Put into a row that there is no result, and as much of the reason as it has room for."""
-    blob = rows_NH[index].view(torch.uint8).numpy()
-    words = failure.reason.encode(errors="replace")[: len(blob) - _TEXT]
-    blob[:] = 0
-    blob[:_FAILED], blob[_FAILED] = 255, failure.unreadable
-    blob[_TEXT : _TEXT + len(words)] = list(words)
+def write_failures(rows_NH: Tensor, rank: int, failures: Failures) -> None:
+    """Put into rows of a rank that there is no result, and as much of why as there is room for."""
+    for index, failure in failures.items():
+        blob = rows_NH[index].view(torch.uint8).numpy()
+        words = f"rank {rank}: {failure.reason}".encode(errors="replace")[: len(blob) - _TEXT]
+        blob[:] = 0
+        blob[:_FAILED], blob[_FAILED] = 255, failure.unreadable
+        blob[_TEXT : _TEXT + len(words)] = list(words)
 
 
-def read_failures(rows_NH: Tensor) -> dict[int, Failure]:
-    """Rows that failed, and why; they are zeros afterwards."""
-    if not math.isnan(rows_NH[:, 0].sum()):
-        return {}
-    blobs = rows_NH.view(torch.uint8)
+def combined(
+    total_TH: Tensor, nan: bool, position_TK: Tensor, come: Tensor, stay: Tensor
+) -> Combined:
+    """Sums of rows, of which some may have failed.
+
+    Args:
+        nan: whether any sum begins with NaN; with a row that failed, it does.
+        position_TK: of each token's rows in those that came and then those that stayed.
+    """
+    failures: dict[int, Failure] = {}
+    for index, failure in (read_failures(come, stay) if nan else {}).items():
+        for token in (position_TK == index).any(1).nonzero()[:, 0].tolist():
+            failures.setdefault(token, failure)
+    if failures:
+        total_TH[list(failures)] = 0
+    return Combined(total_TH, failures)
+
+
+def read_failures(*rows_NH: Tensor) -> dict[int, Failure]:
+    """Rows that failed, counted on from one tensor to the next, and why."""
+    blobs = torch.cat([rows.view(torch.uint8) for rows in rows_NH])
     failed = (blobs[:, :_FAILED] == 255).all(1).nonzero()[:, 0].tolist()
     reasons = {}
     for index in failed:
         unreadable, *words = blobs[index, _FAILED:].tolist()
         text = bytes(words).rstrip(b"\0").decode(errors="ignore")
         reasons[index] = Failure(text, bool(unreadable))
-        rows_NH[index] = 0
     return reasons
 
 

@@ -1,23 +1,27 @@
 """Ranks of one machine talk over local sockets: a fraction of gloo's time for a small exchange.
 
 gloo hands each message to a thread of its own and back, several times what a decode step's rows
-take. Here the thread that waits moves the bytes. Nothing is framed, as both ends know all sizes.
+take. Here the thread that waits moves the bytes: where nothing is left to send, by one call a rank
+that sleeps until all are there. Nothing is framed, as both ends know all sizes. Decode steps use
+the same sockets in compiled code (`at_once`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
+import struct
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from experts.dispatch.exchange import Exchange, ExchangeError
+from experts.dispatch.exchange import Exchange, Line
+from kernels.cpu import choose_kernel
 
 _PATH = 108
 """Longest address of a local socket."""
@@ -62,23 +66,26 @@ class SocketExchange:
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.size = rank, len(peers) + 1
-        self._timeout_s = timeout_s
-        self._peers = [_Peer(other, peers[other]) for other in sorted(peers)]
+        files = [peers[r].fileno() if r in peers else -1 for r in range(self.size)]
+        self._line = Line(files, timeout_s)
+        self._peers = [_Peer(self._line, other, peers[other]) for other in sorted(peers)]
+        self.line = self._line if choose_kernel()[0] is not None else None
 
     def start(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
-        going, coming = _parts(sent, send_rows), _parts(received, receive_rows)
-        ends = []
+        out, back = sent.numpy().reshape(-1).data, received.numpy().reshape(-1).data
+        width, at, to = sent.stride(0), 0, 0
         for peer in self._peers:
-            peer.going.append(going[peer.rank])
-            peer.coming.append(coming[peer.rank])
-            ends.append((peer, peer.sent + len(peer.going), peer.got + len(peer.coming)))
-            peer.move(self.rank)
+            go, come = width * send_rows[peer.rank], width * receive_rows[peer.rank]
+            peer.begin(out[at : at + go], back[to : to + come])
+            at, to = at + go, to + come
+        ends = [(peer, peer.begun) for peer in self._peers]
 
         def wait() -> None:
-            while late := [p for p, out, back in ends if p.sent < out or p.got < back]:
-                self._pump(late)
+            for peer, number in ends:
+                while min(peer.sent, peer.got) < number:
+                    self._wait_for(peer)
 
         return wait
 
@@ -86,69 +93,76 @@ class SocketExchange:
         for peer in self._peers:
             peer.stream.close()
 
-    def _pump(self, late: Sequence[_Peer]) -> None:
-        poll = select.poll()
-        for peer in late:
-            poll.register(peer.stream, peer.interest())
-        if not poll.poll(self._timeout_s * 1000):
-            names = ", ".join(f"rank {peer.rank}" for peer in late)
-            raise ExchangeError(
-                f"rank {self.rank} has heard nothing from {names} for {self._timeout_s:g} s"
-            )
-        for peer in late:
-            peer.move(self.rank)
+    def _wait_for(self, late: _Peer) -> None:
+        """Until some bytes have moved."""
+        sending = [peer for peer in self._peers if peer.going]
+        if sending:  # those who take nothing may be waiting for this rank
+            poll, peers = select.poll(), {late, *sending}
+            for peer in peers:
+                events = select.POLLIN * bool(peer.coming) | select.POLLOUT * bool(peer.going)
+                poll.register(peer.stream, events)
+            heard = bool(poll.poll(self._line.timeout_s * 1000))
+            for peer in peers:
+                peer.push()
+                if peer.coming:
+                    peer.pull(socket.MSG_DONTWAIT)
+        else:
+            heard = late.pull(socket.MSG_WAITALL)
+        if not heard:
+            raise self._line.lost(late.rank, errno.EAGAIN)
 
 
 class _Peer:
-    """What is on its way to and from one rank, in order."""
+    """What is on its way to and from one rank, in order; exchanges begun, sent and got so far."""
 
-    def __init__(self, rank: int, stream: socket.socket) -> None:
-        stream.setblocking(False)
+    def __init__(self, line: Line, rank: int, stream: socket.socket) -> None:
+        stream.settimeout(None)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             stream.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-        self.rank, self.stream = rank, stream
+        most = struct.pack("@ll", int(line.timeout_s), int(line.timeout_s % 1 * 1e6))
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
+        self._line, self.rank, self.stream = line, rank, stream
         self.going: deque[memoryview] = deque()
         self.coming: deque[memoryview] = deque()
-        self.sent = self.got = 0  # parts, since the beginning
+        self.begun = self.sent = self.got = 0
 
-    def interest(self) -> int:
-        return select.POLLIN * bool(self.coming) | select.POLLOUT * bool(self.going)
+    def begin(self, going: memoryview, coming: memoryview) -> None:
+        self.begun += 1
+        self.going.append(going)
+        self.coming.append(coming)
+        self.push()
 
-    def move(self, own: int) -> None:
-        """As many bytes as go now."""
-        try:
-            self.sent += _drain(self.going, self.stream.send)
-            self.got += _drain(self.coming, self.stream.recv_into)
-        except OSError as error:
-            raise ExchangeError(f"rank {own} has lost rank {self.rank}: {error}") from error
+    def push(self) -> None:
+        """Send as many bytes as go now."""
+        while self.going:
+            if part := self.going[0]:
+                try:
+                    part = part[self.stream.send(part, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    return
+                except OSError as error:
+                    raise self._line.lost(self.rank, error.errno or errno.EIO) from error
+                self.going[0] = part
+            if not part:
+                self.going.popleft()
+                self.sent += 1
 
-
-def _drain(parts: deque[memoryview], act: Callable[[memoryview], int]) -> int:
-    """How many parts were finished."""
-    finished = 0
-    while parts:
-        part = parts[0]
-        if len(part):
+    def pull(self, how: int) -> bool:
+        """Receive the next part, or some of it; False: nothing came."""
+        if part := self.coming[0]:
             try:
-                moved = act(part)
-            except (BlockingIOError, InterruptedError):
-                break
-            if not moved:
-                raise ConnectionResetError("the connection was closed")
-            parts[0] = part = part[moved:]
-        if not len(part):
-            parts.popleft()
-            finished += 1
-    return finished
-
-
-def _parts(rows: Tensor, rows_R: Sequence[int]) -> list[memoryview]:
-    """The bytes of each rank's rows; the views keep the memory."""
-    if not rows.numel():
-        return [memoryview(b"")] * len(rows_R)
-    view = rows.view(torch.uint8).numpy().data.cast("B")
-    width, ends = len(view) // len(rows), list(accumulate(rows_R, initial=0))
-    return [view[start * width : end * width] for start, end in pairwise(ends)]
+                size = self.stream.recv_into(part, len(part), how)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise self._line.lost(self.rank, error.errno or errno.EIO) from error
+            if not size:
+                raise self._line.lost(self.rank, 0)
+            self.coming[0] = part = part[size:]
+        if not part:
+            self.coming.popleft()
+            self.got += 1
+        return True
 
 
 def _tell(exchange: Exchange, text: bytes) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from experts.dispatch.assignment import Assignment, Ints
+from experts.dispatch.assignment import Ints
 
 
 @dataclass
@@ -36,24 +36,33 @@ class DispatchStatistics:
     _loads: dict[int, Ints] = field(default_factory=dict, repr=False)
 
     def add(
-        self, layer: int, part: Assignment, sent_bytes: int, row_bytes: int, meta_bytes: int
+        self,
+        layer: int,
+        loads_E: Ints,
+        tokens: int,
+        pairs: int,
+        served: int,
+        sent_bytes: int,
+        row_bytes: int,
+        meta_bytes: int,
     ) -> None:
         """Tokens have left for a layer.
 
         Args:
+            loads_E, tokens, pairs, served: as `Assignment` has them.
             sent_bytes: of their rows.
             row_bytes: of one row of hidden states.
             meta_bytes: of ids.
         """
         self.exchanges += 1
-        self.tokens += part.tokens
-        self.pairs += part.pairs
-        self.served += part.served
-        self.lower_bound_bytes += 2 * part.pairs * row_bytes
+        self.tokens += tokens
+        self.pairs += pairs
+        self.served += served
+        self.lower_bound_bytes += 2 * pairs * row_bytes
         self.bytes_out += sent_bytes
         self.meta_bytes += meta_bytes
         seen = self._loads.get(layer)
-        self._loads[layer] = part.loads_E if seen is None else seen + part.loads_E
+        self._loads[layer] = loads_E.copy() if seen is None else seen + loads_E
 
     def take_loads(self) -> list[Ints | None]:
         """Tokens of all ranks that visited each expert of each layer since this was last called."""

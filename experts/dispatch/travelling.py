@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from experts.dispatch.assignment import Assignment, Ints
+from experts.dispatch.agreement import Bytes
+from experts.dispatch.assignment import Assignment
+from experts.dispatch.at_once import ArrivedAtOnce
 from experts.dispatch.base import Dispatched
-from experts.dispatch.exchange import ExchangeError
+from experts.dispatch.exchange import Exchange, ExchangeError
 from experts.dispatch.statistics import DispatchStatistics
-from routing import Routing
 
 Wait = Callable[[], None]
 
@@ -25,24 +26,19 @@ class Sent:
     Attributes:
         layer: MoE layer.
         part: of this rank.
-        routing: of its tokens.
-        hidden_states: of its tokens, as all ranks see them.
-        received: ``(rows, W)`` bytes, there after the wait: of all ranks' tokens, or of some.
-        place_T: where rows of all ranks' tokens are among those received from others and, after
-            them, its own; None where all have been received.
+        weights: of its tokens.
+        hidden, dtype: of a row.
+        rows: ``(tokens, W)`` bytes of each rank's tokens, where all have come.
+        coming: else those of tokens that others bring here, its own, and the wait for the former.
     """
 
     layer: int
     part: Assignment
-    routing: Routing
-    hidden_states: Tensor
-    received: Tensor
-    place_T: Ints | None
-    wait: Wait
-
-    def own_weights(self, like: Tensor) -> Tensor:
-        """Of its tokens, if weights travel at all."""
-        return self.routing.weights[:, : like.shape[1]]
+    weights: Tensor
+    hidden: int
+    dtype: torch.dtype
+    rows: Sequence[Bytes] | None
+    coming: tuple[Tensor, Tensor, Wait] | None
 
 
 @dataclass
@@ -57,17 +53,22 @@ class Returning:
     """Results on their way back.
 
     Attributes:
-        rows: ``(results, H)`` for the tokens of this rank, there after the wait.
-        position: ``(T, ...)`` of each token's results in them, -1 for none.
+        come: ``(results, H)`` of other ranks for the tokens of this one, there after the wait.
+        stay: ``(results, H)`` of its own.
+        position: ``(T, ...)`` of each token's results in those and then these, negative for none.
         weights: of each of those results.
         dtype: of the sum.
     """
 
-    rows: Tensor
+    come: Tensor
+    stay: Tensor
     position: Tensor
     weights: Tensor
     dtype: torch.dtype
     wait: Wait
+
+
+Arriving = Arrived | ArrivedAtOnce
 
 
 class Together:
@@ -82,7 +83,8 @@ class Together:
             raise self.broken
 
     def __enter__(self) -> None:
-        self.check()
+        if self.broken is not None:
+            raise self.broken
         self._began = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -90,6 +92,13 @@ class Together:
         if isinstance(error, ExchangeError):
             self.broken = error
 
-
-def no_wait() -> None:
-    """The rows are there."""
+    def start(
+        self, exchange: Exchange, message: Tensor, send_R: Sequence[int], receive_R: Sequence[int]
+    ) -> tuple[Tensor, Wait]:
+        """Begin to send rows of bytes to the others; theirs, there after the wait."""
+        to_R, from_R = [*send_R], [*receive_R]
+        to_R[exchange.rank] = from_R[exchange.rank] = 0
+        received = message.new_empty(sum(from_R), message.shape[1])
+        with self:
+            wait = exchange.start(message, received, to_R, from_R)
+        return received, wait

@@ -64,10 +64,10 @@ class Placement:
         return np.array(list(self.shared), np.int64)
 
     @cached_property
-    def holders(self) -> tuple[Ints, Ints]:
-        """``(E + 1,)``: where the ranks of each expert begin and end; and these ranks."""
+    def holders(self) -> Ints:
+        """``(E + 1,)``: where the ranks of each expert begin and end; and then these ranks."""
         held_ER = self.copies_ER > 0
-        return np.append(0, held_ER.sum(1).cumsum()), np.flatnonzero(held_ER) % self.ranks
+        return np.concatenate([[0], held_ER.sum(1).cumsum(), np.flatnonzero(held_ER) % self.ranks])
 
     @cached_property
     def alone_RE(self) -> Ints:

@@ -10,6 +10,7 @@ import os
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import Tensor, dtype
 
@@ -18,6 +19,7 @@ from kernels.cpu.assign import NativeAssign
 from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
+from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
 from kernels.plane_weights import QuantizedExperts
@@ -57,11 +59,15 @@ class NativeKernels:
             return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
+    def meeting(self, *arguments: Any, **options: Any) -> NativeMeeting:
+        """Dispatches of ranks of one machine; see NativeMeeting."""
+        return NativeMeeting(self.library, *arguments, **options)
+
     def weighted_sum(
-        self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype
+        self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype, more_BH: Tensor
     ) -> Tensor:
-        """As kernels.sums.weighted_sum, of contiguous float32 rows."""
-        return calls.weighted_sum(self.library, row_AH, position_TK, weights_TK, to)
+        """As kernels.sums.weighted_sum, of contiguous tensors: float32, and int32 positions."""
+        return calls.weighted_sum(self.library, row_AH, position_TK, weights_TK, to, more_BH)
 
 
 @cache

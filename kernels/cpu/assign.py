@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.calls import NUMBER, POINTER, SIZE, declare
 
+Ids = NDArray[np.int16]
 Ints = NDArray[np.int64]
+Shapes = Sequence[tuple[int, ...]]
 
 
 class Assigned(NamedTuple):
     """What `experts.dispatch.assignment.Assignment` and its `slots` hold, by the same names."""
 
     loads_E: Ints
+    ids_TK: Ints
     serving_TK: Ints
     token_A: Ints
     experts_A: Ints
@@ -38,50 +41,68 @@ class NativeAssign:
         declare(library, {"moe_assign": (NUMBER, (*(POINTER,) * 4, *sizes, POINTER))})
         self._call = library.moe_assign
 
-    def __call__(
-        self,
-        experts_TK: Ints,
-        tokens_R: Sequence[int],
-        rank: int,
-        begin_E: Ints,
-        holders: Ints,
-    ) -> Assigned:
+    def __call__(self, tables: Sequence[Ids], rank: int, holders: Ints, experts: int) -> Assigned:
         """The part of one rank.
 
         Args:
-            experts_TK: contiguous ids of the tokens of all ranks, -1 for unused slots.
-            begin_E: ``(E + 1,)``: where each expert's ranks begin among the holders.
+            tables: contiguous ``(tokens, slots)`` ids of each rank, -1 for unused slots.
+            holders: as `experts.placement.Placement.holders`.
+            experts: E.
 
         Raises:
             IndexError: an id outside [-1, E).
         """
-        ranks, experts, size = len(tokens_R), len(begin_E) - 1, experts_TK.size
-        slots, own = experts_TK.shape[1], tokens_R[rank] * experts_TK.shape[1]
-        counts = experts + 3 * size
-        ends = counts + 2 * ranks + 2
-        out = np.empty(ends + (own + 1) // 2, np.int64)
+        shapes, ranks = [table.shape for table in tables], len(tables)
+        out = np.empty(numbers(shapes, shapes[rank][0], experts), np.int64)
         done = self._call(
-            experts_TK.ctypes.data,
-            (ctypes.c_int64 * ranks)(*tokens_R),
-            begin_E.ctypes.data,
-            holders.ctypes.data,
+            (POINTER * ranks)(*[address(table) for table in tables]),
+            (SIZE * ranks)(*[tokens for tokens, _ in shapes]),
+            (SIZE * ranks)(*[slots for _, slots in shapes]),
+            address(holders),
             ranks,
-            slots,
+            max(slots for _, slots in shapes),
             experts,
             rank,
-            out.ctypes.data,
+            address(out),
         )
         if done:
-            raise IndexError(f"an expert id is outside [-1, {experts})")
-        *told, pairs, served = out[counts:ends].tolist()
-        first = experts + size
-        return Assigned(
-            loads_E=out[:experts],
-            serving_TK=out[experts:first].reshape(experts_TK.shape),
-            token_A=out[first : first + served],
-            experts_A=out[first + size : first + size + served],
-            served_R=told[:ranks],
-            returned_R=told[ranks:],
-            position_TK=out[ends:].view(np.int32)[:own].reshape(-1, slots),
-            pairs=pairs,
-        )
+            raise bad_id(experts)
+        return assigned(out, shapes, shapes[rank][0], experts)
+
+
+def numbers(shapes: Shapes, own: int, experts: int) -> int:
+    """That `moe_assign` writes, for the ``(tokens, slots)`` of all ranks and the tokens of one."""
+    slots = max(slots for _, slots in shapes)
+    size = sum(tokens for tokens, _ in shapes) * slots
+    return experts + 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
+
+
+def assigned(out: Ints, shapes: Shapes, own: int, experts: int) -> Assigned:
+    """What it has written."""
+    ranks, slots = len(shapes), max(slots for _, slots in shapes)
+    size = sum(tokens for tokens, _ in shapes) * slots
+    token, counts = experts + 2 * size, experts + 4 * size
+    ends = counts + 2 * ranks + 2
+    *told, pairs, served = out[counts:ends].tolist()
+    ids_TK, serving_TK = out[experts:token].reshape(2, -1, slots)
+    return Assigned(
+        loads_E=out[:experts],
+        ids_TK=ids_TK,
+        serving_TK=serving_TK,
+        token_A=out[token : token + served],
+        experts_A=out[token + size : token + size + served],
+        served_R=told[:ranks],
+        returned_R=told[ranks:],
+        position_TK=out[ends:].view(np.int32)[: own * slots].reshape(-1, slots),
+        pairs=pairs,
+    )
+
+
+def bad_id(experts: int) -> IndexError:
+    return IndexError(f"an expert id is outside [-1, {experts})")
+
+
+def address(array: NDArray[Any]) -> int:
+    """Of its first element; `array.ctypes.data` takes three times as long."""
+    found: int = array.__array_interface__["data"][0]
+    return found

@@ -4,7 +4,8 @@ One compiler call on plain C++ (no torch headers: some ten seconds, no build sys
 `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
 machine code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its
 own and is renamed into place when complete, so concurrent builds are safe and a killed one leaves
-neither a lock nor half a library behind.
+neither a lock nor half a library behind. Each build drops the libraries that were not used for
+longest; processes that run them keep their file open.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +30,7 @@ _SOURCE_DIR = Path(__file__).parent
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-maybe-uninitialized")
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 300
+_KEPT = 8
 
 
 class BuildError(RuntimeError):
@@ -50,9 +54,13 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
         library = directory / "kernels.so"
         if not library.exists():
             _compile(compiler, target, library)
-        return ctypes.CDLL(str(library))
+            _prune(directory.parent)
+        loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
+    with suppress(OSError):  # a cache that is only read
+        os.utime(directory)
+    return loaded
 
 
 def _sources() -> list[Path]:
@@ -107,12 +115,27 @@ def _cache_root() -> Path:
 
 def _private_directory(path: Path) -> Path:
     """Make `path` ours alone: code is loaded from it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"cannot make the kernel cache {path} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "directory that can be written"
+        ) from error
     if path.stat().st_uid != os.getuid():
         raise BuildError(f"the kernel cache {path} belongs to another user; set XDG_CACHE_HOME")
-    path.chmod(0o700)
+    if stat.S_IMODE(path.stat().st_mode) != 0o700:
+        path.chmod(0o700)
     return path
+
+
+def _prune(root: Path) -> None:
+    """Keep the libraries used last: every version of sources, compiler or torch makes another."""
+    with suppress(OSError):  # another process drops the same
+        found = [library.parent for library in root.glob("*/kernels.so")]
+        for directory in sorted(found, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:

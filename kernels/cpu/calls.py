@@ -23,6 +23,10 @@ _SIGNATURES: Signatures = {
     "moe_routing_numbers": (SIZE, (SIZE, SIZE)),
     "moe_route": (SIZE, (POINTER, SIZE, SIZE, POINTER, POINTER)),
     "moe_combine": (None, (*(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, POINTER, NUMBER)),
+    "moe_weighted_sum": (
+        None,
+        (POINTER, SIZE, *(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, NUMBER),
+    ),
 }
 
 
@@ -56,23 +60,23 @@ def weighted_sum(
     position_TK: Tensor,
     weights_TK: Tensor,
     dtype: torch.dtype,
+    more_BH: Tensor,
 ) -> Tensor:
-    """As kernels.sums.weighted_sum; rows are float32 and contiguous, so are the weights."""
+    """As kernels.sums.weighted_sum; all contiguous, rows and weights float32, positions int32."""
+    rows, hidden = row_AH.shape
     tokens, slots = position_TK.shape
-    hidden = row_AH.shape[1]
-    positions = position_TK.to(torch.int32).contiguous()
-    record = RoutingRecord(position=positions.data_ptr(), rows=row_AH.shape[0])
-    output_TH = row_AH.new_empty(tokens, hidden, dtype=dtype)
-    library.moe_combine(
-        ctypes.addressof(record),
+    output_TH = torch.empty(tokens, hidden, dtype=dtype)
+    library.moe_weighted_sum(
         row_AH.data_ptr(),
+        rows,
+        more_BH.data_ptr(),
+        position_TK.data_ptr(),
         weights_TK.data_ptr(),
         tokens,
         slots,
         hidden,
         output_TH.data_ptr(),
         DTYPES[dtype],
-        None,
         torch.get_num_threads(),
     )
     return output_TH

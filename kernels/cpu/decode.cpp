@@ -13,8 +13,8 @@ static Rows take_rows(Arena& arena, float* x, long rows, long width,
   for (const Matrix* m : readers)
     if (m->quantized()) made.group = m->planes.group_size;
   if (made.group)
-    made.codes = place_rows(arena.take_bytes(rows_bytes(rows, width, made.group)), rows, width,
-                            made.group);
+    made.codes =
+        place_rows(arena.take_bytes(rows_bytes(rows, width, made.group)), width, made.group);
   return made;
 }
 

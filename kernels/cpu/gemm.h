@@ -74,12 +74,12 @@ static inline vf load_as_fp32(const From* from, long n) {
 
 template <class To>
 static inline void store_fp32_as(To* to, vf v, long n) {
-  if constexpr (sizeof(To) == sizeof(float)) {
-    memcpy(to, &v, (n < LANES ? n : LANES) * sizeof(To));
-  } else {
-    vh h = to_bf16(v);
-    memcpy(to, &h, (n < LANES ? n : LANES) * sizeof(To));
-  }
+  const auto whole = [&] {
+    if constexpr (sizeof(To) == sizeof(float)) return v;
+    else return to_bf16(v);
+  }();
+  if (n >= LANES) store(to, whole);
+  else memcpy(to, &whole, n * sizeof(To));
 }
 
 // A block of ROWS activation rows side by side, STEP elements of each in turn, zero-padded.

@@ -52,7 +52,7 @@ class Panel {
   // out[i * stride + n] = x[i] . row n of the panel, for `rows` <= TILE_ROWS.
   void multiply(const QuantizedRows& x, long rows, float* out, long stride) const {
     const auto run = [&](auto source) { multiply_blocks(rows, x, source, blocks_, out, stride); };
-    codes_ ? run(Unpacked{codes_, w_.scales, w_.chunks()}) : with_source(run);
+    codes_ ? run(Unpacked{codes_, w_.scales, w_.chunks(), w_.groups()}) : with_source(run);
   }
 
  private:

@@ -9,55 +9,58 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 4;
 #endif
 
-// Quantised activation rows, each group with its scale and with what its sums start from.
+// Quantised activation rows. A group is its codes, then their scale (float) and their sum (int32).
 struct QuantizedRows {
-  int8_t* codes;   // (rows, stride)
-  float* scale;    // (rows, groups)
-  int32_t* start;  // (rows, groups): -FROM_ZERO * the sum of the group's codes
-  long stride, groups;
+  int8_t* memory;
+  long stride, groups, group_size;  // stride: bytes between rows
 
-  QuantizedRows from(long row) const {
-    return {codes + row * stride, scale + row * groups, start + row * groups, stride, groups};
-  }
+  static constexpr long SCALE_AND_SUM = 8;
+  int8_t* group(long group) const { return memory + group * (group_size + SCALE_AND_SUM); }
+  QuantizedRows from(long row) const { return {memory + row * stride, stride, groups, group_size}; }
 };
 
-// out[i * stride + n] = x[i] . w[n] for ROWS activation rows and the rows n of BLOCKS blocks. The
-// order of all sums depends on the columns alone: a row gets the same bits in any tile.
+// out[i * stride + n] = x[i] . w[n] for ROWS activation rows and the rows n of BLOCKS blocks, which
+// begin at group `first` of the source. The order of all sums depends on the columns alone: a row
+// gets the same bits in any tile.
 template <int ROWS, int BLOCKS, class Source>
-static inline void plane_tile(const QuantizedRows& x, const Source& source, long block, float* out,
+static inline void plane_tile(const QuantizedRows& x, const Source& source, long first, float* out,
                               long stride) {
   constexpr int WIDE = BLOCKS * SLICES;
-  constexpr int CHAINS = ROWS * WIDE == 1 ? 2 : 1;  // a single sum would wait for itself
-  const long chunks = source.chunks / x.groups;
-  const int8_t* p = x.codes;
+  constexpr int CHAINS = Source::LOW || ROWS * WIDE == 1 ? 2 : 1;
+  const long row = x.stride, chunks = x.group_size / CHUNK;
+  const int8_t* p = x.memory;
   vf total[ROWS][WIDE] = {};
-  for (long group = 0; group < x.groups; ++group) {
+  for (long group = first; group < first + x.groups; ++group) {
     vi sum[CHAINS][ROWS][WIDE] = {};
-    UNROLL for (int i = 0; i < ROWS; ++i)
-      UNROLL for (int s = 0; s < WIDE; ++s) sum[0][i][s] = vi{} + x.start[i * x.groups + group];
-    for (long chunk = group * chunks; chunk < (group + 1) * chunks; ++chunk)
-      UNROLL for (int half = 0; half < 2; ++half, p += CHUNK / 2) {
+    // Not unrolled: requests to memory that come in bursts hold up the reads between them.
+    _Pragma("GCC unroll 1") for (long chunk = 0; chunk < chunks; ++chunk, p += CHUNK)
+      UNROLL for (int half = 0; half < 2; ++half) {
         vu code[WIDE][STEPS];
         UNROLL for (int s = 0; s < WIDE; ++s)
-          source.load_steps(block * SLICES + s, chunk, half, code[s]);
+          source.load_steps(s, group * chunks + chunk, half, code[s]);
         UNROLL for (int j = 0; j < STEPS; ++j)
           UNROLL for (int i = 0; i < ROWS; ++i) {
             int32_t v;
-            memcpy(&v, p + i * x.stride + j * 4, sizeof v);
+            memcpy(&v, p + i * row + (half * STEPS + j) * 4, sizeof v);
             UNROLL for (int s = 0; s < WIDE; ++s) {
-              vi& to = sum[j % CHAINS][i][s];
+              vi& to = sum[j * CHAINS / STEPS][i][s];
               to = dot(to, code[s][j], v);
             }
           }
       }
     UNROLL for (int s = 0; s < WIDE; ++s) {
-      const vf w = source.load_scales(block * SLICES + s, x.groups, group);
+      const vf w = source.load_scales(s, group);
       UNROLL for (int i = 0; i < ROWS; ++i) {
-        if constexpr (CHAINS > 1) sum[0][i][s] += sum[1][i][s];
-        const vf dot = __builtin_convertvector(sum[0][i][s], vf);
-        total[i][s] += (w * x.scale[i * x.groups + group]) * dot;
+        float scale;
+        int32_t codes;
+        memcpy(&scale, p + i * row, sizeof scale);
+        memcpy(&codes, p + i * row + sizeof scale, sizeof codes);
+        vi all = sum[0][i][s] - Source::ZERO * codes;
+        if constexpr (CHAINS > 1) all += sum[1][i][s] << Source::LOW;
+        total[i][s] += (w * scale) * __builtin_convertvector(all, vf);
       }
     }
+    p += QuantizedRows::SCALE_AND_SUM;
   }
   UNROLL for (int i = 0; i < ROWS; ++i)
     UNROLL for (int s = 0; s < WIDE; ++s) store(out + i * stride + s * LANES, total[i][s]);
@@ -74,8 +77,8 @@ __attribute__((noinline)) static void multiply_blocks(long count, const Quantize
   constexpr int WIDE = Source::BLOCKS;
   long block = 0;
   for (; block + WIDE <= blocks; block += WIDE)
-    plane_tile<ROWS, WIDE>(x, source, block, out + block * BLOCK_ROWS, stride);
+    plane_tile<ROWS, WIDE>(x, source, block * x.groups, out + block * BLOCK_ROWS, stride);
   if constexpr (WIDE > 1)
     for (; block < blocks; ++block)
-      plane_tile<ROWS, 1>(x, source, block, out + block * BLOCK_ROWS, stride);
+      plane_tile<ROWS, 1>(x, source, block * x.groups, out + block * BLOCK_ROWS, stride);
 }

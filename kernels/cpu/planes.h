@@ -15,13 +15,12 @@ constexpr int SLICES = BLOCK_ROWS / LANES;
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
 
-// A code stands for 0. Codes are multiplied as they are, or less 128 where bytes must be signed; the
-// sums start lower instead.
+// Codes are multiplied as they are, or less 128 where bytes must be signed.
 constexpr int ZERO_CODE = 136;
 #if defined(__AVX512VNNI__)
-constexpr int FROM_ZERO = ZERO_CODE;
+constexpr int BELOW = 0;
 #else
-constexpr int FROM_ZERO = ZERO_CODE - 128;
+constexpr int BELOW = 128;
 #endif
 
 // sum + the products of each lane's 4 weights with the 4 activations in `x`.
@@ -51,51 +50,34 @@ static inline vu choose(uint8_t mask, vu a, vu b) {
 #endif
 }
 
-// Bits of `a << BY` where KNOWN, the same for each byte, has ones, and bits of CENTRE elsewhere.
-template <int BY, uint8_t KNOWN, uint8_t CENTRE>
-static inline vu field(vu a) {
-#if defined(__GFNI__) && defined(__AVX512F__)
-  uint64_t rows = 0;  // a byte for each bit of the result, the highest first: which bit of `a` it is
-  for (int bit = BY; bit < 8; ++bit)
-    if (KNOWN >> bit & 1) rows |= uint64_t{1} << (8 * (7 - bit) + bit - BY);
-  return (vu)_mm512_gf2p8affine_epi64_epi8((__m512i)a, _mm512_set1_epi64(rows), CENTRE);
-#else
-  return choose(KNOWN, a << BY, vu{} + CENTRE * 0x01010101u);
-#endif
-}
-
-// Scales of a slice's rows in one of their groups.
-static inline vf slice_scales(const uint16_t* scales, long slice, long groups, long group) {
-  const long place = (slice / SLICES * groups + group) * BLOCK_ROWS + slice % SLICES * LANES;
-  return from_fp16(load<vh>(scales + place));
-}
-
-// Consecutive blocks of a matrix at the precision of its first PLANES planes. While they are read,
-// those that the same thread needs next are fetched into L2: an expert's planes are many short
-// streams, and a core that waits for each one's beginning reads at half of memory's speed.
+// Consecutive blocks of a matrix at the precision of its first PLANES planes; chunks and groups are
+// counted on from block to block. While they are read, those that the same thread needs next are
+// fetched into L2: an expert's planes are many short streams, and a core that waits for each one's
+// beginning reads at half of memory's speed.
 template <int PLANES>
 struct Nested {
   static constexpr int BLOCKS = 1;  // at a time: a plane is read as one stream
+  static constexpr bool PREFIX = PLANES < ALL_PLANES;
+  // What a prefix lacks is added to the sums, not to codes: the middle of a code's range for missing
+  // bits, and for steps 2 and 3, whose codes come LOW bits too low, a shift.
+  static constexpr int CENTRE = PREFIX ? 0x40 >> PLANES : 0, LOW = PREFIX && !BELOW ? 4 : 0;
+  static constexpr int ZERO = ZERO_CODE - CENTRE - BELOW;
   const uint8_t *plane[PLANES], *next[PLANES];
   const uint16_t *scales, *next_scales;
   long chunks;  // of a row
 
-  // Codes of the steps of half a chunk. The middle of a code's range stands for its missing bits.
-  void load_steps(long slice, long chunk, int half, vu* code) const {
-    const long lane = slice % SLICES * LANES * 4;
+  // Codes of the steps of half a chunk.
+  void load_steps(int slice, long chunk, int half, vu* code) const {
+    const int lane = slice % SLICES * LANES * 4;
     const auto at = [&](const uint8_t* const* planes, int p, int vector) {
-      return planes[p] + ((slice / SLICES * chunks + chunk) * PLANE_BITS[p] + vector) * STEP_BYTES;
+      return planes[p] + (chunk * PLANE_BITS[p] + vector) * STEP_BYTES;
     };
     if (lane == 0 && half == 0)
       UNROLL for (int p = 0; p < PLANES; ++p)
         UNROLL for (int v = 0; v < PLANE_BITS[p]; ++v) __builtin_prefetch(at(next, p, v), 0, 2);
     const vu first = load<vu>(at(plane, 0, half) + lane);
-    if constexpr (PLANES == 1) {
-      code[0] = field<0, 0xC0, 0x20>(first);
-      code[1] = field<2, 0xC0, 0x20>(first);
-      code[2] = field<4, 0xC0, 0x20>(first);
-      code[3] = field<6, 0xC0, 0x20>(first);
-    } else {
+    vu even = first, odd = first << 2;  // bits of steps 0 and 2, of steps 1 and 3
+    if constexpr (PLANES > 1) {
       // The second half's bits lie below the first half's: bit 7 of step 0, bit 6 of step 4, ...
       vu rest = load<vu>(at(plane, 1, 0) + lane);
       if (half) rest <<= 1;
@@ -103,56 +85,58 @@ struct Nested {
         const vu fourth = load<vu>(at(plane, 2, 0) + lane);
         rest = choose(0xAA, rest, half ? fourth : fourth >> 1);
       }
-      const vu even = choose(0xCC, first, rest >> 2);  // 4 bits of step 0, 4 bits of step 2
-      const vu odd = choose(0xCC, first << 2, rest);   // 4 bits of step 1, 4 bits of step 3
-      if constexpr (PLANES < 4) {
-        constexpr uint8_t known = PLANES == 2 ? 0xE0 : 0xF0, centre = PLANES == 2 ? 0x10 : 0x08;
-        code[0] = field<0, known, centre>(even);
-        code[1] = field<0, known, centre>(odd);
-        code[2] = field<4, known, centre>(even);
-        code[3] = field<4, known, centre>(odd);
-      } else {
-        const vu low = load<vu>(at(plane, 3, 2 * half) + lane);
-        const vu high = load<vu>(at(plane, 3, 2 * half + 1) + lane);
-        code[0] = choose(0xF0, even, low);
-        code[1] = choose(0xF0, odd, low >> 4);
-        code[2] = choose(0xF0, even << 4, high);
-        code[3] = choose(0xF0, odd << 4, high >> 4);
-      }
+      even = choose(0xCC, first, rest >> 2);
+      odd = choose(0xCC, odd, rest);
+    }
+    if constexpr (PREFIX) {
+      constexpr uint32_t known = 0x01010101u * uint8_t(-2 * CENTRE);
+      code[0] = even & known;
+      code[1] = odd & known;
+      code[2] = LOW ? even & known >> LOW : even << 4 & known;
+      code[3] = LOW ? odd & known >> LOW : odd << 4 & known;
+    } else {
+      const vu low = load<vu>(at(plane, 3, 2 * half) + lane);
+      const vu high = load<vu>(at(plane, 3, 2 * half + 1) + lane);
+      code[0] = choose(0xF0, even, low);
+      code[1] = choose(0xF0, odd, low >> 4);
+      code[2] = choose(0xF0, even << 4, high);
+      code[3] = choose(0xF0, odd << 4, high >> 4);
     }
   }
-  vf load_scales(long slice, long groups, long group) const {
-    if (slice % SLICES == 0)
-      __builtin_prefetch(next_scales + (slice / SLICES * groups + group) * BLOCK_ROWS, 0, 2);
-    return slice_scales(scales, slice, groups, group);
+  vf load_scales(int slice, long group) const {
+    if (slice == 0) __builtin_prefetch(next_scales + group * BLOCK_ROWS, 0, 2);
+    return from_fp16(load<vh>(scales + group * BLOCK_ROWS + slice * LANES));
   }
 };
 
 // Consecutive blocks of codes unpacked before, a byte each.
 struct Unpacked {
   static constexpr int BLOCKS = LANES == BLOCK_ROWS ? 2 : 1;  // an activation serves both
+  static constexpr int LOW = 0, ZERO = ZERO_CODE - BELOW;
   const uint8_t* codes;
   const uint16_t* scales;
-  long chunks;
+  long chunks, groups;  // of a row
 
-  void load_steps(long slice, long chunk, int half, vu* code) const {
-    const uint8_t* p = codes + (2 * (slice / SLICES * chunks + chunk) + half) * STEPS * STEP_BYTES;
+  void load_steps(int slice, long chunk, int half, vu* code) const {
+    const uint8_t* p = codes + ((slice / SLICES * chunks + chunk) * 2 + half) * STEPS * STEP_BYTES;
     for (int j = 0; j < STEPS; ++j)
       code[j] = load<vu>(p + j * STEP_BYTES + slice % SLICES * LANES * 4);
   }
-  vf load_scales(long slice, long groups, long group) const {
-    return slice_scales(scales, slice, groups, group);
+  vf load_scales(int slice, long group) const {
+    return from_fp16(load<vh>(scales + (slice / SLICES * groups + group) * BLOCK_ROWS +
+                              slice % SLICES * LANES));
   }
 };
 
 template <class Source>
 static void unpack(const Source& source, long blocks, uint8_t* to) {
-  for (long block = 0; block < blocks; ++block)
-    for (long chunk = 0; chunk < source.chunks; ++chunk)
-      UNROLL for (int half = 0; half < 2; ++half, to += STEPS * STEP_BYTES)
-        for (int s = 0; s < SLICES; ++s) {
-          vu code[STEPS];
-          source.load_steps(block * SLICES + s, chunk, half, code);
-          for (int j = 0; j < STEPS; ++j) store(to + j * STEP_BYTES + s * LANES * 4, code[j]);
-        }
+  for (long chunk = 0; chunk < blocks * source.chunks; ++chunk)
+    UNROLL for (int half = 0; half < 2; ++half, to += STEPS * STEP_BYTES)
+      for (int s = 0; s < SLICES; ++s) {
+        vu code[STEPS];
+        source.load_steps(s, chunk, half, code);
+        for (int j = 0; j < STEPS; ++j)
+          store(to + j * STEP_BYTES + s * LANES * 4,
+                code[j] << (j < 2 ? 0 : Source::LOW) | Source::CENTRE * 0x01010101u);
+      }
 }

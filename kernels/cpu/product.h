@@ -58,14 +58,26 @@ static void dense_panel(const Product& p, long rows, long g, long count) {
   }
 }
 
-static void panel(const Product& p, long rows, long g, long count) {
+// The weight rows of a product from `begin` on; a product that is null has none.
+struct Piece {
+  const Product* product;
+  long begin;
+
+  bool quantized() const { return product && product->matrix->quantized(); }
+  PlaneMatrix planes() const { return product->matrix->planes.from(begin / BLOCK_ROWS); }
+};
+
+// `count` weight rows of a piece, while those of the thread's next one are fetched.
+static void panel(const Piece& piece, const Piece& next, long rows, long count) {
+  const Product& p = *piece.product;
   const Matrix& m = *p.matrix;
+  const long g = piece.begin;
   switch (m.format) {
     case BIT_PLANES: {
       const long blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-      const PlaneMatrix w = m.planes.from(g / BLOCK_ROWS);
-      return multiply_panel(w, w, m.bias ? m.bias + g : nullptr, blocks, p.from->codes, rows,
-                            p.out + g, p.stride, nullptr);
+      const PlaneMatrix w = piece.planes();
+      return multiply_panel(w, next.quantized() ? next.planes() : w, m.bias ? m.bias + g : nullptr,
+                            blocks, p.from->codes, rows, p.out + g, p.stride, nullptr);
     }
     case FP32: return dense_panel<Fp32>(p, rows, g, count);
     case BF16: return dense_panel<Bf16>(p, rows, g, count);
@@ -86,12 +98,18 @@ static void products(const Product* list, int count, long rows, int threads, Tur
   const long step = panel_rows(list, count, threads);
   long tasks = 0;
   for (int i = 0; i < count; ++i) tasks += (list[i].matrix->rows() + step - 1) / step;
-  turns.run(tasks, [&](long task) {
+  const auto piece = [&](long task) -> Piece {
     for (int i = 0; i < count; ++i) {
-      const long all = list[i].matrix->rows(), panels = (all + step - 1) / step, g = task * step;
-      if (task < panels) return panel(list[i], rows, g, all - g < step ? all - g : step);
+      const long panels = (list[i].matrix->rows() + step - 1) / step;
+      if (task < panels) return {list + i, task * step};
       task -= panels;
     }
+    return {};
+  };
+  turns.run_ahead(tasks, [&](long task, long next) {
+    const Piece now = piece(task);
+    const long left = now.product->matrix->rows() - now.begin;
+    panel(now, piece(next), rows, left < step ? left : step);
   });
 }
 

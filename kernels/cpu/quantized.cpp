@@ -34,7 +34,7 @@ int32_t moe_plane_linear(const PlaneMatrix* w, const float* bias, const void* x,
   const size_t unpack_bytes = aligned(linear_unpack_bytes(*w, tokens));
   char* memory = scratch.reserve(row_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows rows = place_rows(memory, tokens, w->columns, w->group_size);
+  const QuantizedRows rows = place_rows(memory, w->columns, w->group_size);
   Turns quantising, product;
   with_rows(x, dtype, [&](auto* from) {
     auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(from)>>*>(out);
@@ -62,7 +62,7 @@ int32_t moe_quantized_first(const QuantizedLayer* layer, const Routing* routing,
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, A, layer->hidden, layer->first_group);
+  const QuantizedRows x = place_rows(memory, layer->hidden, layer->first_group);
   Turns quantising, first;
   with_rows(hidden, dtype, [&](auto* from) {
 #pragma omp parallel num_threads(threads)
@@ -86,7 +86,7 @@ int32_t moe_quantized_second(const QuantizedLayer* layer, const Routing* routing
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, A, layer->width, layer->second_group);
+  const QuantizedRows x = place_rows(memory, layer->width, layer->second_group);
   Turns quantising, second;
 #pragma omp parallel num_threads(threads)
   {
@@ -118,9 +118,9 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
   Routing routing;
   auto* numbers = reinterpret_cast<int32_t*>(pieces.take(routing_bytes));
   if (!route(ids, S, layer->experts, numbers, routing)) return -1;
-  const QuantizedRows x = place_rows(pieces.take(x_bytes), S, H, layer->first_group);
+  const QuantizedRows x = place_rows(pieces.take(x_bytes), H, layer->first_group);
   const QuantizedRows inner =
-      place_rows(pieces.take(inner_bytes), S, layer->width, layer->second_group);
+      place_rows(pieces.take(inner_bytes), layer->width, layer->second_group);
   auto* rows = reinterpret_cast<float*>(pieces.take(out_bytes));
   auto* unpack = reinterpret_cast<uint8_t*>(pieces.next);
   threads = layer_team(*layer, routing.rows, threads);

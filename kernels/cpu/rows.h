@@ -8,24 +8,21 @@ typedef int8_t vb __attribute__((vector_size(LANES)));
 constexpr int MAX_GROUP = 64;
 constexpr float MAX_CODE = 127, TINY = 0x1p-100f;
 
-// Bytes between rows. A line more than the codes: rows a power of two apart would share the few
+// Bytes between rows. A line more than they take: rows a power of two apart would share the few
 // places that a cache has for them.
 constexpr long row_stride(long columns, long group_size) {
-  return aligned((columns + group_size - 1) / group_size * group_size) + 64;
+  const long groups = (columns + group_size - 1) / group_size;
+  return aligned(groups * (group_size + QuantizedRows::SCALE_AND_SUM)) + 64;
 }
 
 constexpr size_t rows_bytes(long rows, long columns, long group_size) {
-  const long groups = (columns + group_size - 1) / group_size;
-  return rows * row_stride(columns, group_size) + 2 * aligned(rows * groups * 4);
+  return rows * row_stride(columns, group_size);
 }
 
-// Rows in `memory` of rows_bytes(), which is aligned to 64.
-static inline QuantizedRows place_rows(char* memory, long rows, long columns, long group_size) {
-  const long stride = row_stride(columns, group_size);
-  const long groups = (columns + group_size - 1) / group_size;
-  char* scale = memory + rows * stride;
-  return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(scale),
-          reinterpret_cast<int32_t*>(scale + aligned(rows * groups * 4)), stride, groups};
+// Rows in `memory` of rows_bytes().
+static inline QuantizedRows place_rows(char* memory, long columns, long group_size) {
+  return {reinterpret_cast<int8_t*>(memory), row_stride(columns, group_size),
+          (columns + group_size - 1) / group_size, group_size};
 }
 
 // One group of a row, `size` floats padded with zeros. Where one is not finite, nor is the scale, and
@@ -49,13 +46,14 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
     vf product = load<vf>(from + c) * inverse;
     IN_REGISTER(product);  // rounded by itself, never fused with the addition
     const vi code = (bits<vi>(product + to_int) - bits<int32_t>(to_int)) & finite;
-    store(row.codes + group * size + c, __builtin_convertvector(code, vb));
+    store(row.group(group) + c, __builtin_convertvector(code, vb));
     total += code;
   }
   int32_t sum = 0;
   for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
-  row.scale[group] = largest / MAX_CODE;
-  row.start[group] = -FROM_ZERO * sum;
+  const float scale = largest / MAX_CODE;
+  memcpy(row.group(group) + size, &scale, sizeof scale);
+  memcpy(row.group(group) + size + sizeof scale, &sum, sizeof sum);
 }
 
 // A whole row of floats or bf16.
@@ -73,7 +71,5 @@ static void quantize_row(const From* from, long columns, long group_size,
 }
 
 static inline void copy_row(const QuantizedRows& from, const QuantizedRows& to) {
-  memcpy(to.codes, from.codes, from.stride);
-  memcpy(to.scale, from.scale, from.groups * sizeof(float));
-  memcpy(to.start, from.start, from.groups * sizeof(int32_t));
+  memcpy(to.memory, from.memory, from.stride);
 }

@@ -21,10 +21,11 @@ from moe.engine.wave import Group
 from moe.errors import RequestError, StructureError
 from moe.model import MoE
 from moe.server.bodies import parse
+from moe.server.chunks import Answer
 from moe.server.errors import GENERIC, APIError
-from moe.server.generation import check_name, make_groups, whole_answer
+from moe.server.generation import check_name, make_groups
 from moe.server.messages import conversation
-from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape
+from moe.server.outputs import ChatShape, CompletionShape, Json, Shape
 from moe.server.protocol import ChatRequest, CompletionRequest
 from moe.text.prompts import Prompt, TextCodec
 
@@ -133,8 +134,8 @@ class Batch:
     def _finish(self, request: _Request) -> None:
         request_id = uuid.uuid4().hex
         shape = _shape(self._model.codec, request.body)
-        answer = Answer(shape, request_id, self._name, request.body.n)
-        whole = whole_answer(answer, request.body, request.num_prompt_tokens, request.events)
+        answer = Answer(shape, request.body, request_id, self._name)
+        whole = answer.whole(request.num_prompt_tokens, request.events)
         self._write(output(request.number, request.custom_id, 200, request_id, whole, None))
 
     def _refuse(self, number: int, custom_id: str | None, error: APIError) -> None:

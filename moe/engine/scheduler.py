@@ -206,6 +206,9 @@ class Scheduler:
         known = self.prefixes.take(first.salt, group.token_ids, first.capacity)
         if known is not None:
             group.cache, group.num_read = known, known.length
+            if not first.token_ids:  # else it was preempted, and knows its own
+                for sequence in group.sequences:
+                    sequence.num_known = known.length
 
     def _mode(self) -> Mode:
         if self._choose_mode is None:

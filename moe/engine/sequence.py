@@ -38,12 +38,16 @@ class Delta:
         finish_reason: set on the last delta of a sequence.
         prompt_logprobs: on the first delta of a sequence, where asked for: the prompt's tokens with
             their log probabilities; None stands for the first token, which follows nothing.
+        stop: the stop string that ended the sequence; None: none did.
+        num_known: tokens of the prompt that were read for another one before.
     """
 
     token: Token
     text: str
     finish_reason: FinishReason | None
     prompt_logprobs: list[Token | None] | None = None
+    stop: str | None = None
+    num_known: int = 0
 
 
 class RunningSequence:
@@ -63,6 +67,7 @@ class RunningSequence:
         sampler: as given.
         turn: its place among all sequences, sooner ones first; set by the scheduler.
         prompt_logprobs: handed over with the first token.
+        num_known: tokens of the prompt that were read for another one before; set by the scheduler.
         token_ids: tokens generated so far.
         cache: the sequence's state once its prompt has been read.
         cancelled: nobody waits for it any more.
@@ -84,6 +89,7 @@ class RunningSequence:
         self.salt = salt
         self.priority = priority
         self.turn = (0, 0)
+        self.num_known = 0
         self.prompt_logprobs: list[Token | None] | None = None
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -117,7 +123,9 @@ class RunningSequence:
         elif len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return Delta(token, self._new_text(token.id, is_end), self.finish_reason, prompt_logprobs)
+        text = self._new_text(token.id, is_end)
+        matched, known = self._stop_strings.matched, self.num_known
+        return Delta(token, text, self.finish_reason, prompt_logprobs, matched, known)
 
     def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
         """Prompt tokens with their log probabilities; token i follows row i of the logits."""

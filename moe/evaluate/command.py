@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ def evaluate(
         tokens=len(ids),
         num_bytes=num_bytes,
         bits_per_byte=score.bits / num_bytes,
-        perplexity=math.exp2(score.bits / score.predicted),
+        perplexity=2.0 ** (score.bits / score.predicted),
         difference=None if original is None else score.difference(),
         policies=prices.costs(num_bytes),
     )

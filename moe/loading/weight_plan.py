@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from experts.header import TensorInfo
+from experts.linear import QuantizedLinear
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.plan import Plan, make_plan
@@ -85,7 +86,9 @@ def _kept(
 ) -> torch.dtype:
     """The dtype `name` stays in: the caller's choice, unless the architecture fixes another."""
     built = model.get_parameter_or_buffer(name).dtype
-    if not built.is_floating_point:
+    owner, _, last = name.rpartition(".")
+    in_planes = last == "scales" and isinstance(model.get_submodule(owner), QuantizedLinear)
+    if not built.is_floating_point or in_planes:
         return built
     chosen = dtype_for(name, dtype)
     plan = model._get_dtype_plan(chosen)

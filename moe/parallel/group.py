@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,8 @@ class WatchedExchange:
     def __init__(self, exchange: Exchange, pulse: Pulse) -> None:
         self._exchange, self._pulse = exchange, pulse
         self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
+        line = exchange.line
+        self.line = None if line is None else replace(line, run=self._run)
 
     def start(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
@@ -42,6 +45,12 @@ class WatchedExchange:
             self._pulse.now("computing")
 
         return wait
+
+    def _run(self, act: Callable[[], int]) -> int:
+        self._pulse.now("waiting")
+        done = act()
+        self._pulse.now("computing")
+        return done
 
     def close(self) -> None:
         """Leave the others, who need not wait then."""

@@ -100,7 +100,8 @@ def serve(
     dtype = sum_dtype(held_experts(experts)) if apart else rows.dtype
 
     def run(rows: Tensor, routing: Routing, prefetcher: Prefetcher | None) -> Tensor:
-        add_to = rows.new_zeros(rows.shape, dtype=dtype) if apart else None
+        wider = dtype != rows.dtype or not len(rows)
+        add_to = rows.new_zeros(rows.shape, dtype=dtype) if apart and wider else None
         return run_rows(rows, routing, experts, forward, prefetcher, add_to)
 
     try:

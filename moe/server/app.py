@@ -15,14 +15,24 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from moe import __version__
 from moe.errors import ContextError, RequestError
 from moe.profile import KEYS, value_of
-from moe.server import generation, texts
+from moe.server import agents, generation, texts
+from moe.server.anthropic.request import MessagesRequest
 from moe.server.bodies import nested_schemas
-from moe.server.errors import ERROR_SCHEMA, GENERIC, APIError
+from moe.server.errors import (
+    ANTHROPIC_ERROR_SCHEMA,
+    ERROR_SCHEMA,
+    GENERIC,
+    APIError,
+    speaks_anthropic,
+)
 from moe.server.guard import Guard
 from moe.server.protocol import ChatRequest
+from moe.server.responses.request import ResponsesRequest
 from moe.server.runner import Runner
 from moe.settings import ServerSettings
 
+_BODIES = (ChatRequest, texts.TokenizeRequest, ResponsesRequest, MessagesRequest)
+_ERRORS = {"Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
 router = APIRouter()
 
 
@@ -40,6 +50,7 @@ def create_app(
     app.state.settings = settings
     app.include_router(router)
     app.include_router(generation.router)
+    app.include_router(agents.router)
     app.include_router(texts.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
@@ -52,11 +63,10 @@ def create_app(
 def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """FastAPI's description, with what it does not know: our bodies and our errors."""
     description = describe()
-    description["components"] = {
-        "schemas": {"Error": ERROR_SCHEMA, **nested_schemas(ChatRequest, texts.TokenizeRequest)}
-    }
-    error = {"schema": {"$ref": "#/components/schemas/Error"}}
-    for operations in description["paths"].values():
+    description["components"] = {"schemas": _ERRORS | nested_schemas(*_BODIES)}
+    for path, operations in description["paths"].items():
+        name = "AnthropicError" if speaks_anthropic(path) else "Error"
+        error = {"schema": {"$ref": f"#/components/schemas/{name}"}}
         for operation in operations.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = {
@@ -80,7 +90,7 @@ async def _answer(request: Request, error: Exception) -> Response:
         )
     elif not isinstance(error, APIError):
         error = APIError(500, GENERIC)
-    return error.response()
+    return error.response(request.url.path)
 
 
 @router.get("/health")
@@ -99,7 +109,7 @@ async def ready(request: Request) -> Response:
         about: dict[str, Any] = {"status": runner.state}
         if runner.state == "loading":
             about["progress"] = runner.progress.as_dict()
-        return error.response(about)
+        return error.response(request.url.path, about)
     return JSONResponse({"status": "ready"})
 
 

@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from moe.server.errors import APIError, ClientGone
+from moe.server.unsupported import CODES
 from moe.settings import ServerSettings
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -61,7 +62,8 @@ def _refusal(error: ValidationError) -> APIError:
     if problem["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {where[:100]!r}; remove it", param=where[:100])
     if problem["type"] == "not_supported":
-        return APIError(400, rule, param=rule.partition(" ")[0])
+        name = rule.partition(" ")[0]
+        return APIError(400, rule, param=name, code=CODES.get(name))
     if problem["type"] == "missing":
         return APIError(400, f"the field {where!r} is missing", param=where)
     got = f"; got {reprlib.repr(problem['input'])}" if problem["loc"] else ""

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as clients expect them: OpenAI's ``{"error": {"message", "type", "param", "code"}}``, and
+Anthropic's on its routes."""
 
 from __future__ import annotations
 
@@ -11,6 +12,13 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 GENERIC = "the server failed to answer this request; its log has the details"
 UNREADABLE = "weights that this request needs could not be read; the server's log has the details"
 
+_ANTHROPIC_ROUTES = "/v1/messages"
+_ANTHROPIC_TYPES = _TYPES | {
+    408: "timeout_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 ERROR_SCHEMA = {
     "type": "object",
@@ -28,6 +36,25 @@ ERROR_SCHEMA = {
         }
     },
 }
+
+
+ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of a path expect errors in Anthropic's shape."""
+    return path.startswith(_ANTHROPIC_ROUTES)
 
 
 class APIError(Exception):
@@ -71,14 +98,20 @@ class APIError(Exception):
             }
         }
 
-    def response(self, more: Mapping[str, Any] | None = None) -> JSONResponse:
-        """The answer; `more` is said beside the error."""
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        details = {"details": {"error_code": self.code}} if self.code else {}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+
+    def response(self, path: str, more: Mapping[str, Any] | None = None) -> JSONResponse:
+        """The answer to a request of a path; `more` is said beside the error."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse({**(more or {}), **self.body()}, self.status, headers)
+        body = self.anthropic_body() if speaks_anthropic(path) else self.body()
+        return JSONResponse({**(more or {}), **body}, self.status, headers)
 
 
 class ClientGone(APIError):

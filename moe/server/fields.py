@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
     WithJsonSchema,
+    model_validator,
 )
 
+from moe.engine.sequence import MAX_PRIORITY
 from moe.sampling.params import MAX_SEQUENCES
 
 MAX_STOPS = 16
@@ -45,18 +49,48 @@ def _prompts(value: Any) -> Any:
     raise ValueError(rule)
 
 
-def _text(content: Any) -> Any:
-    """Content given in parts becomes one text."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
-            raise ValueError('only text is supported: parts must be {"type": "text", "text": ...}')
-        texts.append(part["text"])
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("the text of a part must be a string")
-    return "".join(texts)
+def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Callable[[Any], Any]:
+    """Content given in parts becomes one text.
+
+    Args:
+        kinds: types that parts may have.
+        labels: further fields of parts, which ask for nothing.
+        between: what stands between two parts.
+    """
+
+    def text(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts = []
+        for part in content:
+            named = part.keys() - labels if isinstance(part, dict) else set()
+            if named != {"type", "text"} or part["type"] not in kinds:
+                raise ValueError(
+                    f'only text is supported: parts must be {{"type": "{kinds[0]}", "text": ...}}'
+                )
+            texts.append(part["text"])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("the text of a part must be a string")
+        return between.join(texts)
+
+    return text
+
+
+def by_type(*kinds: str, default: str | None = None) -> Discriminator:
+    """Of a union of models with these tags: which one a part is, by its type."""
+
+    def kind(part: Any) -> str | None:
+        named = part.get("type", default) if isinstance(part, dict) else None
+        return named if named in kinds else None
+
+    rule = f"the type may be {', '.join(kinds)}"
+    return Discriminator(kind, custom_error_type="part_type", custom_error_message=rule)
+
+
+def text_or(schema: dict[str, Any]) -> None:
+    """Makes the JSON schema of a list one of a text or such a list."""
+    names = [name for name in ("type", "items", "minItems", "maxItems") if name in schema]
+    schema["anyOf"] = [{"type": "string"}, {name: schema.pop(name) for name in names}]
 
 
 def _token_keys(value: Any) -> Any:
@@ -98,7 +132,7 @@ StopList = Annotated[
         }
     ),
 ]
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(text_of("text"))]
 TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_SEQUENCES)]
@@ -127,6 +161,17 @@ class RequestBody(BaseModel):
     )
 
 
+class Returned(RequestBody):
+    """What clients send back as they got it, with fields that are null or empty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nothing(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: v for key, v in value.items() if v is not None and (v or v != [])}
+        return value
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     """End the stream with a chunk that has the token counts."""
@@ -143,3 +188,12 @@ class Labels(RequestBody):
     """Another name for the end user. Not stored, not logged."""
     prompt_cache_key: str | None = Field(default=None, max_length=512)
     """A hint. Known prefixes are found by their tokens; `cache_salt` keeps tenants apart."""
+
+
+class Sharing(RequestBody):
+    """How a request shares the server with others; additions, named as in vLLM."""
+
+    cache_salt: str = Field(default="", max_length=512)
+    """Requests share known prefixes of their prompts only with requests of the same salt."""
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Of the requests that wait, lower numbers go first."""

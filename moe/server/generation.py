@@ -1,34 +1,33 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: from a checked request to an answer."""
+"""``/v1/chat/completions`` and ``/v1/completions``; from a checked request to its answer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Depends
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from moe.completion import Completion, StreamEvent, collect
+from moe.completion import StreamEvent
 from moe.engine.wave import Group
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.bodies import json_body, schema_of
+from moe.server.chunks import Answer
 from moe.server.errors import APIError
 from moe.server.job import Job
 from moe.server.messages import conversation
-from moe.server.outputs import Answer, ChatShape, CompletionShape, Json, Shape, usage
+from moe.server.outputs import ChatShape, CompletionShape, Json
 from moe.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from moe.server.runner import Runner
 from moe.server.streams import EventStream, while_connected
-from moe.text.prompts import Prompt, TextCodec
+from moe.text.prompts import Prompt
 
 MAX_ECHO_LOGPROBS = 2**20
 STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
-Body = TypeVar("Body", bound=GenerationRequest)
 router = APIRouter()
 
 
@@ -37,7 +36,7 @@ async def chat(
     request: Request, body: Annotated[ChatRequest, Depends(json_body(ChatRequest))]
 ) -> Response:
     """Answer a conversation."""
-    return await _generate(request, body, [conversation(body.messages)], ChatShape)
+    return await answer(request, body, [conversation(body.messages)], partial(_chat, body))
 
 
 @router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest), responses=STREAMS)
@@ -45,7 +44,15 @@ async def completions(
     request: Request, body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 ) -> Response:
     """Continue one prompt or several."""
-    return await _generate(request, body, body.prompt, CompletionShape)
+    return await answer(request, body, body.prompt, partial(_completion, body))
+
+
+def _chat(body: ChatRequest, model: MoE, request_id: str, name: str) -> Words:
+    return Answer(ChatShape(model.codec, body), body, request_id, name)
+
+
+def _completion(body: CompletionRequest, model: MoE, request_id: str, name: str) -> Words:
+    return Answer(CompletionShape(model.codec, body), body, request_id, name)
 
 
 def check_model(request: Request, name: str | None) -> None:
@@ -64,33 +71,53 @@ def check_name(served: str, name: str | None) -> None:
         )
 
 
-async def _generate(
+class Words(Protocol):
+    """How a route words the answer to one request, of which it is a part."""
+
+    def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
+        """The answer when all of its sequences have ended."""
+
+    def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
+        """What a stream begins with, before the first token."""
+
+    def more(self, event: StreamEvent) -> list[Json]:
+        """What a token adds to it."""
+
+    def end(self) -> list[Json | str]:
+        """What comes last."""
+
+    def failed(self, error: APIError) -> list[Json | str]:
+        """What comes last where there is no end."""
+
+
+async def answer(
     request: Request,
-    body: Body,
+    body: GenerationRequest,
     prompts: Sequence[Prompt],
-    shape: Callable[[TextCodec, Body], Shape],
+    wording: Callable[[MoE, str, str], Words],
 ) -> Response:
+    """What a request asks for, whole or as a stream.
+
+    Args:
+        wording: made of the model, the id of the request and the name of the model.
+    """
     check_model(request, body.model)
     runner: Runner = request.app.state.runner
     work = runner.submit(partial(make_groups, body=body, prompts=prompts))
     job = await while_connected(request.receive, work)
     assert runner.model is not None
-    answer = Answer(
-        shape(runner.model.codec, body),
-        request.scope["request_id"],
-        request.app.state.model_name,
-        body.n,
-    )
+    words = wording(runner.model, request.scope["request_id"], request.app.state.model_name)
     if body.stream:
         close = partial(runner.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
-        return EventStream(_chunks(answer, job, body), close, timeout_s)
+        return EventStream(_events(words, job), words.failed, close, timeout_s)
     try:
         events = await while_connected(request.receive, _all(job))
     finally:
         runner.close(job)
     # The texts of a long prompt's tokens take a while.
-    return await run_in_threadpool(_whole, answer, job, body, events)
+    whole = partial(words.whole, job.num_prompt_tokens, events)
+    return await run_in_threadpool(lambda: JSONResponse(whole()))
 
 
 def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) -> list[Group]:
@@ -98,9 +125,7 @@ def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) 
     codec, said = model.codec, body.sampling()
     shown: Collection[int] = ()
     if isinstance(body, ChatRequest):
-        _check_tools(codec, body)
-        offered, settings = body.offered_tools, body.chat_template_kwargs
-        batch = [codec.encode(prompts[0], model.context_length, offered, settings)]
+        batch = [chat_prompt(model, body, prompts[0])]
         said["structure"] = body.structure_for(codec, batch[0])
         shown = body.shown_tokens(codec)
     else:
@@ -108,15 +133,20 @@ def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) 
     _check_echo(body, sum(map(len, batch)))
     groups = []
     for token_ids in batch:
-        params = model.params(len(token_ids), chat=body.is_chat, **said)
-        groups.append(model.request(token_ids, params, body.cache_salt, body.priority, shown))
+        chat, salt = body.is_chat, body.cache_salt
+        params = model.params(len(token_ids), chat=chat, **said)
+        groups.append(model.request(token_ids, params, salt, body.priority, shown, chat=chat))
     return groups
 
 
-def _check_tools(codec: TextCodec, body: ChatRequest) -> None:
-    if body.needs_tools and codec.tools.format is None:
-        message = f"this model cannot be given tools: {codec.tools.reason}"
+def chat_prompt(model: MoE, body: ChatRequest, messages: Prompt) -> list[int]:
+    """Token ids of a conversation. Raises `APIError` 400 and `RequestError`."""
+    tools = model.codec.tools
+    if body.needs_tools and tools.format is None:
+        message = f"this model cannot be given tools: {tools.reason}"
         raise APIError(400, message, param="tools", code="tools_not_supported")
+    settings = body.template_settings(model.codec)
+    return model.codec.encode(messages, model.context_length, body.offered_tools, settings)
 
 
 def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
@@ -135,44 +165,15 @@ async def _all(job: Job) -> list[StreamEvent]:
     return [event async for event in job.events()]
 
 
-def _whole(
-    answer: Answer, job: Job, body: GenerationRequest, events: Sequence[StreamEvent]
-) -> Response:
-    return JSONResponse(whole_answer(answer, body, job.num_prompt_tokens, events))
-
-
-def whole_answer(
-    answer: Answer, body: GenerationRequest, num_prompt: int, events: Sequence[StreamEvent]
-) -> Json:
-    """The answer of a request whose sequences have all ended."""
-    done = [_reported(body, completion) for completion in collect(events)]
-    num_new = sum(len(completion.tokens) for completion in done)
-    return answer.whole(done, usage(num_prompt, num_new))
-
-
-async def _chunks(answer: Answer, job: Job, body: GenerationRequest) -> AsyncIterator[Json]:
-    """One chunk a token, also where it adds no text yet: clients measure the time between them."""
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    more: Json = {"usage": None} if with_usage else {}
-    num_new = 0
-    for index in range(len(job.places)):
-        if (opening := answer.opening(index)) is not None:
-            yield opening | more
-    async for event in job.events():
-        part = _reported(body, *collect([event]))
-        num_new += len(part.tokens)
-        if part.prompt_logprobs is None:
-            chunks = answer.deltas(part)
+async def _events(words: Words, job: Job) -> AsyncIterator[Json | str]:
+    for event in words.begin(job.num_prompt_tokens, len(job.places)):
+        yield event
+    async for token in job.events():
+        if token.delta.prompt_logprobs is None:
+            added = words.more(token)
         else:
-            chunks = await run_in_threadpool(answer.deltas, part)
-        for chunk in chunks:
-            yield chunk | more
-    if with_usage:
-        yield answer.usage(usage(job.num_prompt_tokens, num_new))
-
-
-def _reported(body: GenerationRequest, part: Completion) -> Completion:
-    """What the client gets to see: the token that was generated to score a prompt is left out."""
-    if not body.scores_only:
-        return part
-    return replace(part, text="", tokens=[], finish_reason="length")
+            added = await run_in_threadpool(words.more, token)
+        for event in added:
+            yield event
+    for last in words.end():
+        yield last

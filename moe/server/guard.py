@@ -27,7 +27,8 @@ class Guard:
     Args:
         app: the routes.
         metrics: where requests are counted.
-        api_key: what clients must send as ``Authorization: Bearer KEY``; None lets everybody in.
+        api_key: what clients must send as ``Authorization: Bearer KEY``, or as ``x-api-key`` like
+            Anthropic's; None lets everybody in.
         host_names: names that a request's Host header may have, without port; None for any. On a
             loopback address without a key this keeps web pages out that point their own name here
             (DNS rebinding).
@@ -59,12 +60,13 @@ class Guard:
 
         try:
             refusal = self._refusal(scope)
-            app = self._app if refusal is None else refusal.response()
+            app = self._app if refusal is None else refusal.response(scope["path"])
             await app(scope, receive, send_marked)
         except Exception as error:
             log_failure(request_id, error)
             if not status:
-                await APIError(500, GENERIC).response()(scope, receive, send_marked)
+                response = APIError(500, GENERIC).response(scope["path"])
+                await response(scope, receive, send_marked)
         finally:
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.requests.labels(route, str(status or 499)).inc()
@@ -82,15 +84,20 @@ class Guard:
         if self._api_key is None or scope["path"] in PUBLIC_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        # Headers are decoded as latin-1.
-        same = hmac.compare_digest(key.strip().encode("latin-1"), self._api_key.encode())
-        if same and scheme.lower() == "bearer":
+        if scheme.lower() == "bearer" and self._is_key(key):
+            return None
+        if self._is_key(headers.get("x-api-key", "")):
             return None
         return APIError(
             401,
-            "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+            "the API key is missing or wrong; send it as Authorization: Bearer KEY or x-api-key",
             code="invalid_api_key",
         )
+
+    def _is_key(self, sent: str) -> bool:
+        assert self._api_key is not None
+        # Headers are decoded as latin-1.
+        return hmac.compare_digest(sent.strip().encode("latin-1"), self._api_key.encode())
 
 
 def log_failure(request_id: str, error: BaseException) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import Field, model_validator
 
-from moe.server.fields import RequestBody, Text
+from moe.server.fields import Returned, Text
 from moe.server.tools import MAX_CALLS, ToolCall
 from moe.tools.reasoning import KEY
 
 
-class Message(RequestBody):
+class Message(Returned):
     """One turn of a chat. Its other fields in OpenAI's API are refused unless null or empty."""
 
     role: str = Field(min_length=1, max_length=64)
@@ -29,14 +28,6 @@ class Message(RequestBody):
     """What the model called in this answer."""
     tool_call_id: str | None = Field(default=None, min_length=1, max_length=128)
     """Of role tool: which call this answers."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nothing(cls, value: Any) -> Any:
-        """OpenAI's clients send back the null and empty fields of messages that they got."""
-        if isinstance(value, dict):
-            return {key: v for key, v in value.items() if v is not None and (v or v != [])}
-        return value
 
     @model_validator(mode="after")
     def _check_fields(self) -> Message:

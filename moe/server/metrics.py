@@ -136,7 +136,7 @@ def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
     for name, text, key in (
         ("moe_expert_cache_hit_ratio", "Share of hits since the start", "hit_ratio"),
         ("moe_expert_cache_slots", "Experts that fit into memory", "slots"),
-        ("moe_expert_slot_bytes", "Bytes of one expert", "expert_bytes"),
+        ("moe_expert_slot_bytes", "Bytes of one expert, on average", "expert_bytes"),
     ):
         yield GaugeMetricFamily(name, text, value=offload[key])
 

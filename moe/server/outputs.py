@@ -1,8 +1,7 @@
-"""Answers in OpenAI's shapes: whole ones, and the chunks of a stream."""
+"""Choices as OpenAI's chats and completions have them: whole ones, and what a token adds."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -10,8 +9,9 @@ from typing import Any, Protocol
 
 from moe.completion import Completion
 from moe.sampling.sampler import Token
-from moe.server.calls import AnswerWriter
+from moe.server.answers import AnswerReader, Called
 from moe.server.protocol import ChatRequest, CompletionRequest
+from moe.text.pieces import Pieces
 from moe.text.prompts import TextCodec
 
 Json = dict[str, Any]
@@ -43,38 +43,39 @@ class ChatShape:
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, codec: TextCodec, body: ChatRequest) -> None:
-        self._token_text = token_text(codec)
+        self._token_bytes = token_bytes(codec)
         self._with_logprobs = body.logprobs
         self._codec = codec
         self._body = body
-        self._writers: dict[int, AnswerWriter | None] = {}  # of each sequence
+        self._readers: dict[int, AnswerReader] = {}  # of each sequence
 
     def choice(self, index: int, whole: Completion) -> Json:
-        said, ending = self._said(index, whole, streamed=False)
-        message: Json = {"role": "assistant", "content": said["content"], "refusal": None}
-        if calls := said.get("tool_calls"):
-            message |= {"content": said["content"] or None, "tool_calls": calls}
-        message |= {name: v for name, v in said.items() if name.startswith("reasoning") and v}
-        return {"message": message, "logprobs": self._logprobs(whole.tokens)} | ending
+        content, calls, thought, ending = self._said(index, whole)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
+        logprobs = self._logprobs(whole.tokens)
+        return {"message": message | thought, "logprobs": logprobs} | ending
 
     def opening(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
 
     def delta(self, index: int, part: Completion) -> Json:
-        said, ending = self._said(index, part, streamed=True)
-        delta = {key: value for key, value in said.items() if value}
-        return {"delta": delta, "logprobs": self._logprobs(part.tokens)} | ending
+        content, calls, thought, ending = self._said(index, part)
+        delta: Json = {"content": content} if content else {}
+        if calls:  # clients put them together by index
+            delta["tool_calls"] = [{"index": call.index} | _call(call) for call in calls]
+        return {"delta": delta | thought, "logprobs": self._logprobs(part.tokens)} | ending
 
-    def _said(self, index: int, part: Completion, *, streamed: bool) -> tuple[Json, Json]:
-        """Content, reasoning and calls, and how it ends if that is not as the engine says."""
-        if index not in self._writers:
-            prompt = part.prompt_token_ids
-            self._writers[index] = self._body.answer_writer(self._codec, prompt)
-        writer = self._writers[index]
-        if writer is None:
-            return {"content": part.text}, {}
-        said = writer.take(part.text, part.finish_reason, streamed=streamed)
-        return said, {"finish_reason": said.pop("finish_reason")}
+    def _said(self, index: int, part: Completion) -> tuple[str, list[Called], Json, Json]:
+        """Text, calls, reasoning by the two names that clients know, and how it ends."""
+        if index not in self._readers:
+            self._readers[index] = self._body.answer_reader(self._codec, part.prompt_token_ids)
+        said = self._readers[index].take(part.text, part.finish_reason)
+        text = "".join(piece for piece in said.pieces if isinstance(piece, str))
+        calls = [piece for piece in said.pieces if isinstance(piece, Called)]
+        names = ("reasoning_content", "reasoning") if said.thought else ()
+        return text, calls, dict.fromkeys(names, said.thought), {"finish_reason": said.ending}
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         if not self._with_logprobs:
@@ -86,8 +87,8 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float | None) -> Json:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        piece = self._token_bytes(token_id)
+        return {"token": _text(piece), "logprob": finite(logprob), "bytes": list(piece)}
 
 
 class CompletionShape:
@@ -98,7 +99,7 @@ class CompletionShape:
     def __init__(self, codec: TextCodec, body: CompletionRequest) -> None:
         self._codec = codec
         self._body = body
-        self._token_text = token_text(codec)
+        self._token_bytes = token_bytes(codec)
         self._offsets: dict[int, int] = {}  # characters of each sequence's tokens so far
 
     def choice(self, index: int, whole: Completion) -> Json:
@@ -127,7 +128,7 @@ class CompletionShape:
     def _logprobs(self, index: int, tokens: Iterable[tuple[int, Token | None]]) -> Json:
         """Of token ids, with None for the first one of a prompt: nothing predicts it."""
         ids, scores = zip(*tokens, strict=True) if tokens else ((), ())
-        texts = [self._token_text(token_id) for token_id in ids]
+        texts = [_text(self._token_bytes(token_id)) for token_id in ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
         return {
             "tokens": texts,
@@ -139,54 +140,13 @@ class CompletionShape:
     def _top(self, token: Token) -> dict[str, float | None]:
         top: dict[str, float | None] = {}
         for token_id, logprob in token.top or ():  # of tokens with the same text, the likeliest
-            top.setdefault(self._token_text(token_id), finite(logprob))
+            top.setdefault(_text(self._token_bytes(token_id)), finite(logprob))
         return top
 
 
-class Answer:
-    """One answer under construction: what all of its parts have in common."""
-
-    def __init__(self, shape: Shape, request_id: str, model: str, num_samples: int) -> None:
-        self._shape = shape
-        self._num_samples = num_samples
-        about = {"created": int(time.time()), "model": model}
-        self._common = {"id": f"{shape.prefix}-{request_id}", **about}
-
-    def whole(self, completions: Sequence[Completion], usage: Json) -> Json:
-        choices = [self._ended(self._shape.choice, completion) for completion in completions]
-        return {**self._common, "object": self._shape.whole_object, "choices": choices} | {
-            "usage": usage
-        }
-
-    def opening(self, index: int) -> Json | None:
-        choice = self._shape.opening()
-        return self._chunk([choice | {"index": index, "finish_reason": None}]) if choice else None
-
-    def deltas(self, part: Completion) -> list[Json]:
-        """One chunk, but two where calls come with the end: clients hear of calls before it."""
-        choice = self._ended(self._shape.delta, part)
-        if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
-            return [self._chunk([choice])]
-        end = choice | {"delta": {}, "logprobs": None}
-        return [self._chunk([choice | {"finish_reason": None}]), self._chunk([end])]
-
-    def usage(self, usage: Json) -> Json:
-        return self._chunk([]) | {"usage": usage}
-
-    def _ended(self, shape: Callable[[int, Completion], Json], part: Completion) -> Json:
-        index = part.prompt * self._num_samples + part.sample
-        return {"index": index, "finish_reason": part.finish_reason} | shape(index, part)
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._common, "object": self._shape.chunk_object, "choices": choices}
-
-
-def usage(num_prompt: int, num_new: int) -> Json:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-    }
+def _call(call: Called) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def finite(logprob: float | None) -> float | None:
@@ -194,8 +154,12 @@ def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, -9999.0)
 
 
-def token_text(codec: TextCodec) -> Callable[[int], str]:
-    """The text of a token by itself; ``token_id:N`` for a model without tokenizer."""
+def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
+    """The bytes of a token by itself; ``token_id:N`` for a model without tokenizer."""
     if codec.tokenizer is None:
-        return lambda token_id: f"token_id:{token_id}"
-    return lru_cache(4096)(lambda token_id: codec.decode([token_id]))
+        return lambda token_id: f"token_id:{token_id}".encode()
+    return lru_cache(4096)(Pieces(codec.tokenizer).of)
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="replace")

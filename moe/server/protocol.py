@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from moe.engine.sequence import MAX_PRIORITY
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
 from moe.server.fields import (
     MAX_INT,
@@ -18,6 +17,7 @@ from moe.server.fields import (
     Labels,
     LogitBias,
     PromptList,
+    Sharing,
     StopList,
     StreamOptions,
     TokenCount,
@@ -29,7 +29,7 @@ from moe.server.structured import StructuredBody
 from moe.server.unsupported import NEUTRAL_CHAT, NEUTRAL_COMPLETIONS, Neutral, supported
 
 
-class GenerationRequest(StructuredBody, Labels):
+class GenerationRequest(StructuredBody, Labels, Sharing):
     """What chats and completions have in common."""
 
     neutral: ClassVar[Neutral]
@@ -57,10 +57,6 @@ class GenerationRequest(StructuredBody, Labels):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
-    cache_salt: str = Field(default="", max_length=512)
-    """Requests share known prefixes of their prompts only with requests of the same salt."""
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Of the requests that wait, lower numbers go first."""
 
     @model_validator(mode="before")
     @classmethod

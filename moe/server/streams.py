@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from moe.server.errors import GENERIC, APIError, ClientGone
 from moe.server.guard import log_failure
 
+Event = Mapping[str, Any] | str
 Result = TypeVar("Result")
 
 
@@ -41,10 +42,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events, one JSON object each, then ``[DONE]``.
+    """Server-sent events, one JSON object or text each.
 
     Args:
-        chunks: the objects. An exception in the midst becomes a last event with an error.
+        events: what they say. An event with a type is sent under its name.
+        failed: what to say last where an exception ends it.
         close: called once, however the stream ends.
         send_timeout_s: seconds that the client may take no data before the stream is given up.
     """
@@ -53,7 +55,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncIterator[Mapping[str, Any]],
+        events: AsyncIterator[Event],
+        failed: Callable[[APIError], Iterable[Event]],
         close: Callable[[], None],
         send_timeout_s: float,
     ) -> None:
@@ -62,7 +65,8 @@ class EventStream(Response):
         self.body = b""
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._events = events
+        self._failed = failed
         self._close = close
         self._send_timeout_s = send_timeout_s
 
@@ -77,24 +81,24 @@ class EventStream(Response):
     async def _send_all(self, request_id: str, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last = "[DONE]"
+        last: Iterable[Event] = ()
         try:
-            async for chunk in self._chunks:
-                await self._send_event(send, json.dumps(chunk, separators=(",", ":")))
+            async for event in self._events:
+                await self._send_event(send, event)
         except APIError as error:
-            last = json.dumps(error.body())
+            last = self._failed(error)
         except (TimeoutError, asyncio.TimeoutError):
             raise
         except Exception as error:
             log_failure(request_id, error)
-            last = json.dumps(APIError(500, GENERIC).body())
-        await self._send_event(send, last)
+            last = self._failed(APIError(500, GENERIC))
+        for event in last:
+            await self._send_event(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_event(self, send: Send, text: str) -> None:
-        message = {
-            "type": "http.response.body",
-            "body": f"data: {text}\n\n".encode(),
-            "more_body": True,
-        }
+    async def _send_event(self, send: Send, event: Event) -> None:
+        text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
+        name = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
+        body = f"{name}data: {text}\n\n".encode()
+        message = {"type": "http.response.body", "body": body, "more_body": True}
         await asyncio.wait_for(send(message), self._send_timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from moe.sampling.structure import Structure
 from moe.server.fields import RequestBody
@@ -17,6 +17,19 @@ MAX_CALLS = 128
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Text = Annotated[str, Field(max_length=2**20)]
+
+
+def run_by_client(kind: str) -> BeforeValidator:
+    """Of a tool: it must have the type that says that the client runs it."""
+
+    def check(tool: Any) -> Any:
+        if isinstance(tool, dict) and (tool.get("type") or kind) != kind:
+            raise ValueError(
+                f"tools must have the type {kind}, and the client runs them; this server runs none"
+            )
+        return tool
+
+    return BeforeValidator(check)
 
 
 class FunctionDefinition(RequestBody):

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
 
 from moe.engine.sequence import RunningSequence
 from moe.sampling.candidates import Proposal
 
 Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]
-
-
 Judged = tuple[Sequence[float], int]
 """Of a draft: confidence of each token, and how many were right."""
 
@@ -42,7 +41,14 @@ class Mode:
     share: float = 1.0
     skipped: float = 0.0
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash  # of all that is kept by mode in every step
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.name)
+
+    @cached_property
     def name(self) -> str:
         """For metrics and tables."""
         parts: list[str] = [self.source]
@@ -86,6 +92,8 @@ class Draft:
         """Its first tokens only."""
         if depth <= 0:
             return PLAIN
+        if depth >= len(self.tokens):
+            return self
         return Draft(
             self.mode, self.tokens[:depth], self.confidence[:depth], self.proposals[:depth]
         )
@@ -95,16 +103,14 @@ PLAIN = Draft()
 """No draft."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How a sequence drafts in a step; depth 0 is plain decoding."""
 
     mode: Mode | None = None
     depth: int = 0
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What became of one sequence's draft in a step, also of none."""
 
     sequence: RunningSequence
@@ -114,8 +120,7 @@ class Trial:
     confidence: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """A step that was speculated in.
 
     Attributes:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Judged, Mode
+from moe.speculate.history import SIZES, History
 
-LONGEST, SHORTEST = 4, 2
-"""Last tokens that must have been seen before, tried in this order."""
 FIRST, FADE = 0.3, 0.25
 """How probably a token is followed as the time before: at first, and weight of each time."""
 
@@ -44,10 +43,10 @@ class ModelFree(ABC):
         last asked, verification by verification, and would have been right.
 
         Args:
-            last: tokens, the last ones, that are drafted; those before are taken in only.
+            last: new tokens, the last ones, that are drafted; those before are taken in only.
         """
         came, judged = self._unread(sequence), list[Judged]()
-        place = max(0, len(came) - last)
+        place = max(0, len(came) - min(last, len(sequence.token_ids)))
         self._take(sequence, came[:place])
         while place < len(came):
             tokens, confidence = self._following(sequence, min(limit, len(came) - place))
@@ -92,35 +91,6 @@ class ModelFree(ABC):
         """So many tokens of the last guess for a sequence were right."""
 
 
-class History:
-    """Where each run of tokens of one sequence was last seen."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # of each run, the place behind it
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the end. A run becomes known when a token follows it."""
-        for token in tokens:
-            known, end = self._tokens, len(self._tokens)
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                self._ends[tuple(known[-size:])] = end
-            known.append(token)
-
-    def following(self, limit: int) -> tuple[list[int], int]:
-        """What followed the longest known run that the sequence ends with, and the run's length.
-
-        At the end of the sequence it goes round, as what repeats itself does.
-        """
-        tokens = self._tokens
-        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            start = self._ends.get(tuple(tokens[-size:]))
-            if start is not None:
-                period = len(tokens) - start
-                return [tokens[start + index % period] for index in range(limit)], size
-        return [], 0
-
-
 class NGram(ModelFree):
     """Prompt lookup: what followed the last tokens when the sequence had them before.
 
@@ -132,22 +102,23 @@ class NGram(ModelFree):
     def __init__(self) -> None:
         super().__init__()
         self._histories: WeakKeyDictionary[RunningSequence, History] = WeakKeyDictionary()
-        self._sizes: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
-        self._right = dict.fromkeys(range(SHORTEST, LONGEST + 1), 1.0)
-        self._tried = dict.fromkeys(range(SHORTEST, LONGEST + 1), 2.0)
+        self._right, self._tried = dict.fromkeys(SIZES, 1.0), dict.fromkeys(SIZES, 2.0)
 
     def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        self._histories.setdefault(sequence, History()).extend(tokens)
+        history = self._histories.get(sequence)
+        if history is None:
+            history = self._histories[sequence] = History()
+        history.extend(tokens)
 
     def _following(self, sequence: RunningSequence, limit: int) -> Guess:
-        tokens, size = self._histories[sequence].following(limit)
+        history = self._histories[sequence]
+        tokens = history.following(limit)
         if not tokens:
             return [], []
-        self._sizes[sequence] = size
-        return tokens, [self._right[size] / self._tried[size]] * len(tokens)
+        return tokens, [self._right[history.size] / self._tried[history.size]] * len(tokens)
 
     def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
-        size = self._sizes[sequence]
+        size = self._histories[sequence].size
         self._right[size] += right
         self._tried[size] += min(right + 1, drafted)
 
@@ -169,9 +140,10 @@ class Recycling(ModelFree):
     def learn(
         self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
     ) -> None:
-        thought = logits_TV[accepted + 1 :].argmax(-1).tolist()
-        for token, following in zip(draft.tokens[accepted:], thought, strict=True):
-            self._follow(token, following)
+        if accepted < len(draft.tokens):
+            thought = logits_TV[accepted + 1 :].argmax(-1).tolist()
+            for token, following in zip(draft.tokens[accepted:], thought, strict=True):
+                self._follow(token, following)
 
     def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
         known = [self._last[sequence], *tokens] if sequence in self._last else list(tokens)

@@ -23,8 +23,10 @@ from moe.speculate.model_free import ModelFree
 from moe.speculate.verify import verify
 from routing.predict import Forecast
 
-JUDGED = 8
+JUDGED = 16
 """Last tokens of a batch on which drafts are judged that nobody asked for."""
+SURE = 0.5
+"""Confidence of a model-free draft with which nobody else is asked."""
 
 
 class Speculator:
@@ -76,27 +78,16 @@ class Speculator:
         return self._resting
 
     def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
-        """A draft for each running sequence.
-
-        Args:
-            spare: tokens that keys and values have room for, beyond one of each sequence.
-        """
+        """A draft for each running sequence; ``spare``: tokens that keys and values have room for,
+        beyond one of each sequence."""
         self.forecast, self._tokens = None, 0
         self._trials, self._draft_rows = [], []
         bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
         limits = self._limits(sequences, spare)
         if self._unheard:
             self._judge(sequences)
-        offers = [
-            [draft for source in self._model_free if (draft := source.offer(s, limit)).tokens]
-            for s, limit in zip(sequences, limits, strict=True)
-        ]
-        choices = [
-            Choice(choice.mode, min(choice.depth, limit))
-            for choice, limit in zip(
-                self.controller.plan(sequences, limits, offers), limits, strict=True
-            )
-        ]
+        offers = [self._offers(*own) for own in zip(sequences, limits, strict=True)]
+        choices = self.controller.plan(sequences, limits, offers)
         drafts = [_taken(choice, offer) for choice, offer in zip(choices, offers, strict=True)]
         self._confidence = {}
         self._draft_elastically(sequences, choices, drafts)
@@ -109,8 +100,7 @@ class Speculator:
     def accept(self, sequence: RunningSequence, draft: Draft, logits_TV: Tensor) -> list[Token]:
         """The next tokens of a sequence, at least one; see `verify`."""
         tokens = verify(sequence.sampler, draft, logits_TV)
-        self._tokens += len(tokens)
-        accepted = len(tokens) - 1
+        self._tokens, accepted = self._tokens + len(tokens), len(tokens) - 1
         if draft.tokens:
             for source in self._model_free:
                 source.learn(sequence, draft, accepted, logits_TV)
@@ -145,6 +135,17 @@ class Speculator:
     def figures(self) -> dict[str, Any]:
         """What came of it, and what decides, for JSON."""
         return {**self.report.figures(), "control": self.controller.figures()}
+
+    def _offers(self, sequence: RunningSequence, limit: int) -> list[Draft]:
+        """What model-free modes have to say."""
+        offers = []
+        for source in self._model_free:
+            draft = source.offer(sequence, limit)
+            if draft.tokens:
+                offers.append(draft)
+                if draft.confidence[0] >= SURE:
+                    break
+        return offers
 
     def _judge(self, sequences: Sequence[RunningSequence]) -> None:
         """Tell the controller what model-free drafts would have brought while nobody looked."""

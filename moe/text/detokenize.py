@@ -9,7 +9,7 @@ after skipped special tokens and on runs of byte tokens, and cannot be flushed.)
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 8  # tokens of a text that is continued
 _LONG_WINDOW = 16  # tokens; a character has at most 4 bytes and hence at most 4 tokens
 
 
@@ -32,9 +33,16 @@ class IncrementalDecoder:
 
     Args:
         shown: special tokens that are part of the text, with what they are called.
+        behind: tokens of another text, which this one continues: a space between them is part of
+            it. None of their text is handed out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, shown: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        shown: Collection[int] = (),
+        behind: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._special_ids = special_token_ids(tokenizer)
         self._shown = frozenset(shown)
@@ -43,6 +51,7 @@ class IncrementalDecoder:
         self._num_context = 0
         # Length of the window's text that was handed out.
         self._num_emitted = 0
+        self._continue(behind[-_CONTEXT:])
 
     def push(self, token_id: int) -> str:
         """Take in the next token; returns the text that became final, often empty."""
@@ -72,6 +81,17 @@ class IncrementalDecoder:
         piece = self._emit(self._decode(self._window))
         self._close()
         return piece
+
+    def _continue(self, behind: Sequence[int]) -> None:
+        """Take tokens as context, unless they end within a character or say nothing."""
+        for token_id in behind:
+            self._window = [] if token_id in self._special_ids else [*self._window, token_id]
+        text = self._decode(self._window)
+        last = str(self._tokenizer.convert_ids_to_tokens(self._window[-1:]))
+        if not text or text.endswith(_REPLACEMENT) or _BYTE_TOKEN.search(last):
+            self._window = []
+        else:
+            self._num_context, self._num_emitted = len(self._window), len(text)
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(

@@ -115,13 +115,11 @@ class TextCodec(Habits):
             self.decode(token_ids[-len(format.open) - _BEHIND :])
         )
 
-    def decoder(self, shown: Collection[int] = ()) -> IncrementalDecoder | None:
-        """A new decoder for one sequence; None without a tokenizer.
-
-        Args:
-            shown: special tokens that are part of the text: `call_tokens`, `reasoning_tokens`.
-        """
-        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown)
+    def decoder(
+        self, shown: Collection[int] = (), behind: Sequence[int] = ()
+    ) -> IncrementalDecoder | None:
+        """A new decoder for one sequence; None without a tokenizer. See `IncrementalDecoder`."""
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown, behind)
 
     def _encode_text(self, text: str, max_tokens: int | None) -> list[int]:
         tokenizer = self.require_tokenizer("text prompts")

@@ -15,7 +15,9 @@ Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
 _OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
 ANY_TEXT = "/(?s:.*)/"
-_PLAIN = {"type", "description", "title", "default", "enum", "examples"}
+_ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
+_OF_STRINGS = {"type", "enum"} | _ABOUT
+_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | _ABOUT
 
 
 class CallGrammar:
@@ -81,7 +83,8 @@ class CallGrammar:
 
     def _grammar(self, start: Sequence[str], tools: Mapping[str, Schema]) -> str:
         bodies = [
-            self._body(name, schema, index) for index, (name, schema) in enumerate(tools.items())
+            self._body(name, _of_object(name, schema), index)
+            for index, (name, schema) in enumerate(tools.items())
         ]
         call = [self._text(self._format.call_open), "body", self._text(self._format.call_close)]
         rules = [*start, _rule("call", call), _rule("body", [" | ".join(b[0] for b in bodies)])]
@@ -103,8 +106,10 @@ class CallGrammar:
 
     def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}:
+        if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
             raise _unsaid("more than properties")
+        if unknown := [key for key in required if key not in properties]:
+            raise _unsaid(f"required argument {unknown[0]!r}, which is no property,")
         rules, parts = [], list(begin)
         for index, (key, given) in enumerate(properties.items()):
             name = f"{rule}_{index}"
@@ -123,7 +128,7 @@ class CallGrammar:
                 raise _unsaid(f"argument {key!r} of several types")
             value = json_of(dict(inner) | _definitions(schema))
             return [_rule(rule, [*begin, value, self._text(close)])]
-        if set(given) - _PLAIN:
+        if given.keys() - _OF_STRINGS:
             raise _unsaid(f"argument {key!r} that is not any string")
         if "enum" in given:
             choices = " | ".join(quoted(str(choice)) for choice in given["enum"])
@@ -180,6 +185,17 @@ def _like(
     if path[-1] == "id":
         return {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
     return {"const": sample}
+
+
+def _of_object(name: str, schema: Schema) -> Schema:
+    """Arguments are an object, also where their schema leaves that open."""
+    said = schema.get("type", "object")
+    if "object" not in (said if isinstance(said, list) else [said]):
+        raise RequestError(
+            f"tools: the arguments of {name!r} must be an object, and its parameters say type "
+            f"{said!r:.100}; send a schema of type object"
+        )
+    return {**schema, "type": "object"}
 
 
 def _definitions(schema: Schema) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from moe.tools.probe import Message, Render
 
 KEY = "reasoning_content"
 _KEYS = (KEY, "thinking", "reasoning")  # what templates call the reasoning of a message
-# Some models think only where they are told to.
-_OPTIONS: tuple[dict[str, Any], ...] = ({}, {"enable_thinking": True, "thinking": True})
+# Some models think only where they are told to, by one of these.
+_SWITCHES = ("enable_thinking", "thinking")
+_OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
 _ASKED, _THOUGHT, _ANSWERED = "probe question", "probe thought", "probe answer"
 _TOOL = "probe_tool"
 _EMPTY = re.compile(r"([<\[])(?P<name>[\w:-]+)([>\]])\s*\1/(?P=name)\3")
@@ -56,28 +57,45 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class ReasoningSupport:
-    """How a model writes its reasoning, or the reason why that is not known."""
+    """How a model writes its reasoning, or the reason why that is not known.
+
+    Attributes:
+        switch: the template's variable that turns reasoning on and off; None: it has none.
+        takes_effort: the template reads ``reasoning_effort``.
+    """
 
     format: ReasoningFormat | None
     reason: str
+    switch: str | None = None
+    takes_effort: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         shown = None if self.format is None else self.format.as_dict()
-        return {"enabled": self.format is not None, "why": self.reason, "format": shown}
+        told = {"switch": self.switch, "takes_effort": self.takes_effort}
+        return {"enabled": self.format is not None, "why": self.reason, "format": shown} | told
 
 
 def probe_reasoning(render: Render) -> ReasoningSupport:
     """Derive the format of reasoning from a model's chat template."""
+    reason = "the chat template neither writes the reasoning of earlier answers nor opens any"
+    found = None
     try:
         for options in _OPTIONS:
             found = _Probe(render, options).run()
             if found is not None:
-                return ReasoningSupport(found, "found by probing the chat template")
+                reason = "found by probing the chat template"
+                break
+        switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
+        effort = _reads(render, "reasoning_effort", "low", "high")
     except DeadlineError:
         return ReasoningSupport(None, "the chat template takes too long")
-    return ReasoningSupport(
-        None, "the chat template neither writes the reasoning of earlier answers nor opens any"
-    )
+    return ReasoningSupport(found, reason, switch, effort)
+
+
+def _reads(render: Render, name: str, *values: object) -> bool:
+    """Whether prompts differ by what a variable of the template is."""
+    prompts = {_Probe(render, {name: value}).prompt() for value in values}
+    return None not in prompts and len(prompts) > 1
 
 
 class _Probe:
@@ -85,8 +103,12 @@ class _Probe:
         self._render = render
         self._options = options
 
+    def prompt(self) -> str | None:
+        """None: the template takes no such options."""
+        return self._text([_user()], add_generation_prompt=True)
+
     def run(self) -> ReasoningFormat | None:
-        prompt = self._text([_user()], add_generation_prompt=True)
+        prompt = self.prompt()
         plain = self._text([_user(), _answer()])
         if prompt is None or plain is None or _ANSWERED not in plain:
             return None

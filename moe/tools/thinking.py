@@ -15,9 +15,14 @@ class ThinkingParser:
 
     Args:
         inside: the prompt has opened the reasoning.
+
+    Attributes:
+        found: the answer begins with reasoning.
+        over: what comes now is behind it, or there is none.
     """
 
     def __init__(self, format: ReasoningFormat, *, inside: bool) -> None:
+        self.found = self.over = False
         self._format = format
         self._inside = inside
         self._reader = Reader()
@@ -44,11 +49,14 @@ class ThinkingParser:
         reader = self._reader
         opened = yield from reader.literal(0, self._format.open)
         if opened is not None or self._inside:
+            self.found = True
             self._at = yield from reader.skip(opened or 0)
             closed = yield from self._think()
+            self.over = True
             self._at = yield from reader.skip(closed)
         elif (lead := (yield from reader.literal(0, self._format.lead))) is not None:
             self._at = lead
+        self.over = True
         while True:
             self._hand_out(len(reader.text), self._content)
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -55,7 +56,9 @@ def quantize_linear(network: PreTrainedModel, name: str, group_size: int, bits: 
     """Replace one linear layer of the network; one on meta gets no values."""
     linear = network.get_submodule(name)
     assert isinstance(linear, nn.Linear)
-    replaced: Any = QuantizedLinear.of(linear, group_size, bits)
+    dtype = network.config.dtype
+    assert isinstance(dtype, torch.dtype)
+    replaced: Any = QuantizedLinear.of(linear, group_size, bits, dtype)
     replaced._is_hf_initialized = True  # transformers asks every module
     network.set_submodule(name, replaced)
     tied = network.all_tied_weights_keys

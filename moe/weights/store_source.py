@@ -33,11 +33,10 @@ from moe.seam import take_experts
 from moe.settings import ModelSettings, OffloadSettings
 from moe.weights.linears import chosen_linears, quantize_linear
 from moe.weights.takeover import Takeover, keep_layer
-from offload.cache import LEAST_SLOTS
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
 from offload.opening import open_offloaded
-from offload.room import Capacity, fixed_bytes, slot_bytes, why_not
+from offload.room import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 
 
 class StoreSource:
@@ -111,7 +110,7 @@ class StoreSource:
             return f"the experts of this store cannot stay on disk: {reason}"
         experts = sum(layer.experts for layer in manifest.layers)
         size, fixed = slot_bytes(manifest, bits), fixed_bytes(manifest)
-        return Offloadable(experts, size, LEAST_SLOTS, fixed)
+        return Offloadable(experts, size, least_slots(manifest, bits), fixed)
 
     def load(
         self, weights: WeightPlan, device: torch.device, report: Report, room: Capacity | None

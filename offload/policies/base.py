@@ -21,12 +21,8 @@ class Policy(Protocol):
     def name(self) -> str: ...
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
-        """A call of a layer asks for these units; once a call, in the order of the layers."""
-        ...
-
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
-        """With what probability a predictor expects units to be asked for when their layer comes
-        next; others keep the forecast they have."""
+        """A call of a layer asks for these units; once a call, in the order of the layers. A layer
+        waits for what comes behind this, so it takes note and learns when `values` are wanted."""
         ...
 
     def values(self) -> Values:
@@ -35,5 +31,6 @@ class Policy(Protocol):
         ...
 
     def bid(self, unit: int, probability: float) -> float:
-        """What a unit of this probability is worth prefetching, on the scale of `values`."""
+        """What a unit that is asked for with this probability when its layer comes next is worth
+        prefetching, on the scale of `values`."""
         ...

@@ -11,7 +11,8 @@ coming early.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -62,8 +63,11 @@ class Rates:
             self._weights += LEARNING_RATE * (told - self._weights)
         memories *= keep
         memories[:, experts] += 1 - keep
-        (self._weights @ memories).clip(1e-3, 0.999, out=self.rates[layer])
-        memories[0].clip(1e-3, 0.999, out=self.usual[layer])
+        for rates, remembered in (
+            (self.rates[layer], self._weights @ memories),
+            (self.usual[layer], memories[0]),
+        ):
+            np.minimum(np.maximum(remembered, 1e-3), 0.999, out=rates)
         self._tails[layer] = _tail(self.usual[layer])
 
     def worth(self, layers: Layers, *coming: Values) -> Values:
@@ -96,26 +100,45 @@ def _tail(rates: Values) -> Values:
 
 
 class FrequencyRecency:
-    """See the module."""
+    """See the module. Worths are kept, and found again for those that something was learnt of."""
 
     name = "frequency_recency"
 
     def __init__(self, num_layers: int, width: int) -> None:
         self._rates = Rates(num_layers, width)
-        self._layer = 0
+        self._calls = self._layer = 0
+        # All hits for long: there is no hurry to learn, and what is old is not learnt at all.
+        self._news: deque[tuple[int, Sequence[int]]] = deque(maxlen=16 * num_layers)
+        self._worth = self._valued(slice(None))
+        self._values = self._rates.discounted(0, self._worth)
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
+        self._calls += 1
         self._layer = layer
-        start = layer * self._rates.width
-        self._rates.visit(layer, [unit - start for unit in units])
-
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
-        pass
+        if len(units):
+            self._news.append((self._calls, units))
 
     def values(self) -> Values:
-        return self._rates.discounted(
-            self._layer, self._rates.worth(slice(None), self._rates.rates)
-        )
+        if self._news:
+            layers: set[int] = set()
+            while self._news:
+                call, units = self._news.popleft()
+                layer = units[0] // self._rates.width
+                start = layer * self._rates.width
+                layers.update(self._learn(call, layer, [unit - start for unit in units]))
+            rows = sorted(layers)
+            self._worth[rows] = self._valued(rows)
+            self._values = self._rates.discounted(self._layer, self._worth)
+        return self._values
 
     def bid(self, unit: int, probability: float) -> float:
         return self._rates.worth_of(self._layer, unit, probability)
+
+    def _learn(self, call: int, layer: int, experts: list[int]) -> Iterable[int]:
+        """From a call, one of so many; whose units are worth something else now."""
+        self._rates.visit(layer, experts)
+        return [layer]
+
+    def _valued(self, layers: Layers) -> Values:
+        """What uses of the units of some layers are worth, of which the next could come at once."""
+        return self._rates.worth(layers, self._rates.rates[layers])

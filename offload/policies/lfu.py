@@ -21,9 +21,6 @@ class LFU:
     def touch(self, layer: int, units: Sequence[int]) -> None:
         self._values[units] += 1
 
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
-        pass
-
     def values(self) -> Values:
         return self._values
 

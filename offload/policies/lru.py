@@ -23,9 +23,6 @@ class LRU:
         self._call += 1
         self._values[units] = self._call
 
-    def forecast(self, units: Sequence[int], probability: Sequence[float]) -> None:
-        pass
-
     def values(self) -> Values:
         return self._values
 

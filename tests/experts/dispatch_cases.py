@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.dispatch import ExchangeError
+from experts.dispatch.exchange import Line
 from experts.placement import Placement
 
 
@@ -32,6 +33,7 @@ class ThreadExchange:
     """An `Exchange` over a switchboard; rows arrive when they are waited for."""
 
     device = torch.device("cpu")
+    line: Line | None = None
 
     def __init__(self, board: Switchboard, rank: int) -> None:
         self.rank, self.size, self._board = rank, board.size, board

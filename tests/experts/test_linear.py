@@ -42,6 +42,16 @@ def test_the_weight_can_be_read_and_made_whole(bits: int) -> None:
         assert torch.equal(weight, (codes.float() - 136) * scales.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_weight_is_read_in_the_dtype_of_the_model_around_it(dtype: torch.dtype) -> None:
+    """Jamba multiplies by a weight itself."""
+    quantized = QuantizedLinear.of(nn.Linear(64, 20, bias=False), 64, 8, dtype)
+    x = torch.randn(4, 64, dtype=dtype)
+    expected = quantized(x)
+    assert (x @ quantized.weight.T - expected).abs().max() < 0.05
+    assert quantized.whole()(x).dtype == expected.dtype == dtype
+
+
 def test_its_state_can_be_read_into_one_made_on_meta() -> None:
     linear = nn.Linear(40, 20)
     quantized = QuantizedLinear.of(linear, 32, 4)

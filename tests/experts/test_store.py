@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from experts.blobs import PAGE, Entry, digest_of, write_file
+from experts.blobs import PAGE, Entry, digest_of, write_bytes, write_file
 from experts.layer_file import WHOLE, layer_record, write_layer
 from experts.manifest import (
     JOURNAL_NAME,
@@ -318,3 +318,20 @@ def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_file(tmp_path / "x.safetensors", entries, broken())
     assert not list(tmp_path.iterdir())
+
+
+def test_small_files_are_whole_whoever_else_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers of one store end together, and both note their hot set."""
+    path, sync = tmp_path / "hot-set.json", os.fsync
+
+    def another_writes(fd: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        write_bytes(path, b"second")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", another_writes)
+    write_bytes(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]

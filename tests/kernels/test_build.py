@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -98,6 +100,37 @@ def test_the_cache_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_library()
 
 
+def test_a_build_drops_the_libraries_not_used_for_longest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = load_library()._name
+    monkeypatch.setattr(build, "_compile", lambda *to: shutil.copy(built, to[-1]))
+    monkeypatch.setattr(build, "_KEPT", 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "moe-inference"
+    for age in range(5):
+        (root / f"old{age}").mkdir(parents=True)
+        (root / f"old{age}" / "kernels.so").touch()
+        os.utime(root / f"old{age}", (1000 - age, 1000 - age))
+    (root / "hot-sets").mkdir()
+    used = Path(load_library()._name).parent
+    assert set(root.iterdir()) == {used, root / "old0", root / "old1", root / "hot-sets"}
+    os.utime(used, (0, 0))
+    load_library()
+    assert used.stat().st_mtime > 1000
+
+
+def test_a_cache_that_is_only_read_serves_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    load_library()
+
+
 def test_another_compiler_command_is_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = set()
     for command in ("c++", "c++ -fno-unroll-loops"):
@@ -120,5 +153,5 @@ def test_a_file_in_place_of_the_cache_is_reported(
 ) -> None:
     (tmp_path / "moe-inference").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match="cannot build or load the CPU kernels"):
+    with pytest.raises(BuildError, match=r"cannot make the kernel cache .* set XDG_CACHE_HOME"):
         load_library()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from moe import MoE, SamplingParams
 from moe.errors import ContextError, ProfileError, RequestError, UnsupportedModelError
 from moe.lanes import Lane, LaneState
+from tests.moe.text.test_detokenize import TOKENIZERS, ids_of
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 33], [7], [90, 91, 92, 93, 94, 95, 96]]
@@ -220,6 +221,14 @@ def test_a_closed_model_says_so(tiny_checkpoint: Callable[[str], Path]) -> None:
     assert closed.stats()["layers"]
 
 
+def test_a_fork_says_that_it_cannot_run(model: MoE, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever for threads that it does not have."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    for use in (lambda: model.generate([5]), lambda: model.logits([5]), model.loop):
+        with pytest.raises(RequestError, match=r"process 1 is a fork .* load it there"):
+            use()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -245,6 +254,22 @@ def test_as_many_params_as_prompts(model: MoE) -> None:
 def test_stop_strings_need_a_tokenizer(model: MoE) -> None:
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
         model.generate([5], SamplingParams(stop=("x",)))
+
+
+def test_a_text_goes_on_with_its_space_and_an_answer_begins_without(
+    model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SentencePiece tokenizers leave out the space that a text begins with."""
+    tokenizer = TOKENIZERS["metaspace"]
+    monkeypatch.setattr(model.codec, "tokenizer", tokenizer)
+    first, the = ids_of(tokenizer, ["▁a", "▁the"])
+    params = SamplingParams(max_new_tokens=2, temperature=0, logit_bias={the: 100})
+    assert model.generate([first], params)[0].text == " the the"
+    for chat, expected in ((False, " the the"), (True, "the the")):
+        engine, group = model.loop(), model.request([first], params, chat=chat)
+        engine.submit(group)
+        events = [engine.step()[0][1] for _ in range(2)]
+        assert "".join(event.text for event in events) == expected  # type: ignore[union-attr]
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:

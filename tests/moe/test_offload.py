@@ -9,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.architectures import tiny_model
-from experts.blobs import write_file
-from experts.layer_file import layer_entries
-from experts.manifest import read_manifest, write_manifest
-from experts.store import Store
+from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.commands.terminal import run
 from moe.convert.convert import convert
@@ -26,7 +23,7 @@ from moe.plan.memory import GIB
 from moe.settings import ModelSettings
 from offload.hot_set import FILE_NAME
 from offload.policies import POLICIES
-from offload.room import fixed_bytes, slot_bytes
+from offload.room import fixed_bytes, sizes_of, slot_bytes
 
 SMALL: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
@@ -124,22 +121,19 @@ def test_a_coarser_prefix_of_the_store(store: Path, bits: int) -> None:
     check_equal(model, resident)
 
 
-def test_experts_with_bits_of_their_own(copied: Path) -> None:
-    manifest, files, layers = read_manifest(copied), {}, []
-    with Store.open(copied) as store:
-        for index, layer in enumerate(manifest.layers):
-            bits = tuple((2, 3, 4, 8)[(index + expert) % 4] for expert in range(layer.experts))
-            record = layer.model_copy(update={"bits": bits})
-            entries = layer_entries(index, record, 8, manifest.group_size)
-            found = load_file(store.file(index).path)
-            tensors = [found[entry.name] for entry in entries]
-            files[layer.file] = write_file(copied / layer.file, entries, tensors)
-            layers.append(record)
-    update = {"layers": tuple(layers), "files": manifest.files | files}
-    write_manifest(copied, manifest.model_copy(update=update))
-    mixed = MoE.from_pretrained(copied, SMALL)
-    for share in (0.1, 0.3):
-        check_equal(MoE.from_pretrained(copied, budget(copied, mixed, share)), mixed)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_experts_with_bits_of_their_own(mixed_store: Path, bits: int) -> None:
+    own = {"model": {"expert_bits": bits}}
+    resident = MoE.from_pretrained(mixed_store, SMALL | own)
+    sizes = sizes_of(read_manifest(mixed_store), bits)
+    for share in (0.125, 0.25, 0.5):
+        model = MoE.from_pretrained(mixed_store, budget(mixed_store, resident, share, **own))
+        check_equal(model, resident)
+        cache = model._loaded.offloaded.cache  # type: ignore[union-attr]
+        nbytes = np.array(sizes.nbytes)
+        assert cache.slots == model.memory_plan.expert_slots
+        assert cache.slots >= round(32 * share)
+        assert nbytes[cache.present].sum() >= 0.7 * cache.slots * sizes.mean_bytes
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

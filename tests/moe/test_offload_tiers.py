@@ -25,7 +25,7 @@ from moe.settings import ModelSettings
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
 from offload.late import Costs
-from offload.room import fixed_bytes, slot_bytes
+from offload.room import fixed_bytes, sizes_of, slot_bytes
 from tests.offload.two_queues import LateCopies
 
 SMALL: dict[str, Any] = {
@@ -93,6 +93,19 @@ def test_biases_come_along(load: Callable[..., MoE], tmp_path: Path) -> None:
         store = convert(tmp_path, tmp_path / f"store{bits}", settings)
         all_near = MoE.from_pretrained(store, SMALL)
         assert tokens(load(store, 3, 6, like=all_near)) == tokens(all_near)
+
+
+@pytest.mark.parametrize("host_slots", [9, EXPERTS])
+def test_experts_with_bits_of_their_own(
+    mixed_store: Path, load: Callable[..., MoE], host_slots: int
+) -> None:
+    all_near = MoE.from_pretrained(mixed_store, SMALL)
+    model = load(mixed_store, 5, host_slots, like=all_near)
+    size = sum(sizes_of(read_manifest(mixed_store), 8).nbytes)
+    assert host_slots < EXPERTS or model.stats()["offload"]["bytes_read"] == size
+    assert tokens(model) == tokens(all_near)
+    assert torch.equal(model.logits(PROMPTS[0]), all_near.logits(PROMPTS[0]))
+    assert host_slots < EXPERTS or model.stats()["offload"]["bytes_read"] == size
 
 
 def test_a_store_that_host_memory_holds_is_read_once(store: Path, load: Callable[..., MoE]) -> None:

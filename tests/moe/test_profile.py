@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 import configs
 from moe.errors import ProfileError
 from moe.profile import KEYS, Profile, load_profile, print_config, value_of
-from moe.profile_sources import parse_assignments
+from moe.profile_sources import parse_assignments, section_of
 
 DEFAULT_YAML = Path(str(configs.__file__)).parent / "default.yaml"
 
@@ -125,8 +125,8 @@ def test_every_key_is_described() -> None:
         below = [
             name
             for field in tree.model_fields.values()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-            for name in undescribed(field.annotation)
+            if (section := section_of(field))
+            for name in undescribed(section)
         ]
         return below + [name for name, field in tree.model_fields.items() if not field.description]
 

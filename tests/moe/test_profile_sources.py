@@ -62,6 +62,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
         ("lossless: 1", "lossless must be a valid boolean; got 1"),
         ("generation: {top_p: 1.5}", "generation.top_p must be less than or equal to 1; got 1.5"),
         ("generation: {temperature: .nan}", "generation.temperature must be a finite number; got"),
+        (
+            "generation: {max_new_tokens: 0}",
+            "generation.max_new_tokens must be greater than or equal to 1 or must be 'auto'; got 0",
+        ),
         ("routing: {policies: [1]}", "routing.policies.0 must be a valid string; got 1"),
         (
             "model: {dtype: int8}",

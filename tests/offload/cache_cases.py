@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from offload.errors import OffloadError
+from offload.slots import Sizes
 
 EXPERT_BYTES = 12
 
 
-def content(layer: int, expert: int) -> Tensor:
+def content(layer: int, expert: int, grains: int = 1) -> Tensor:
     """The bytes of an expert, unlike any other's."""
-    seed = layer * 1000 + expert * 7
-    return torch.tensor([(seed + 31 * index) % 251 + 1 for index in range(EXPERT_BYTES)]).byte()
+    seed, nbytes = layer * 1000 + expert * 7, grains * EXPERT_BYTES
+    return torch.tensor([(seed + 31 * index) % 251 + 1 for index in range(nbytes)]).byte()
+
+
+def mixed(experts: Sequence[int]) -> Sizes:
+    """Experts of 2, 3, 4 and 8 grains in turn."""
+    kinds, width = [4, 2, 8, 3], max(experts)
+    grains = [
+        kinds[(layer + expert) % 4] if expert < count else 0
+        for layer, count in enumerate(experts)
+        for expert in range(width)
+    ]
+    return Sizes(experts, kinds, grains, [EXPERT_BYTES * each for each in grains])
 
 
 class FakeRoom:
-    """Slots as rows of bytes."""
+    """Slots as rows of bytes, those of each kind over the same memory."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.slots = capacity
-        self.rows = torch.zeros(capacity, EXPERT_BYTES, dtype=torch.uint8)
+    def __init__(self, capacity: int, kinds: Sequence[int] = (1,)) -> None:
+        self.capacity = self.grains = capacity
+        self.memory = torch.zeros(capacity, EXPERT_BYTES, dtype=torch.uint8)
+        self.rows = [
+            self.memory[start * kind : (start + 1) * kind].view(-1)
+            for kind in kinds
+            for start in range(capacity // kind)
+        ]
+
+    def in_use(self, slot: int) -> bool:
+        """Whether no byte of it was given back."""
+        end = self.rows[slot].storage_offset() + len(self.rows[slot])
+        return end <= self.grains * EXPERT_BYTES
 
     def move(self, source: int, target: int) -> None:
-        assert source < self.slots
-        assert target < self.slots
-        self.rows[target] = self.rows[source]
+        assert self.in_use(source)
+        assert self.in_use(target)
+        self.rows[target].copy_(self.rows[source])
 
-    def resize(self, slots: int) -> None:
-        assert 0 <= slots <= self.capacity
-        self.rows[slots:] = 0
-        self.slots = slots
+    def resize(self, grains: int) -> None:
+        assert 0 <= grains <= self.capacity
+        self.memory[grains:] = 0
+        self.grains = grains
 
 
 @dataclass
@@ -50,16 +72,20 @@ class FakeTransfer:
     failed: Exception | None = None
     seconds: float = 0.0
 
+    @property
+    def row(self) -> Tensor:
+        return self.source.room.rows[self.slot]
+
     def finish(self) -> None:
         if self.done:
             return
         self.done = True
         self.source.under_way.remove(self)
         if self.fails:
-            self.source.room.rows[self.slot] = 0
+            self.row.zero_()
             self.failed = OffloadError(f"expert {self.expert} of layer {self.layer}: disk error")
             return
-        self.source.room.rows[self.slot] = content(self.layer, self.expert)
+        self.row.copy_(content(self.layer, self.expert, len(self.row) // EXPERT_BYTES))
 
     def wait(self) -> float:
         self.finish()
@@ -96,7 +122,7 @@ class FakeSource:
     asked: list[FakeTransfer] = field(default_factory=list)
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> FakeTransfer:
-        assert slot < self.room.slots
+        assert self.room.in_use(slot)
         if (layer, expert) in self.refuses:
             raise OffloadError(f"expert {expert} of layer {layer}: file gone")
         assert all(other.slot != slot for other in self.under_way), "two transfers into one slot"

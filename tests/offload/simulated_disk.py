@@ -12,6 +12,7 @@ import torch
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
+from offload.slots import Sizes
 from routing import Routing
 from tests.offload.traces import EXPERTS, LAYERS, SLOTS, Guess, Trace
 
@@ -86,7 +87,7 @@ class Room:
 
     def move(self, source: int, target: int) -> None: ...
 
-    def resize(self, slots: int) -> None: ...
+    def resize(self, grains: int) -> None: ...
 
 
 class Run:
@@ -99,12 +100,11 @@ class Run:
         self.clock = Clock()
         self.disk = Disk(self.clock)
         self.cache = ExpertCache(
-            [EXPERTS] * LAYERS,
+            Sizes.equal([EXPERTS] * LAYERS, 1000),
             SLOTS,
             Room(),
             self.disk,
             POLICIES[policy](LAYERS, EXPERTS),
-            1000,
         )
         self.prefetcher = None
         if guess is not None:
@@ -125,15 +125,15 @@ class Run:
             prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
         for layer, chosen in enumerate(layers):
             self.clock.now += self.layer_s / 2
-            wanted = sorted(set(chosen.tolist()))
-            routing = Routing(torch.tensor([wanted]), torch.ones(1, len(wanted)))
-            if prefetcher:
-                prefetcher.settle(layer, wanted)
-            with self.cache.acquire(layer, wanted) as held:
-                if prefetcher:
-                    prefetcher.look_ahead(layer, torch.zeros(1, 8), routing)
-                for wave in held.waves:
-                    self.clock.now += self.layer_s / 2 * len(wave.experts) / len(wanted)
+            self.visit(layer, sorted(set(chosen.tolist())))
+
+    def visit(self, layer: int, wanted: list[int]) -> None:
+        routing = Routing(torch.tensor([wanted]), torch.ones(1, len(wanted)))
+        with self.cache.acquire(layer, wanted) as held:
+            if self.prefetcher:
+                self.prefetcher.visit(layer, wanted, torch.zeros(1, 8), routing)
+            for wave in held.waves:
+                self.clock.now += self.layer_s / 2 * len(wave.experts) / max(1, len(wanted))
 
     @property
     def total(self) -> float:

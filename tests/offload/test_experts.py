@@ -21,6 +21,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.experts import OffloadedExperts
 from offload.policies import POLICIES
+from offload.slots import Sizes
 from routing import Routing
 from tests.kernels.kernel_cases import make_case
 from tests.kernels.plane_cases import make_layer
@@ -97,12 +98,13 @@ class Layers:
         return Arriving(self.arena.places(slot), blobs, self.random, fails)
 
     def cache(self, slots: int, policy: str) -> ExpertCache:
-        made, size = POLICIES[policy](LAYERS, EXPERTS), expert_bytes(self)
-        return ExpertCache([EXPERTS] * LAYERS, slots, self.arena, self, made, size)
+        made, sizes = POLICIES[policy](LAYERS, EXPERTS), sizes_of(self)
+        return ExpertCache(sizes, slots, self.arena, self, made)
 
 
-def expert_bytes(layers: Layers) -> int:
-    return sum(place.numel() for place in layers.arena.places(0))
+def sizes_of(layers: Layers) -> Sizes:
+    nbytes = sum(place.numel() for place in layers.arena.places(0))
+    return Sizes.equal([EXPERTS] * LAYERS, nbytes)
 
 
 def make(quantized: bool, biased: bool, random: Random) -> Layers:
@@ -132,7 +134,7 @@ def make(quantized: bool, biased: bool, random: Random) -> Layers:
         )
     else:
         arena = plane_arena(
-            shape, 8, LAYERS * EXPERTS, first.interleaved, activation=first.activation, **bias
+            shape, {8: 1}, LAYERS * EXPERTS, first.interleaved, activation=first.activation, **bias
         )
     return Layers(resident, arena, random)
 

@@ -29,8 +29,8 @@ from tests.offload.test_experts import (
     LAYERS,
     Layers,
     draw_routing,
-    expert_bytes,
     make,
+    sizes_of,
 )
 from tests.offload.two_queues import TwoQueues
 
@@ -44,8 +44,8 @@ class LateRoom:
     def move(self, source: int, target: int) -> None:
         self.queues.launch(lambda: self.arena.move(source, target))
 
-    def resize(self, slots: int) -> None:
-        self.arena.slots = slots  # memory of a device stays taken
+    def resize(self, grains: int) -> None:
+        self.arena.grains = grains  # memory of a device stays taken
 
 
 class Tiers:
@@ -59,13 +59,12 @@ class Tiers:
         self.queues = TwoQueues(random)
         made = POLICIES[policy](LAYERS, EXPERTS)
         values = HostValues(made)
-        size = expert_bytes(layers)
-        counts = [EXPERTS] * LAYERS
-        self.host = ExpertCache(counts, host_slots, near, layers, values, size)
+        sizes = sizes_of(layers)
+        self.host = ExpertCache(sizes, host_slots, near, layers, values)
         self.arena = like(near, own, slots)
         self.source = HostSource(self.host, near, self.arena, self.queues)
         room = LateRoom(self.arena, self.queues)
-        self.cache = ExpertCache(counts, slots, room, self.source, made, size)
+        self.cache = ExpertCache(sizes, slots, room, self.source, made)
         values.device = self.cache
         self.layers = [
             OffloadedExperts(index, EXPERTS, self.cache, self.arena.experts, self.source)
@@ -108,7 +107,7 @@ def like(near: Arena, own: AnyExperts, slots: int) -> Arena:
     shape = ExpertShape(HIDDEN, own.intermediate_size, 2, 32)
     if isinstance(own, ExpertWeights):
         return whole_arena(shape, torch.bfloat16, slots, activation=own.activation, **bias)
-    return plane_arena(shape, 8, slots, own.interleaved, activation=own.activation, **bias)
+    return plane_arena(shape, {8: 1}, slots, own.interleaved, activation=own.activation, **bias)
 
 
 def tiers(seed: int = 0, slots: int = 5, host_slots: int = 9, **changed: Any) -> Tiers:
@@ -262,7 +261,7 @@ def test_what_the_system_does_not_let_us_pin_stays_pageable() -> None:
     pieces = arena.pin(arena.capacity, queues.pin)
     assert arena.pinned == arena.capacity  # it is small: one piece
     assert pieces == queues.locked
-    assert sum(piece.nbytes for piece in pieces) == arena.capacity * arena.slot_bytes
+    assert sum(piece.nbytes for piece in pieces) == arena.capacity * arena.grain_bytes
     assert arena.pin(arena.capacity, queues.pin) == []
     refused = tiers(host_slots=4).disk.arena
     assert refused.pin(4, TwoQueues(Random(0), pins=0).pin) == []
@@ -273,7 +272,7 @@ def test_what_the_system_does_not_let_us_pin_stays_pageable() -> None:
 def test_pinned_pieces_share_no_page(wanted: int, slots: int, hidden: int) -> None:
     shape = ExpertShape(hidden, 24, 2, 32)
     arena = whole_arena(shape, torch.bfloat16, slots, activation=torch.nn.functional.silu)
-    with patch("offload.arena.PIN_BYTES", 3 * arena.slot_bytes):
+    with patch("offload.arena.PIN_BYTES", 3 * arena.grain_bytes):
         pieces = arena.pin(min(wanted, slots), TwoQueues(Random(0)).pin)
     assert arena.pinned <= min(wanted, slots)
     assert arena.pinned == slots or wanted < slots

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offload.policies import POLICIES, ForecastPolicy
+from offload.policies import POLICIES
 from offload.replay import RandomChoice, belady, hit_ratio
 
 LAYERS, WIDTH = 4, 16
@@ -81,29 +81,6 @@ def test_frequency_recency_forgets() -> None:
     assert found["frequency_recency"] > found["lfu"]
 
 
-def test_forecasts_do_no_harm_even_where_they_are_false() -> None:
-    calls = popular(300)
-    base = hit_ratio(calls, 16, ForecastPolicy(LAYERS, WIDTH), WIDTH)
-    random = np.random.default_rng(0)
-
-    def told(truly: bool) -> float:
-        policy = ForecastPolicy(LAYERS, WIDTH)
-
-        def speak(call: int) -> None:
-            layer = call % LAYERS
-            for ahead in range(LAYERS - layer):
-                units = calls[call + ahead]
-                if not truly:
-                    start = (layer + ahead) * WIDTH
-                    units = (start + random.choice(WIDTH, 2, replace=False)).tolist()
-                policy.forecast(units, [0.95] * len(units))
-
-        return hit_ratio(calls, 16, policy, WIDTH, speak)
-
-    assert told(True) > base - 0.02
-    assert told(False) > base - 0.02
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_values_are_finite_whatever_has_been_seen(name: str) -> None:
     policy = POLICIES[name](LAYERS, WIDTH)
@@ -111,8 +88,6 @@ def test_values_are_finite_whatever_has_been_seen(name: str) -> None:
     for _ in range(300):
         policy.touch(1, list(range(WIDTH, 2 * WIDTH)))
     policy.touch(2, [])
-    policy.forecast([2 * WIDTH], [1.0])
-    policy.forecast([], [])
     assert np.isfinite(policy.values()).all()
     assert policy.values().shape == (LAYERS * WIDTH,)
     assert policy.bid(WIDTH, 1.0) >= policy.bid(WIDTH, 0.0)

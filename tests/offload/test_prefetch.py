@@ -69,6 +69,16 @@ def test_it_looks_as_far_ahead_as_a_load_takes(layer_s: float, then_s: float) ->
         assert set(asked[last - 40 : last]) <= set(range(loads, loads + (3 if loads > 1 else 1)))
 
 
+def test_what_a_load_takes_is_followed() -> None:
+    trace = uniform(80)
+    run = Run(trace[:0], Guess(lambda step, layer: []))
+    assert run.prefetcher is not None
+    run.prefetcher.measures.load_seconds = 10 * LOAD_S
+    for layers in trace:
+        run._step(layers)
+    assert run.prefetcher.measures.load_seconds == pytest.approx(LOAD_S, rel=0.3)
+
+
 @pytest.mark.parametrize("trace", [zipf(120), uniform(120), cyclic(120)], ids=["z", "u", "c"])
 @pytest.mark.parametrize("policy", ["lru", "forecast"])
 def test_a_bad_predictor_costs_next_to_nothing(trace: Trace, policy: str) -> None:
@@ -121,9 +131,7 @@ def test_what_the_router_contradicts_is_taken_back() -> None:
     prefetcher.measures.layer_seconds = 1.0  # time enough for both
     before, reads = prefetcher.records[0].cancelled, run.disk.reads
     prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
-    prefetcher.settle(0, [absent[0]])
-    with cache.acquire(0, [absent[0]]) as held:
-        list(held.waves)
+    run.visit(0, [absent[0]])
     run.clock.now += 1
     assert cache.resident(0)[absent[0]] == 1
     assert cache.resident(0)[absent[1]] == 0
@@ -159,12 +167,12 @@ def test_what_is_foretold_is_read_before_its_step_begins() -> None:
     run.clock.now += 4 * LOAD_S
     prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))  # nothing is told: it follows its bids
     useful, wasted = prefetcher.records[layer].useful, prefetcher.records[layer].wasted
-    prefetcher.settle(layer, absent[:2])
+    run.visit(layer, absent[:2])
     assert all(cache.has(layer, expert) for expert in absent)
     assert prefetcher.records[layer].useful == useful + 2
     assert prefetcher.records[layer].wasted == wasted + 1
     prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
-    prefetcher.settle(layer, absent[:2])  # it sleeps: nothing was foretold
+    run.visit(layer, absent[:2])  # it sleeps: nothing was foretold
     assert prefetcher.records[layer].useful == useful + 2
 
 
@@ -179,22 +187,12 @@ def test_what_was_foretold_of_a_draft_that_is_thrown_away_is_taken_back() -> Non
     assert record.placed == placed + 3
     prefetcher.predictor = Told()
     prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
-    prefetcher.settle(0, [])
+    run.visit(0, [])
     assert record.cancelled == cancelled + 2  # one had begun
     run.clock.now += 9 * LOAD_S
     cache.poll()
     assert run.disk.reads == reads + 1
     assert record.placed == record.useful + record.wasted + record.cancelled
-
-
-def test_the_policy_hears_forecasts_that_are_made_for_bids() -> None:
-    trace = zipf(30)
-    run = Run(trace[:0], Guess(lambda step, layer: [(3, 0.9)]))
-    heard: list[int] = []
-    run.cache.policy.forecast = lambda units, probability: heard.extend(units)  # type: ignore[method-assign]
-    for layers in trace:
-        run._step(layers)
-    assert set(heard) == {layer * EXPERTS + 3 for layer in range(LAYERS)}
 
 
 def test_the_cost_of_forecasting_counts() -> None:

@@ -8,7 +8,7 @@ import torch
 from experts.weights import ExpertShape, quantize_experts
 from kernels import ExpertWeights, experts_forward
 from offload.arena import PAGE, plane_arena, whole_arena
-from offload.slots import SlotTable
+from offload.slots import Sizes, SlotTable
 
 HIDDEN, WIDTH, COUNT = 64, 32, 3
 
@@ -36,15 +36,13 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_planes_in_slots_compute_what_the_layer_computes() -> None:
     quantized = quantize_experts(layer())
     shape = ExpertShape(HIDDEN, WIDTH, 2, 64)
-    arena = plane_arena(shape, 8, 5, interleaved=False, activation=gated)
+    arena = plane_arena(shape, {8: 1}, 5, interleaved=False, activation=gated)
     slots = torch.tensor([4, 0, 3, -1])
     for expert in range(COUNT):
         blobs = [quantized.scales[expert].view(torch.uint8), *quantized.planes[expert]]
-        (first,) = arena.places(int(slots[expert]), range(1))
-        first.copy_(torch.cat(blobs[:2]))
-        (rest,) = arena.places(int(slots[expert]), range(1, 4))
-        rest.copy_(torch.cat(blobs[2:]))
-        assert first.data_ptr() % PAGE == 0
+        (place,) = arena.places(int(slots[expert]))
+        place.copy_(torch.cat(blobs))
+        assert place.data_ptr() % PAGE == 0
     hidden, ids, weights = inputs()
     expected = experts_forward(hidden, ids, weights, quantized)
     assert torch.equal(experts_forward(hidden, slots[ids], weights, arena.experts), expected)
@@ -70,31 +68,31 @@ def test_whole_experts_in_slots_compute_what_the_layer_computes() -> None:
 
 def test_memory_is_taken_when_it_is_filled() -> None:
     shape = ExpertShape(1024, 512, 2, 64)
-    arena = plane_arena(shape, 8, 100_000, interleaved=False, activation=gated)  # 160 GB
+    arena = plane_arena(shape, {8: 1}, 100_000, interleaved=False, activation=gated)  # 160 GB
     arena.places(99_999)[0].fill_(1)
     arena.resize(10)
-    assert arena.slots == 10
+    assert arena.grains == 10
 
 
 def test_biases_move_along() -> None:
     shape = ExpertShape(HIDDEN, WIDTH, 2, 64)
     bias = torch.arange(8.0).view(4, 2).repeat(1, HIDDEN // 2)
-    arena = plane_arena(shape, 8, 4, interleaved=False, activation=gated, down_bias_EH=bias)
+    arena = plane_arena(shape, {8: 1}, 4, interleaved=False, activation=gated, down_bias_EH=bias)
     arena.move(3, 0)
     assert torch.equal(bias[0], bias[3])
 
 
 def test_the_table_shows_what_is_there() -> None:
-    table = SlotTable([4, 3], 2)
-    table.place(5, table.free.pop())
+    table = SlotTable(Sizes.equal([4, 3], 1), 2, 2)
+    table.place(5, 0)
     assert table.slot_ids(1).tolist() == [-1] * 4
     table.publish(5)
     assert table.slot_ids(1).tolist() == [-1, 0, -1, -1]
     assert table.slot_ids(0).tolist() == [-1] * 5
-    generation = table.generation[0]
+    assert table.generation == [1, 0]
     table.drop(5)
     assert table.slot_ids(1).tolist() == [-1] * 4
-    table.place(2, table.free.pop())
-    assert table.generation[table.slot[2]] == generation + 1
+    table.place(2, 0)
+    assert table.generation == [2, 0]
     with pytest.raises(AssertionError):
         table.place(2, 0)

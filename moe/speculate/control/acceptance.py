@@ -102,8 +102,7 @@ class Acceptance:
         """Of each token, that it is accepted if all before it are."""
         rates = self.positions[mode]
         known = rates.rates(self.step, optimism) if optimism else rates.verified_rates()
-        probability = self._calibrated[mode].probability
-        return [probability(each, rate) for each, rate in zip(confidence, known, strict=False)]
+        return self._calibrated[mode].probabilities(confidence, known)
 
 
 def _products(rates: Sequence[float], factor: float) -> list[float]:

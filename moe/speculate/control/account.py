@@ -4,7 +4,7 @@ Everything that is not plain decoding is charged with its whole time, looking fo
 learning included, and credited with what its tokens would have taken plainly. A step that could
 lose more than there is room for, if no draft of it were accepted, is not taken. So in any stretch
 of time no more is lost than the share of it and `CREDIT` plain steps, and from the beginning on no
-more than the share.
+more than the share and `UNSPENT` steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from math import ceil
 SHARE = 0.01
 """Of all time that may be lost to finding out whether drafts pay, and how."""
 UNSPENT = 4.0
-"""Plain steps' time to which that share adds up at most: looking for drafts after a long time, and
-a draft or two."""
+"""Plain steps' time to which that share adds up at most, for looking after a long time and a draft
+or two; and what there is at the beginning, as drafts that are good from the first tokens on would
+otherwise be missed for hundreds of steps."""
 CREDIT = 24.0
 """Plain steps' time of earlier gains that may be lost again. Drafts that double the speed fail
 several times running now and then; whoever gives them up then needs hundreds of steps to begin
@@ -60,6 +61,8 @@ class Account:
 
     def earn(self, seconds: float, step: float) -> None:
         """Plain decoding took so long, one step of it ``step`` seconds."""
+        if not self._recent:
+            self.room = UNSPENT * step
         self.room = max(self.room, min(self.room + SHARE * seconds, UNSPENT * step))
         self._pass(seconds, step)
 

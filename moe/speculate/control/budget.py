@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moe.speculate.control.account import UNSPENT, Account
 from moe.speculate.control.search import LOYALTY, PLAIN, Plan, Search, Step, plain
@@ -10,6 +10,8 @@ from moe.speculate.draft import Choice
 
 OPTIMISM = 2.0
 """Standard deviations by which a trial is hoped to do better than is known."""
+KEPT = 2.0
+"""Plain steps' time that trials leave in the account for drafts that look good already."""
 
 
 @dataclass(frozen=True)
@@ -22,26 +24,30 @@ class Budget:
     def trial(self, step: Step, best: Plan) -> Plan | None:
         """Something else than the best that is known, where luck could make it better; the search
         for it takes time, too, and waits until there is room."""
-        if self.steps_until_trial(len(best.choices)):
+        batch = len(best.choices)
+        if not self.may_try(batch):
             return None
         least = LOYALTY * best.option.goodput
-        short = replace(step, limits=[min(limit, 1) for limit in step.limits])
+        short = step._replace(limits=[min(limit, 1) for limit in step.limits])
         for each in (step, short):
             hope = self.search.best(each, PLAIN, optimism=OPTIMISM)
             if hope.option.goodput < least or hope.way == best.way:
                 continue
             lost = self.search.seconds(hope) - len(best.choices) / best.option.goodput
-            if self.account.affords(self._risk(hope)) and self.account.affords_trial(lost):
-                return replace(hope, trial=True)
+            kept = KEPT * self.search.costs.verify(batch, batch)
+            if self.account.affords(self._risk(hope) + kept) and self.account.affords_trial(lost):
+                return hope._replace(trial=True)
         return None
+
+    def may_try(self, batch: int) -> bool:
+        """Whether there is room for the least trial."""
+        affords = self.account.affords_trial(self._least_risk(batch))
+        return affords and self.steps_until_trial(batch) == 0
 
     def steps_until_trial(self, batch: int) -> int:
         """Plain steps after which there is room for a trial; 0 if there is now."""
-        costs = self.search.costs
-        step = costs.verify(batch, batch)
-        passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
-        risk = min(passes, default=0.0) + costs.row(batch, batch)
-        return self.account.steps_until(min(risk / step, UNSPENT), step)
+        step = self.search.costs.verify(batch, batch)
+        return self.account.steps_until(min(self._least_risk(batch) / step + KEPT, UNSPENT), step)
 
     def within(self, step: Step, plan: Plan) -> Plan:
         """A plan, or the beginning of it for which there is room."""
@@ -52,8 +58,14 @@ class Budget:
                 Choice(choice.mode, min(choice.depth, deepest)) if deepest else Choice()
                 for choice in plan.choices
             )
-            plan = replace(plan, choices=choices)
+            plan = plan._replace(choices=choices)
         return plan if deepest else plain(step, self.search.costs)
+
+    def _least_risk(self, batch: int) -> float:
+        """Seconds that the least trial loses if nothing is accepted."""
+        costs = self.search.costs
+        passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
+        return min(passes, default=0.0) + costs.row(batch, batch)
 
     def _risk(self, plan: Plan) -> float:
         """Seconds that a plan loses against plain decoding if nothing is accepted."""

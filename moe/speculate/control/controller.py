@@ -35,7 +35,6 @@ LOOKING = 0.0025
 """The same of looking for drafts where none have paid."""
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
-MOST_SKIPPED = 8
 REST = 3.0
 """Plain steps' time that there has to be room for after there was none: to look, and to draft."""
 OUTLIER = 3.0
@@ -69,12 +68,10 @@ class Controller:
         self._search = Search(elastic, self.acceptance, costs)
         self._budget = Budget(self._search, self.account)
         self._count, self._clock = count, clock
-        self._sequences: Sequence[RunningSequence] = ()
         self._plan: Plan | None = None  # of this step
         self._best: Plan | None = None  # that was known at the last search
         self._searched, self._every, self._wait = 0, 1, 0
-        self._searching, self._looking = Upkeep(PLANNING), Upkeep(LOOKING)
-        self._learning = Upkeep(LEARNING)
+        self._searching, self._looking, self._learning = map(Upkeep, (PLANNING, LOOKING, LEARNING))
         self._seen: tuple[int, Counts | None] = 0, None  # rows and experts of this step
         self._prices = 0.0, 0.0  # tokens that a pass more, and a row more, have to bring
 
@@ -83,7 +80,8 @@ class Controller:
         steps = self._rest.steps(batch)
         if steps == 0 and self._idle:
             steps = self._rest.take(self._budget.steps_until_trial(batch))
-        self._count.start()
+        if steps == 0 or self.costs.coverage.sizes.resident < 1:  # what rests visit says little
+            self._count.start()
         return steps
 
     def rested(self, batch: int, seconds: Sequence[float]) -> None:
@@ -98,10 +96,9 @@ class Controller:
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
         """What a model-free mode would have drafted while nobody looked, and what was right."""
         for confidence, right in judged:
-            drafted = len(confidence)
-            if drafted:
+            if drafted := len(confidence):
                 self.acceptance.observe(sequence, mode, drafted, confidence, drafted, right)
-            depth = self.keep(mode, confidence) if drafted else 0
+            depth = self.keep(mode, confidence)
             self._paper.note(mode, min(right, depth) - depth * self._prices[1])
 
     def plan(
@@ -113,8 +110,7 @@ class Controller:
         """One choice for each running sequence."""
         self.acceptance.step += 1
         step = Step(sequences, limits, offers)
-        stands = self.acceptance.step < self._searched + self._every
-        if self._best is not None and stands and list(sequences) == self._sequences:
+        if self._best is not None and self._stands(self._best, len(sequences)):
             plan = self._search.again(step, self._best, self._prices[1])
         else:
             plan = self._search_plan(step)
@@ -142,15 +138,15 @@ class Controller:
         start = self._clock()
         self._learn(round)
         self._learning.took(self._clock() - start)
-        steps = self._learning.steps(round.draft_seconds + round.verify_seconds)
-        self._wait = min(steps, MOST_SKIPPED)
+        self._wait = self._learning.steps(round.draft_seconds + round.verify_seconds)
 
     def took(self, batch: int, tokens: int, seconds: float) -> None:
         """A whole step took so long, this controller included."""
         assert self._plan is not None
         assert self._best is not None
         step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, *self._seen)
-        seconds = min(seconds, OUTLIER * self._search.seconds(self._plan))
+        if seconds > OUTLIER * step:
+            seconds = min(seconds, OUTLIER * self._search.seconds(self._plan))
         self.account.settle(seconds, tokens * plain / batch, step)
         if self._plan.trial:
             self.account.tried(seconds - tokens / self._best.option.goodput)
@@ -173,9 +169,14 @@ class Controller:
         drafting = self._best is not None and self._best.way != PLAIN
         return not drafting and not self._paper.pays(self._free)
 
+    def _stands(self, best: Plan, batch: int) -> bool:
+        """Whether no search for a plan is due."""
+        if batch != len(best.choices) or self.acceptance.step >= self._searched + self._every:
+            return False
+        return not (self._idle and self._budget.may_try(batch))
+
     def _learn(self, round: Round) -> None:
-        plan, counts = self._plan, self._seen[1]
-        if plan is None or len(round.trials) != len(plan.choices):
+        if (plan := self._plan) is None or len(round.trials) != len(plan.choices):
             return
         for trial, choice in zip(round.trials, plan.choices, strict=True):
             if choice.mode is not None:
@@ -185,14 +186,14 @@ class Controller:
                 gain = trial.accepted - trial.drafted * self._prices[1]
                 self._paper.note(mode, gain if mode == trial.mode else 0.0)
         if round.alone:
-            self.costs.observe(plan.mode, round, counts)
+            self.costs.observe(plan.mode, round, self._seen[1])
 
     def _search_plan(self, step: Step) -> Plan:
-        start, before = self._clock(), self._best
-        best = self._search.best(step, PLAIN if before is None else before.way, CAUTION)
+        start, before = self._clock(), PLAIN if self._best is None else self._best.way
+        best = self._search.best(step, before, CAUTION)
         plan = self._budget.trial(step, best) or best
         self._best, self._prices = best, prices(plan, best.option.goodput, self.costs)
-        self._sequences, self._searched = list(step.sequences), self.acceptance.step
+        self._searched = self.acceptance.step
         self._searching.took(self._clock() - start)
         self._every = 1 + self._searching.steps(best.option.seconds)
         return plan

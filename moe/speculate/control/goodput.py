@@ -7,8 +7,8 @@ Expected tokens over predicted seconds (SmartSpec's goodput, MoESD's speed-up; A
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 CUTS = 12
 """Ways to divide the drafted tokens of a batch that are compared."""
@@ -18,8 +18,7 @@ Chain = Sequence[float]
 """Of one sequence: the probability of each position that it and all before it are accepted."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """Depths of all sequences of a step, and what is expected of them."""
 
     depths: Depths

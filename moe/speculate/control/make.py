@@ -85,22 +85,15 @@ class ExpertCounts:
         self._experts = experts
         caches = [layer.cache for layer in experts.layers if isinstance(layer, OffloadedExperts)]
         self._cache = caches[0] if caches else None
-        self._wait = 0
-        self._began = 0.0
+        self._again = 0.0  # when counting is due
         self._before: Counts | None = None
 
     def start(self) -> None:
         """A step begins, or several that are counted together."""
-        self._wait -= 1
-        now = time.perf_counter()
-        if self._cache is not None or self._wait < 0:
+        now, self._before = time.perf_counter(), None
+        if self._cache is not None or now >= self._again:
             self._before = self._total()
-            taken = time.perf_counter() - now
-            if self._began:
-                self._wait = int(taken / (SHARE * (now - self._began)))
-        else:
-            self._before = None
-        self._began = now
+            self._again = now + (time.perf_counter() - now) / SHARE
 
     def read(self) -> Counts | None:
         """What has been visited since; None where it was not counted, or statistics began anew."""
@@ -108,6 +101,7 @@ class ExpertCounts:
             return None
         pairs = zip(self._total(), self._before, strict=True)
         distinct, missing = (now - before for now, before in pairs)
+        self._before = None
         return (distinct, missing) if distinct > 0 <= missing else None
 
     def _total(self) -> Counts:

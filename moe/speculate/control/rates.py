@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from math import sqrt
 
 KEEP = 0.98  # a trial counts half after 34 later ones at its position
@@ -40,6 +41,7 @@ class PositionRates:
         self.verified = [Share() for _ in range(max_depth)]
         self.taken = [Share() for _ in range(max_depth)]
         self._tried_at = 0
+        self._verified: list[float] | None = None
         self._known: dict[float, tuple[int, list[float]]] = {}
 
     def observe(self, step: int, planned: int, drafted: int, verified: int, accepted: int) -> None:
@@ -54,6 +56,7 @@ class PositionRates:
         if step != self._tried_at:
             self._fade(FADE ** (step - self._tried_at))
             self._tried_at = step
+        self._verified = None
         for position in range(min(planned, len(self.success))):
             self.drafted[position].add(position < drafted)
             self.verified[position].add(position < verified)
@@ -77,12 +80,14 @@ class PositionRates:
 
     def verified_rates(self) -> list[float]:
         """The same of positions that are verified, which the less likely are not."""
-        rates, assumed, weight = [], FIRST, DOUBT
-        for share in self.taken:
-            assumed = share.mean(assumed, weight)
-            weight = FOLLOWS
-            rates.append(assumed)
-        return rates
+        if self._verified is None:
+            rates, assumed, weight = [], FIRST, DOUBT
+            for share in self.taken:
+                assumed = share.mean(assumed, weight)
+                weight = FOLLOWS
+                rates.append(assumed)
+            self._verified = rates
+        return self._verified
 
     def _fade(self, fade: float) -> None:
         for shares in (self.success, self.drafted, self.verified, self.taken):
@@ -117,10 +122,14 @@ class Calibration:
     def observe(self, confidence: float, accepted: bool) -> None:
         self._bins[bisect(EDGES, confidence)].add(accepted, 0.995)
 
-    def probability(self, confidence: float, rate: float) -> float:
+    def probabilities(self, confidence: Sequence[float], rates: Sequence[float]) -> list[float]:
         """
         Args:
-            confidence: of the draft.
-            rate: acceptance at this position whatever the confidence.
+            confidence: of the draft, for each token.
+            rates: acceptance at each position whatever the confidence.
         """
-        return self._bins[bisect(EDGES, confidence)].mean((confidence + rate) / 2, FOLLOWS)
+        bins = [self._bins[bisect(EDGES, each)] for each in confidence]
+        return [
+            own.mean((each + rate) / 2, FOLLOWS)
+            for own, each, rate in zip(bins, confidence, rates, strict=False)
+        ]

@@ -14,33 +14,33 @@ class ModeRecord:
     """Of one mode.
 
     Attributes:
-        drafts: that had a token at least.
-        verified, accepted: of each position, tokens that the model has read, and those it took.
+        drafts: by the tokens that the model has read of them, one at least, and those it took.
         draft_bytes: of experts that draft passes read.
     """
 
-    drafts: int = 0
-    verified: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
+    drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
     draft_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; ``acceptance`` of a position is of those whose positions before were taken."""
-        verified, accepted = self.verified.total(), self.accepted.total()
+        drafts = dict(self.drafts)
+        verified, accepted = (
+            sum(draft[part] * count for draft, count in drafts.items()) for part in (0, 1)
+        )
         positions = []
-        reached = self.drafts
-        for position in sorted(self.verified):
-            reached = min(reached, self.verified[position])
-            positions.append(
-                {
-                    "verified": self.verified[position],
-                    "accepted": self.accepted[position],
-                    "acceptance": self.accepted[position] / max(reached, 1),
-                }
+        reached = sum(drafts.values())
+        for position in range(max((deep for deep, _ in drafts), default=0)):
+            read, taken = (
+                sum(count for draft, count in drafts.items() if draft[part] > position)
+                for part in (0, 1)
             )
-            reached = self.accepted[position]
+            reached = min(reached, read)
+            positions.append(
+                {"verified": read, "accepted": taken, "acceptance": taken / max(reached, 1)}
+            )
+            reached = taken
         return {
-            "drafts": self.drafts,
+            "drafts": sum(drafts.values()),
             "verified": verified,
             "accepted": accepted,
             "acceptance": accepted / max(verified, 1),
@@ -74,10 +74,9 @@ class Report:
             self.tokens += trial.accepted + 1
             self.depths[trial.drafted] += 1
             if trial.mode is not None and trial.drafted:
-                record = self._record(trial.mode.name)
-                record.drafts += 1
-                record.verified.update(range(trial.drafted))
-                record.accepted.update(range(trial.accepted))
+                self._record(trial.mode.name).drafts[trial.drafted, trial.accepted] += 1
+        if not round.draft_rows:
+            return
         passes = {t.mode.name for t in round.trials if t.mode and t.mode.source == "elastic"}
         for name in passes:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)

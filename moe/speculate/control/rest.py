@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 FIRST = 8
 """Plain steps before looking begins with a new number of sequences."""
-EVERY, BURST = 64, 2
+EVERY, BURST = 128, 2
 """Steps of looking after which so many plain ones are measured again."""
 OUTLIER = 2.0
 """Times the median that one of them may count for."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe.engine.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
@@ -18,10 +19,10 @@ Way = tuple[Mode | None, int]
 """Mode and depth of a plan, that of the sequence that drafts most."""
 PLAIN: Way = (None, 0)
 Taken = tuple[list[float], Mode | None]
+NONE = Choice()
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What was decided for a step.
 
     Attributes:
@@ -41,8 +42,7 @@ class Plan:
         return self.mode, max(self.option.depths, default=0)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Who decodes, and what each could draft; see `moe.speculate.draft.Controller.plan`."""
 
     sequences: Sequence[RunningSequence]
@@ -54,7 +54,7 @@ def plain(step: Step, costs: StepCosts) -> Plan:
     """No drafts."""
     batch = len(step.sequences)
     seconds = costs.verify(batch, batch)
-    return Plan(None, (Choice(),) * batch, Option((0,) * batch, float(batch), seconds))
+    return Plan(None, (NONE,) * batch, Option((0,) * batch, float(batch), seconds))
 
 
 def prices(plan: Plan, goodput: float, costs: StepCosts) -> tuple[float, float]:
@@ -104,7 +104,7 @@ class Search:
         return best
 
     def again(self, step: Step, last: Plan, row_price: float) -> Plan:
-        """The same way as in the step before, for the same sequences, without a search.
+        """The same way as in the step before, for as many sequences, without a search.
 
         Args:
             row_price: tokens that reading one more has to bring.
@@ -119,8 +119,8 @@ class Search:
                 planned = self.acceptance.planned(own[0], before.mode)[:depth]
                 if sum(planned) >= sum(kept):
                     kept, mode = planned, before.mode
-            choices.append(Choice(mode, len(kept)) if kept else Choice())
-        return replace(last, choices=tuple(choices))
+            choices.append(Choice(mode, len(kept)) if kept else NONE)
+        return Plan(last.mode, tuple(choices), last.option)
 
     def seconds(self, plan: Plan) -> float:
         """Of a plan in which every planned token is drafted, without any hope."""
@@ -143,7 +143,7 @@ class Search:
         drafting = [mode is not None and taker is mode for taker in takers]
         option = best_option(chains, self.costs.step(mode, drafting, effort, optimism > 0))
         choices = tuple(
-            Choice(taker, depth) if depth else Choice()
+            Choice(taker, depth) if depth else NONE
             for taker, depth in zip(takers, option.depths, strict=True)
         )
         with_passes = mode is not None and any(choice.mode is mode for choice in choices)

@@ -69,7 +69,7 @@ class StepCosts:
 
     def plainly(self, sequences: int, rows: int, counts: Counts | None) -> float:
         """Seconds of a plain step in place of one that has visited such experts."""
-        if counts is None:
+        if counts is None or self.coverage.sizes.resident == 1:
             return self.verify(sequences, sequences)
         distinct = self.coverage.distinct(sequences, sequences)
         missing = self.coverage.missing_instead(sequences, rows, counts[1])

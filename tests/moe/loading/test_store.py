@@ -190,3 +190,12 @@ def test_tied_heads(saved: Path, tmp_path: Path) -> None:
         expected = MoE.from_pretrained(tmp_path, model=direct).logits(IDS)
         assert torch.equal(MoE.from_pretrained(store).logits(IDS), expected)
         assert ("lm_head.plane0" in load_file(store / TRUNK_NAME)) == (bits == 8)
+
+
+def test_scales_stay_as_they_are_where_an_architecture_keeps_layers_in_float32(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """DeepSeek V4 names layers that are never float16; scales of a quantised one are."""
+    store = convert(tiny_checkpoint("deepseek_v4"), tmp_path / "store", ModelSettings())
+    moe = MoE.from_pretrained(store, model={"dtype": "float16", "trunk_bits": 8})
+    assert moe.logits(IDS).isfinite().all()

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from moe import MoE
+from moe.server import unsupported
+from moe.server.anthropic import request as anthropic
+from moe.server.anthropic import turns
 from moe.server.messages import Message
 from moe.server.protocol import ChatRequest, CompletionRequest
+from moe.server.responses import items
+from moe.server.responses import request as responses
 from moe.server.texts import DetokenizeRequest, TokenizeRequest
-from moe.server.unsupported import NEUTRAL_CHAT, NEUTRAL_COMPLETIONS
 from moe.settings import ServerSettings
 from tests.moe.tools.templates import HERMES
 
@@ -23,8 +28,18 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_field_is_named() -> None:
-    fields: set[str] = {*NEUTRAL_CHAT, *NEUTRAL_COMPLETIONS}
-    for body in (ChatRequest, CompletionRequest, Message, TokenizeRequest, DetokenizeRequest):
+    fields = {
+        field
+        for name in dir(unsupported)
+        if name[:7] == "NEUTRAL"
+        for field in vars(unsupported)[name]
+    }
+    bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, Message, TokenizeRequest]
+    bodies += [DetokenizeRequest, responses.ResponsesRequest, anthropic.MessagesRequest]
+    bodies += [items.MessageItem, items.ReasoningItem, items.CallItem, items.OutputItem]
+    bodies += [turns.Turn, turns.ThinkingBlock, turns.UseBlock, turns.ResultBlock]
+    bodies += [anthropic.Thinking, anthropic.ToolChoice, anthropic.OutputConfig]
+    for body in bodies:
         fields |= body.model_fields.keys()
     assert sorted(field for field in fields if f"`{field}" not in PAGE) == []
 
@@ -36,7 +51,7 @@ def test_every_route_is_named(server: Any) -> None:
 
 
 def test_every_code_and_limit_is_named() -> None:
-    sources = [file.read_text() for file in (ROOT / "moe" / "server").glob("*.py")]
+    sources = [file.read_text() for file in (ROOT / "moe" / "server").rglob("*.py")]
     codes = {code for text in sources for code in re.findall(r'\bcode="(\w+)"', text)}
     codes |= {"context_length_exceeded", "loading", "failed"}
     assert len(codes) > 10

@@ -143,9 +143,9 @@ def test_priority_and_salt_are_those_of_the_request(
     seen: list[tuple[Any, ...]] = []
     request = MoE.request
 
-    def watched(model: MoE, ids: Any, params: Any, *rest: Any) -> Any:
+    def watched(model: MoE, ids: Any, params: Any, *rest: Any, **more: Any) -> Any:
         seen.append(rest)
-        return request(model, ids, params, *rest)
+        return request(model, ids, params, *rest, **more)
 
     monkeypatch.setattr(MoE, "request", watched)
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.speculate.control.account import SHARE
+from moe.speculate.control.account import UNSPENT
 from moe.speculate.control.rest import BURST, EVERY, FIRST, Rest, typical
 from moe.speculate.draft import Mode
 from tests.moe.speculate.simulation import NGRAM, Simulation, World, best_fixed
@@ -63,6 +63,14 @@ def test_free_drafts_are_taken_where_they_are_good_and_left_where_not() -> None:
         gains.append(simulation.run(controller, 600).rate / (1 / world.verify(1, 1)))
     assert gains[0] > 1.1
     assert gains[1] > 0.98
+
+
+def test_free_drafts_that_are_good_from_the_beginning_are_taken_up_at_once() -> None:
+    """They cost nothing to judge, and the account begins with room for the first of them."""
+    world = World({NGRAM: 0.9}, offers=0.9, looking=0.05)
+    for seed in (1, 2, 3):
+        simulation = Simulation(world, 1, seed=seed)
+        assert simulation.run(simulation.controller(), 40).rate > 1.5 / world.verify(1, 1)
 
 
 def test_what_has_become_bad_is_given_up_and_what_has_become_good_is_found() -> None:
@@ -170,5 +178,5 @@ def test_plain_steps_with_a_prompt_between_them_are_not_learnt_from() -> None:
     controller.rested(1, [nan, nan])
     assert controller.account.room == 0
     controller.rested(1, [nan, 2.0, 2.0])
-    assert controller.account.room == pytest.approx(4.0 * SHARE)
+    assert controller.account.room == UNSPENT * 2.0
     assert controller.rests(1) == FIRST - 5

@@ -162,14 +162,11 @@ class Listener:
     def foretell(self, told: Forecast) -> None:
         self.foretold += len(told)
 
-    def settle(self, layer: int, wanted: Sequence[int]) -> None:
-        self._cache.poll()
+    def visit(self, layer: int, wanted: Sequence[int], *_: object) -> None:
+        """What is missing is being read by now; nothing of it has been shown yet."""
         absent = [expert for expert in wanted if not self._cache.has(layer, expert)]
         self.absent += self._cache.expert_bytes * len(absent)
         self.useful += self._cache.expert_bytes * sum((layer, e) in self._told for e in absent)
-
-    def look_ahead(self, *_: object) -> None:
-        """Bid for nothing."""
 
 
 @pytest.mark.parametrize(("mode", "share"), [("elastic", 1 / 3), ("ngram", 0.0)])

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
-from moe.speculate.model_free import LONGEST, SHORTEST, History, NGram, Recycling
+from moe.speculate.history import LONGEST, SHORTEST, SIZES, History
+from moe.speculate.model_free import ModelFree, NGram, Recycling
 
 VOCABULARY = 8
+
+
+repeating = st.one_of(
+    st.lists(st.integers(0, 3), max_size=40),
+    st.builds(
+        lambda first, again, count: first + again * count,
+        st.lists(st.integers(0, 3), max_size=9),
+        st.lists(st.integers(0, 3), min_size=1, max_size=9),
+        st.integers(1, 9),
+    ),
+)
 
 
 class FakeSequence:
@@ -25,16 +39,18 @@ def sequence(prompt: list[int], *new: int) -> Any:
 
 
 def oracle(tokens: list[int], limit: int) -> tuple[list[int], int]:
-    """By looking at every place."""
+    """By looking at every place; the longest of `SIZES` up to which the runs are alike."""
     for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
+                pairs = zip(tokens[end - 1 :: -1], tokens[::-1], strict=False)
+                alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 found = tokens[end:]
-                return (found * limit)[:limit], size
+                return (found * limit)[:limit], max(size for size in SIZES if size <= alike)
     return [], 0
 
 
-@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9), st.data())
+@given(repeating, st.integers(1, 9), st.data())
 def test_history_finds_what_looking_everywhere_finds(
     tokens: list[int], limit: int, data: st.DataObject
 ) -> None:
@@ -43,7 +59,7 @@ def test_history_finds_what_looking_everywhere_finds(
         step = data.draw(st.integers(1, 7))
         history.extend(tokens[place : place + step])
         place += step
-    assert history.following(limit) == oracle(tokens, limit)
+    assert (history.following(limit), history.size) == oracle(tokens, limit)
 
 
 def test_ngram_reads_prompt_and_new_tokens() -> None:
@@ -119,3 +135,12 @@ def test_drafts_are_judged_as_if_they_had_been_verified(
         came = came[right + 1 :]
     assert judged == expected
     assert sources[0].offer(judged_one, 3) == sources[1].offer(offered_one, 3)
+
+
+@pytest.mark.parametrize("source", [NGram(), Recycling()])
+def test_a_short_sequence_that_nobody_has_looked_at_is_judged_behind_its_prompt(
+    source: ModelFree,
+) -> None:
+    """It came and went on while nobody looked, and is shorter than what is judged."""
+    judged = source.judge(sequence([1, 2, 1], 2, 1), 4, 8)
+    assert sum(right + 1 for _, right in judged) in (2, 3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moe.text.detokenize import IncrementalDecoder
+from moe.text.detokenize import IncrementalDecoder, special_token_ids
 
 WORDS = [
     "the",
@@ -181,3 +181,32 @@ def test_a_special_token_that_is_part_of_the_text_is_shown_between_what_surround
     assert before == whole(tokenizer, words)
     assert between.strip() == before.strip()
     assert after == ""
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_a_text_that_continues_another_has_the_space_between_them(
+    name: str, data: st.DataObject
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    size = len(tokenizer)
+    before, after = (data.draw(st.lists(st.integers(0, size - 1), max_size=12)) for _ in range(2))
+    decoder = IncrementalDecoder(tokenizer, behind=before)
+    text = "".join(map(decoder.push, after)) + decoder.finish()
+    specials = special_token_ids(tokenizer)
+    ends = [place for place, token_id in enumerate(before) if token_id in specials]
+    context = before[max([0, len(before) - 8, *(end + 1 for end in ends)]) :]
+    start, last = whole(tokenizer, before), str(tokenizer.convert_ids_to_tokens(before[-1:]))
+    continued = whole(tokenizer, before + after)[len(start) :]
+    if whole(tokenizer, context) and "<0x" not in last and "\N{REPLACEMENT CHARACTER}" not in start:
+        assert text == continued
+    else:
+        assert text in (whole(tokenizer, after), continued)
+
+
+def test_words_behind_a_text_are_words_of_their_own() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    first, second, end = ids_of(tokenizer, ["▁the", "▁a", "</s>"])
+    for before, expected in (([first], " a"), ([], "a"), ([first, end], "a")):
+        decoder = IncrementalDecoder(tokenizer, behind=before)
+        assert decoder.push(second) + decoder.finish() == expected

@@ -103,11 +103,42 @@ def test_calls_without_delimiters_cannot_be_told_from_text() -> None:
         CallGrammar(format_of("llama"), {}).text_or_calls(TOOLS, several=True)
 
 
+@pytest.mark.parametrize("name", JSON_SHAPED)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}},
+        {"anyOf": [{"properties": {"a": {"type": "integer"}}}, {"type": "string"}]},
+        {"$ref": "#/$defs/any", "$defs": {"any": {}}},
+    ],
+)
+def test_arguments_are_an_object_whatever_a_schema_leaves_open(name: str, schema: Any) -> None:
+    """Anything else would come as content, though a call was required."""
+    grammar = CallGrammar(format_of(name), {}).calls({"f": schema}, several=False)
+    call = written(name, None, [("f", {"a": 1})]).strip()
+    assert takes(grammar, call)
+    body = call.rfind("{") if call.count("{") > 1 else call.index("{")
+    end = call.index("}", body) + 1
+    for other in ("null", "7", '"x"', "[]"):
+        assert not takes(grammar, call[:body] + other + call[end:])
+
+
+def test_arguments_that_are_no_object_are_refused() -> None:
+    grammar = CallGrammar(format_of("hermes"), {})
+    for said in ("string", ["array", "null"]):
+        with pytest.raises(RequestError, match=r"'f' must be an object.* send a schema of type"):
+            grammar.calls({"f": {"type": said}}, several=False)
+
+
 @pytest.mark.parametrize("name", TAGGED)
 def test_what_tags_cannot_say_is_refused(name: str) -> None:
     grammar = CallGrammar(format_of(name), {})
     for schema, what in (
         ({"type": "object", "anyOf": [{}]}, "more than properties"),
+        ({"type": "object", "minProperties": 1}, "more than properties"),
+        ({"properties": {}, "required": ["a"]}, "required argument 'a', which is no property"),
         ({"properties": {"a": {"type": ["string", "null"]}}}, "'a' of several types"),
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'a' that is not any string"),
     ):

@@ -43,8 +43,27 @@ def test_what_stands_around_reasoning_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_where_there_is_none_none_is_found(name: str) -> None:
     support = probe_reasoning(renderer(NOT_FOUND[name]))
-    assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None}
+    told = {"switch": None, "takes_effort": False}
+    assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None} | told
     assert "neither writes the reasoning" in support.reason
+
+
+@pytest.mark.parametrize(
+    ("template", "switch", "takes_effort"),
+    [
+        (FOUND["qwen3"][0], "enable_thinking", False),
+        (FOUND["deepseek-3.1"][0], "thinking", False),
+        (FOUND["r1"][0], None, False),
+        (FOUND["harmony"][0], None, False),
+        ("{{- reasoning_effort or 'medium' }}" + FOUND["harmony"][0], None, True),
+        ("{{- raise_exception('no') }}", None, False),
+    ],
+)
+def test_what_turns_reasoning_on_and_how_high_is_found(
+    template: str, switch: str | None, takes_effort: bool
+) -> None:
+    support = probe_reasoning(renderer(template))
+    assert (support.switch, support.takes_effort) == (switch, takes_effort)
 
 
 def test_a_template_that_takes_too_long_is_asked_once() -> None:

@@ -62,10 +62,12 @@ def test_a_weight_that_is_read_is_right_and_then_made_whole() -> None:
     assert mend_linears(module) == []
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_architecture_that_reads_weights_says_so(
-    tiny_checkpoint: Callable[[str], Path],
+    tiny_checkpoint: Callable[[str], Path], dtype: str
 ) -> None:
-    moe = MoE.from_pretrained(tiny_checkpoint("jamba"), model={"trunk_bits": 8})
+    settings = {"trunk_bits": 8, "dtype": dtype}
+    moe = MoE.from_pretrained(tiny_checkpoint("jamba"), model=settings)
     assert any("made whole again" in notice for notice in moe.notices)
     assert moe.logits(IDS).isfinite().all()
     kept = sum(t.nbytes for t in (*moe.trunk.model.parameters(), *moe.trunk.model.buffers()))

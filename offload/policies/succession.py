@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +27,7 @@ MEMORY = 0.995
 """How much of the running losses a visit keeps."""
 
 
-class Habits:
+class Succession:
     """Learns from visits and says how likely each unit is.
 
     Attributes:
@@ -47,7 +46,7 @@ class Habits:
         ]
         self._backs = np.arange(reach)
         self._random = random.Random(0)
-        self.losses = [[0.0, 0.0] for _ in range(HEADS)]
+        self.losses: Values = np.zeros((HEADS, 2))
 
     def corrected(self, head: int, layers: int | slice | Sequence[int], usual: Values) -> Values:
         """The usual rates of some layers, moved by habits where these have predicted better.
@@ -61,53 +60,47 @@ class Habits:
             return usual
         return sigmoid(log_odds(usual) + self._parts[head, layers].sum(axis=-2))
 
-    def visit(self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]) -> None:
+    def visit(
+        self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]
+    ) -> list[int]:
         """A layer asks for experts.
 
         Args:
             call: number of this visit, counted over all layers.
             usual: for each head ``(E,)`` rates of the layer's experts, this visit not included.
+
+        Returns:
+            Layers, this one first, whose habits say something else now.
         """
-        self._learn(call, layer, experts, usual)
+        for head in range(HEADS):
+            self._learn(head, call, layer, experts, usual[head])
         own = list(experts)
         self._visits[layer].append((call, own))
         targets = (layer + self._backs) % self._layers
         first = np.arange(HEADS)[:, None] * self._layers + targets
         rows = ((first * self._reach + self._backs) * self._width)[..., None] + own
         self._parts[:, targets, self._backs] = self._weights.take(rows, axis=0).sum(axis=2)
+        reached: list[int] = targets.tolist()
+        return reached
 
     def _learn(
-        self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]
+        self, head: int, call: int, layer: int, experts: Sequence[int], usual: Values
     ) -> None:
-        heads: list[int] = []
-        rows: list[int] = []
-        starts: list[int] = []
-        for head in range(HEADS):
-            # What was known when this visit was still so many calls ahead; any distance that
-            # `corrected` is asked at is as likely.
-            ahead = self._random.randint(1, self._layers) + head * self._layers
-            if known := self._rows(head, layer, call - ahead):
-                heads.append(head)
-                starts.append(len(rows))
-                rows += known
+        # What was known when this visit was still so many calls ahead; any distance that
+        # `corrected` is asked at is as likely.
+        ahead = self._random.randint(1, self._layers) + head * self._layers
+        rows = self._rows(head, layer, call - ahead)
         if not rows:
             return
-        counts = [end - start for start, end in pairwise([*starts, len(rows)])]
-        index = np.array(rows)
-        active = self._weights.take(index, axis=0)
-        sums = np.stack([part.sum(axis=0) for part in np.split(active, starts[1:])])
-        known_usual = np.stack([usual[head] for head in heads])
-        guesses = sigmoid(log_odds(known_usual) + sums)
-        errors = guesses.astype(np.float32)
-        errors[:, experts] -= 1
-        for error, count in zip(errors, counts, strict=True):
-            error *= LEARNING_RATE / count
-        active -= errors.repeat(counts, axis=0)
-        self._weights[index] = active
-        losses = _losses(np.concatenate([known_usual, guesses]), experts)
-        for head, *found in zip(heads, losses, losses[len(heads) :], strict=False):
-            for running, loss in enumerate(found):
-                self.losses[head][running] += (1 - MEMORY) * (loss - self.losses[head][running])
+        active = self._weights.take(rows, axis=0)
+        guess = sigmoid(log_odds(usual) + active.sum(axis=0))
+        error = guess.astype(np.float32)
+        error[experts] -= 1
+        self._weights[rows] = active - error * (LEARNING_RATE / len(rows))
+        voices = np.stack((usual, guess))
+        right = 1 - voices
+        right[:, experts] = voices[:, experts]
+        self.losses[head] -= (1 - MEMORY) * (np.log(right).mean(axis=1) + self.losses[head])
 
     def _rows(self, head: int, layer: int, call: int) -> list[int]:
         """Of the weights, for what was known as of a call about a layer."""
@@ -123,14 +116,6 @@ class Habits:
         return next((ids for at, ids in reversed(self._visits[layer]) if at <= call), [])
 
 
-def _losses(guesses: Values, asked: Sequence[int]) -> list[float]:
-    """Mean log loss of each of ``(G, E)`` guesses."""
-    unlike = 1 - guesses
-    unlike[:, asked] = guesses[:, asked]
-    losses: list[float] = (np.log(unlike).sum(axis=1) / -guesses.shape[1]).tolist()
-    return losses
-
-
 def log_odds(probability: Values) -> Values:
     odds: Values = np.log(probability / (1 - probability))
     return odds
@@ -138,4 +123,4 @@ def log_odds(probability: Values) -> Values:
 
 def sigmoid(odds: Values) -> Values:
     """Kept away from 0 and 1."""
-    return 1 / (1 + np.exp(-odds.clip(-9.2, 9.2)))
+    return 1 / (1 + np.exp(-np.minimum(np.maximum(odds, -9.2), 9.2)))

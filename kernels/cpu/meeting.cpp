@@ -1,0 +1,221 @@
+// A dispatch and a combine of ranks of one machine that bring what they brought to the layer before,
+// a call each. `experts.dispatch.all_to_all` is the definition, and sends the same bytes; there, some
+// 200 small calls a layer find their code gone from the caches after the experts have passed.
+//
+// Letters: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden.
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <vector>
+
+#include "calls.h"
+#include "gemm.h"
+
+extern "C" {
+
+constexpr int64_t PLACE = 16, HEAD = 40;  // bytes: layer and epoch; what a rank says of its tokens
+
+struct Meeting {
+  int64_t ranks, rank, slots, width, hidden, timeout_ms;
+  int64_t rows_at;            // where rows begin in a message; ids begin behind the head
+  const int32_t* files;       // (R) sockets; the own is not used
+  const int64_t *tokens, *slots_R, *message_bytes;  // (R)
+  char* const* messages;      // (R) what each rank tells; ids that are not used are zeros
+  const char* heads;          // (R, HEAD) what they are expected to say
+  int64_t* assigned;          // what `moe_assign` writes
+  char *served, *returned;    // rows (T K, W) and (own T K, H) float32
+  int64_t experts;            // of the last dispatch
+  int64_t lost, error;        // the rank that an exchange failed with, and errno; 0: it has left
+};
+
+int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const int64_t* width,
+                   const int64_t* begin, int64_t ranks, int64_t slots, int64_t experts,
+                   int64_t rank, int64_t* out);
+
+}  // extern "C"
+
+namespace {
+
+enum : int32_t { LOST = -2, BAD_ID = -1, DONE = 0, OTHERWISE = 1 };
+
+struct Part {
+  char* at;
+  int64_t left;
+  void moved(ssize_t bytes) { at += bytes, left -= bytes; }
+};
+
+// All parts to and from the others; as `SocketExchange`, which says why it sleeps where.
+class Exchange {
+ public:
+  std::vector<Part> going, coming;  // (R)
+
+  explicit Exchange(Meeting& meeting)
+      : going(meeting.ranks), coming(meeting.ranks), meeting_(meeting) {}
+
+  bool run() {
+    for (int64_t r = 0; r < meeting_.ranks; ++r)
+      if (!push(r)) return false;
+    for (int64_t r = 0; r < meeting_.ranks; ++r)
+      while (going[r].left || coming[r].left)
+        if (!(is_sending() ? poll_all(r) : pull(r, MSG_WAITALL))) return false;
+    return true;
+  }
+
+ private:
+  Meeting& meeting_;
+
+  bool is_sending() const {
+    for (const Part& part : going)
+      if (part.left) return true;
+    return false;
+  }
+
+  bool fail(int64_t rank, int error) {
+    meeting_.lost = rank, meeting_.error = error;
+    return false;
+  }
+
+  static bool later(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+
+  bool push(int64_t r) {
+    while (going[r].left) {
+      const ssize_t n =
+          send(meeting_.files[r], going[r].at, going[r].left, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (n >= 0) going[r].moved(n);
+      else if (later(errno)) return true;
+      else if (errno != EINTR) return fail(r, errno);
+    }
+    return true;
+  }
+
+  bool pull(int64_t r, int how) {
+    const ssize_t n = recv(meeting_.files[r], coming[r].at, coming[r].left, how);
+    if (n > 0) coming[r].moved(n);
+    else if (!n) return fail(r, 0);
+    else if (later(errno) && how == MSG_DONTWAIT) return true;
+    else if (errno != EINTR) return fail(r, errno);
+    return true;
+  }
+
+  bool poll_all(int64_t late) {
+    std::vector<pollfd> files;
+    for (int64_t r = 0; r < meeting_.ranks; ++r) {
+      const short events = (going[r].left ? POLLOUT : 0) | (coming[r].left ? POLLIN : 0);
+      if (events) files.push_back({meeting_.files[r], events, 0});
+    }
+    const int ready = poll(files.data(), files.size(), meeting_.timeout_ms);
+    if (!ready) return fail(late, EAGAIN);
+    if (ready < 0) return errno == EINTR || fail(late, errno);
+    for (int64_t r = 0; r < meeting_.ranks; ++r)
+      if (!push(r) || (coming[r].left && !pull(r, MSG_DONTWAIT))) return false;
+    return true;
+  }
+};
+
+bool is_nan(float x) { return x != x; }
+bool is_nan(uint16_t bf16) { return (bf16 & 0x7fff) > 0x7f80; }
+
+}  // namespace
+
+extern "C" {
+
+// Tells the others a layer and an epoch (`place`), ids (own T, K) and rows (own T, W), hears theirs,
+// and leaves in `assigned` and `served` what this rank serves. OTHERWISE: somebody is elsewhere or
+// brings something else, see `messages`.
+int32_t moe_dispatch(Meeting* m, const int64_t* place, const int64_t* ids, const void* rows,
+                     const int64_t* holders, int64_t experts) {
+  char* own = m->messages[m->rank];
+  memcpy(own, place, PLACE);
+  memcpy(own + PLACE, m->heads + m->rank * HEAD, HEAD);
+  auto* table = reinterpret_cast<int16_t*>(own + PLACE + HEAD);
+  const int64_t count = m->tokens[m->rank] * m->slots_R[m->rank];
+  for (int64_t i = 0; i < count; ++i) table[i] = ids[i];
+  if (count) memcpy(own + m->rows_at, rows, m->tokens[m->rank] * m->width);
+
+  Exchange exchange(*m);
+  for (int64_t r = 0; r < m->ranks; ++r)
+    if (r != m->rank) {
+      exchange.going[r] = {own, m->message_bytes[m->rank]};
+      exchange.coming[r] = {m->messages[r], m->message_bytes[r]};
+    }
+  if (!exchange.run()) return LOST;
+
+  std::vector<const int16_t*> tables;
+  for (int64_t r = 0; r < m->ranks; ++r) {
+    const char* told = m->messages[r];
+    if (memcmp(told, place, PLACE) || memcmp(told + PLACE, m->heads + r * HEAD, HEAD))
+      return OTHERWISE;
+    tables.push_back(reinterpret_cast<const int16_t*>(told + PLACE + HEAD));
+  }
+  m->experts = experts;
+  if (moe_assign(tables.data(), m->tokens, m->slots_R, holders, m->ranks, m->slots, experts, m->rank,
+                 m->assigned))
+    return BAD_ID;
+
+  int64_t size = 0;
+  for (int64_t r = 0; r < m->ranks; ++r) size += m->tokens[r] * m->slots;
+  const int64_t* token = m->assigned + experts + 2 * size;
+  const int64_t served = m->assigned[experts + 4 * size + 2 * m->ranks + 1];
+  for (int64_t i = 0; i < served; ++i) {
+    int64_t at = token[i], r = 0;
+    while (at >= m->tokens[r]) at -= m->tokens[r++];
+    memcpy(m->served + i * m->width, m->messages[r] + m->rows_at + at * m->width, m->width);
+  }
+  return DONE;
+}
+
+// out (T, H) of `dtype` = sum over k, in order, of weight[t, k] * row[position[t, k]]; negative
+// positions are left out. Rows 0 to `count - 1` lie at `rows`, the others at `more`. Products are
+// rounded before they are added, as in `combine` of grouped.h: the bits are those of a whole layer.
+void moe_weighted_sum(const float* rows, int64_t count, const float* more, const int32_t* position,
+                      const float* weights, int64_t tokens, int64_t slots, int64_t hidden,
+                      void* out, int32_t dtype, int32_t threads) {
+  threads = team(tokens * slots * hidden, threads);
+  with_rows(out, dtype, [&](auto* to) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t c = 0; c < hidden; c += LANES) {
+        vf sum{};
+        for (int64_t s = t * slots; s < (t + 1) * slots; ++s) {
+          const int64_t at = position[s];
+          if (at < 0) continue;
+          const float* row = at < count ? rows + at * hidden : more + (at - count) * hidden;
+          vf product = weights[s] * load_as_fp32(row + c, hidden - c);
+          IN_REGISTER(product);  // never fused with the addition
+          sum += product;
+        }
+        store_fp32_as(to + t * hidden + c, sum, hidden - c);
+      }
+  });
+}
+
+// Brings results (served, H) back to those whose they are, and sums this rank's: out (own T, H) of
+// `dtype`, FP32 or BF16. OTHERWISE: one of them begins with NaN, as rows do that have failed.
+int32_t moe_return(Meeting* m, float* rows, const float* weights, void* out, int32_t dtype,
+                   int32_t threads) {
+  int64_t size = 0;
+  for (int64_t r = 0; r < m->ranks; ++r) size += m->tokens[r] * m->slots;
+  const int64_t* served_R = m->assigned + m->experts + 4 * size;
+  const int64_t* returned_R = served_R + m->ranks;
+  const auto* position = reinterpret_cast<const int32_t*>(returned_R + m->ranks + 2);
+  const int64_t row_bytes = m->hidden * sizeof(float);
+  Exchange exchange(*m);
+  int64_t leave = 0, come = 0;
+  for (int64_t r = 0; r < m->ranks; ++r)
+    if (r != m->rank) {
+      exchange.going[r] = {reinterpret_cast<char*>(rows) + leave * row_bytes, served_R[r] * row_bytes};
+      exchange.coming[r] = {m->returned + come * row_bytes, returned_R[r] * row_bytes};
+      leave += served_R[r], come += returned_R[r];
+    }
+  if (!exchange.run()) return LOST;
+  const int64_t tokens = m->tokens[m->rank];
+  moe_weighted_sum(reinterpret_cast<float*>(m->returned), come, rows + leave * m->hidden, position,
+                   weights, tokens, m->slots, m->hidden, out, dtype, threads);
+  bool failed = false;
+  with_rows(out, dtype, [&](auto* to) {
+    for (int64_t t = 0; t < tokens; ++t) failed |= is_nan(to[t * m->hidden]);
+  });
+  return failed ? OTHERWISE : DONE;
+}
+}

@@ -1,0 +1,1 @@
+"""OpenAI's ``/v1/responses``, translated to chats and back."""
