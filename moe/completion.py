@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from moe.engine.engine import StepLoop
-from moe.engine.sequence import Delta, FinishReason
+from moe.engine.sequence import Delta, FinishReason, RunningSequence
 from moe.engine.wave import Group
 from moe.sampling.sampler import Token
 
@@ -74,6 +74,15 @@ def collect(events: Iterable[StreamEvent]) -> list[Completion]:
     return [completions[place] for place in sorted(completions)]
 
 
+def places_of(groups: Sequence[Group]) -> dict[RunningSequence, tuple[int, int]]:
+    """Of every sequence, the index of its prompt and its own among those of the prompt."""
+    return {
+        sequence: (prompt, sample)
+        for prompt, group in enumerate(groups)
+        for sample, sequence in enumerate(group.sequences)
+    }
+
+
 def stream_events(
     engine: StepLoop, groups: Sequence[Group], turn: AbstractContextManager[object]
 ) -> Generator[StreamEvent, None, None]:
@@ -82,11 +91,7 @@ def stream_events(
     Args:
         turn: held for each step, as all threads use the model's one cache of experts.
     """
-    places = {
-        sequence: (prompt, sample)
-        for prompt, group in enumerate(groups)
-        for sample, sequence in enumerate(group.sequences)
-    }
+    places = places_of(groups)
     try:
         while not engine.idle:
             with turn:

@@ -15,8 +15,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from moe.errors import RequestError
-from moe.server.fields import RequestBody
-from moe.server.outputs import Json
+from moe.server.fields import Json, RequestBody
 
 DUPLICATE = "duplicate_custom_id"
 _ID = "batch_req_"

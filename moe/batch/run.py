@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from pydantic_core import to_json
 
 from moe.batch.files import DUPLICATE, BatchFiles, BatchLine, Tally, custom_id_of, line_key, output
-from moe.completion import StreamEvent
+from moe.completion import StreamEvent, places_of
 from moe.engine.sequence import RunningSequence
 from moe.engine.wave import Group
 from moe.errors import RequestError, StructureError
 from moe.model import MoE
 from moe.server.bodies import parse
-from moe.server.chunks import Answer
 from moe.server.errors import GENERIC, APIError
-from moe.server.generation import check_name, make_groups
-from moe.server.messages import conversation
-from moe.server.outputs import ChatShape, CompletionShape, Json, Shape
-from moe.server.protocol import ChatRequest, CompletionRequest
-from moe.text.prompts import Prompt, TextCodec
+from moe.server.fields import Json
+from moe.server.generation import check_model, make_groups
+from moe.server.openai.answer import OpenAIAnswer
+from moe.server.openai.chat import ChatAnswer
+from moe.server.openai.completion import CompletionAnswer
+from moe.server.openai.request import ChatRequest, CompletionRequest
 
 BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
@@ -97,21 +97,17 @@ class Batch:
 
     def _submit(self, number: int, line: BatchLine) -> None:
         body = parse(BODIES[line.url], to_json(line.body))
-        check_name(self._name, body.model)
+        check_model(self._name, body.model)
         if body.stream:
             raise APIError(400, "a batch cannot stream; remove it", param="stream")
-        groups = make_groups(self._model, body, _prompts(body))
+        groups = make_groups(self._model, body)
         try:
             for group in groups:
                 self._engine.submit(group)
         except RequestError:
             self._cancel(groups)
             raise
-        places = {
-            sequence: (prompt, sample)
-            for prompt, group in enumerate(groups)
-            for sample, sequence in enumerate(group.sequences)
-        }
+        places = places_of(groups)
         request = _Request(number, line.custom_id, body, groups, len(places))
         self._places |= {sequence: (request, *place) for sequence, place in places.items()}
 
@@ -133,10 +129,14 @@ class Batch:
 
     def _finish(self, request: _Request) -> None:
         request_id = uuid.uuid4().hex
-        shape = _shape(self._model.codec, request.body)
-        answer = Answer(shape, request.body, request_id, self._name)
+        answer = self._answer(request.body, request_id)
         whole = answer.whole(request.num_prompt_tokens, request.events)
         self._write(output(request.number, request.custom_id, 200, request_id, whole, None))
+
+    def _answer(self, body: ChatRequest | CompletionRequest, request_id: str) -> OpenAIAnswer:
+        if isinstance(body, ChatRequest):
+            return ChatAnswer(body, self._model.codec, request_id, self._name)
+        return CompletionAnswer(body, self._model.codec, request_id, self._name)
 
     def _refuse(self, number: int, custom_id: str | None, error: APIError) -> None:
         reason = {"code": error.code or "request_failed", "message": error.message}
@@ -178,15 +178,3 @@ def _told(number: int, error: Exception) -> APIError:
         return APIError(400, str(error))
     logger.error("line %d failed", number, exc_info=error)
     return APIError(500, GENERIC)
-
-
-def _prompts(body: ChatRequest | CompletionRequest) -> Sequence[Prompt]:
-    if isinstance(body, ChatRequest):
-        return [conversation(body.messages)]
-    return body.prompt
-
-
-def _shape(codec: TextCodec, body: ChatRequest | CompletionRequest) -> Shape:
-    if isinstance(body, ChatRequest):
-        return ChatShape(codec, body)
-    return CompletionShape(codec, body)

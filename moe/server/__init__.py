@@ -1,6 +1,7 @@
-"""``moe serve``: an OpenAI-compatible HTTP server around one model.
+"""``moe serve``: an HTTP server for OpenAI's and Anthropic's clients around one model.
 
-`runner.py` has the queue in front of the engine thread, `app.py` the routes, `service.py` the life
-of a server. Requests are checked by `protocol.py` and answered in the shapes of `outputs.py`;
-`guard.py`, `bodies.py` and `streams.py` keep what is wrong, too large or too slow away.
+`service.py` is the life of a server, `runner.py` the queue in front of the engine thread, `app.py`
+and `routes.py` the routes. `openai/` says what chats and completions may ask for and how they are
+answered; `responses/` and `anthropic/` translate theirs to chats and back. `guard.py`, `bodies.py`
+and `streams.py` keep out what is not allowed, too large or too slow.
 """

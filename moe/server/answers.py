@@ -1,4 +1,4 @@
-"""One answer as it comes: reasoning, text and calls, in nobody's words yet."""
+"""What the answers of all APIs have in common: what makes one up, and what each has to say."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
+from moe.completion import StreamEvent
+from moe.server.errors import APIError
+from moe.server.fields import Json
 from moe.tools.parser import Call, CallParser
 from moe.tools.thinking import ThinkingParser
 
 Ending = Literal["stop", "length", "tool_calls"]
 _ID_LENGTH = 9  # some chat templates take ids of nine letters and digits, and no others
+
+
+class Answer(Protocol):
+    """The answer to one request, in the words of its API."""
+
+    def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
+        """The answer when all of its sequences have ended."""
+
+    def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
+        """What a stream begins with, before the first token."""
+
+    def more(self, event: StreamEvent) -> list[Json]:
+        """What a token adds to the stream."""
+
+    def end(self) -> list[Json | str]:
+        """What the stream ends with."""
+
+    def failed(self, error: APIError) -> list[Json | str]:
+        """What the stream ends with where an error cuts it off."""
 
 
 @dataclass(frozen=True)

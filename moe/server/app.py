@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from moe import __version__
 from moe.errors import ContextError, RequestError
 from moe.profile import KEYS, value_of
-from moe.server import agents, generation, texts
+from moe.server import routes, texts
 from moe.server.anthropic.request import MessagesRequest
 from moe.server.bodies import nested_schemas
 from moe.server.errors import (
@@ -25,8 +25,9 @@ from moe.server.errors import (
     APIError,
     speaks_anthropic,
 )
+from moe.server.generation import check_model
 from moe.server.guard import Guard
-from moe.server.protocol import ChatRequest
+from moe.server.openai.request import ChatRequest
 from moe.server.responses.request import ResponsesRequest
 from moe.server.runner import Runner
 from moe.settings import ServerSettings
@@ -49,8 +50,7 @@ def create_app(
     app.state.model_name = model_name
     app.state.settings = settings
     app.include_router(router)
-    app.include_router(generation.router)
-    app.include_router(agents.router)
+    app.include_router(routes.router)
     app.include_router(texts.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
@@ -120,7 +120,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    generation.check_model(request, name)
+    check_model(request.app.state.model_name, name)
     return _model_card(request)
 
 

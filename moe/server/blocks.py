@@ -12,15 +12,15 @@ from typing import Literal
 from moe.completion import StreamEvent
 from moe.server.answers import AnswerReader, Called, Ending
 from moe.server.errors import APIError
-from moe.server.outputs import Json
-from moe.server.protocol import ChatRequest
+from moe.server.fields import Json
+from moe.server.openai.request import ChatRequest
 from moe.text.prompts import TextCodec
 
 Kind = Literal["reasoning", "text"]
 
 
 class BlockAnswer(ABC):
-    """The answer to a request for one sequence; see `Words` (`moe.server.generation`).
+    """The answer to a request for one sequence; see `moe.server.answers.Answer`.
 
     Attributes:
         blocks: what is finished of it, in the API's words.
@@ -29,7 +29,7 @@ class BlockAnswer(ABC):
         ending, stop: how it ended, and by which stop string.
     """
 
-    def __init__(self, codec: TextCodec, chat: ChatRequest) -> None:
+    def __init__(self, chat: ChatRequest, codec: TextCodec) -> None:
         self.blocks: list[Json] = []
         self.num_prompt = self.num_known = self.num_new = 0
         self.ending: Ending | None = None

@@ -20,6 +20,7 @@ from pydantic import (
 from moe.engine.sequence import MAX_PRIORITY
 from moe.sampling.params import MAX_SEQUENCES
 
+Json = dict[str, Any]
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024

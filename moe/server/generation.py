@@ -1,12 +1,10 @@
-"""``/v1/chat/completions`` and ``/v1/completions``; from a checked request to its answer."""
+"""From a checked request to its answer, whole or streamed."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
-from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Depends
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,54 +13,21 @@ from moe.completion import StreamEvent
 from moe.engine.wave import Group
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.server.bodies import json_body, schema_of
-from moe.server.chunks import Answer
+from moe.server.answers import Answer
 from moe.server.errors import APIError
+from moe.server.fields import Json
 from moe.server.job import Job
-from moe.server.messages import conversation
-from moe.server.outputs import ChatShape, CompletionShape, Json
-from moe.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.server.runner import Runner
 from moe.server.streams import EventStream, while_connected
-from moe.text.prompts import Prompt
+from moe.text.prompts import TextCodec
 
 MAX_ECHO_LOGPROBS = 2**20
-STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
-router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest), responses=STREAMS)
-async def chat(
-    request: Request, body: Annotated[ChatRequest, Depends(json_body(ChatRequest))]
-) -> Response:
-    """Answer a conversation."""
-    return await answer(request, body, [conversation(body.messages)], partial(_chat, body))
-
-
-@router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest), responses=STREAMS)
-async def completions(
-    request: Request, body: Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
-) -> Response:
-    """Continue one prompt or several."""
-    return await answer(request, body, body.prompt, partial(_completion, body))
-
-
-def _chat(body: ChatRequest, model: MoE, request_id: str, name: str) -> Words:
-    return Answer(ChatShape(model.codec, body), body, request_id, name)
-
-
-def _completion(body: CompletionRequest, model: MoE, request_id: str, name: str) -> Words:
-    return Answer(CompletionShape(model.codec, body), body, request_id, name)
-
-
-def check_model(request: Request, name: str | None) -> None:
+def check_model(served: str, asked: str | None) -> None:
     """Raises `APIError` 404 unless this is the model that is served, or none was named."""
-    check_name(request.app.state.model_name, name)
-
-
-def check_name(served: str, name: str | None) -> None:
-    """Raises `APIError` 404 unless this is the model that is served, or none was named."""
-    if name not in (None, served):
+    if asked not in (None, served):
         raise APIError(
             404,
             f"no such model; this server has {served!r}",
@@ -71,82 +36,61 @@ def check_name(served: str, name: str | None) -> None:
         )
 
 
-class Words(Protocol):
-    """How a route words the answer to one request, of which it is a part."""
-
-    def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
-        """The answer when all of its sequences have ended."""
-
-    def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
-        """What a stream begins with, before the first token."""
-
-    def more(self, event: StreamEvent) -> list[Json]:
-        """What a token adds to it."""
-
-    def end(self) -> list[Json | str]:
-        """What comes last."""
-
-    def failed(self, error: APIError) -> list[Json | str]:
-        """What comes last where there is no end."""
-
-
 async def answer(
-    request: Request,
-    body: GenerationRequest,
-    prompts: Sequence[Prompt],
-    wording: Callable[[MoE, str, str], Words],
+    request: Request, body: GenerationRequest, make: Callable[[TextCodec, str, str], Answer]
 ) -> Response:
     """What a request asks for, whole or as a stream.
 
     Args:
-        wording: made of the model, the id of the request and the name of the model.
+        make: the answer, from the tokenizer, the id of the request and the name of the model.
     """
-    check_model(request, body.model)
+    name = request.app.state.model_name
+    check_model(name, body.model)
     runner: Runner = request.app.state.runner
-    work = runner.submit(partial(make_groups, body=body, prompts=prompts))
-    job = await while_connected(request.receive, work)
+    job = await while_connected(request.receive, runner.submit(partial(make_groups, body=body)))
     assert runner.model is not None
-    words = wording(runner.model, request.scope["request_id"], request.app.state.model_name)
+    made = make(runner.model.codec, request.scope["request_id"], name)
     if body.stream:
         close = partial(runner.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
-        return EventStream(_events(words, job), words.failed, close, timeout_s)
+        return EventStream(_events(made, job), made.failed, close, timeout_s)
     try:
         events = await while_connected(request.receive, _all(job))
     finally:
         runner.close(job)
     # The texts of a long prompt's tokens take a while.
-    whole = partial(words.whole, job.num_prompt_tokens, events)
+    whole = partial(made.whole, job.num_prompt_tokens, events)
     return await run_in_threadpool(lambda: JSONResponse(whole()))
 
 
-def make_groups(model: MoE, body: GenerationRequest, prompts: Sequence[Prompt]) -> list[Group]:
-    """Runs beside the event loop."""
-    codec, said = model.codec, body.sampling()
+def make_groups(model: MoE, body: GenerationRequest) -> list[Group]:
+    """What the engine is to run: a group for each prompt. Takes a while, and has no event loop."""
+    said, chat = body.sampling(), isinstance(body, ChatRequest)
     shown: Collection[int] = ()
     if isinstance(body, ChatRequest):
-        batch = [chat_prompt(model, body, prompts[0])]
-        said["structure"] = body.structure_for(codec, batch[0])
-        shown = body.shown_tokens(codec)
+        batch = [chat_prompt(model, body)]
+        said["structure"] = body.structure_for(model.codec, batch[0])
+        shown = body.shown_tokens(model.codec)
     else:
-        batch = [codec.encode(prompt, model.context_length) for prompt in prompts]
+        batch = [model.codec.encode(prompt, model.context_length) for prompt in body.prompts]
     _check_echo(body, sum(map(len, batch)))
     groups = []
     for token_ids in batch:
-        chat, salt = body.is_chat, body.cache_salt
         params = model.params(len(token_ids), chat=chat, **said)
-        groups.append(model.request(token_ids, params, salt, body.priority, shown, chat=chat))
+        salt, priority = body.cache_salt, body.priority
+        groups.append(model.request(token_ids, params, salt, priority, shown, chat=chat))
     return groups
 
 
-def chat_prompt(model: MoE, body: ChatRequest, messages: Prompt) -> list[int]:
+def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
     """Token ids of a conversation. Raises `APIError` 400 and `RequestError`."""
     tools = model.codec.tools
     if body.needs_tools and tools.format is None:
         message = f"this model cannot be given tools: {tools.reason}"
         raise APIError(400, message, param="tools", code="tools_not_supported")
     settings = body.template_settings(model.codec)
-    return model.codec.encode(messages, model.context_length, body.offered_tools, settings)
+    (conversation,) = body.prompts
+    return model.codec.encode(conversation, model.context_length, body.offered_tools, settings)
 
 
 def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
@@ -165,15 +109,15 @@ async def _all(job: Job) -> list[StreamEvent]:
     return [event async for event in job.events()]
 
 
-async def _events(words: Words, job: Job) -> AsyncIterator[Json | str]:
-    for event in words.begin(job.num_prompt_tokens, len(job.places)):
+async def _events(answer: Answer, job: Job) -> AsyncIterator[Json | str]:
+    for event in answer.begin(job.num_prompt_tokens, len(job.places)):
         yield event
     async for token in job.events():
         if token.delta.prompt_logprobs is None:
-            added = words.more(token)
+            added = answer.more(token)
         else:
-            added = await run_in_threadpool(words.more, token)
+            added = await run_in_threadpool(answer.more, token)
         for event in added:
             yield event
-    for last in words.end():
+    for last in answer.end():
         yield last

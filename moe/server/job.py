@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from moe.completion import StreamEvent
+from moe.completion import StreamEvent, places_of
 from moe.engine.sequence import RunningSequence
 from moe.engine.wave import Group
 from moe.server.metrics import TokenClock
@@ -34,11 +34,7 @@ class Job:
     @property
     def places(self) -> dict[RunningSequence, tuple[int, int]]:
         """Index of prompt and sample of each sequence."""
-        return {
-            sequence: (prompt, sample)
-            for prompt, group in enumerate(self.groups)
-            for sample, sequence in enumerate(group.sequences)
-        }
+        return places_of(self.groups)
 
     @property
     def num_prompt_tokens(self) -> int:

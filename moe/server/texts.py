@@ -12,7 +12,7 @@ from moe.model import MoE
 from moe.server.bodies import json_body, schema_of
 from moe.server.fields import MAX_MESSAGES, RequestBody
 from moe.server.generation import check_model
-from moe.server.messages import Message, conversation
+from moe.server.openai.messages import Message, conversation
 from moe.server.runner import Runner
 
 router = APIRouter()
@@ -42,7 +42,7 @@ async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> dict[str, Any]:
     """Token ids of a text, or of messages put through the chat template."""
-    check_model(request, body.model)
+    check_model(request.app.state.model_name, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         prompt = body.prompt
@@ -58,7 +58,7 @@ async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> dict[str, Any]:
     """Text of token ids, special tokens included."""
-    check_model(request, body.model)
+    check_model(request.app.state.model_name, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}

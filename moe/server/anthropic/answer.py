@@ -8,7 +8,7 @@ from moe.server.answers import Called
 from moe.server.anthropic.request import MessagesRequest
 from moe.server.blocks import BlockAnswer, Kind
 from moe.server.errors import APIError
-from moe.server.outputs import Json
+from moe.server.fields import Json
 from moe.text.prompts import TextCodec
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -18,9 +18,9 @@ _NAMES = {"reasoning": ("thinking", "thinking"), "text": ("text", "text")}
 
 class MessagesAnswer(BlockAnswer):
     def __init__(
-        self, codec: TextCodec, body: MessagesRequest, request_id: str, model: str
+        self, body: MessagesRequest, codec: TextCodec, request_id: str, model: str
     ) -> None:
-        super().__init__(codec, body.chat)
+        super().__init__(body.chat, codec)
         about = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
         self._about = about | {"model": model}
 

@@ -7,11 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from moe.server.anthropic.turns import BlockText, Turn, conversation
-from moe.server.fields import MAX_MESSAGES, MAX_STOPS, RequestBody, Sharing, StopString, TokenCount
-from moe.server.outputs import Json
-from moe.server.protocol import ChatRequest
-from moe.server.reasoning import Effort
-from moe.server.tools import MAX_TOOLS, ToolName, run_by_client
+from moe.server.fields import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    Json,
+    RequestBody,
+    Sharing,
+    StopString,
+    TokenCount,
+)
+from moe.server.openai.reasoning import Effort
+from moe.server.openai.request import ChatRequest
+from moe.server.openai.tools import MAX_TOOLS, ToolName, function_of, run_by_client
 from moe.server.unsupported import NEUTRAL_MESSAGES, supported
 
 
@@ -26,6 +33,11 @@ class Tool(RequestBody):
     """true: every call keeps to the schema."""
     cache_control: dict[str, Any] | None = None
     """Of no effect."""
+
+    @property
+    def chat(self) -> Json:
+        about = {"description": self.description, "strict": self.strict}
+        return function_of(name=self.name, parameters=self.input_schema, **about)
 
 
 class ToolChoice(RequestBody):
@@ -44,7 +56,7 @@ class ToolChoice(RequestBody):
     @property
     def chat(self) -> str | Json:
         if self.name is not None:
-            return {"type": "function", "function": {"name": self.name}}
+            return function_of(name=self.name)
         return "required" if self.type == "any" else self.type
 
 
@@ -134,7 +146,7 @@ class CountRequest(Sharing):
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
             "messages": conversation(self.system, self.messages),
-            "tools": [_chat_tool(tool) for tool in self.tools],
+            "tools": [tool.chat for tool in self.tools],
             "tool_choice": self.tool_choice.chat,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "response_format": format and {"type": "json_schema", "json_schema": format},
@@ -158,9 +170,3 @@ class MessagesRequest(CountRequest):
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         more = {name: getattr(self, name) for name in same}
         return super()._fields() | more | {"stop": self.stop_sequences}
-
-
-def _chat_tool(tool: Tool) -> Json:
-    about = {"description": tool.description, "strict": tool.strict}
-    function = {"name": tool.name, "parameters": tool.input_schema, **about}
-    return {"type": "function", "function": function}

@@ -8,13 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from moe.server.fields import Returned, by_type, text_of, text_or
-from moe.server.outputs import Json
-from moe.server.tools import MAX_CALLS, ToolName
+from moe.server.fields import Json, Returned, by_type, text_of, text_or
+from moe.server.openai.tools import MAX_CALLS, CallId, ToolName, call_of
 from moe.tools.reasoning import KEY
 
 _LABELS = ("cache_control", "citations")
-CallId = Annotated[str, Field(min_length=1, max_length=128)]
 Blocks = BeforeValidator(text_of("text", labels=_LABELS, between="\n"))
 BlockText = Annotated[str, Blocks]
 """A text, or blocks of text, which become lines."""
@@ -123,5 +121,4 @@ def _message(role: str, texts: Iterable[str]) -> Json:
 
 
 def _call(block: UseBlock) -> Json:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
+    return call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))

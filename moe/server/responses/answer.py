@@ -7,7 +7,7 @@ import time
 from moe.server.answers import Called
 from moe.server.blocks import BlockAnswer, Kind
 from moe.server.errors import APIError
-from moe.server.outputs import Json
+from moe.server.fields import Json
 from moe.server.responses.request import ResponsesRequest
 from moe.text.prompts import TextCodec
 
@@ -20,9 +20,9 @@ _ECHOED = (
 
 class ResponsesAnswer(BlockAnswer):
     def __init__(
-        self, codec: TextCodec, body: ResponsesRequest, request_id: str, model: str
+        self, body: ResponsesRequest, codec: TextCodec, request_id: str, model: str
     ) -> None:
-        super().__init__(codec, body.chat)
+        super().__init__(body.chat, codec)
         self._id = request_id
         self._num_events = 0
         self._about = {

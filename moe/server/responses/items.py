@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from moe.server.fields import Returned, by_type, text_of
-from moe.server.outputs import Json
-from moe.server.tools import MAX_CALLS, ToolName
-from moe.server.tools import Text as Arguments
+from moe.server.fields import Json, Returned, by_type, text_of
+from moe.server.openai.tools import MAX_CALLS, Arguments, CallId, ToolName, call_of
 from moe.tools.reasoning import KEY
 
 Status = Literal["in_progress", "completed", "incomplete"]
-CallId = Annotated[str, Field(min_length=1, max_length=128)]
 Id = Annotated[str, Field(max_length=256)]
 _LABELS = ("annotations", "logprobs")
 Text = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
@@ -117,6 +114,5 @@ def _add_said(turn: Json, item: MessageItem | ReasoningItem | CallItem) -> None:
     elif isinstance(item, ReasoningItem):
         turn[KEY] = item.content
     else:
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        call = call_of(item.call_id, item.name, item.arguments)
         turn.setdefault("tool_calls", []).append(call)

@@ -8,17 +8,23 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from moe.server.fields import (
     MAX_MESSAGES,
+    Json,
     Labels,
     RequestBody,
     Sharing,
     TokenCount,
     text_or,
 )
-from moe.server.outputs import Json
-from moe.server.protocol import ChatRequest
-from moe.server.reasoning import Effort
+from moe.server.openai.reasoning import Effort
+from moe.server.openai.request import ChatRequest
+from moe.server.openai.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    NamedFunction,
+    function_of,
+    run_by_client,
+)
 from moe.server.responses.items import InputItem, conversation
-from moe.server.tools import MAX_TOOLS, FunctionDefinition, NamedFunction, run_by_client
 from moe.server.unsupported import NEUTRAL_RESPONSES, supported
 
 
@@ -31,6 +37,10 @@ class FunctionTool(FunctionDefinition):
     """What the model may call."""
 
     type: Literal["function"]
+
+    @property
+    def chat(self) -> Json:
+        return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
 
 
 class NamedChoice(NamedFunction):
@@ -128,22 +138,13 @@ class ResponsesRequest(Labels, Sharing):
         return self._chat
 
     def _fields(self) -> Json:
+        choice = self.tool_choice
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
             "messages": conversation(self.instructions, self.input),
             "max_tokens": self.max_output_tokens,
-            "tools": [_chat_tool(tool) for tool in self.tools],
-            "tool_choice": _chat_choice(self.tool_choice),
+            "tools": [tool.chat for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
             "response_format": self.text.format.chat,
             "reasoning_effort": self.reasoning.effort,
         }
-
-
-def _chat_tool(tool: FunctionTool) -> Json:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _chat_choice(choice: str | NamedChoice) -> str | Json:
-    if isinstance(choice, str):
-        return choice
-    return {"type": "function", "function": {"name": choice.name}}

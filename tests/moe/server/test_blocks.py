@@ -77,7 +77,7 @@ def stream(answer: BlockAnswer, events: list[StreamEvent]) -> list[Any]:
 @settings(max_examples=150, deadline=None)
 @given(answers())
 def test_messages_are_their_streams(events: list[StreamEvent]) -> None:
-    answer = MessagesAnswer(CODEC, MESSAGES, "id", "m")
+    answer = MessagesAnswer(MESSAGES, CODEC, "id", "m")
     start, _, *told, end, _ = stream(answer, events)
     blocks: list[tuple[str, str]] = []
     names = {"thinking": "reasoning", "text": "text", "tool_use": "call"}
@@ -90,7 +90,7 @@ def test_messages_are_their_streams(events: list[StreamEvent]) -> None:
             *_, piece = event["delta"].values()
             blocks[-1] = (blocks[-1][0], blocks[-1][1] + piece)
     assert blocks == said(events)
-    whole = MessagesAnswer(CODEC, MESSAGES, "id", "m").whole(2, events)
+    whole = MessagesAnswer(MESSAGES, CODEC, "id", "m").whole(2, events)
     assert [names[block["type"]] for block in whole["content"]] == [name for name, _ in blocks]
     assert whole["usage"] == end["usage"]
     assert start["message"] | end["delta"] | {"content": 0, "usage": 0} == whole | {
@@ -102,7 +102,7 @@ def test_messages_are_their_streams(events: list[StreamEvent]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(answers())
 def test_responses_are_their_streams(events: list[StreamEvent]) -> None:
-    answer = ResponsesAnswer(CODEC, RESPONSES, "id", "m")
+    answer = ResponsesAnswer(RESPONSES, CODEC, "id", "m")
     *told, end = stream(answer, events)
     texts: dict[int, str] = {}
     done: list[Any] = []

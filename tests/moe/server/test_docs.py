@@ -14,8 +14,8 @@ from moe import MoE
 from moe.server import unsupported
 from moe.server.anthropic import request as anthropic
 from moe.server.anthropic import turns
-from moe.server.messages import Message
-from moe.server.protocol import ChatRequest, CompletionRequest
+from moe.server.openai.messages import Message
+from moe.server.openai.request import ChatRequest, CompletionRequest
 from moe.server.responses import items
 from moe.server.responses import request as responses
 from moe.server.texts import DetokenizeRequest, TokenizeRequest

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 
 from moe.server.fields import Returned, Text
-from moe.server.tools import MAX_CALLS, ToolCall
+from moe.server.openai.tools import MAX_CALLS, CallId, ToolCall
 from moe.tools.reasoning import KEY
 
 
@@ -26,7 +26,7 @@ class Message(Returned):
     """Which of several speakers of the role; for the chat template, if it writes names."""
     tool_calls: list[ToolCall] | None = Field(default=None, min_length=1, max_length=MAX_CALLS)
     """What the model called in this answer."""
-    tool_call_id: str | None = Field(default=None, min_length=1, max_length=128)
+    tool_call_id: CallId | None = None
     """Of role tool: which call this answers."""
 
     @model_validator(mode="after")

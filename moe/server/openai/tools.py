@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from moe.sampling.structure import Structure
-from moe.server.fields import RequestBody
+from moe.server.fields import Json, RequestBody
 from moe.text.prompts import TextCodec
 from moe.tools.grammar import ANY, CallGrammar
 from moe.tools.parser import CallParser
@@ -16,7 +16,19 @@ MAX_TOOLS = 128
 MAX_CALLS = 128
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Text = Annotated[str, Field(max_length=2**20)]
+CallId = Annotated[str, Field(min_length=1, max_length=128)]
+Arguments = Annotated[str, Field(max_length=2**20)]
+"""A JSON object, as text."""
+
+
+def function_of(**about: object) -> Json:
+    """What a tool, the choice of one and a call have around them in chats."""
+    return {"type": "function", "function": about}
+
+
+def call_of(id: str, name: str, arguments: str) -> Json:
+    """A call in a message of a chat."""
+    return {"id": id, **function_of(name=name, arguments=arguments)}
 
 
 def run_by_client(kind: str) -> BeforeValidator:
@@ -62,14 +74,13 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 class CalledFunction(RequestBody):
     name: ToolName
-    arguments: Text
-    """A JSON object, as text."""
+    arguments: Arguments
 
 
 class ToolCall(RequestBody):
     """A call in an answer that is sent back."""
 
-    id: str = Field(min_length=1, max_length=128)
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
 

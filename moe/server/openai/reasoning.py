@@ -10,8 +10,8 @@ from pydantic import Field, StringConstraints
 from moe.sampling.structure import Structure
 from moe.server.answers import AnswerReader
 from moe.server.errors import APIError
-from moe.server.structured import StructuredBody
-from moe.server.tools import ToolBody
+from moe.server.openai.structured import StructuredBody
+from moe.server.openai.tools import ToolBody
 from moe.text.prompts import TextCodec
 from moe.tools.reasoning import ReasoningSupport
 from moe.tools.thinking import ThinkingParser

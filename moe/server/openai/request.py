@@ -6,6 +6,8 @@ What a request leaves out of sampling is `moe.defaults`' business. Ranges are th
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -23,17 +25,17 @@ from moe.server.fields import (
     TokenCount,
     TokenIds,
 )
-from moe.server.messages import Message
-from moe.server.reasoning import ReasoningBody
-from moe.server.structured import StructuredBody
+from moe.server.openai.messages import Message, conversation
+from moe.server.openai.reasoning import ReasoningBody
+from moe.server.openai.structured import StructuredBody
 from moe.server.unsupported import NEUTRAL_CHAT, NEUTRAL_COMPLETIONS, Neutral, supported
+from moe.text.prompts import Prompt
 
 
 class GenerationRequest(StructuredBody, Labels, Sharing):
     """What chats and completions have in common."""
 
     neutral: ClassVar[Neutral]
-    is_chat: ClassVar[bool]
 
     model: str
     max_tokens: TokenCount | None = None
@@ -70,6 +72,11 @@ class GenerationRequest(StructuredBody, Labels, Sharing):
         return self
 
     @property
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """What is to be continued or answered."""
+
+    @property
     def scores_only(self) -> bool:
         """The prompt is to be reported, and nothing new."""
         return False
@@ -104,7 +111,6 @@ class GenerationRequest(StructuredBody, Labels, Sharing):
 
 class ChatRequest(ReasoningBody, GenerationRequest):
     neutral = NEUTRAL_CHAT
-    is_chat = True
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: TokenCount | None = None
@@ -127,6 +133,10 @@ class ChatRequest(ReasoningBody, GenerationRequest):
         return self
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        return [conversation(self.messages)]
+
+    @property
     def needs_tools(self) -> bool:
         """Only a model that can be given tools can answer."""
         called = any(message.tool_calls for message in self.messages)
@@ -143,7 +153,6 @@ class ChatRequest(ReasoningBody, GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     neutral = NEUTRAL_COMPLETIONS
-    is_chat = False
 
     prompt: PromptList
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
@@ -163,6 +172,10 @@ class CompletionRequest(GenerationRequest):
                 "sequences; send several requests"
             )
         return self
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        return self.prompt
 
     @property
     def scores_only(self) -> bool:
