@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe.completion import Completion, StreamEvent
     from moe.model import MoE
     from moe.profile import Profile
-    from moe.sampling.sampler import SamplingParams
+    from moe.sampling.params import SamplingParams
     from moe.sampling.structure import Structure
 
 try:
@@ -21,7 +21,7 @@ _HOMES = {
     "Completion": "moe.completion",
     "MoE": "moe.model",
     "Profile": "moe.profile",
-    "SamplingParams": "moe.sampling.sampler",
+    "SamplingParams": "moe.sampling.params",
     "StreamEvent": "moe.completion",
     "Structure": "moe.sampling.structure",
 }

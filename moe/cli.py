@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from moe.commands import arguments, subcommands
 from moe.commands.subcommands import load_settings
 from moe.errors import MoEError, ProfileError, RankLostError, RequestError
 from offload.errors import OffloadError
+
+AddArguments = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,59 +57,34 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers say it, here too
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, what, add_arguments, run in (
-        ("generate", "continue a prompt", arguments.add_generate, _generate),
-        ("chat", "talk to a model; /reset, /stats and /exit inside", arguments.add_chat, _chat),
-        ("serve", "answer OpenAI's HTTP API until stopped", arguments.add_serve, _serve),
-        (
-            "convert",
-            "write a model as a store, which loads at once",
-            arguments.add_convert,
-            subcommands.convert,
-        ),
-        (
-            "calibrate",
-            "learn from a text which experts will be needed, for a model that offloads",
-            arguments.add_calibrate,
-            subcommands.calibrate,
-        ),
-        (
-            "plan",
-            "what a model takes, and how fast it will be",
-            arguments.add_plan,
-            subcommands.plan,
-        ),
-        ("eval", "how well a model predicts a text", arguments.add_eval, subcommands.evaluate),
-        (
-            "trace",
-            "how a model routes the tokens of a text",
-            arguments.add_trace,
-            subcommands.trace,
-        ),
-        (
-            "inspect",
-            "what a store holds: the bits of its experts",
-            arguments.add_inspect,
-            subcommands.inspect_store,
-        ),
-        (
-            "bench",
-            "how fast a model is here, and what drafts gain",
-            arguments.add_bench,
-            subcommands.bench,
-        ),
-        (
-            "doctor",
-            "check this machine: what works, what is missing",
-            arguments.add_doctor,
-            subcommands.doctor,
-        ),
-    ):
-        command = subparsers.add_parser(
-            name, help=what, description=f"{what[0].upper()}{what[1:]}."
-        )
+
+    def add(name: str, what: str, add_arguments: AddArguments, run: Run) -> None:
+        about = f"{what[0].upper()}{what[1:]}."
+        command = subparsers.add_parser(name, help=what, description=about)
         add_arguments(command)
         command.set_defaults(run=run)
+
+    add("generate", "continue a prompt", arguments.add_generate, _generate)
+    chat = "talk to a model; /reset, /stats and /exit inside"
+    add("chat", chat, arguments.add_chat, _chat)
+    serve = "answer OpenAI's and Anthropic's clients over HTTP until stopped"
+    add("serve", serve, arguments.add_serve, _serve)
+    convert = "write a model as a store, which loads at once"
+    add("convert", convert, arguments.add_convert, subcommands.convert)
+    calibrate = "learn from a text which experts will be needed, for a model that offloads"
+    add("calibrate", calibrate, arguments.add_calibrate, subcommands.calibrate)
+    plan = "what a model takes, and how fast it will be"
+    add("plan", plan, arguments.add_plan, subcommands.plan)
+    evaluate = "how well a model predicts a text"
+    add("eval", evaluate, arguments.add_eval, subcommands.evaluate)
+    trace = "how a model routes the tokens of a text"
+    add("trace", trace, arguments.add_trace, subcommands.trace)
+    inspect = "what a store holds: the bits of its experts"
+    add("inspect", inspect, arguments.add_inspect, subcommands.inspect_store)
+    bench = "how fast a model is here, and what drafts gain"
+    add("bench", bench, arguments.add_bench, subcommands.bench)
+    doctor = "check this machine: what works, what is missing"
+    add("doctor", doctor, lambda _: None, subcommands.doctor)
     return parser
 
 

@@ -39,7 +39,7 @@ from moe.parallel.ranks import load_with_ranks
 from moe.plan.memory import MemoryPlan
 from moe.profile import LoadedProfile, Profile, load_profile
 from moe.requests import as_batch, check_length, is_chat, make_group
-from moe.sampling.sampler import SamplingParams
+from moe.sampling.params import SamplingParams
 from moe.text.prompts import Prompt
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None

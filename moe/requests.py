@@ -8,8 +8,10 @@ from moe.engine.sequence import RunningSequence, check_priority
 from moe.engine.wave import Group
 from moe.errors import ContextError, RequestError
 from moe.loader import LoadedModel
-from moe.sampling.sampler import Sampler, SamplingParams
-from moe.text.prompts import Prompt, StopStrings
+from moe.sampling.params import SamplingParams
+from moe.sampling.sampler import Sampler
+from moe.text.detokenize import StopStrings
+from moe.text.prompts import Prompt
 
 
 def make_group(

@@ -10,10 +10,6 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     _add_sampling(parser)
 
 
-def add_doctor(_: argparse.ArgumentParser) -> None:
-    """None."""
-
-
 def add_generate(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=False)
     parser.add_argument(

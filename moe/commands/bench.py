@@ -21,7 +21,7 @@ from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.profile import LoadedProfile, load_profile
-from moe.sampling.sampler import SamplingParams
+from moe.sampling.params import SamplingParams
 
 BATCHES = (1, 4)
 ROUNDS = 3
@@ -90,15 +90,10 @@ def _decoding(
         plain.append(_decode(model, prompts, tokens, drafts=False))
         if speculates:
             drafted.append(_decode(model, prompts, tokens, drafts=True))
-    rate = median(plain)
-    gain = median(drafted) / rate if drafted else None
-    with_drafts = median(drafted) if drafted else None
-    return {
-        "batch": batch,
-        "tokens_per_second": rate,
-        "with_drafts": with_drafts,
-        "gain": gain,
-    }
+    rate, with_drafts = median(plain), median(drafted) if drafted else None
+    gain = None if with_drafts is None else with_drafts / rate
+    figures = {"tokens_per_second": rate, "with_drafts": with_drafts, "gain": gain}
+    return {"batch": batch, **figures}
 
 
 def _read(model: MoE, prompt: Sequence[int]) -> float:

@@ -20,12 +20,12 @@ from kernels.planes import PREFIX_BITS
 from moe.calibrate.artefacts import read_about
 from moe.calibrate.compression import layer_path, load_layer, load_statistics
 from moe.errors import CalibrationError
+from moe.plan.memory import GIB
 from moe.seam import experts_modules
 from moe.settings import ModelSettings
 from moe.weights.linears import quantizes
 from moe.weights.takeover import expert_shape
 
-GIB = 1 << 30
 CALIBRATE_FIRST = "run moe calibrate MODEL --text FILE --compression and add --calibration DIR"
 
 

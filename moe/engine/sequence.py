@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.errors import RequestError
 from moe.kv import SequenceCache
 from moe.sampling.sampler import Sampler, Token
-from moe.text.prompts import IncrementalDecoder, StopStrings
+from moe.text.detokenize import IncrementalDecoder, StopStrings
 
 FinishReason = Literal["stop", "length"]
 

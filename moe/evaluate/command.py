@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moe.errors import RequestError
 from moe.evaluate.policy_costs import PolicyCost, PolicyPrices, alone_and_together, cost_table
-from moe.evaluate.scoring import Difference, Score, read, windows_of
+from moe.evaluate.scoring import Difference, Score, read, read_text, windows_of
 from moe.model import MoE
 from moe.profile import LoadedProfile
 
@@ -112,10 +112,7 @@ def run(
     """The subcommand: returns the exit code."""
     if tokens is not None and tokens < 2:
         raise RequestError(f"--tokens must be at least 2, got {tokens}")
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the text {text}: {error}") from error
+    words = read_text(text)
     shown = sys.stderr.isatty()
     model = MoE.from_pretrained(name, profile, progress=shown)
     original = None if against is None else MoE.from_pretrained(against, progress=shown)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,6 +53,14 @@ class Reading:
         after = torch.tensor(self.token_ids[1:], device=self.logprobs_TV.device)
         taken = self.logprobs_TV[:-1].gather(1, after[:, None])
         return float(-taken.double().sum()) / math.log(2)
+
+
+def read_text(path: Path) -> str:
+    """What ``--text`` names. Raises `RequestError` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the text {path}: {error}") from error
 
 
 def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[int]]:

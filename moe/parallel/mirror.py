@@ -15,7 +15,8 @@ from moe.engine.wave import Group, Piece, Step, Wave
 from moe.kv import SequenceCache
 from moe.parallel.wire import Message
 from moe.sampling.constraint import Structures
-from moe.sampling.sampler import Sampler, SamplingParams, Token
+from moe.sampling.params import SamplingParams
+from moe.sampling.sampler import Sampler, Token
 from moe.sampling.structure import Structure
 from moe.text.detokenize import StopStrings
 

@@ -23,8 +23,6 @@ from moe.sampling.candidates import Proposal, candidates, draw, draw_judged, lar
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
-__all__ = ["LogitsError", "Sampler", "SamplingParams", "Token"]
-
 
 class LogitsError(FloatingPointError):
     """The model produced logits that no token can be drawn from; only their sequence fails."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of a text that is continued
 _LONG_WINDOW = 16  # tokens; a character has at most 4 bytes and hence at most 4 tokens
 
@@ -63,10 +63,10 @@ class IncrementalDecoder:
         if token is None:  # an id that pads the embedding; decoding ignores it too
             return ""
         self._window.append(token_id)
-        if _BYTE_TOKEN.fullmatch(token):
+        if BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) and not token.endswith(_REPLACEMENT):
+        if text.endswith(REPLACEMENT) and not token.endswith(REPLACEMENT):
             # Only the last character can be unfinished; U+FFFD before it stands for invalid bytes.
             piece = self._emit(text[:-1])
             if len(self._window) - self._num_context >= _LONG_WINDOW:
@@ -88,7 +88,7 @@ class IncrementalDecoder:
             self._window = [] if token_id in self._special_ids else [*self._window, token_id]
         text = self._decode(self._window)
         last = str(self._tokenizer.convert_ids_to_tokens(self._window[-1:]))
-        if not text or text.endswith(_REPLACEMENT) or _BYTE_TOKEN.search(last):
+        if not text or text.endswith(REPLACEMENT) or BYTE_TOKEN.search(last):
             self._window = []
         else:
             self._num_context, self._num_emitted = len(self._window), len(text)

@@ -3,16 +3,13 @@ text that they make."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from moe.text.detokenize import special_token_ids
+from moe.text.detokenize import BYTE_TOKEN, REPLACEMENT, special_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BEFORE = "a"  # a tokenizer may strip what a text begins with, such as a space
 # How byte-level tokenizers write bytes, since GPT-2: those that can be shown as they are.
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -34,9 +31,9 @@ class Pieces:
 
     def of(self, token_id: int) -> bytes:
         text = self._text(token_id)
-        if _REPLACEMENT in text:
+        if REPLACEMENT in text:
             token = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
-            if found := _BYTE_TOKEN.fullmatch(token):
+            if found := BYTE_TOKEN.fullmatch(token):
                 return bytes.fromhex(found[1])
             if all(character in _BYTES for character in token):
                 return bytes(_BYTES[character] for character in token)

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 from moe.errors import ContextError, RequestError
 from moe.loading.tokenizer import eos_token_ids, load_tokenizer
 from moe.text.chat import check_message, check_settings, render
-from moe.text.detokenize import IncrementalDecoder, StopStrings
+from moe.text.detokenize import IncrementalDecoder
 from moe.text.habits import Habits
 from moe.tools.history import as_template_takes, with_reasoning
 from moe.tools.reasoning import KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-__all__ = ["IncrementalDecoder", "Prompt", "StopStrings", "TextCodec"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """Text, token ids, or chat messages with `role` and `content`."""

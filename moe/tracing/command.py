@@ -12,7 +12,7 @@ from rich.console import Console
 from moe.calibrate.record import record
 from moe.commands.progress import OnStep, step_bar
 from moe.errors import RequestError
-from moe.evaluate.scoring import WINDOW
+from moe.evaluate.scoring import WINDOW, read_text
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.tracing.findings import Findings, analyse
@@ -76,10 +76,7 @@ def run(
     """The subcommand: returns the exit code."""
     if tokens < 1:
         raise RequestError(f"--tokens must be at least 1, got {tokens}")
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot read the text {text}: {error}") from error
+    words = read_text(text)
     if out is not None:
         _check_folder(out)
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())

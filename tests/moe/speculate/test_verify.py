@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.sampling.candidates import Proposal, candidates, draw_judged
-from moe.sampling.sampler import LogitsError, Sampler, SamplingParams, Token
+from moe.sampling.params import SamplingParams
+from moe.sampling.sampler import LogitsError, Sampler, Token
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.verify import verify
 
