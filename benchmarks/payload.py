@@ -3,7 +3,7 @@
     python -m benchmarks.payload [--quick] [--model DIR]
 
 With ``parallel.payload: int8`` a row of hidden states travels to its experts as 8-bit codes with a
-scale (ALGORITHMS.md 15); what the experts make of it comes back as it is. No ranks are started: the
+scale; what the experts make of it comes back as it is. No ranks are started: the
 bytes are those of the rows as they are packed, and the model reads held-out text with every row
 rounded as its receiver would see it, beside the same model without. "error" is of a row's entries,
 over the row's largest: at most half a step of 1/127. The last line is one JSON object.

@@ -4,7 +4,7 @@
 
 The shipped model reads held-out text, and each policy is compared with the same model without any:
 bits per byte, divergence (KL, bits a token), distinct experts a layer for 8 consecutive tokens, and
-the share of visits that are not made. Shared experts (DES, ALGORITHMS.md 7) are set beside the
+the share of visits that are not made. Shared experts (DES) are set beside the
 plain cut of `top_k`, and beside votes to the second power and with a share of its own for each
 layer; those shares come from other text (`allotted`). Online pruning (ODP, 3.2) is run with the
 medians of other text as its ratios and none protected (`benchmarks.protection` is about that).

@@ -9,8 +9,8 @@ first token, and measures time to first token (TTFT), time between tokens of the
 (TBT) and the time to the end of a short answer. The modes alternate prompt by prompt. The random 2B
 model (`benchmarks.random_models`) reads random tokens, others read held-out text.
 
-Predicted loads are those of ALGORITHMS.md 2.3 with the model's own expert frequencies measured in
-the same run. Beside each time stands the least that bytes and operations allow
+Predicted loads are those of `moe.engine.prefill` with the model's own expert frequencies, measured
+in the same run. Beside each time stands the least that bytes and operations allow
 (`benchmarks.prefill_cost`). The last line is one JSON object: the figures of every point of the
 sweep, and at its top level those of all points together.
 """

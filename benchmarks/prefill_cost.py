@@ -113,7 +113,7 @@ def parts_of(
 
 
 def predicted_loads(frequencies: Frequencies, parts: Sequence[Part], decoding: int) -> float:
-    """Expert loads of one prompt, summed over layers (ALGORITHMS.md 2.3)."""
+    """Expert loads of one prompt, summed over layers."""
     layers = len(frequencies)
     alone = distinct_experts(frequencies, decoding)
     return sum(

@@ -1,4 +1,4 @@
-"""Does online pruning cost less if some tokens are protected? (ODP, ALGORITHMS.md 3.2, claim 10)
+"""Does online pruning cost less if some tokens are protected? (ODP, claim 10)
 
     python -m benchmarks.protection [--quick] [--model DIR]
 

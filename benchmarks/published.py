@@ -4,7 +4,7 @@
   nodes of 8 and a 400 Gb/s card each; 128 tokens a rank, hidden 7168, top-8 of 256; 8 bits out with
   a scale for 128 values, 16 bits back; a row for each slot. Latency and bandwidths are fitted to
   three of its twelve figures (dispatch at 8, 16 and 256 ranks); nine are predicted.
-- CloudMatrix384 (ALGORITHMS.md 15.2, arXiv 2506.12708): decode steps of DeepSeek-R1 on 320 dies,
+- CloudMatrix384 (arXiv 2506.12708): decode steps of DeepSeek-R1 on 320 dies,
   one expert each, 61 layers of 1,260 us with one drafted token, of which 70 % are accepted. The
   time of a token (49.4 ms at 96 sequences an NPU) is predicted. So are the gains by two
   micro-batches at 64 and 128 sequences, once the share of a layer's computing that does not shrink

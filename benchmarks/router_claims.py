@@ -1,6 +1,6 @@
 """What the papers say, as comparisons of two trained variants or of two predictors, and what shows.
 
-Directions, not sizes: models here are a thousandth of the papers' (ALGORITHMS.md 27).
+Directions, not sizes: models here are a thousandth of the papers'.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Claim:
     """``metric`` of ``variant`` against that of ``other``.
 
     Attributes:
-        row: of ALGORITHMS.md 27, or the section that says it.
+        row: of docs/reproduction.md; a number with a point has no row there.
         direction: ``less``, ``more``, or ``equal``: at most `ABOUT_EQUAL` worse, relatively.
     """
 

@@ -1,4 +1,4 @@
-"""What does a balanced plan cost a training step? (Selective Sinkhorn, ALGORITHMS.md 11)
+"""What does a balanced plan cost a training step? (Selective Sinkhorn)
 
     python -m benchmarks.sinkhorn [--quick] [--steps N] [--work DIR]
 

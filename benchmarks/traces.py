@@ -1,7 +1,7 @@
 """Requests shaped like known workloads: lengths, arrivals and prompts, all from a seed.
 
 Lengths are lognormal, with statistics only and no data. Mean prompts are those of the layered
-prefill paper (ALGORITHMS.md 2.2: ShareGPT 2,340 tokens, arXiv summarisation 9,194). Spreads and
+prefill paper (ShareGPT 2,340 tokens, arXiv summarisation 9,194). Spreads and
 answers are our choice, near what serving papers report for these data sets.
 
 | trace    | prompt mean | 90th percentile / median | answer mean | 90th percentile / median |

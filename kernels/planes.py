@@ -4,7 +4,7 @@ A weight is ``scale * (code - 136)`` with an unsigned code of 8 bits and one sca
 for each group of 32 or 64 weights of a row (round to nearest). The code is cut into planes of 2, 1,
 1 and 4 bits, highest first: the first one to four planes are a weight of 2, 3, 4 or 8 bits. A
 prefix stands for the middle of the codes that begin with it (half-step centring, ELMoE-3D's LSB
-augmentation, ALGORITHMS.md 4.1): truncation would bias every weight downwards.
+augmentation): truncation would bias every weight downwards.
 
 136 is such a middle for 4 bits, which therefore are a signed integer of their own, ``16 * scale *
 i`` with i from -8 to 7: rounded to nearest, with an exact zero. The scale makes the largest weight

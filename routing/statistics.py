@@ -33,7 +33,7 @@ class RoutingStatistics:
     """Running totals of one model.
 
     A *step* of a layer is one run of its experts, whatever number of lanes met there. Distinct
-    experts a step is the number that costs bytes (ALGORITHMS.md 0.3: unique experts per forward).
+    experts a step is the number that costs bytes (unique experts per forward).
 
     Attributes:
         steps: of each layer.

@@ -2,7 +2,7 @@
 
     python -m examples.lab.early_residual MODEL [--rate N] [--rank N]
 
-A reading of M2R2, of which only the abstract could be had (ALGORITHMS.md 9): beside the residual
+A reading of M2R2, of which only the abstract could be had: beside the residual
 stream one runs ahead. Its lead over the residual grows at each layer by a small adapter that sees
 it and what the layer's attention adds, and is trained to make it what ``rate`` times as many layers
 will have made of the residual. Put into that later layer's norm and gate it names experts early.

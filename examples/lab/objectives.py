@@ -55,13 +55,13 @@ def switch_loss(routed: Routed) -> Tensor:
 
 
 def locality_loss(logits: Tensor, sequences: int) -> Tensor:
-    """Neighbours shall activate alike (ALGORITHMS.md 16): of logits ``(B * S, E)``."""
+    """Neighbours shall activate alike: of logits ``(B * S, E)``."""
     active = torch.sigmoid(_SHARPNESS * logits).unflatten(0, (sequences, -1))
     return binary_cross_entropy(active[:, :-1], active[:, 1:].detach())
 
 
 def chunk_loss(logits: Tensor) -> Tensor:
-    """Expected share of experts that a chunk of tokens activates at least once (ALGORITHMS.md 16).
+    """Expected share of experts that a chunk of tokens activates at least once.
     Chunks must not cross sequences: S is a multiple of `CHUNK`."""
     positive = logits.relu()
     shares = positive / positive.sum(-1, keepdim=True).clamp_min(1e-9)

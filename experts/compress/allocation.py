@@ -1,7 +1,7 @@
 """Bits of every expert under one budget of bytes: a multiple-choice knapsack, solved exactly.
 
 Each expert takes one of its widths; the sum of predicted damage is least among all choices whose
-bytes fit (PMQ, ALGORITHMS.md 3.1, with one budget for all layers and bytes in place of mean bits).
+bytes fit (PMQ, with one budget for all layers and bytes in place of mean bits).
 HiGHS solves it as an integer program. Legend: E experts of all layers, W widths.
 """
 

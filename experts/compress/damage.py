@@ -2,7 +2,7 @@
 
 ``frequency`` knows only how often an expert is chosen, and that a bit halves an error; ``error`` is
 the squared error of the layer's output; ``paper`` multiplies that by frequency and mean routing
-weight, as PMQ does (ALGORITHMS.md 3.1 with a = b = 1 and c = 2), although the error has them
+weight, as PMQ does (with a = b = 1 and c = 2), although the error has them
 already; ``measured`` shares out among a layer's experts, by their squared errors, what the whole
 model was measured to lose with that layer at those bits. Only the last knows that layers differ.
 """

@@ -1,7 +1,7 @@
 """Routers repaired after their experts were compressed: what they read has moved, so they follow.
 
 Compressed experts change the rows that the routers of later layers read, and some tokens then go to
-other experts (*expert shift*, EAC-MoE, ALGORITHMS.md 3.5). A router's weights are fitted anew, so
+other experts (*expert shift*, EAC-MoE). A router's weights are fitted anew, so
 that rows as they are now give the logits of rows as they were, in closed form. EAC-MoE counts the
 logits of the original's first experts only; measured here that keeps fewer choices than all logits
 do, since nothing then holds back the others, and costs a solution for each expert instead of one.

@@ -1,6 +1,6 @@
 """DeepSeek's expert-parallel load balancer (github.com/deepseek-ai/EPLB), number for number.
 
-The yardstick for our own packing; ALGORITHMS.md 15.3 has its rules, a test its golden example.
+The yardstick for our own packing; a test holds it to DeepSeek's own example.
 """
 
 from __future__ import annotations

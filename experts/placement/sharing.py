@@ -2,7 +2,7 @@
 
 A rank's price is its load: minimising half the sum of squared loads has just these dual prices, and
 its solution has the least heaviest load too (it is the least majorised one). Every expert in turn
-moves its tokens to where they are cheapest until prices are level (ALGORITHMS.md 10.3, 10.5).
+moves its tokens to where they are cheapest until prices are level.
 `routing.balance` does the same for the whole tokens of one step.
 
 Legend: S steps, E experts, R ranks, N ranks with a copy of an expert.

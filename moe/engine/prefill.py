@@ -1,6 +1,6 @@
 """How many experts reading a prompt will touch, by prefill mode, and which mode to take.
 
-Counted a layer and summed over layers, with B sequences decoding (ALGORITHMS.md 2.3):
+Counted a layer and summed over layers, with B sequences decoding:
 chunked ``sum_i N(c_i + B)``, layered ``N(P + B) + (G - 1) N(B)``, where ``N(t)`` is the number of
 distinct experts of t tokens. N comes from the model's own measured expert frequencies p,
 ``N(t) = sum_e 1 - (1 - p_e)^t``: real models touch fewer experts than uniform routing would.

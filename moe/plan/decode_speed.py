@@ -87,7 +87,7 @@ class UniformRouting:
     how: str = "every expert taken as equally likely; run `moe calibrate` for the model's own"
 
     def distinct(self, batch: int) -> float:
-        """``E (1 - (1 - K/E)^B)`` (ALGORITHMS.md 0.4)."""
+        """``E (1 - (1 - K/E)^B)``."""
         share = min(self.sizes.top_k / self.sizes.experts, 1.0)
         return self.sizes.experts * (1 - (1 - share) ** batch)
 

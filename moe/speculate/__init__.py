@@ -1,7 +1,7 @@
 """Self-speculation: the next tokens are drafted with less of the model and verified by all of it.
 
 A drafted token is only kept where the model itself would have chosen it, so speculation changes how
-fast tokens come and not which (ALGORITHMS.md 4, 17-19).
+fast tokens come and not which.
 """
 
 from __future__ import annotations

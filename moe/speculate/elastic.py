@@ -2,7 +2,7 @@
 
 The same weights, the same keys and values: a draft pass writes its rows behind those of the
 sequence, and when the draft is done the sequence is as long as before, so that the verification
-overwrites every one of them (ALGORITHMS.md 4).
+overwrites every one of them.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class DraftLayers:
 
 
 def heaviest(routing: Routing, count: int, num_experts: int) -> Tensor:
-    """``(E,)`` bool: the ``count`` heaviest experts of each row (DES-Seq, ALGORITHMS.md 7)."""
+    """``(E,)`` bool: the ``count`` heaviest experts of each row (DES-Seq)."""
     first_TK = _first(routing.weights, count)
     return by_expert(routing, first_TK, num_experts).any(0)
 
@@ -163,7 +163,7 @@ def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> R
 
 def middle(layers: int, share: float) -> frozenset[int]:
     """The middle layers, which a model misses least; the first and the last are never among them
-    (SWIFT, ALGORITHMS.md 18)."""
+    (SWIFT)."""
     count = max(0, min(round(share * layers), layers - 2))
     start = (layers - count) // 2
     return frozenset(range(start, start + count))

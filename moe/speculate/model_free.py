@@ -1,7 +1,7 @@
 """Drafts that need no model: what followed before (prompt lookup), or what the model last thought.
 
 Both are chains and by rule, so a draft costs a few look-ups. A tree of drafts would touch nearly
-every expert (ALGORITHMS.md 19).
+every expert.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class NGram(ModelFree):
 
 
 class Recycling(ModelFree):
-    """Token Recycling (ALGORITHMS.md 19): what the model last thought would follow a token.
+    """Token Recycling: what the model last thought would follow a token.
 
     The table is shared by all sequences. Confidence is how often a token has been followed as it
     was the time before.

@@ -17,7 +17,7 @@ SEED = 0
 
 
 def law(num_experts: int, top_k: float, tokens: int) -> float:
-    """Distinct experts of so many tokens that choose evenly and independently (ALGORITHMS.md 0.4):
+    """Distinct experts of so many tokens that choose evenly and independently:
     ``E (1 - (1 - K/E)^t)``."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
 

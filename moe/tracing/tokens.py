@@ -1,5 +1,4 @@
-"""How far a token's id determines its experts, whatever stands around it (OpenMoE; ALGORITHMS.md
-14, claim 1).
+"""How far a token's id determines its experts, whatever stands around it (OpenMoE).
 
 Legend: N tokens, K slots a token, E experts, L layers.
 """
@@ -114,7 +113,7 @@ def _hits(table: TokenTable, trace: Trace, start: int, end: int) -> NDArray[np.f
 def weight_ratios(weights: Sequence[torch.Tensor]) -> list[float]:
     """Of each layer, the median of a token's second over its first weight; nan with one expert.
 
-    What `odp` takes as its ratios (ALGORITHMS.md 3.2).
+    What `odp` takes as its ratios.
     """
     ratios = []
     for own in weights:

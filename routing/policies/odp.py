@@ -1,10 +1,10 @@
 """``odp:RATIO[:PROTECTED]``: unimportant tokens do without their weak experts (online dynamic
-pruning, ALGORITHMS.md 3.2; lossy).
+pruning; lossy).
 
 RATIO is one number, or one for each MoE layer with commas between; the paper takes each layer's
 median of second over first weight, which `moe trace` prints in this form. The paper is about
 models with two experts a token; with more, every expert is measured against the heaviest. On
-fine-grained models that is known to cost much (ALGORITHMS.md, Part V, 15): measure before use.
+fine-grained models that is known to cost much: measure before use.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """``pesf:SHARE``: prompts do without experts that few of their tokens want (prefill-time expert
-skipping by frequency, EAC-MoE; ALGORITHMS.md 3.5; lossy)."""
+skipping by frequency, EAC-MoE; lossy)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """``des_vote:SHARE:TOKENS[:POWER]`` and ``des_seq:K:TOKENS``: tokens that are decoded together
-share experts (dynamic expert sharing, ALGORITHMS.md 7; lossy).
+share experts (dynamic expert sharing; lossy).
 
 Tokens that share are a batch's, or those of a window that is verified, drafts that will be rejected
 included: what is said then depends on the drafts. What they cost is the union of their experts; so

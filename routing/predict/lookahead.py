@@ -2,9 +2,9 @@
 
 A layer changes the residual stream little, so a later gate often chooses the same experts for the
 rows of an earlier layer. Raw, it needs no training at all; a low-rank map fitted on calibration
-rows foresees the change between the layers (the training-free relative of ALGORITHMS.md 9).
+rows foresees the change between the layers (the training-free relative of M2R2).
 `PreAttention` does the same with the rows that come into a block, before its attention: a later
-guess, and a better one (ALGORITHMS.md 8); exact where a model routes before attention.
+guess, and a better one; exact where a model routes before attention.
 Legend: R calibration rows, T rows, H hidden, E experts.
 """
 

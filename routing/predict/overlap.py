@@ -1,7 +1,7 @@
 """Which of the waiting sequences to run together: those whose experts are the same.
 
 A step reads each expert once, whoever needs it, so sequences that need the same ones cost less
-together (ExpertFlow's token scheduling, ALGORITHMS.md 1.2; Read-ME's expert-aware batching, 6.2).
+together (ExpertFlow's token scheduling; Read-ME's expert-aware batching).
 Everybody who has waited long enough goes first, in order, so nobody starves.
 Legend: S waiting sequences, U units (experts of all layers).
 """

@@ -1,7 +1,7 @@
 """The path predictor: a small network from the last tokens to the experts of all layers at once.
 
-It is asked once a token, before the first layer (ExpertFlow's routing path predictor, ALGORITHMS.md
-1.1, without its encoder: a window and learnt averages over it do as well for a hundredth of the
+It is asked once a token, before the first layer (ExpertFlow's routing path predictor,
+without its encoder: a window and learnt averages over it do as well for a hundredth of the
 arithmetic). Token vectors begin as the model's own, so tokens that calibration never met have one.
 Legend: N tokens of the trace, T rows, W tokens of context, V vocabulary, D size of a vector.
 """

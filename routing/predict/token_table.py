@@ -1,6 +1,6 @@
 """The token table: experts that a token visited before, by its id and by the token before it.
 
-Known as soon as a token is sampled, all layers ahead, for two look-ups (ALGORITHMS.md 14):
+Known as soon as a token is sampled, all layers ahead, for two look-ups:
 ``P[v] = (count[v] + s marginal) / (n[v] + s)``, and for pairs of tokens seen more than once the
 same again with ``P[v]`` as what they fall back on. Of each row only the likeliest experts are kept.
 Legend: N tokens of the trace, S rows of the table, L layers, E experts, M kept ones.

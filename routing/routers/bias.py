@@ -1,4 +1,4 @@
-"""Balancing by a bias on the choice, without an auxiliary loss (ALGORITHMS.md 10).
+"""Balancing by a bias on the choice, without an auxiliary loss.
 
 The bias is added to scores for the choice alone (`RouterRule.correction`) and moves after each
 training step by what each expert got (arXiv 2408.15664). It is the dual price of a column of the

@@ -1,7 +1,7 @@
 """Routing that neighbours take part in: each token's scores are mixed with those of earlier ones.
 
 Similarity-aware: by how alike tokens are; attention-aware: by the attention of the block before
-(ALGORITHMS.md 12, a reading of its abstract). Legend: T tokens of one sequence, E experts, A heads,
+(a reading of its abstract). Legend: T tokens of one sequence, E experts, A heads,
 D head size.
 """
 

@@ -1,4 +1,4 @@
-"""ReLU routing with a data-dependent number of experts (BlockFFN, ALGORITHMS.md 16).
+"""ReLU routing with a data-dependent number of experts (BlockFFN).
 
 Every expert with a positive logit is visited; weights are the positive logits divided by their root
 mean square over all experts. Legend: T rows, E experts, K most experts of any row.

@@ -1,6 +1,6 @@
 """The rule of a router: from the logits of all experts to those that are chosen, and their weights.
 
-Softmax, sigmoid with a selection bias (auxiliary-loss-free balancing, ALGORITHMS.md 10), groups
+Softmax, sigmoid with a selection bias (auxiliary-loss-free balancing), groups
 (DeepSeek) and SparseMixer, with or without renormalisation, are one rule with different settings.
 Legend: T rows, E experts, K experts a row.
 """

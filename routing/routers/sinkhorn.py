@@ -1,4 +1,4 @@
-"""Selective Sinkhorn routing: a balanced plan for a batch of tokens (ALGORITHMS.md 11).
+"""Selective Sinkhorn routing: a balanced plan for a batch of tokens.
 
 For a small share of training steps only: what a token gets depends on its batch. Legend: T tokens,
 E experts.

@@ -1,4 +1,4 @@
-"""A feed-forward block of one of several sizes for each token, or none (Duo-LLM, ALGORITHMS.md 18).
+"""A feed-forward block of one of several sizes for each token, or none (Duo-LLM).
 
 A wide block is a sum of narrow ones, so a size is a set of experts that are visited together: the
 big block all of its parts, the small one an expert of its own, skipping none. Legend: T rows,

@@ -117,7 +117,7 @@ def test_four_bits_are_a_signed_integer_rounded_to_nearest(layout: PlaneLayout, 
     assert set(number[extreme & (weight != 0)].tolist()) <= {-8, -7, 7}
 
 
-# Gaussian weights, group 32: SQNR in dB of the centred prefix (ALGORITHMS.md 0.4 has 9.0, 21.0 and
+# Gaussian weights, group 32: SQNR in dB of the centred prefix (9.0, 21.0 and
 # 45.4 for codes around 128) and of weights rounded to nearest at that width on their own.
 @pytest.mark.parametrize(
     ("bits", "centred", "alone"),

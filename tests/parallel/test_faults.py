@@ -1,6 +1,6 @@
 """Signals at any time, and memory that runs out: what becomes of ranks and of those who wait.
 
-The faults of FAULTS.md that several ranks must survive, and where each is tested:
+The faults that several ranks must survive, and where each is tested:
 
 ==== ==============================================================================================
 B1   `test_wire`: JSON only, bounded, from who knows the secret; `tests/test_house.py`: no pickle

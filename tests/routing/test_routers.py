@@ -1,4 +1,4 @@
-"""Routers and what balances them, against loops over plain numbers and ALGORITHMS.md's figures."""
+"""Routers and what balances them, against loops over plain numbers and known figures."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ROUNDS = {
     "logits": {2.0: 4, 1.0: 5, 0.5: 10, 0.1: 74, 0.05: 140},
     "softmax": {2.0: 2, 1.0: 2, 0.5: 3, 0.1: 9, 0.05: 28, 0.01: 175},
 }
-"""Of ALGORITHMS.md 11, for 256 tokens and 16 experts, to 1e-4."""
+"""Golden values for 256 tokens and 16 experts, to 1e-4."""
 
 
 @pytest.mark.parametrize("worth", ROUNDS)
@@ -128,7 +128,7 @@ def test_a_balanced_plan_makes_choices_more_even_and_not_even() -> None:
 def balanced_loads(
     rate: Callable[[int], float], step: str, steps: int
 ) -> tuple[list[float], float]:
-    """MaxVio of each step and of the last 200 together, on skewed scores: ALGORITHMS.md 10.4."""
+    """MaxVio of each step and of the last 200 together, on skewed scores."""
     experts, generator = 32, torch.Generator().manual_seed(0)
     skew, bias = torch.randn(experts, generator=generator), torch.zeros(experts)
     each, last = [], torch.zeros(experts)
@@ -184,7 +184,7 @@ def test_a_bias_step_is_what_its_definition_says(seed: int, step: str, index: in
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_bias_that_balances_gives_the_best_balanced_assignment(seed: int) -> None:
-    """It is the price of the dual problem (ALGORITHMS.md 10.3); beside it, all assignments."""
+    """It is the price of the dual problem; beside it, all assignments."""
     scores, bias = drawn(seed, 6, 3).sigmoid(), torch.zeros(3)
     for index in range(2000):
         chosen = RouterRule(1, "sigmoid", bias).select(scores)
@@ -209,7 +209,7 @@ UNIQUE = {
     (128, 8): [0.062, 0.23, 0.40, 0.64, 0.87, 0.98, 1],
     (256, 8): [0.031, 0.12, 0.22, 0.40, 0.64, 0.87, 0.98],
 }
-"""Share of experts that 1, 4, 8, 16, 32, 64, 128 tokens visit, of ALGORITHMS.md 0.4."""
+"""Share of experts that 1, 4, 8, 16, 32, 64, 128 tokens visit."""
 
 
 @pytest.mark.parametrize(("experts", "top_k"), UNIQUE)

@@ -2,7 +2,7 @@
 
 Of each mode there is one estimate a position (given that all positions before were accepted), one
 factor a sequence, and one table that turns the draft's own confidence into a probability
-(SpecDec++'s stopping rule without its trained head, ALGORITHMS.md 17).
+(SpecDec++'s stopping rule without its trained head).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many distinct experts a pass visits, and how many of them are missing: measured, not assumed.
 
 Uniform routing is a bound; real models visit fewer, and the gap is what speculation lives on
-(ALGORITHMS.md 0.4, 5). Legend: B sequences of a pass.
+Legend: B sequences of a pass.
 """
 
 from __future__ import annotations

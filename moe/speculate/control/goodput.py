@@ -1,7 +1,7 @@
 """Which depths bring the most tokens a second.
 
-Expected tokens over predicted seconds (SmartSpec's goodput, MoESD's speed-up; ALGORITHMS.md 5 and
-17). Depth 0 is always among the choices: plain decoding is the bar.
+Expected tokens over predicted seconds (SmartSpec's goodput, MoESD's speed-up).
+Depth 0 is always among the choices: plain decoding is the bar.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a step of drafting and verifying costs, from what such steps have cost.
 
-MoESD's model (ALGORITHMS.md 5) with a measured curve of coverage in place of uniform routing, and
+MoESD's model with a measured curve of coverage in place of uniform routing, and
 with cache misses: more rows read more experts, and those that are not in memory cost most.
 """
 

@@ -1,4 +1,4 @@
-"""Predicted expert loads against the table of ALGORITHMS.md 2.3, and the choice of `auto`."""
+"""Predicted expert loads against a known table, and the choice of `auto`."""
 
 from __future__ import annotations
 

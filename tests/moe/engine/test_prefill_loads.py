@@ -1,6 +1,7 @@
 """Layered prefill on the shipped model: nobody stalls, and experts are read as often as predicted.
 
-Loads are counted, not timed, against ALGORITHMS.md 2.3 with the model's own expert frequencies.
+Loads are counted, not timed, against the formulas of `moe.engine.prefill` with the model's
+own expert frequencies.
 """
 
 from __future__ import annotations
