@@ -10,7 +10,7 @@ from moe.errors import RequestError
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.tools.reasoning import KEY
-from moe.tools.thinking import ThinkingParser
+from moe.tools.reasoning_parser import ReasoningParser
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -47,7 +47,7 @@ class _Shown:
         self._parser = None
         if format is not None:
             inside = model.codec.opens_reasoning(model.codec.encode(messages))
-            self._parser = ThinkingParser(format, inside=inside)
+            self._parser = ReasoningParser(format, inside=inside)
         self.thought = self.said = ""
 
     def write(self, text: str) -> None:

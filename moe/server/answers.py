@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 from moe.completion import StreamEvent
 from moe.server.errors import APIError
 from moe.server.fields import Json
-from moe.tools.parser import Call, CallParser
-from moe.tools.thinking import ThinkingParser
+from moe.tools.call_parser import Call, CallParser
+from moe.tools.reasoning_parser import ReasoningParser
 
 Ending = Literal["stop", "length", "tool_calls"]
 _ID_LENGTH = 9  # some chat templates take ids of nine letters and digits, and no others
@@ -78,7 +78,7 @@ class AnswerReader:
         num_thought: tokens of reasoning so far, if `take` was called once a token.
     """
 
-    def __init__(self, calls: CallParser | None, thinking: ThinkingParser | None) -> None:
+    def __init__(self, calls: CallParser | None, thinking: ReasoningParser | None) -> None:
         self.num_thought = 0
         self._calls = calls
         self._thinking = thinking

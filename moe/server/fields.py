@@ -179,7 +179,7 @@ class StreamOptions(RequestBody):
 
 
 class Labels(RequestBody):
-    """What asks for nothing."""
+    """Fields that change nothing about the answer."""
 
     user: str | None = Field(default=None, max_length=512)
     """A name for the end user. Not stored, not logged."""

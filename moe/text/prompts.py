@@ -16,7 +16,7 @@ from moe.errors import ContextError, RequestError
 from moe.loading.tokenizer import eos_token_ids, load_tokenizer
 from moe.text.chat import check_message, check_settings, render
 from moe.text.detokenize import IncrementalDecoder
-from moe.text.habits import Habits
+from moe.text.template_formats import TemplateFormats
 from moe.tools.history import as_template_takes, with_reasoning
 from moe.tools.reasoning import KEY
 
@@ -31,7 +31,7 @@ Tool = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 
 
-class TextCodec(Habits):
+class TextCodec(TemplateFormats):
     """A model's tokenizer, with every input checked against the model's vocabulary.
 
     Attributes:

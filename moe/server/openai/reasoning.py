@@ -1,4 +1,4 @@
-"""Requests to models that think before they answer."""
+"""Reasoning in requests, in OpenAI's and vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe.server.openai.structured import StructuredBody
 from moe.server.openai.tools import ToolBody
 from moe.text.prompts import TextCodec
 from moe.tools.reasoning import ReasoningSupport
-from moe.tools.thinking import ThinkingParser
-from moe.tools.thinking_grammar import CAN_FOLLOW, after_thinking
+from moe.tools.reasoning_grammar import CAN_FOLLOW, after_reasoning
+from moe.tools.reasoning_parser import ReasoningParser
 
 TemplateName = Annotated[str, StringConstraints(max_length=64)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -58,7 +58,7 @@ class ReasoningBody(ToolBody, StructuredBody):
         if structure is None or format is None or not self._thinks:
             return structure
         inside = codec.opens_reasoning(prompt)
-        return after_thinking(structure, format, codec.reasoning_tokens, inside=inside)
+        return after_reasoning(structure, format, codec.reasoning_tokens, inside=inside)
 
     def shown_tokens(self, codec: TextCodec) -> Collection[int]:
         """Special tokens that are part of the answer's text."""
@@ -69,7 +69,7 @@ class ReasoningBody(ToolBody, StructuredBody):
         """Takes one answer to a prompt apart."""
         format, thinking = codec.reasoning.format, None
         if format is not None and self._thinks:
-            thinking = ThinkingParser(format, inside=codec.opens_reasoning(prompt))
+            thinking = ReasoningParser(format, inside=codec.opens_reasoning(prompt))
         return AnswerReader(self.call_parser(codec), thinking)
 
     @property

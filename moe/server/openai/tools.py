@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from moe.sampling.structure import Structure
 from moe.server.fields import Json, RequestBody
 from moe.text.prompts import TextCodec
-from moe.tools.grammar import ANY, CallGrammar
-from moe.tools.parser import CallParser
+from moe.tools.call_grammar import ANY, CallGrammar
+from moe.tools.call_parser import CallParser
 
 MAX_TOOLS = 128
 MAX_CALLS = 128

@@ -12,8 +12,8 @@ import pytest
 from moe.commands import chat
 from moe.text.prompts import TextCodec
 from tests.moe.text.test_prompts import VOCAB_SIZE, make_tokenizer
+from tests.moe.tools.reasoning_templates import QWEN3, QWEN3_OPENED
 from tests.moe.tools.templates import HERMES
-from tests.moe.tools.thinking_templates import QWEN3, QWEN3_OPENED
 
 QUESTION = {"role": "user", "content": "Rain?"}
 

@@ -11,8 +11,7 @@ import pytest
 
 from moe import MoE
 from tests.moe.server.conftest import Say, forget_habits
-from tests.moe.tools.templates import HERMES
-from tests.moe.tools.thinking_templates import (
+from tests.moe.tools.reasoning_templates import (
     ANALYSIS,
     BRACKETS,
     FINAL,
@@ -21,6 +20,7 @@ from tests.moe.tools.thinking_templates import (
     QWEN3,
     QWEN3_OPENED,
 )
+from tests.moe.tools.templates import HERMES
 
 ASKED: Any = [{"role": "user", "content": "Is it raining?"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {}}}

@@ -17,8 +17,8 @@ from moe.server.responses.request import ResponsesRequest
 from moe.server.unsupported import NEUTRAL_RESPONSES
 from tests.moe.server.conftest import Say, forget_habits
 from tests.moe.server.wire import check_wrong_types, events_of
+from tests.moe.tools.reasoning_templates import HARMONY, MINIMAX, QWEN3
 from tests.moe.tools.templates import HERMES
-from tests.moe.tools.thinking_templates import HARMONY, MINIMAX, QWEN3
 
 ROUTE = "/v1/responses"
 DEMO = Path(__file__).parents[3] / "examples" / "demo-model"

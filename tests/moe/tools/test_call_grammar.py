@@ -16,8 +16,8 @@ from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams
 from moe.sampling.structure import Structure
 from moe.text.prompts import TextCodec
-from moe.tools.grammar import CallGrammar
-from moe.tools.parser import Call, CallParser
+from moe.tools.call_grammar import CallGrammar
+from moe.tools.call_parser import Call, CallParser
 from tests.moe.tools.templates import JSON_SHAPED, KNOWN, TAGGED
 from tests.moe.tools.test_calls import format_of, read, written
 

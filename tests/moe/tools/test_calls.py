@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from moe.errors import RequestError
 from moe.tools import reader
+from moe.tools.call_parser import Call, CallParser
 from moe.tools.format import CallFormat
-from moe.tools.parser import Call, CallParser
 from moe.tools.probe import ToolSupport, probe_tools
 from tests.moe.text.test_prompts import make_tokenizer
 from tests.moe.tools.templates import JSON_SHAPED, KNOWN, SPECIAL, TAGGED, UNKNOWN, wide

@@ -1,4 +1,4 @@
-"""What a model's chat template shows of how the model writes: its calls and its reasoning."""
+"""How a model writes calls of tools and reasoning, as its chat template shows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Habits:
-    """Of a model with this tokenizer; each is found out when first asked for."""
+class TemplateFormats:
+    """What is found by probing the template of a tokenizer; each format when first asked for."""
 
     tokenizer: PreTrainedTokenizerBase | None
     no_tokenizer_reason: str

@@ -11,18 +11,18 @@ from moe.sampling.structure import Structure
 from moe.text.deadline import DeadlineError
 from moe.tools.history import with_reasoning
 from moe.tools.reasoning import ReasoningFormat, probe_reasoning
-from moe.tools.thinking import ThinkingParser
-from moe.tools.thinking_grammar import after_thinking
+from moe.tools.reasoning_grammar import after_reasoning
+from moe.tools.reasoning_parser import ReasoningParser
+from tests.moe.tools.reasoning_templates import ANALYSIS, FINAL, FOUND, NOT_FOUND
 from tests.moe.tools.test_call_grammar import takes
 from tests.moe.tools.test_calls import ASKED, cut, places, renderer
-from tests.moe.tools.thinking_templates import ANALYSIS, FINAL, FOUND, NOT_FOUND
 
 FORMAT = ReasoningFormat("<think>", "</think>")
 CHANNELS = ReasoningFormat(ANALYSIS, f"<|end|><|start|>assistant{FINAL}", FINAL, "thinking")
 
 
 def read(format: ReasoningFormat, pieces: list[str], *, inside: bool = False) -> tuple[str, str]:
-    parser = ThinkingParser(format, inside=inside)
+    parser = ReasoningParser(format, inside=inside)
     out = [*map(parser.push, pieces), parser.finish()]
     return "".join(thought for thought, _ in out), "".join(text for _, text in out)
 
@@ -145,7 +145,7 @@ def test_channels() -> None:
 
 
 def test_reasoning_comes_at_once() -> None:
-    parser = ThinkingParser(FORMAT, inside=False)
+    parser = ReasoningParser(FORMAT, inside=False)
     pieces = ["<th", "ink>", "\nI", " see", " </", "b>", "\n</think", ">\n\n", "Yes", "!"]
     assert [parser.push(piece) for piece in pieces] == [
         *[("", "")] * 2,
@@ -156,7 +156,7 @@ def test_reasoning_comes_at_once() -> None:
 
 
 def test_long_reasoning_is_forgotten_as_it_comes() -> None:
-    parser = ThinkingParser(FORMAT, inside=True)
+    parser = ReasoningParser(FORMAT, inside=True)
     for _ in range(1000):
         parser.push("abcd <")
         assert len(parser._reader.text) < 10
@@ -182,8 +182,8 @@ SCHEMA = Structure.json_schema({"type": "object", "properties": {"a": {"type": "
     ],
 )
 def test_a_structure_may_come_behind_reasoning(structure: Structure, good: str, bad: str) -> None:
-    grammar = after_thinking(structure, FORMAT, {}, inside=False).source
-    inside = after_thinking(structure, FORMAT, {}, inside=True).source
+    grammar = after_reasoning(structure, FORMAT, {}, inside=False).source
+    inside = after_reasoning(structure, FORMAT, {}, inside=True).source
     for thought in ("", "I </see {", "1\n\n2"):
         assert takes(grammar, f"<think>\n{thought}\n</think>\n\n{good}")
         assert takes(inside, f"{thought}</think>{good}")
@@ -198,7 +198,7 @@ def test_a_structure_may_come_behind_reasoning(structure: Structure, good: str, 
 
 def test_special_tokens_around_reasoning_are_tokens() -> None:
     special = {"<|channel|>": 1, "<|message|>": 2, "<|end|>": 3, "<|start|>": 4}
-    made = after_thinking(SCHEMA, CHANNELS, special, inside=False).source
+    made = after_reasoning(SCHEMA, CHANNELS, special, inside=False).source
     assert made.startswith(
         'start: BLANK? <[1]> "analysis" <[2]> thought BLANK? answer '
         '| <[1]> "final" <[2]> answer\n'

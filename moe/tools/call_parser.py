@@ -1,4 +1,4 @@
-"""Calls out of an answer, while it comes.
+"""Reads calls of tools out of an answer while it comes.
 
 What a text becomes depends on the text alone, never on how it was cut up. Text that cannot be the
 beginning of a call is handed out at once, a call when it is complete. What begins like a call and

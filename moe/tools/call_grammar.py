@@ -1,4 +1,4 @@
-"""Answers that call tools as they should, as a grammar in llguidance's version of Lark's syntax."""
+"""Grammars of answers that call tools as their schemas say, in llguidance's version of Lark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that have to be something, but may think first, as a grammar like those of calls."""
+"""Grammars of answers that must keep to a structure and may reason before it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 
 from moe.sampling.structure import Structure
-from moe.tools.grammar import ANY_TEXT, cut, json_of, quoted, written
+from moe.tools.call_grammar import ANY_TEXT, cut, json_of, quoted, written
 from moe.tools.reasoning import ReasoningFormat
 
 CAN_FOLLOW = ("json_schema", "choice")
 """Kinds of structures that requests ask for and that can follow reasoning."""
 
 
-def after_thinking(
+def after_reasoning(
     structure: Structure, format: ReasoningFormat, special: Mapping[str, int], *, inside: bool
 ) -> Structure:
     """The structure behind free text that ends with what closes reasoning.

@@ -1,4 +1,4 @@
-"""Reasoning out of an answer, while it comes.
+"""Reads the reasoning out of an answer while it comes.
 
 What becomes of a text depends on the text alone, never on how it was cut up. An answer that ends
 before its reasoning does is reasoning only.
@@ -10,7 +10,7 @@ from moe.tools.reader import Reader, Reading, overlap
 from moe.tools.reasoning import ReasoningFormat
 
 
-class ThinkingParser:
+class ReasoningParser:
     """Cuts one answer into its reasoning and what comes behind it.
 
     Args:
