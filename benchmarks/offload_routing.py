@@ -84,10 +84,14 @@ class Replay(Policy):
         return self._next.get(layer, 0) % len(self.trace)
 
     def __call__(self, routing: Routing, context: RoutingContext) -> Routing:
-        start = self._next.get(context.layer, 0)
-        rows = np.arange(start, start + routing.num_tokens) % len(self.trace)
-        self._next[context.layer] = start + routing.num_tokens
-        return Routing(torch.from_numpy(self.trace[rows, context.layer]), routing.weights)
+        return self.route(context.layer, routing.weights)
+
+    def route(self, layer: int, weights: torch.Tensor) -> Routing:
+        """Where the trace sends the next tokens, with these ``(T, K)`` weights."""
+        start = self._next.get(layer, 0)
+        rows = np.arange(start, start + len(weights)) % len(self.trace)
+        self._next[layer] = start + len(weights)
+        return Routing(torch.from_numpy(self.trace[rows, layer]), weights)
 
 
 @dataclass

@@ -24,12 +24,10 @@ class ForecastPolicy(FrequencyRecency):
         super().__init__(num_layers, width)
 
     def _learn(self, call: int, layer: int, experts: list[int]) -> list[int]:
-        usual = self._rates.rates[layer], self._rates.usual[layer]
-        foretold = self._succession.visit(call, layer, experts, usual)
+        foretold = self._succession.visit(call, layer, experts, self._rates.both[:, layer])
         self._rates.visit(layer, experts)
         return foretold
 
     def _valued(self, layers: Layers) -> Values:
-        soon = self._succession.corrected(0, layers, self._rates.rates[layers])
-        later = self._succession.corrected(1, layers, self._rates.usual[layers])
-        return self._rates.worth(layers, soon, later)
+        coming = self._succession.corrected(layers, self._rates.both[:, layers])
+        return self._rates.worth(layers, *coming)

@@ -37,12 +37,13 @@ class Rates:
     Attributes:
         rates: ``(L, width)``, at the next visit of each layer.
         usual: the same at later visits, of which short memories know nothing.
+        both: ``(2, L, width)``, the two.
     """
 
     def __init__(self, num_layers: int, width: int) -> None:
         self.num_layers, self.width = num_layers, width
-        self.rates: Values = np.full((num_layers, width), 0.1)
-        self.usual = self.rates.copy()
+        self.both: Values = np.full((2, num_layers, width), 0.1)
+        self.rates, self.usual = self.both
         self._memories: Values = np.full((num_layers, len(HALF_LIVES), width), 0.1)
         self._weights: Values = np.array(AT_FIRST)
         self._tails = _tail(self.usual)
@@ -56,18 +57,16 @@ class Rates:
         self._visits[layer] += 1
         # The first visits are averaged evenly, else the start would be remembered for long.
         keep = np.minimum(self._keep, 1 - 1 / (self._visits[layer] + 1))[:, None]
-        memories = self._memories[layer]
+        memories, both = self._memories[layer], self.both[:, layer]
         if len(experts):  # expectation maximisation: whose word was it?
             shares = self._weights[:, None] * memories[:, experts]
-            told = (shares / (shares.sum(axis=0) + 1e-12)).mean(axis=1)
+            shares /= np.add.reduce(shares, axis=0) + 1e-12
+            told = np.add.reduce(shares, axis=1) / len(experts)
             self._weights += LEARNING_RATE * (told - self._weights)
         memories *= keep
         memories[:, experts] += 1 - keep
-        for rates, remembered in (
-            (self.rates[layer], self._weights @ memories),
-            (self.usual[layer], memories[0]),
-        ):
-            np.minimum(np.maximum(remembered, 1e-3), 0.999, out=rates)
+        both[0], both[1] = self._weights @ memories, memories[0]
+        np.minimum(np.maximum(both, 1e-3, out=both), 0.999, out=both)
         self._tails[layer] = _tail(self.usual[layer])
 
     def worth(self, layers: Layers, *coming: Values) -> Values:

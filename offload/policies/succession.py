@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,76 +45,80 @@ class Succession:
         self._visits: list[deque[tuple[int, list[int]]]] = [
             deque(maxlen=HEADS + 2) for _ in range(num_layers)
         ]
-        self._backs = np.arange(reach)
+        backs = np.arange(reach)
+        # Of each layer: who looks back at it, and the first of these rows of weights and of parts.
+        self._targets = (np.arange(num_layers)[:, None] + backs) % num_layers
+        heads = np.arange(HEADS)[:, None] * num_layers
+        self._firsts = (heads + self._targets[:, None]) * reach + backs
         self._random = random.Random(0)
         self.losses: Values = np.zeros((HEADS, 2))
 
-    def corrected(self, head: int, layers: int | slice | Sequence[int], usual: Values) -> Values:
+    def corrected(self, layers: int | slice | Sequence[int], usual: Values) -> Values:
         """The usual rates of some layers, moved by habits where these have predicted better.
 
         Args:
-            head: 0 for the next visit of each layer, 1 for the one after it.
-            usual: ``(..., E)``.
+            usual: ``(HEADS, ..., E)``, at the next visit of each layer and at the one after it.
         """
-        without, with_habits = self.losses[head]
-        if with_habits >= without:
+        better = self.losses[:, 1] < self.losses[:, 0]
+        if not better.any():
             return usual
-        return sigmoid(log_odds(usual) + self._parts[head, layers].sum(axis=-2))
+        moved = sigmoid(log_odds(usual) + np.add.reduce(self._parts[:, layers], axis=-2))
+        moved[~better] = usual[~better]
+        return moved
 
-    def visit(
-        self, call: int, layer: int, experts: Sequence[int], usual: Sequence[Values]
-    ) -> list[int]:
+    def visit(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> list[int]:
         """A layer asks for experts.
 
         Args:
             call: number of this visit, counted over all layers.
-            usual: for each head ``(E,)`` rates of the layer's experts, this visit not included.
+            usual: ``(HEADS, E)`` rates of the layer's experts, this visit not included.
 
         Returns:
             Layers, this one first, whose habits say something else now.
         """
-        for head in range(HEADS):
-            self._learn(head, call, layer, experts, usual[head])
-        own = list(experts)
-        self._visits[layer].append((call, own))
-        targets = (layer + self._backs) % self._layers
-        first = np.arange(HEADS)[:, None] * self._layers + targets
-        rows = ((first * self._reach + self._backs) * self._width)[..., None] + own
-        self._parts[:, targets, self._backs] = self._weights.take(rows, axis=0).sum(axis=2)
-        reached: list[int] = targets.tolist()
+        self._learn(call, layer, experts, usual)
+        self._visits[layer].append((call, list(experts)))
+        firsts = self._firsts[layer]
+        rows = firsts[..., None] * self._width + np.asarray(experts, dtype=np.int64)
+        parts = self._parts.reshape(-1, self._width)
+        parts[firsts] = np.add.reduce(self._weights.take(rows, axis=0), axis=2)
+        reached: list[int] = self._targets[layer].tolist()
         return reached
 
-    def _learn(
-        self, head: int, call: int, layer: int, experts: Sequence[int], usual: Values
-    ) -> None:
-        # What was known when this visit was still so many calls ahead; any distance that
-        # `corrected` is asked at is as likely.
-        ahead = self._random.randint(1, self._layers) + head * self._layers
-        rows = self._rows(head, layer, call - ahead)
-        if not rows:
-            return
-        active = self._weights.take(rows, axis=0)
-        guess = sigmoid(log_odds(usual) + active.sum(axis=0))
-        error = guess.astype(np.float32)
-        error[experts] -= 1
-        self._weights[rows] = active - error * (LEARNING_RATE / len(rows))
-        voices = np.stack((usual, guess))
-        right = 1 - voices
-        right[:, experts] = voices[:, experts]
-        self.losses[head] -= (1 - MEMORY) * (np.log(right).mean(axis=1) + self.losses[head])
+    def _learn(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> None:
+        """All heads at once: what this costs is calls of numpy, not arithmetic."""
+        rows: list[int] = []
+        ends = [0]
+        for head in range(HEADS):
+            # What was known when this visit was still so many calls ahead; any distance that
+            # `corrected` is asked at is as likely.
+            ahead = self._random.randint(1, self._layers) + head * self._layers
+            rows += self._rows(head, layer, call - ahead)
+            ends.append(len(rows))
+        known = np.array(rows, dtype=np.int64)
+        active = self._weights.take(known, axis=0)
+        of_head = [active[start:end] for start, end in pairwise(ends)]
+        habits = np.array([np.add.reduce(own, axis=0) for own in of_head])
+        asked = np.zeros(self._width)
+        asked[experts] = 1
+        error = np.array((usual, sigmoid(log_odds(usual) + habits))) - asked
+        for own, wrong in zip(of_head, error[1].astype(np.float32), strict=True):
+            own -= wrong * (LEARNING_RATE / max(1, len(own)))
+        self._weights[known] = active
+        right = np.log(1 - np.abs(error))
+        self.losses -= (1 - MEMORY) * (np.add.reduce(right, axis=-1).T / self._width + self.losses)
 
     def _rows(self, head: int, layer: int, call: int) -> list[int]:
-        """Of the weights, for what was known as of a call about a layer."""
-        first = (head * self._layers + layer) * self._reach
-        return [
-            (first + back) * self._width + expert
-            for back in range(self._reach)
-            for expert in self._known((layer - back) % self._layers, call)
-        ]
-
-    def _known(self, layer: int, call: int) -> list[int]:
-        """What a layer asked for last, as of a call."""
-        return next((ids for at, ids in reversed(self._visits[layer]) if at <= call), [])
+        """Of the weights, for what each layer asked for last, as of a call about a layer."""
+        rows: list[int] = []
+        first = (head * self._layers + layer) * self._reach * self._width
+        for back in range(self._reach):
+            for at, experts in reversed(self._visits[layer - back]):
+                if at <= call:
+                    rows += [first + expert for expert in experts]
+                    break
+            first += self._width
+        return rows
 
 
 def log_odds(probability: Values) -> Values:

@@ -65,3 +65,18 @@ def cut(reads: Sequence[Read]) -> list[Piece]:
             offset += taken
             rest = rest[taken:]
     return pieces
+
+
+def explain(error: Exception, piece: Piece, what: str) -> OffloadError:
+    """What a user can do something with."""
+    whose = f" ({what})" if what else ""
+    if isinstance(error, OffloadError):
+        return OffloadError(f"{error}{whose}")
+    reason = getattr(error, "strerror", None) or str(error)
+    text = (
+        f"cannot read {piece.nbytes} bytes at byte {piece.offset} of {piece.path}{whose}: {reason};"
+        " check the disk and its cables or network, then run the request again"
+    )
+    failure = OffloadError(text)
+    failure.__cause__ = error
+    return failure

@@ -3,7 +3,8 @@
 A transfer waits in a queue as a whole and is read piece by piece, by as many threads as are free.
 Prefetches get half of the threads at most: whoever waits for bytes always finds a thread. No more
 threads are woken than keep a disk busy, one by the other: a wake-up costs the step loop about as
-much time as the rest of asking, and awake they compete with it.
+much time as the rest of asking, and awake they compete with it. So all that a layer asks for wakes
+one thread, which wakes the next when it has taken something.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from threading import Condition, Thread
 from offload.errors import OffloadError
 from offload.readers.job import Job
 from offload.readers.meter import Meter
-from offload.readers.pieces import Piece, cut
+from offload.readers.pieces import Piece, cut, explain
 from offload.readers.ways import Way
 from offload.transfer import Read
 
@@ -55,6 +56,7 @@ class ThreadedReader:
         self._urgent: deque[Job] = deque()
         self._prefetch: deque[Job] = deque()
         self._prefetching = 0
+        self._idle, self._woken = 0, False  # threads that wait for work; one of them is on its way
         self._closed = False
         self._threads = [
             Thread(target=self._serve, args=(make_way(),), name=f"moe-read-{n}", daemon=True)
@@ -117,7 +119,9 @@ class ThreadedReader:
                 self._wake()
 
     def _serve(self, way: Way) -> None:
-        while (taken := self._take()) is not None:
+        with self._changed:
+            taken = self._take()
+        while taken is not None:
             job, piece, urgent = taken
             failure: Exception | None = None
             try:
@@ -132,23 +136,25 @@ class ThreadedReader:
                     self._drop(job, failure)
                 if not job.waiting and not job.reading:
                     job.finish()
+                taken = self._take()
 
     def _take(self) -> tuple[Job, Piece, bool] | None:
-        """The next piece; None when the reader is closed."""
-        with self._changed:
-            while (queue := self._next_queue()) is None:
-                if self._closed:
-                    return None
-                self._changed.wait()
-            job, urgent = queue[0], queue is self._urgent
-            piece = job.waiting.popleft()
-            if not job.waiting:
-                queue.popleft()
-            job.begin()
-            self._meter.begin(piece.nbytes)
-            self._prefetching += not urgent
-            self._wake()
-            return job, piece, urgent
+        """The next piece, with the lock held; None when the reader is closed."""
+        while (queue := self._next_queue()) is None:
+            if self._closed:
+                return None
+            self._idle += 1
+            self._changed.wait()
+            self._idle, self._woken = self._idle - 1, False
+        job, urgent = queue[0], queue is self._urgent
+        piece = job.waiting.popleft()
+        if not job.waiting:
+            queue.popleft()
+        job.begin()
+        self._meter.begin(piece.nbytes)
+        self._prefetching += not urgent
+        self._wake()
+        return job, piece, urgent
 
     def _next_queue(self) -> deque[Job] | None:
         """The one that a thread should serve now, if any."""
@@ -160,7 +166,8 @@ class ThreadedReader:
         return self._prefetch if room and self._prefetch else None
 
     def _wake(self) -> None:
-        if self._next_queue() is not None:
+        if self._idle and not self._woken and self._next_queue() is not None:
+            self._woken = True
             self._changed.notify()
 
     def _drop(self, job: Job, failure: Exception) -> None:
@@ -180,18 +187,3 @@ def read_whole(way: Way, piece: Piece) -> None:
             f"{piece.path} is truncated: {os.fstat(piece.fd).st_size} bytes, needed up to byte "
             f"{piece.offset + piece.nbytes}; copy or convert the model again"
         )
-
-
-def explain(error: Exception, piece: Piece, what: str) -> OffloadError:
-    """What a user can do something with."""
-    whose = f" ({what})" if what else ""
-    if isinstance(error, OffloadError):
-        return OffloadError(f"{error}{whose}")
-    reason = getattr(error, "strerror", None) or str(error)
-    text = (
-        f"cannot read {piece.nbytes} bytes at byte {piece.offset} of {piece.path}{whose}: {reason};"
-        " check the disk and its cables or network, then run the request again"
-    )
-    failure = OffloadError(text)
-    failure.__cause__ = error
-    return failure
