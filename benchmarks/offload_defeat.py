@@ -7,7 +7,8 @@ predictors claim a recall of 0.788: the `wrong` one names experts that nobody as
 `fickle` one is as good as it says for 12 tokens and wrong for the next 12, so that whoever believes
 what was true a moment ago loses. Prefetching is on and off in turn (on, off, off, on, ...) after a
 stretch in which the governor has met the predictor; for each: seconds, seconds of processor time
-and bytes read a token. Nobody may lose more than 2 %. The last line is JSON.
+and bytes read a token. Nobody may lose more than 2 %, which a real disk resolves on a quiet machine
+at best; `benchmarks.offload_simulated` tells it anywhere, without threads. The last line is JSON.
 """
 
 from __future__ import annotations
