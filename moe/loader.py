@@ -138,6 +138,8 @@ def _load(
     experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
     ready = _make_ready(Trunk(network), experts, policies, profile)
+    if offloaded is not None and profile.offload.late == "prefix":
+        offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes
     codec = TextCodec.from_directory(path, planned.config)
     sampling = OwnSampling.from_directory(path)
     return LoadedModel(
@@ -163,6 +165,7 @@ def _load(
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, ready.mended),
             *filter(None, [*blind, borrowing_notice(offloaded, profile)]),
+            *_late_notices(offloaded, profile),
         ],
     )
 
@@ -231,6 +234,18 @@ def _check_backend(backend: Backend, layers: Sequence[LayerExperts]) -> None:
         backend.check([held_experts(layer) for layer in layers])
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}") from error
+
+
+def _late_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
+    bits = profile.offload.late_bits
+    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
+        return []
+    if offloaded is None:
+        return ["offload.late: prefix changes nothing: all experts are in memory"]
+    return [
+        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
+        "(offload.late_bits)"
+    ]
 
 
 def _notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:

@@ -9,7 +9,7 @@ instead of washing it away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -51,6 +51,9 @@ class ExpertCache:
         source: where experts come from.
         policy: made for as many layers, and for the largest E as width.
 
+    Attributes:
+        prefixed: whether less than all may be read of any expert.
+
     Raises:
         BudgetError: fewer slots than `LEAST_SLOTS`.
     """
@@ -66,6 +69,7 @@ class ExpertCache:
         self.policy = policy
         self.statistics = CacheStatistics(len(sizes.experts))
         self.sizes, self.expert_bytes = sizes, sizes.mean_bytes
+        self.prefixed = sizes.prefixes != sizes.grains
         self._room = room
         grains = self._affordable(slots)
         room.resize(grains)
@@ -111,7 +115,13 @@ class ExpertCache:
         start, slot = layer * self._table.width, self._table.slot
         return [expert for expert in experts if slot[start + expert] < 0]
 
-    def acquire(self, layer: int, experts: Sequence[int], elsewhere: Sequence[int] = ()) -> Held:
+    def acquire(
+        self,
+        layer: int,
+        experts: Sequence[int],
+        elsewhere: Sequence[int] = (),
+        light: Collection[int] = (),
+    ) -> Held:
         """Pin experts of a layer, and begin to fetch those that are absent.
 
         Args:
@@ -119,6 +129,7 @@ class ExpertCache:
             experts: ascending and distinct.
             elsewhere: absent ones that the call needs and finds elsewhere: counted as misses, and
                 not fetched.
+            light: of the experts, those that may be there by a prefix; no more is fetched of them.
 
         Returns:
             The handle, whose `waves` wait for what is fetched. A context manager that unpins.
@@ -132,10 +143,13 @@ class ExpertCache:
         self.policy.touch(layer, sorted(units + apart) if apart else units)
         if filling.busy:
             filling.poll()
+        prefixes = {start + expert for expert in light}
+        if self.prefixed:
+            filling.drop_prefixes(unit for unit in units if unit not in prefixes)
         missing = [unit for unit in units if not there[unit]]
         filling.asked(layer, units, missing)
         self.statistics.layers[layer].misses += len(apart)
-        return Held(filling, layer, experts, units, missing)
+        return Held(filling, layer, experts, units, missing, prefixes)
 
     def lend(self, layer: int, expert: int, *, urgent: bool) -> Loan | None:
         """Pin an expert for a faster tier, that copies it; see `offload.loans.lend`."""
@@ -153,7 +167,9 @@ class ExpertCache:
             Whether a transfer began; False also where it is there or on its way already.
         """
         unit, table, filling = layer * self._table.width + expert, self._table, self._filling
-        if table.slot[unit] >= 0 or not filling.make_room(unit, self.policy.bid(unit, value)):
+        if table.slot[unit] >= 0:
+            return False
+        if not filling.make_room(unit, self.sizes.grains[unit], self.policy.bid(unit, value)):
             return False
         try:
             filling.begin(unit, "prefetch")
@@ -182,14 +198,14 @@ class ExpertCache:
             raise OffloadError("the cache cannot be resized while a read does not end")
         values, cut = self.policy.values(), table.owner[grains - 1 : grains].tolist()
         leaving = sorted(table.behind(grains), key=lambda unit: -values[unit])
-        slot_of = {unit: table.slot[unit] for unit in leaving}
+        old = [(unit, table.slot[unit], table.grains[unit]) for unit in leaving]
         for unit in leaving:
             table.drop(unit)
         table.resize(grains)
         filling.victims.expect(len(leaving))
-        for unit, slot in slot_of.items():
+        for unit, slot, kind in old:
             # Who lies across the border would be in the way of those who come from behind it.
-            if unit not in cut and filling.make_room(unit, values[unit]):
+            if unit not in cut and filling.make_room(unit, kind, values[unit]):
                 self._room.move(slot, table.slot[unit])
                 table.publish(unit)
             else:
@@ -213,7 +229,8 @@ class ExpertCache:
         filling, table = self._filling, self._table
         for layer, expert in hot_set:
             unit = layer * table.width + expert
-            if table.slot[unit] < 0 and (slot := table.take_free(unit)) is not None:
+            free = table.slot[unit] < 0
+            if free and (slot := table.take_free(self.sizes.grains[unit])) is not None:
                 table.place(unit, slot)
                 with suppress(OffloadError):
                     filling.begin(unit, "restored")

@@ -15,6 +15,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.host import HostSource
 from offload.late import LateExperts
+from offload.light import light_experts
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.routing import UNUSED
@@ -30,6 +31,9 @@ class OffloadedExperts:
         slots: the slots, as the experts of one layer with this layer's activation.
         copies: what fills the slots of a GPU; None on a CPU.
         late: what computes some of those that a GPU lacks, where a profile lets it.
+
+    Attributes:
+        whole_share: see `offload.light`; None where prefixes are not served.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class OffloadedExperts:
             bias[0].nbytes for bias in biases if bias is not None
         )
         self._copies, self.late = copies, late
+        self.whole_share: float | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -89,7 +94,10 @@ class OffloadedExperts:
         if late is not None:
             wanted, ids_TK = late.others, late.others_TK
         elsewhere = () if late is None else late.experts
-        with self.cache.acquire(self.layer, wanted, elsewhere=elsewhere) as held:
+        light: Sequence[int] = ()
+        if self.whole_share is not None:
+            light = light_experts(ids_TK, weights_TK, self.whole_share)
+        with self.cache.acquire(self.layer, wanted, elsewhere, light) as held:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:

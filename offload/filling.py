@@ -7,7 +7,7 @@ leaves its unit without a slot.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -112,7 +112,7 @@ class Filling:
             raise
         self._flying[unit] = _Fetch(transfer, table.generation[slot], cause)
         counters.prefetches += cause == "prefetch"
-        self._count(unit, cause, table.sizes.nbytes[unit])
+        self._count(unit, cause, table.sizes.kinds[table.grains[unit]])
 
     def arrive(self, unit: int) -> None:
         """Wait until a unit with a slot is there.
@@ -142,19 +142,20 @@ class Filling:
         """Somebody asks for what may have been prefetched."""
         self.counters(unit).useful_bytes += self._unasked.pop(unit, 0)
 
-    def make_room(self, unit: int, worth: float) -> bool:
-        """A slot for a unit, free or of something worth less; whether there is one."""
-        taken = self.room_for(unit)
+    def make_room(self, unit: int, kind: int, worth: float) -> bool:
+        """A slot of so many grains for a unit, free or of something worth less; whether there is
+        one."""
+        taken = self.room_for(kind)
         if taken is None or taken[0] >= worth:
             return False
         self.give(unit, taken)
         return True
 
-    def room_for(self, unit: int) -> Taken | None:
-        """The slot that a unit would have: a free one, worth less than anything, it must have; None
-        where all are in use."""
-        slot = self.table.take_free(unit)
-        return self.victims.cheapest(unit) if slot is None else (-math.inf, slot, [])
+    def room_for(self, kind: int) -> Taken | None:
+        """The slot of so many grains that a unit would have: a free one, worth less than anything,
+        it must have; None where all are in use."""
+        slot = self.table.take_free(kind)
+        return self.victims.cheapest(kind) if slot is None else (-math.inf, slot, [])
 
     def give(self, unit: int, taken: Taken) -> None:
         """A slot to a unit, instead of those who have it."""
@@ -170,6 +171,19 @@ class Filling:
         counters = self.counters(unit)
         counters.evictions += 1
         counters.wasted_bytes += self._unasked.pop(unit, 0)
+
+    def drop_prefixes(self, units: Iterable[int]) -> None:
+        """All of these is asked for: those of which there is a prefix are to be read again."""
+        table = self.table
+        for unit in units:
+            if table.slot[unit] < 0 or table.is_whole(unit):
+                continue
+            if self.is_flying(unit):  # for a call that has failed
+                with suppress(OffloadError):
+                    self.arrive(unit)
+            if table.slot[unit] >= 0 and not self.is_flying(unit):
+                self.counters(unit).refined += 1
+                table.drop(unit)
 
     def settle_unpinned(self) -> None:
         """Take back or wait for all transfers that nobody holds; failures are counted only."""
@@ -193,7 +207,7 @@ class Filling:
             return False
         del self._flying[unit]
         self.counters(unit).cancelled += 1
-        self._count(unit, fetch.cause, -self.table.sizes.nbytes[unit])
+        self._count(unit, fetch.cause, -self.table.sizes.kinds[self.table.grains[unit]])
         self.table.drop(unit)
         return True
 

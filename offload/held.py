@@ -8,7 +8,7 @@ the experts outnumber the slots, those a wave is done with make room for those t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -43,6 +43,7 @@ class Held:
     Args:
         experts, units: ascending, the same twice: ids in the layer, and units.
         missing: units that are absent.
+        light: units of which a prefix is fetched where they are.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Held:
         "_fetched",
         "_filling",
         "_layer",
+        "_light",
         "_now",
         "_queue",
         "_units",
@@ -62,8 +64,9 @@ class Held:
         experts: Sequence[int],
         units: list[int],
         missing: list[int],
+        light: Collection[int] = (),
     ) -> None:
-        self._filling, self._layer = filling, layer
+        self._filling, self._layer, self._light = filling, layer, light
         self._experts, self._units = experts, units
         filling.pins[self] = units
         self._fetched: set[int] = set()  # by this call, and not computed with yet
@@ -83,11 +86,13 @@ class Held:
         """
         filling, units = self._filling, self._units
         if bool(filling.table.present[units].all()):
+            self._count_prefixes(units)
             yield Wave(self._experts, filling.table.slot_ids(self._layer))
             return
         start = 0
         while start < len(units):
             end = self._guarded(lambda: self._next(start))  # noqa: B023
+            self._count_prefixes(units[start:end])
             yield self._wave(start, end)
             self._fetched.difference_update(units[start:end])
             start = end
@@ -119,7 +124,7 @@ class Held:
             most: units to begin with; all by default.
         """
         filling, queue = self._filling, self._queue
-        table = filling.table
+        table, sizes = filling.table, filling.table.sizes
         if self._now:
             values = filling.policy.values()
             filling.victims.expect(len(queue))
@@ -130,7 +135,8 @@ class Held:
                 queue.popleft()
                 continue
             if table.slot[unit] < 0:
-                taken = filling.room_for(unit)
+                light = unit in self._light
+                taken = filling.room_for((sizes.prefixes if light else sizes.grains)[unit])
                 if taken is None:
                     return
                 if self._now and values[unit] <= taken[0]:
@@ -182,6 +188,11 @@ class Held:
                 f"no slot for expert {expert} of layer {layer}: all {slots} are "
                 "held by other calls or by reads that do not end; give the device more memory"
             )
+
+    def _count_prefixes(self, units: Sequence[int]) -> None:
+        if self._light:
+            table, counters = self._filling.table, self._filling.statistics.layers[self._layer]
+            counters.prefixes += sum(not table.is_whole(unit) for unit in units)
 
     def _wave(self, start: int, end: int) -> Wave:
         table, experts = self._filling.table, self._experts[start:end]

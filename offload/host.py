@@ -152,4 +152,7 @@ class HostSource:
         near, device = self._near, self._device
         sources = near.places(copy.loan.slot) + near.biases(copy.loan.slot)
         targets = device.places(copy.slot) + device.biases(copy.slot)
-        return list(zip(sources, targets, strict=True))
+        return [
+            (source[: len(target)], target)  # of which a prefix may do
+            for source, target in zip(sources, targets, strict=True)
+        ]

@@ -89,4 +89,4 @@ def _make_room(filling: Filling, unit: int) -> bool:
         filling.victims.forget()
     # What streams past takes the slots of what streamed past before it, and few others.
     worth = filling.policy.values()[unit] if lent >= RING else math.inf
-    return filling.make_room(unit, worth)
+    return filling.make_room(unit, filling.table.sizes.grains[unit], worth)

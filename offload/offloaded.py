@@ -71,6 +71,15 @@ class Offloaded:
             "late": None if late is None else asdict(late.costs),
         }
 
+    def serve_prefixes(self, whole_share: float) -> None:
+        """From now on, an expert with little weight that is missing is read by a prefix only.
+
+        Args:
+            whole_share: of a token's weight, which has whole experts.
+        """
+        for layer in self.layers:
+            layer.whole_share = whole_share
+
     def prefetch_with(self, predictor: Predictor) -> Prefetcher:
         """Look ahead from now on: what the predictor says is read in time where that pays."""
         cache, from_disk = self.cache, len(self.tiers) == 1

@@ -40,6 +40,7 @@ def open_offloaded(
     reader: str,
     keep_hot_set: bool,
     late: bool = False,
+    late_bits: int | None = None,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Offloaded:
     """The experts of a store, of which some are in memory at a time.
@@ -53,6 +54,7 @@ def open_offloaded(
         reader: see `offload.readers.choose_reader`.
         keep_hot_set: read the experts first that were worth keeping at the end of the last run.
         late: let the processor compute experts that a GPU lacks, where that is sooner.
+        late_bits: of the prefixes that may be read, see `Offloaded.serve_prefixes`; None for none.
         advance: hears of bytes read, where host memory takes all of the store.
 
     Raises:
@@ -66,7 +68,7 @@ def open_offloaded(
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
         made: Policy = POLICIES[policy](len(counts), max(counts))
-        opening = _Opening(store, bits, like, chosen, made)
+        opening = _Opening(store, bits, late_bits, like, chosen, made)
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
         streams = open_streams(room.device)
@@ -87,14 +89,15 @@ class _Opening:
         self,
         store: Store,
         bits: int,
+        late_bits: int | None,
         like: Sequence[ExpertWeights],
         reader: ThreadedReader,
         policy: Policy,
     ) -> None:
-        self._store, self._bits, self._like = store, bits, like
+        self._store, self._bits, self._late_bits, self._like = store, bits, late_bits, like
         self._reader, self._policy = reader, policy
         self._counts = [layer.experts for layer in store.manifest.layers]
-        self.sizes = sizes_of(store.manifest, bits)
+        self.sizes = sizes_of(store.manifest, bits, late_bits)
         self._biases = [read_biases(store, layer) for layer in range(len(self._counts))]
 
     def in_memory(self, room: Capacity) -> tuple[list[OffloadedExperts], list[Tier]]:
@@ -147,7 +150,8 @@ class _Opening:
         return layers, [Tier(str(room.device), cache), Tier(HOST, host)], seconds
 
     def _arena(self, slots: int, device: torch.device) -> Arena:
-        return arena_for(self._store.manifest, self._bits, slots, self._like[0], device)
+        manifest, like = self._store.manifest, self._like[0]
+        return arena_for(manifest, self._bits, slots, like, device, self._late_bits)
 
     def _over_disk(self, arena: Arena, slots: int, policy: Policy) -> ExpertCache:
         source = DiskSource(self._store, self._bits, self._reader, arena, self._biases)

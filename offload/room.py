@@ -48,31 +48,39 @@ def why_not(manifest: Manifest) -> str:
     return "" if len(kinds) == 1 else "its MoE layers have experts of different shapes"
 
 
-def sizes_of(manifest: Manifest, bits: int) -> Sizes:
-    """Of the experts of a store, read at so many bits or less."""
+def sizes_of(manifest: Manifest, bits: int, late_bits: int | None = None) -> Sizes:
+    """Of the experts of a store, read at so many bits or less.
+
+    Args:
+        late_bits: of a prefix, where one may be read of an expert instead.
+    """
     experts = [layer.experts for layer in manifest.layers]
-    grains, grains_of = [0] * (len(experts) * max(experts)), _grains_of(manifest, bits)
-    nbytes = grains.copy()
+    grains_of = _grains_of(manifest, bits, late_bits)
+    grains = [0] * (len(experts) * max(experts))
+    prefixes = grains.copy()
     for index, layer in enumerate(manifest.layers):
         for expert in range(layer.experts):
             unit, own = index * max(experts) + expert, layer.bits_of(expert, bits)
-            grains[unit], nbytes[unit] = grains_of[own], _expert_bytes(manifest, own)
-    return Sizes(experts, list(grains_of.values()), grains, nbytes)
+            grains[unit] = grains_of[own]
+            prefixes[unit] = grains_of[_prefix_bits(own, late_bits)]
+    kinds = {grains: _expert_bytes(manifest, own) for own, grains in grains_of.items()}
+    return Sizes(experts, kinds, grains, prefixes)
 
 
-def least_slots(manifest: Manifest, bits: int) -> int:
+def least_slots(manifest: Manifest, bits: int, late_bits: int | None = None) -> int:
     """The fewest with which a cache can work."""
-    sizes = sizes_of(manifest, bits)
+    sizes = sizes_of(manifest, bits, late_bits)
     return sizes.experts_in(LEAST_SLOTS * max(sizes.kinds) - 1) + 1
 
 
-def slot_bytes(manifest: Manifest, bits: int) -> int:
+def slot_bytes(manifest: Manifest, bits: int, late_bits: int | None = None) -> int:
     """Memory of one expert in a cache, its biases included; the mean where sizes differ."""
-    sizes, shape = sizes_of(manifest, bits), manifest.layers[0].shape(manifest.group_size)
+    sizes = sizes_of(manifest, bits, late_bits)
     if bits == WHOLE:
         own = _expert_bytes(manifest, bits)
     else:
-        own = grain_bytes(shape, _grains_of(manifest, bits))
+        shape = manifest.layers[0].shape(manifest.group_size)
+        own = grain_bytes(shape, _grains_of(manifest, bits, late_bits))
     biases = sum(_bias_bytes(manifest.layers[0]) / kind for kind in sizes.kinds)
     return ceil((own + biases) * sizes.all_grains / sum(sizes.experts))
 
@@ -83,10 +91,15 @@ def fixed_bytes(manifest: Manifest) -> int:
 
 
 def arena_for(
-    manifest: Manifest, bits: int, slots: int, like: ExpertWeights, device: torch.device
+    manifest: Manifest,
+    bits: int,
+    slots: int,
+    like: ExpertWeights,
+    device: torch.device,
+    late_bits: int | None = None,
 ) -> Arena:
     """Capacity for ``slots`` experts of any layer, on average where sizes differ."""
-    record, sizes = manifest.layers[0], sizes_of(manifest, bits)
+    record, sizes = manifest.layers[0], sizes_of(manifest, bits, late_bits)
     shape, grains = record.shape(manifest.group_size), sizes.grains_for(slots)
     rows = sum(grains // kind for kind in sizes.kinds)
     first, second = (
@@ -97,22 +110,30 @@ def arena_for(
     own |= {"gate_up_bias_EG": first, "down_bias_EH": second}
     if bits == WHOLE:
         return whole_arena(shape, DTYPES[record.dtype], grains, device, **own)
-    grains_of = _grains_of(manifest, bits)
+    grains_of = _grains_of(manifest, bits, late_bits)
     return plane_arena(shape, grains_of, grains, record.interleaved, device, **own)
 
 
-def _grains_of(manifest: Manifest, bits: int) -> dict[int, int]:
-    """The bits that experts have, those of most of them first, and the grains that these take.
+def _prefix_bits(own: int, late_bits: int | None) -> int:
+    """Of an expert of so many bits, if no more than its prefix is read."""
+    return own if late_bits is None or own == WHOLE else min(own, late_bits)
+
+
+def _grains_of(manifest: Manifest, bits: int, late_bits: int | None) -> dict[int, int]:
+    """The bits that experts have, those of most of them first, then those that only prefixes have,
+    and the grains that these take.
 
     An expert of b bits takes b grains, so that two of 4 bits or four of 2 fit where one of 8 was;
     scales are counted with the fewest bits, which wastes some percent of the others. Where that can
     be had with larger grains they are larger, and experts of one size take one each.
     """
-    found = Counter(
+    counts = Counter(
         layer.bits_of(expert, bits) for layer in manifest.layers for expert in range(layer.experts)
     )
+    whole = [own for own, _ in counts.most_common()]
+    found = list(dict.fromkeys([*whole, *(_prefix_bits(own, late_bits) for own in whole)]))
     step = gcd(*found)
-    return {own: own // step for own, _ in found.most_common()}
+    return {own: own // step for own in found}
 
 
 def _bias_bytes(record: LayerRecord) -> int:

@@ -2,14 +2,17 @@
 
 A *unit* is an expert of a layer, numbered ``layer * width + expert`` with the widest layer's E as
 width. Memory is a row of *grains*. Slots of one size lie side by side over all of it; where experts
-have different sizes, slots of each size do, over the same grains, and a slot is free while nobody
-has one of its grains. Slots are numbered size by size. Legend: L MoE layers, E experts of a layer.
+have different sizes, or may be there by a prefix of their bits, slots of each size do, over the
+same grains, and a slot is free while nobody has one of its grains. Slots are numbered size by size.
+Legend: L MoE layers, E experts of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -22,21 +25,27 @@ class Sizes:
 
     Attributes:
         experts: E of each layer.
-        kinds: how many grains an expert may take, in the order in which slots are numbered.
+        kinds: how many grains an expert may take, in the order in which slots are numbered, and the
+            bytes that are read into so many.
         grains: of each unit, 0 for those that are no expert.
-        nbytes: of each unit, as it is read.
+        prefixes: of each unit, if no more than its prefix is read; as `grains` where that is all.
     """
 
     experts: Sequence[int]
-    kinds: Sequence[int]
+    kinds: Mapping[int, int]
     grains: Sequence[int]
-    nbytes: Sequence[int]
+    prefixes: Sequence[int]
 
     @classmethod
     def equal(cls, experts: Sequence[int], nbytes: int) -> Sizes:
         """Each expert takes one grain."""
         there = [int(expert < count) for count in experts for expert in range(max(experts))]
-        return cls(experts, [1], there, [nbytes * one for one in there])
+        return cls(experts, {1: nbytes}, there, there)
+
+    @cached_property
+    def nbytes(self) -> Sequence[int]:
+        """Of each unit, as it is read whole."""
+        return [self.kinds.get(grains, 0) for grains in self.grains]
 
     @property
     def mean_bytes(self) -> int:
@@ -73,6 +82,7 @@ class SlotTable:
     Attributes:
         width: units of a layer.
         mixed: whether they have different sizes.
+        grains: that each unit has, 0 without a slot.
         present: ``(units,)`` bool array, units that are there and may be computed with.
         slot: of each unit, -1 without one; a unit has its slot before its bytes have come.
         owner: ``(grains,)`` int64 array, the unit that has each grain, -1 where it is free.
@@ -84,10 +94,11 @@ class SlotTable:
         self.width = max(self.experts)
         units = len(self.experts) * self.width
         self.present = np.zeros(units, dtype=bool)
-        self.slot = [-1] * units
+        self.slot, self.grains = [-1] * units, [0] * units
         self.owner = np.zeros(0, dtype=np.int64)
         self.generation = [0] * sum(capacity // kind for kind in sizes.kinds)
         self._first, self.mixed = sizes.first_slots(capacity), len(sizes.kinds) > 1
+        self._kinds, self._firsts = list(self._first), list(self._first.values())
         self._free: dict[int, dict[int, None]] = {}  # of each kind, the last one to be taken first
         self._ids = torch.full((len(self.experts), self.width + 1), -1, dtype=torch.int64)
         self._array = self._ids.numpy().reshape(-1)
@@ -99,10 +110,14 @@ class SlotTable:
         that the unused slots of a routing (id -1) translate to -1."""
         return self._views[layer]
 
-    def take_free(self, unit: int) -> int | None:
-        """A free slot of a unit's size, which must be given to it; None where there is none."""
-        free = self._free[self.sizes.grains[unit]]
+    def take_free(self, kind: int) -> int | None:
+        """A free slot of so many grains, which must be given away; None where there is none."""
+        free = self._free[kind]
         return free.popitem()[0] if free else None
+
+    def is_whole(self, unit: int) -> bool:
+        """Whether a unit has room for all of it."""
+        return self.grains[unit] == self.sizes.grains[unit]
 
     def owners(self, kind: int, slot: int) -> list[int]:
         """Of a slot of a kind, grain by grain."""
@@ -115,9 +130,9 @@ class SlotTable:
 
     def place(self, unit: int, slot: int) -> None:
         """Give a free slot to a unit without one."""
-        kind = self.sizes.grains[unit]
+        kind = self._kinds[bisect_right(self._firsts, slot) - 1]
         assert self.slot[unit] == -1
-        self.slot[unit] = slot
+        self.slot[unit], self.grains[unit] = slot, kind
         self.generation[slot] += 1
         self._free[kind].pop(slot, None)
         if not self.mixed:
@@ -134,8 +149,8 @@ class SlotTable:
 
     def drop(self, unit: int) -> None:
         """The unit loses its slot, which is free then."""
-        kind, slot = self.sizes.grains[unit], self.slot[unit]
-        self.slot[unit] = -1
+        kind, slot = self.grains[unit], self.slot[unit]
+        self.slot[unit], self.grains[unit] = -1, 0
         self.present[unit] = False
         self._array[unit + unit // self.width] = -1
         self._free[kind][slot] = None

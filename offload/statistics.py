@@ -13,6 +13,8 @@ class LayerStatistics:
         hits: experts asked for that were there.
         misses: experts asked for that were not, `late` included.
         late: misses whose prefetch was under way.
+        prefixes: experts asked for that were computed with a prefix of their bits.
+        refined: of which a prefix was there, and all had to be read.
         demand_bytes: read because a layer waited for them, to stay.
         streamed_bytes: read because a layer waited for them, into slots lent for the moment.
         useful_bytes: prefetched and asked for afterwards.
@@ -28,6 +30,8 @@ class LayerStatistics:
     hits: int = 0
     misses: int = 0
     late: int = 0
+    prefixes: int = 0
+    refined: int = 0
     demand_bytes: int = 0
     streamed_bytes: int = 0
     useful_bytes: int = 0

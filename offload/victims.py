@@ -71,10 +71,10 @@ class Victims:
         for kind in kinds:
             self._ranked[kind] = deque(self._rank(kind))
 
-    def cheapest(self, unit: int) -> Taken | None:
-        """The least valuable slot of a unit's size whose units may go; None where there is none."""
+    def cheapest(self, kind: int) -> Taken | None:
+        """The least valuable slot of so many grains whose units may go; None where there is
+        none."""
         table = self._table
-        kind = table.sizes.grains[unit]
         for again in (True, False):
             ranked = self._ranked.get(kind)
             in_use = self._spared.union(self._in_use()) if ranked else set()

@@ -120,6 +120,8 @@ def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
     for name, text, key in (
         ("moe_expert_cache_hits", "Experts that a layer asked for and were in memory", "hits"),
         ("moe_expert_cache_misses", "Experts that a layer had to wait for", "misses"),
+        ("moe_expert_prefixes", "Experts computed with a prefix of their bits", "prefixes"),
+        ("moe_expert_prefixes_refined", "Prefixes that had to be read again, whole", "refined"),
         ("moe_expert_cache_evictions", "Experts that gave their slot to others", "evictions"),
         ("moe_offload_prefetches", "Reads begun for layers to come", "prefetches"),
         ("moe_offload_prefetches_cancelled", "Those taken back in time", "cancelled"),

@@ -43,6 +43,7 @@ __all__ = [
 
 _NOT_LOSSLESS = (
     ("offload", "late", "host", "wait", "computes some experts of a GPU on rounded activations"),
+    ("offload", "late", "prefix", "wait", "computes experts that come late with fewer bits"),
     ("parallel", "payload", "int8", "plain", "rounds what experts of other ranks read"),
 )
 """Section, key, the value that changes what the model says, the one that does not, and why."""

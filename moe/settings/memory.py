@@ -70,10 +70,20 @@ class OffloadSettings(Settings):
     prefetch: bool = True
     """Read experts before they are needed, as the predictor says, wherever that is found to pay."""
 
-    late: Literal["wait", "host"] = "wait"
-    """Beside a GPU, experts that it lacks. wait: until they have been copied. host: the processor
-    computes as many of them from main memory as is sooner, by a measurement at start; it rounds
-    activations to 8 bits, which ``lossless: true`` refuses."""
+    late: Literal["wait", "prefix", "host"] = "wait"
+    """Experts that are missing when the router asks for them. wait: until they have been read or
+    copied. prefix: of those with little of their token's weight, wait for the first late_bits only;
+    answers then depend on what was in memory. host: beside a GPU, the processor computes as many of
+    them from main memory as is sooner, by a measurement at start; it rounds activations to 8 bits.
+    ``lossless: true`` refuses both."""
+
+    late_bits: Literal[2, 3, 4] = 4
+    """prefix: bits of an expert that are read and kept instead of all, until it is evicted or is
+    asked for with more weight."""
+
+    late_share: float = Field(default=0.6, ge=0.0, le=1.0)
+    """prefix: share of a token's router weight that has whole experts, the heaviest first; those
+    behind it do with a prefix. 0: all do."""
 
     reader: Literal["auto", "direct", "deepspeed", "buffered"] = "auto"
     """What reads them. auto: the fastest that passes by the system's file cache, by a short trial;

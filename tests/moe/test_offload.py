@@ -136,6 +136,43 @@ def test_experts_with_bits_of_their_own(mixed_store: Path, bits: int) -> None:
         assert nbytes[cache.present].sum() >= 0.7 * cache.slots * sizes.mean_bytes
 
 
+def late(bits: int, share: float) -> dict[str, Any]:
+    own = {"late": "prefix", "late_bits": bits, "late_share": share, "hot_set": False}
+    return {"lossless": False, "offload": own}
+
+
+@pytest.mark.parametrize(("bits", "mixed"), [(2, False), (4, False), (3, True)])
+def test_a_prefix_of_all_is_the_model_of_fewer_bits(
+    store: Path, mixed_store: Path, resident: MoE, bits: int, mixed: bool
+) -> None:
+    """Where nobody is heavy, and no expert is there whole from before."""
+    store = mixed_store if mixed else store
+    coarse = MoE.from_pretrained(store, SMALL | {"model": {"expert_bits": bits}})
+    model = MoE.from_pretrained(store, budget(store, resident, 0.15, **late(bits, 0.0)))
+    check_equal(model, coarse)
+    served = model.stats()["offload"]
+    assert mixed or served["prefixes"] == served["hits"] + served["misses"]
+
+
+def test_who_waits_for_all_of_every_expert_gets_the_bits_of_a_resident_model(
+    store: Path, resident: MoE
+) -> None:
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25, **late(4, 1.0)))
+    check_equal(model, resident)
+    assert model.stats()["offload"]["prefixes"] == 0
+
+
+def test_late_prefixes_are_counted_or_said_to_change_nothing(store: Path, resident: MoE) -> None:
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25, **late(4, 0.5)))
+    model.generate(PROMPTS, GREEDY)
+    served = model.stats()["offload"]
+    assert 0 < served["prefixes"] < served["hits"] + served["misses"]
+    few = budget(store, resident, 0.25, **late(4, 0.5), model={"expert_bits": 4})
+    assert "no expert has more than 4 bits" in str(MoE.from_pretrained(store, few).status())
+    at_hand = MoE.from_pretrained(store, SMALL | late(4, 0.5))
+    assert "all experts are in memory" in str(at_hand.status())
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_policies_do_not_change_a_bit(store: Path, resident: MoE, policy: str) -> None:
     offload = {"policy": policy, "hot_set": False}

@@ -108,6 +108,19 @@ def test_experts_with_bits_of_their_own(
     assert host_slots < EXPERTS or model.stats()["offload"]["bytes_read"] == size
 
 
+@pytest.mark.parametrize("host_slots", [8, EXPERTS])
+def test_prefixes_alone_are_copied_of_whole_experts(
+    store: Path, load: Callable[..., MoE], host_slots: int
+) -> None:
+    coarse = MoE.from_pretrained(store, SMALL | {"model": {"expert_bits": 4}})
+    late = {"late": "prefix", "late_bits": 4, "late_share": 0.0, "hot_set": False}
+    model = load(store, 6, host_slots, lossless=False, offload=late)
+    assert tokens(model) == tokens(coarse)
+    assert torch.equal(model.logits(PROMPTS[0]), coarse.logits(PROMPTS[0]))
+    device, prefix = tier_of(model, "cpu"), sizes_of(read_manifest(store), 4).mean_bytes
+    assert device["bytes_in"] == device["misses"] * prefix
+
+
 def test_a_store_that_host_memory_holds_is_read_once(store: Path, load: Callable[..., MoE]) -> None:
     model = load(store, 8, EXPERTS)
     before = model.stats()["offload"]["bytes_read"]

@@ -73,6 +73,8 @@ def test_the_keys_are_these() -> None:
         "offload.predictor",
         "offload.prefetch",
         "offload.late",
+        "offload.late_bits",
+        "offload.late_share",
         "offload.reader",
         "offload.borrow",
         "offload.hot_set",
@@ -228,9 +230,10 @@ def test_rounded_rows_between_ranks_are_not_lossless() -> None:
     assert profile.parallel.payload == "int8"
 
 
-def test_experts_computed_on_the_processor_are_not_lossless() -> None:
-    late = {"offload.late": "host"}
-    with pytest.raises(ProfileError, match=r"offload.late: host .* set lossless: false"):
+@pytest.mark.parametrize("way", ["host", "prefix"])
+def test_late_experts_that_are_not_waited_for_are_not_lossless(way: str) -> None:
+    late = {"offload.late": way}
+    with pytest.raises(ProfileError, match=rf"offload.late: {way} .* set lossless: false"):
         load_profile(None, late, NO_ENVIRONMENT)
     profile = load_profile(None, {**late, "lossless": False}, NO_ENVIRONMENT).profile
-    assert profile.offload.late == "host"
+    assert profile.offload.late == way

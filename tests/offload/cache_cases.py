@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +28,19 @@ def mixed(experts: Sequence[int]) -> Sizes:
         for layer, count in enumerate(experts)
         for expert in range(width)
     ]
-    return Sizes(experts, kinds, grains, [EXPERT_BYTES * each for each in grains])
+    return Sizes(experts, {kind: EXPERT_BYTES * kind for kind in kinds}, grains, grains)
+
+
+def with_prefixes(sizes: Sizes) -> Sizes:
+    """Of the experts of 8 grains, half may be read, and of those of 3 two."""
+    half = {8: 4, 3: 2}
+    return replace(sizes, prefixes=[half.get(grains, grains) for grains in sizes.grains])
 
 
 class FakeRoom:
     """Slots as rows of bytes, those of each kind over the same memory."""
 
-    def __init__(self, capacity: int, kinds: Sequence[int] = (1,)) -> None:
+    def __init__(self, capacity: int, kinds: Iterable[int] = (1,)) -> None:
         self.capacity = self.grains = capacity
         self.memory = torch.zeros(capacity, EXPERT_BYTES, dtype=torch.uint8)
         self.rows = [

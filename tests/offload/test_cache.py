@@ -18,7 +18,14 @@ from offload.errors import BudgetError, OffloadError
 from offload.held import RING, Held
 from offload.policies import POLICIES
 from offload.slots import Sizes
-from tests.offload.cache_cases import EXPERT_BYTES, FakeRoom, FakeSource, content, mixed
+from tests.offload.cache_cases import (
+    EXPERT_BYTES,
+    FakeRoom,
+    FakeSource,
+    content,
+    mixed,
+    with_prefixes,
+)
 
 EXPERTS = [6, 4, 8]
 WIDTH = 8
@@ -249,23 +256,27 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         slots=st.integers(2, 9),
         policy=st.sampled_from(sorted(POLICIES)),
-        equal=st.booleans(),
+        sizes=st.sampled_from((None, mixed(EXPERTS), with_prefixes(mixed(EXPERTS)))),
         late=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "cache"))
-    def begin(self, slots: int, policy: str, equal: bool, late: bool) -> None:
-        self.least = 2 if equal else 4
-        sizes = None if equal else mixed(EXPERTS)
+    def begin(self, slots: int, policy: str, sizes: Sizes | None, late: bool) -> None:
+        self.least = 2 if sizes is None else 4
         self.cache, self.source = make(max(slots, self.least), policy, capacity=9, sizes=sizes)
         self.cache._filling.victims.late = late
 
-    @rule(layer=st.integers(0, 2), chosen=st.sets(st.integers(0, 7)))
+    @rule(
+        layer=st.integers(0, 2),
+        chosen=st.sets(st.integers(0, 7)),
+        light=st.sets(st.integers(0, 7)),
+    )
     @precondition(lambda self: hasattr(self, "cache"))
-    def run_a_call(self, layer: int, chosen: set[int]) -> None:
+    def run_a_call(self, layer: int, chosen: set[int], light: set[int]) -> None:
         experts = sorted(expert for expert in chosen if expert < EXPERTS[layer])
         self.asked += len(experts)
         try:
-            waves = walk(self.cache.acquire(layer, experts), self.source, layer)
+            held = self.cache.acquire(layer, experts, light=light.intersection(experts))
+            waves = walk(held, self.source, layer)
             assert flat(waves) == experts
         except OffloadError as error:
             assert "held" in str(error) or self.source.fails or self.source.refuses  # noqa: PT017

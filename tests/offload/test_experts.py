@@ -93,7 +93,8 @@ class Layers:
         if isinstance(own, ExpertWeights):
             blobs = [own.gate_up_EGH[expert], own.down_EHF[expert]]
         else:
-            blobs = [own.scales[expert], *own.planes[expert]]
+            assert not isinstance(slots, ExpertWeights)
+            blobs = [own.scales[expert], *own.planes[expert][: len(slots.planes[slot])]]
         fails = self.random.random() < self.fail
         return Arriving(self.arena.places(slot), blobs, self.random, fails)
 
