@@ -45,6 +45,9 @@ PROFILE: dict[str, Any] = {
     "engine": {"max_batch_size": 1},
     "offload": {"hot_set": False},
 }
+IN_MEMORY = {"bytes_read": 0, "hits": 1, "misses": 0, "hit_ratio": 1.0, "prefixes": 0, "refined": 0,
+             "stall_seconds": 0.0}  # fmt: skip
+"""Where all experts have room."""
 COLUMNS = ["way", "bits/byte", "% more", "KB a token", "reads a token", "hits", "prefixes",
            "read again", "stall ms a token"]  # fmt: skip
 
@@ -74,7 +77,6 @@ def load(store: Path, room: float, settings: dict[str, Any]) -> MoE:
 def read(model: MoE, texts: Sequence[tuple[Sequence[int], int]]) -> dict[str, float]:
     """Texts of token ids and bytes, each read one token after the other."""
     loaded = model._loaded
-    assert loaded.offloaded is not None
     bits, tokens = 0.0, 0
     for ids, _ in texts:
         cache = loaded.trunk.new_cache(len(ids))
@@ -85,7 +87,7 @@ def read(model: MoE, texts: Sequence[tuple[Sequence[int], int]]) -> dict[str, fl
             (logits,) = lane.result()
             bits -= float(logits.flatten().log_softmax(0)[following]) / math.log(2)
             tokens += 1
-    found = loaded.offloaded.statistics()
+    found = loaded.offloaded.statistics() if loaded.offloaded else IN_MEMORY
     asked = found["hits"] + found["misses"]
     return {
         "bits_per_byte": bits / sum(nbytes for _, nbytes in texts),
@@ -107,7 +109,9 @@ def main() -> None:
     print_header(report)
     with tempfile.TemporaryDirectory() as folder:
         demo = ROOT / "examples/demo-model"
-        store = convert(demo, Path(folder) / "store", ModelSettings(expert_bits=BITS))
+        store = convert(
+            demo, Path(folder) / "store", ModelSettings.model_validate({"expert_bits": BITS})
+        )
         whole, manifest = MoE.from_pretrained(store, PROFILE), read_manifest(store)
         texts = []
         for name in TEXTS:

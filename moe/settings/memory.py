@@ -77,7 +77,7 @@ class OffloadSettings(Settings):
     them from main memory as is sooner, by a measurement at start; it rounds activations to 8 bits.
     ``lossless: true`` refuses both."""
 
-    late_bits: Literal[2, 3, 4] = 4
+    late_bits: Literal[2, 3, 4] = 2
     """prefix: bits of an expert that are read and kept instead of all, until it is evicted or is
     asked for with more weight."""
 

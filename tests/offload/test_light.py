@@ -93,15 +93,20 @@ class Watched:
     def __init__(self, layer: OffloadedExperts) -> None:
         self.layer, self.bits = layer, dict[int, int]()
 
-    def __call__(self, hidden: Tensor, ids: Tensor, weights: Tensor, slots: AnyExperts,
-                 add_to: Tensor | None = None) -> Tensor:  # fmt: skip
-        assert isinstance(slots, QuantizedExperts)
-        expert_of = {
-            slot: e for e, slot in enumerate(self.layer.cache.slot_ids(self.layer.layer).tolist())
-        }
-        for slot in set(ids.flatten().tolist()) - {-1}:
-            self.bits[expert_of[slot]] = slots.bits_of(slot)
-        return experts_forward(hidden, ids, weights, slots, add_to)
+    def __call__(
+        self,
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: AnyExperts,
+        add_to_TH: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(experts, QuantizedExperts)
+        slots = self.layer.cache.slot_ids(self.layer.layer).tolist()
+        expert_of = {slot: expert for expert, slot in enumerate(slots)}
+        for slot in set(expert_ids_TK.flatten().tolist()) - {-1}:
+            self.bits[expert_of[slot]] = experts.bits_of(slot)
+        return experts_forward(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
 
 def cut(experts: AnyExperts, bits: dict[int, int]) -> QuantizedExperts:
