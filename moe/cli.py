@@ -7,6 +7,7 @@ errors do not wait for torch. Text goes to stdout; summaries, notices and errors
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    _take_any_text()
     options = build_parser().parse_args(argv)
     try:
         if options.run not in (_generate, _chat, _serve):
@@ -86,6 +88,17 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = "check this machine: what works, what is missing"
     add("doctor", doctor, lambda _: None, subcommands.doctor)
     return parser
+
+
+def _take_any_text() -> None:
+    """No encoding of a terminal or pipe ends a command.
+
+    Bytes that are no text become lone surrogates, as in arguments, which prompts refuse with their
+    place; characters that cannot be shown are escaped.
+    """
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _import_engine() -> None:

@@ -94,6 +94,27 @@ def test_the_prompt_from_stdin_and_from_a_file(
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_stdin_and_stdout_of_any_encoding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moe(*arguments: str, read: bytes = b"") -> tuple[int, bytes, str]:
+        shown = io.BytesIO()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(read), "utf-8"))
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+        code = main(arguments)
+        return code, shown.getvalue(), capsys.readouterr().err
+
+    code, out, err = moe("generate", DEMO, "--prompt", "-", *SHORT, read=b"f\xfcr")
+    assert (code, out) == (2, b"")
+    assert "the lone surrogate '\\udcfc' at position 1; remove it" in err
+    code, out, err = moe("chat", DEMO, *SHORT, read=b"\xff\nhello\n/stats\n")
+    assert (code, err.count("lone surrogate")) == (0, 1)
+    assert b"8 new tokens" in out
+    schema = ("--json-schema", '{"const": "\u00fcber"}', "--max-new-tokens", "40")
+    code, out, _ = moe("generate", DEMO, "--prompt", "x", *schema)
+    assert (code, out) == (0, b'"\\xfcber"\n')
+
+
 def test_a_seed_repeats_and_another_differs(capsys: pytest.CaptureFixture[str]) -> None:
     def text(seed: str) -> str:
         sampling = ["--temperature", "1.5", "--seed", seed, *SHORT]
