@@ -19,6 +19,7 @@ from moe.server.fields import Json, RequestBody
 
 DUPLICATE = "duplicate_custom_id"
 _ID = "batch_req_"
+_FIRST = f'{{"id": "{_ID}'.encode()  # what every answer begins with
 
 
 class BatchLine(RequestBody):
@@ -67,6 +68,8 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
     with ExitStack() as closing:
         try:
             lines = closing.enter_context(source.open("rb"))
+            if not lines.seekable():
+                raise RequestError(f"{source} is no file but a pipe; --batch reads its lines twice")
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
                 raise RequestError(f"--batch and --out are the same file {source}; name two")
@@ -97,7 +100,7 @@ def _repair(answers: BinaryIO, target: Path, tally: Tally) -> set[str]:
     end = 0
     answers.seek(0)
     for count, line in enumerate(answers, 1):
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") and _FIRST.startswith(line[: len(_FIRST)]):
             break
         try:
             answer = from_json(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,8 +216,14 @@ def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path) -> None:
 
     refused(files.source, files.source, "are the same file")
     refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
+    notes.write_text("my notes")  # one line without an end, which no kill has left
+    refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
+    reading, writing = os.pipe()  # as of <(jq ...) in a shell
+    refused(Path(f"/dev/fd/{reading}"), files.target, "is no file but a pipe")
+    os.close(reading)
+    os.close(writing)
     refused(tmp_path / "absent", files.target, r"cannot use .*absent: No such file")
     with open_files(files.source, files.target):
         refused(files.source, files.target, "another batch is writing")
-    assert notes.read_text() == "my notes\n"
+    assert notes.read_text() == "my notes"
     assert files.source.read_bytes() == LINES[0]
