@@ -23,6 +23,8 @@ from moe.errors import CheckpointError, UnsupportedModelError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # Never *.bin / *.pt: pickle weights are not even downloaded
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+# The same weights again, in the layouts of their authors (gpt-oss, Mistral, Llama)
+HUB_COPIES = ["original/*", "consolidated*"]
 # Public spellings of the private keys above; both choose code to run
 DROPPED_KEYS = {"auto_map", "attn_implementation", "experts_implementation"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -76,7 +78,8 @@ def resolve_model(model: str | Path) -> Path:
             "form organisation/name; check the path"
         )
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+        snapshot = snapshot_download(name, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_COPIES)
+        return Path(snapshot)
     except Exception as error:  # huggingface_hub raises OSError, ValueError and httpx's own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise CheckpointError(
@@ -89,7 +92,7 @@ def resolve_model(model: str | Path) -> Path:
 
 def public_name(path_or_hub_id: str | Path) -> str:
     """What clients call a model: its hub id, or the name of its directory."""
-    path = Path(path_or_hub_id)
+    path = Path(path_or_hub_id).expanduser()
     return path.resolve().name if path.is_dir() else str(path_or_hub_id)
 
 

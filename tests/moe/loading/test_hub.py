@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 import moe.loading.hub
 from moe.errors import CheckpointError
-from moe.loading.hub import resolve_model
+from moe.loading.hub import public_name, resolve_model
 
 
 def test_a_directory_is_found_through_links(tmp_path: Path) -> None:
@@ -18,6 +18,15 @@ def test_a_directory_is_found_through_links(tmp_path: Path) -> None:
     real.mkdir()
     (tmp_path / "link").symlink_to(real)
     assert resolve_model(str(tmp_path / "link")) == real.resolve()
+
+
+def test_clients_call_a_model_by_the_name_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert public_name("~/mine") == public_name(tmp_path / "mine") == "mine"
+    assert public_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize(
@@ -52,21 +61,27 @@ def test_unusable_names(tmp_path: Path) -> None:
 def test_hub_ids_download_safetensors_and_never_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    asked: dict[str, list[str]] = {}
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked[name] = allow_patterns
+    def download(name: str, **patterns: list[str]) -> str:
+        asked.update(patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(moe.loading.hub, "snapshot_download", download)
     assert resolve_model("Org-1/model_2.5") == tmp_path
-    (patterns,) = asked.values()
-    assert "*.safetensors" in patterns
-    assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in patterns)
+    ours = ["config.json", "model-00001-of-00002.safetensors", "moe-calibration/trace.safetensors"]
+    copies = ["original/model-00001.safetensors", "consolidated.safetensors"]
+    code = ["pytorch_model.bin", "model.pt", "modeling_x.py", "metal/model.bin"]
+    wanted = filter_repo_objects(
+        [*ours, *copies, *code],
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
+    )
+    assert list(wanted) == ours
 
 
 def test_a_failed_download_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, **_: list[str]) -> str:
         raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder\nmore")
 
     monkeypatch.setattr(moe.loading.hub, "snapshot_download", download)
