@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from moe.engine.engine import StepLoop
 from moe.engine.sequence import Delta, FinishReason, RunningSequence
 from moe.engine.wave import Group
 from moe.sampling.sampler import Token
+from moe.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -84,23 +84,23 @@ def places_of(groups: Sequence[Group]) -> dict[RunningSequence, tuple[int, int]]
 
 
 def stream_events(
-    engine: StepLoop, groups: Sequence[Group], turn: AbstractContextManager[object]
+    engine: StepLoop, groups: Sequence[Group], turn: Turn
 ) -> Generator[StreamEvent, None, None]:
     """Step until these groups have ended; closing the iterator cancels what still runs.
 
     Args:
-        turn: held for each step, as all threads use the model's one cache of experts.
+        turn: taken for each step.
     """
     places = places_of(groups)
     try:
         while not engine.idle:
-            with turn:
+            with turn():
                 events = engine.step()
             for sequence, outcome in events:
                 if isinstance(outcome, Exception):
                     raise outcome
                 yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
     finally:  # a pass that sleeps would never be garbage
-        with turn:
+        with turn():
             for group in groups:
                 engine.cancel(group)

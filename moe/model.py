@@ -9,7 +9,6 @@ print(model.generate("def main():", SamplingParams(max_new_tokens=40))[0].text)
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,6 +40,7 @@ from moe.profile import LoadedProfile, Profile, load_profile
 from moe.requests import as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
 from moe.text.prompts import Prompt
+from moe.turn import Turn, plain_torch
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 
@@ -71,8 +71,7 @@ class MoE:
         self._loaded = loaded
         self._session = session
         self._process = os.getpid()
-        # Of one step. Reentrant: a step may collect a stream as garbage, which cancels its groups.
-        self._turn = threading.RLock()
+        self._turn = Turn()
         closing = ExitStack()
         self._close = weakref.finalize(self, closing.close)
         for part in (loaded.offloaded, session):
@@ -110,7 +109,8 @@ class MoE:
         settings = overrides if device is None else {**overrides, "device": device}
         loaded_profile = load_profile(profile, settings, overrides_origin="keyword")
         load = partial(load_model, path_or_hub_id, progress=progress, on_plan=on_plan)
-        loaded, session = load_with_ranks(path_or_hub_id, loaded_profile.profile, load)
+        with plain_torch():
+            loaded, session = load_with_ranks(path_or_hub_id, loaded_profile.profile, load)
         return cls(loaded, loaded_profile, session)
 
     @property
@@ -162,10 +162,12 @@ class MoE:
             shown: special tokens that are part of texts (see `TextCodec.decoder`).
         """
         engine = self.loop()
-        groups = [
-            self.request(prompt, self._usual(prompt) if params is None else one, shown=shown)
-            for prompt, one in as_batch(prompts, SamplingParams() if params is None else params)
-        ]
+        batch = as_batch(prompts, SamplingParams() if params is None else params)
+        with plain_torch():
+            groups = [
+                self.request(prompt, self._usual(prompt) if params is None else one, shown=shown)
+                for prompt, one in batch
+            ]
         for group in groups:
             engine.submit(group)
         return stream_events(engine, groups, self._turn)
@@ -181,10 +183,10 @@ class MoE:
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
-        lanes = self.trunk.lanes(
-            [Work(ids, self.trunk.new_cache(len(ids)), all_logits=True) for ids in batch]
-        )
-        with self._turn:
+        with self._turn():
+            lanes = self.trunk.lanes(
+                [Work(ids, self.trunk.new_cache(len(ids)), all_logits=True) for ids in batch]
+            )
             run_lanes(lanes, self.experts.run)
         return [rows for lane in lanes for rows in lane.result()]
 

@@ -68,7 +68,7 @@ class NativeAttention:
             sinks_Q: scores of one more key of each head, which has no value.
         """
         (heads, queries, size), (kv_heads, keys, _) = q_QTD.shape, k_NLD.shape
-        out_TQV = torch.empty(queries, heads, v_NLV.shape[-1])
+        out_TQV = torch.empty(queries, heads, v_NLV.shape[-1], dtype=torch.float32)
         sinks_Q = None if sinks_Q is None else sinks_Q.detach().float().contiguous()
         first_T = first_T.contiguous()
         record = _Attend(

@@ -80,7 +80,7 @@ class NativeMeeting:
         self.messages = [np.zeros(size, np.uint8) for size in message_bytes]
         most = sum(tokens for tokens, _ in shapes) * self._slots
         self.served = torch.empty(most, width, dtype=torch.uint8)
-        self.returned = torch.empty(self._own[0] * self._slots, hidden)
+        self.returned = torch.empty(self._own[0] * self._slots, hidden, dtype=torch.float32)
         self._out = np.empty(0, np.int64)
         tokens_R, slots_R = np.array(self._shapes, np.int64).T.copy()
         pointers = np.array([address(one) for one in self.messages], np.uint64)

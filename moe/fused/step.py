@@ -83,7 +83,7 @@ class FusedStep:
                 routed = visit(experts.layer, h, routing).contiguous()
                 due = routed.data_ptr()
             before = layer
-        logits = torch.empty(h.shape[0], self._description.head.rows)
+        logits = torch.empty(h.shape[0], self._description.head.rows, dtype=torch.float32)
         assert before is not None
         norm, head = addressof(self._norm), addressof(self._head)
         self._kernel.head(step, before, due, norm, head, logits.data_ptr())
@@ -95,7 +95,7 @@ class FusedStep:
     def _routings(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Room for ids and weights of each MoE layer: new each step, so that they may be kept."""
         shape = self._num_moe_layers, rows, self._top_k
-        ids, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        ids, weights = (torch.empty(shape, dtype=kind) for kind in (torch.int64, torch.float32))
         return zip(ids.unbind(), weights.unbind(), strict=True)
 
     def _places(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,46 @@ def test_logprobs_are_those_of_the_logits(model: MoE) -> None:
         assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-4)
         assert token.top is not None
         assert [i for i, _ in token.top] == row.topk(2).indices.tolist()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda: default_dtype(torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.enable_grad,
+    ],
+)
+def test_what_the_caller_has_set_for_torch_changes_nothing_here(
+    model: MoE,
+    tiny_checkpoint: Callable[[str], Path],
+    chosen: Callable[[], AbstractContextManager[object]],
+) -> None:
+    prompts, params = PROMPTS + [[3] * 40], replace(GREEDY, repetition_penalty=1.1)
+    tokens = [completion.token_ids for completion in model.generate(prompts, params)]
+    logits = model.logits([5, 9, 33])
+    with chosen():
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+        loaded = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+        for one in (model, loaded):
+            assert [found.token_ids for found in one.generate(prompts, params)] == tokens
+            assert torch.Tensor.equal(one.logits([5, 9, 33]), logits)
+        stream = model.stream(prompts, params)
+        next(stream)  # between steps the caller's own hold
+        assert (torch.get_default_dtype(), torch.get_default_device()) == (dtype, device)
+        stream.close()
+    assert loaded.status()["fused"] == model.status()["fused"]
+    assert loaded.status()["packing"] == model.status()["packing"]
 
 
 def test_closing_a_stream_stops_it(model: MoE) -> None:
