@@ -4,8 +4,10 @@
 
 A random Qwen3-MoE of 16 layers whose weights are next to nothing (hidden size 32, 64 experts of
 width 8, top-8), decoded by `Engine.step`: through transformers' own layers and fused
-(`engine.fused`), in turns. What is left is Python, dispatch and synchronisation: everything from
-one token to the next, sampling and routing statistics included, divided by the number of layers.
+(`engine.fused`), in turns; fused ones as one call, and as they run where somebody acts at the
+layers: a call a layer, the experts through the seam. What is left is Python, dispatch and
+synchronisation: everything from one token to the next, sampling and routing statistics included,
+divided by the number of layers.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -57,6 +60,18 @@ def decoding(model: MoE, batch: int) -> Callable[[int], object]:
     return step
 
 
+def asking(model: MoE, step: Callable[[int], object]) -> Callable[[int], object]:
+    """The same step for somebody who acts at the layers: here, who brings a kernel of his own."""
+    own, kernel = model.experts.forward, partial(model.experts.forward)
+
+    def asked(call: int) -> None:
+        model.experts.forward = kernel
+        step(call)
+        model.experts.forward = own
+
+    return asked
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one second of each batch size")
@@ -69,17 +84,20 @@ def main() -> None:
         plain = MoE.from_pretrained(folder, engine={"fused": "off"})
         fused = MoE.from_pretrained(folder)
     for batch in map(int, options.batch.split(",")):
-        seconds = take_turns(
-            {"transformers": decoding(plain, batch), "fused": decoding(fused, batch)},
-            1.0 if options.quick else options.seconds,
-        )
+        step = decoding(fused, batch)
+        ways = {
+            "transformers": decoding(plain, batch),
+            "a call a layer": asking(fused, step),
+            "one call": step,
+        }
+        seconds = take_turns(ways, 1.0 if options.quick else options.seconds)
         us = {name: value * 1e6 / LAYERS for name, value in seconds.items()}
         found[str(batch)] = {name: round(value, 1) for name, value in us.items()}
-        ratio = us["transformers"] / us["fused"]
-        rows.append([batch, f"{us['transformers']:.0f}", f"{us['fused']:.0f}", f"{ratio:.1f}"])
+        ratios = [f"{us[name] / us['one call']:.1f}" for name in list(ways)[:2]]
+        rows.append([batch, *(f"{value:.0f}" for value in us.values()), *ratios])
     print_table(
         "Microseconds a layer beside the weights",
-        ["batch", "transformers", "fused", "ratio"],
+        ["batch", *ways, "ratio to transformers", "to a call a layer"],
         rows,
     )
     print_json({"us_a_layer": found, "fused": fused.status()["fused"], **environment()})

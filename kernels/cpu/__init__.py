@@ -19,6 +19,7 @@ from kernels.cpu.assign import NativeAssign
 from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
+from kernels.cpu.layer import AtOnce
 from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
@@ -58,6 +59,14 @@ class NativeKernels:
         if isinstance(experts, QuantizedExperts):
             return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
+
+    def at_once(self, hidden_TH: Tensor, experts: AnyExperts) -> AtOnce | None:
+        """How C++ callers run a layer for rows like these; None where they cannot."""
+        if not self.supports(hidden_TH, experts):
+            return None
+        if isinstance(experts, QuantizedExperts):
+            return self.planes.at_once(experts)
+        return self.whole.at_once(experts)
 
     def meeting(self, *arguments: Any, **options: Any) -> NativeMeeting:
         """Dispatches of ranks of one machine; see NativeMeeting."""

@@ -41,6 +41,25 @@ struct Step {
   int32_t threads;
 };
 
+// A layer's routed experts, all in memory: moe_forward or moe_quantized_forward, and what it takes.
+struct Experts {
+  int32_t (*forward)(const void* layer, const Activation*, const void* hidden, int32_t dtype,
+                     const int64_t* ids, const float* weights, int64_t tokens, int64_t slots,
+                     void* out, float* so_far, int32_t threads);  // null: the layer has none
+  const void* layer;
+  const Activation* activation;
+  int64_t index;  // counted over MoE layers
+};
+
+struct Model {
+  const Layer* layers;     // (count,)
+  const Experts* experts;  // (count,)
+  const Norm* norm;
+  const Matrix* head;
+  int64_t count, top_k;
+  double patience;  // seconds after which a call returns between two layers
+};
+
 // A call's scratch memory, handed out in order; with null memory it only counts.
 struct Arena {
   char* memory;
@@ -105,3 +124,12 @@ struct Pass {
 };
 
 }  // namespace decode
+
+extern "C" {
+int32_t moe_decode_layer(const decode::Step* step, const decode::Layer* before,
+                         const decode::Layer* layer, const float* routed, int64_t* ids,
+                         float* weights);
+int32_t moe_decode_head(const decode::Step* step, const decode::Layer* before,
+                        const float* routed, const decode::Norm* norm, const decode::Matrix* head,
+                        float* out);
+}

@@ -6,10 +6,11 @@ A record holds addresses: whoever fills it keeps the tensors alive. Legend as in
 from __future__ import annotations
 
 import ctypes
+from ctypes import addressof
 from typing import Any
 
 from kernels.cpu.activation import Activation
-from kernels.cpu.calls import NUMBER, POINTER, check_done
+from kernels.cpu.calls import NUMBER, POINTER, SIZE, check_done
 from kernels.cpu.plans import MatrixRecord
 
 ABSENT, BIT_PLANES = -1, 8
@@ -95,6 +96,22 @@ class Step(ctypes.Structure):
     )
 
 
+class Experts(ctypes.Structure):
+    """A layer's routed experts; absent where ``forward`` is null."""
+
+    _fields_ = (*_pointers("forward", "layer", "activation"), *_sizes("index"))
+
+
+class Model(ctypes.Structure):
+    """Layers and their experts are arrays; ``patience`` in seconds."""
+
+    _fields_ = (
+        *_pointers("layers", "experts", "norm", "head"),
+        *_sizes("count", "top_k"),
+        ("patience", ctypes.c_double),
+    )
+
+
 class NativeDecode:
     """Decode steps by a compiled library (see kernels/cpu/build.py); all arguments are addresses.
 
@@ -105,6 +122,22 @@ class NativeDecode:
         self._layer, self._head = library.moe_decode_layer, library.moe_decode_head
         for function in (self._layer, self._head):
             function.restype, function.argtypes = NUMBER, (POINTER,) * 6
+        self._model = library.moe_decode_model
+        self._model.restype, self._model.argtypes = SIZE, (POINTER, POINTER, SIZE, *(POINTER,) * 4)
+
+    def model(
+        self, step: int, model: Model, routed: int, ids: int, weights: int, logits: int
+    ) -> None:
+        """(B, V) logits by way of all layers and their experts, with interrupts heard on the way.
+
+        Args:
+            routed: room for (B, H) rows.
+            ids, weights: (MoE layers, B, K), filled.
+        """
+        done = 0
+        while done < model.count:
+            done = self._model(step, addressof(model), done, routed, ids, weights, logits)
+            check_done(done)
 
     def layer(
         self, step: int, before: int | None, layer: int, routed: int | None, ids: int, weights: int

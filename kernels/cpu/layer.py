@@ -12,7 +12,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,16 @@ class Call(Generic[Weights]):
     so_far: int | None
 
 
+class AtOnce(NamedTuple):
+    """Addresses of the C++ function that runs a whole layer, and of its first two arguments, which
+    point into what is kept."""
+
+    forward: int
+    layer: int
+    activation: int
+    kept: object
+
+
 class NativeLayer(ABC, Generic[Weights]):
     """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
 
@@ -85,6 +95,16 @@ class NativeLayer(ABC, Generic[Weights]):
         run = self._at_once if whole else self._in_steps
         run(plan, Call(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
+
+    def at_once(self, experts: Weights) -> AtOnce | None:
+        """What C++ callers run a layer with; None where Python has to act on the way."""
+        plan = self._plan(experts)
+        if plan.activation is None or experts.post_norm is not None:
+            return None
+        forward = ctypes.cast(self._forward, ctypes.c_void_p).value  # type: ignore[arg-type]
+        assert forward is not None
+        records = ctypes.addressof(plan.record), ctypes.addressof(plan.activation)
+        return AtOnce(forward, *records, (plan, experts))
 
     def _at_once(self, plan: Plan, call: Call[Weights]) -> None:
         assert plan.activation is not None

@@ -9,14 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.cpu import choose_kernel
+from kernels.cpu import NativeKernels, choose_kernel
+from kernels.cpu.layer import AtOnce
+from kernels.reference import AnyExperts
 from kernels.triton import triton_status
 from moe.embeddings import trunk_dtype
 from moe.fused.describe import describe
-from moe.fused.description import NotDescribed
+from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.observe import observe_random
 from moe.fused.probe import prove
-from moe.fused.reference import visitor
+from moe.fused.resident import Resident, ResidentStep
 from moe.fused.step import FusedStep
 from moe.kv import Work
 from moe.moe_layer import MoELayers
@@ -70,9 +72,30 @@ def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
     if kernel is None:
         raise NotDescribed(why_not)
     description = describe(trunk.model, observe_random(trunk))
-    step = FusedStep(description, kernel.decode)
+    resident, inside = _resident(description, experts, kernel)
+    step = FusedStep(description, kernel.decode, inside)
     reason = prove(trunk, description, step)
-    return partial(step, visit=visitor(experts.run)), reason
+    whole = ResidentStep(step, resident, experts)
+    return whole, f"{reason}; {whole.where}"
+
+
+def _resident(
+    description: Description, experts: MoELayers, kernel: NativeKernels
+) -> tuple[Resident, list[AtOnce]]:
+    """The experts, and how the compiled step runs each layer of them if it can run them all."""
+    rows, inside = torch.empty(1, description.norm.weight.numel()), list[AtOnce]()
+
+    def takes(layer: AnyExperts) -> bool:
+        call = kernel.at_once(rows, layer)
+        inside.extend([] if call is None else [call])
+        return call is not None
+
+    resident = Resident(experts, takes)
+    feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
+    known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
+    if not resident.why_not and known != list(range(len(experts.layers))):
+        resident.why_not = "not every router follows a rule that is known here"
+    return resident, [] if resident.why_not else inside
 
 
 def _recorded(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:

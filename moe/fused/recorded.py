@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
+from kernels import reads_nothing_back
 from moe.embeddings import trunk_dtype
 from moe.fused.agreement import EXACT, ROUNDED, Run, compare, difference, gaps
 from moe.fused.describe import describe
@@ -25,8 +25,8 @@ from moe.fused.probe import (
     read_plainly,
 )
 from moe.fused.recording import Capture, CudaCapture
-from moe.fused.reference import Visitor, reference_step, visitor
-from moe.fused.resident import Resident
+from moe.fused.reference import Visitor, reference_step
+from moe.fused.resident import Resident, ResidentStep
 from moe.fused.shadow import Shadow
 from moe.kv import Work
 from moe.moe_layer import MoELayers
@@ -52,7 +52,7 @@ def recorded_step(
     prove(shadow.trunk, copied, partial(reference_step, copied))
     description = shadow.cast(copied)
     rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=trunk.device)
-    resident = Resident(experts, rows)
+    resident = Resident(experts, partial(reads_nothing_back, rows))
     step = GraphStep(description, trunk.device, dtype, resident.run, capture)
     reason = _prove_recorded(shadow, description, step)
     if not resident.why_not:
@@ -60,25 +60,8 @@ def recorded_step(
             _prove_alone(trunk, step, resident.run, dtype)
         except NotDescribed as error:
             resident.why_not = str(error)
-    inside = f"outside: {resident.why_not}" if resident.why_not else "inside"
-    return _Recorded(step, resident, experts), f"{reason}; experts {inside}"
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """Runs experts inside the recording while nobody else is concerned."""
-
-    step: GraphStep
-    resident: Resident
-    experts: MoELayers
-
-    def __call__(self, work: Sequence[Work]) -> list[Tensor]:
-        phase = self.resident.phase()
-        if phase is None:
-            return self.step(work, visitor(self.experts.run))
-        logits, visited = self.step.alone(work)
-        self.resident.count(visited, phase)
-        return logits
+    whole = ResidentStep(step, resident, experts)
+    return whole, f"{reason}; {whole.where}"
 
 
 @torch.inference_mode()

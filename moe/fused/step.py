@@ -1,11 +1,12 @@
-"""A decode step by description, compiled: one C++ call a layer between runs of its experts.
+"""A decode step by description, compiled: one C++ call a layer between runs of its experts, or one
+for all layers where it may run them by itself.
 
 Legend: B rows, each one new token; a sequence may have several, at successive positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import addressof
 
 import numpy as np
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import decode as native
+from kernels.cpu.layer import AtOnce
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
 from moe.fused.reference import Visitor, read_by
 from moe.kv import SequenceKV, Work
 from routing import Routing
 
+PATIENCE = 0.05
+"""Seconds without a look at whether somebody wants to interrupt the process."""
 _ANY = 1 << 62
 """More positions than there are."""
 
@@ -26,14 +30,22 @@ _ANY = 1 << 62
 class FusedStep:
     """Runs a described model on the CPU.
 
+    Args:
+        inside: of each MoE layer, what `alone` runs its experts with; none: there is no `alone`.
+
     Raises:
         NotDescribed: the compiled step does not take a size or dtype of the description.
     """
 
-    def __init__(self, description: Description, kernel: native.NativeDecode) -> None:
-        keeper = Keeper()
+    def __init__(
+        self,
+        description: Description,
+        kernel: native.NativeDecode,
+        inside: Sequence[AtOnce] = (),
+    ) -> None:
+        keeper, count = Keeper(), len(description.layers)
         self._description, self._kernel, self._keeper = description, kernel, keeper
-        self._records = [keeper.layer(layer) for layer in description.layers]
+        self._records = (native.Layer * count)(*map(keeper.layer, description.layers))
         self._norm, self._head = keeper.norm(description.norm), keeper.matrix(description.head)
         self._layers = [
             (addressof(record), layer.feed if isinstance(layer.feed, Experts) else None)
@@ -46,9 +58,43 @@ class FusedStep:
         self._num_moe_layers, self._top_k = len(routers), max(chosen, default=0)
         self._caches = 1 + max(layer.attention.layer for layer in description.layers)
         self._reserved = 0
+        self._inside = inside
+        self._model = self._whole() if inside else None
+
+    def _whole(self) -> native.Model:
+        layers = [experts.layer for _, experts in self._layers if experts is not None]
+        assert layers == list(range(self._num_moe_layers)), layers  # C++ writes by these numbers
+        experts = [self._run_by(experts) for _, experts in self._layers]
+        self._experts = (native.Experts * len(experts))(*experts)
+        arrays = addressof(self._records), addressof(self._experts)
+        ends = addressof(self._norm), addressof(self._head)
+        return native.Model(*arrays, *ends, len(experts), self._top_k, PATIENCE)
+
+    def _run_by(self, experts: Experts | None) -> native.Experts:
+        if experts is None:
+            return native.Experts()
+        call = self._inside[experts.layer]
+        return native.Experts(call.forward, call.layer, call.activation, experts.layer)
 
     def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
         """Logits as of `moe.trunk.Trunk.lanes`; the sequences grow by the tokens read."""
+        step, h, _kept = self._begin(work)
+        return read_by(work, self._run(addressof(step), h, visit))
+
+    def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
+        """Logits, the same bits, and of each MoE layer what was visited: nobody is asked to run
+        experts."""
+        assert self._model is not None
+        step, h, _kept = self._begin(work)
+        routed, logits = torch.empty_like(h), self._logits(h)
+        ids, weights = self._room(h.shape[0])
+        rows = (routed, ids, weights, logits)
+        self._kernel.model(addressof(step), self._model, *(t.data_ptr() for t in rows))
+        visited = [Routing(*pair) for pair in zip(ids.unbind(), weights.unbind(), strict=True)]
+        return read_by(work, self._scaled(logits)), visited
+
+    def _begin(self, work: Sequence[Work]) -> tuple[native.Step, Tensor, object]:
+        """A step, the rows that its experts read, and what else must live as long."""
         description = self._description
         x = description.embedding(
             torch.tensor([token for item in work for token in item.token_ids])
@@ -61,12 +107,12 @@ class FusedStep:
             positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
             torch.get_num_threads(),
         )  # fmt: skip
-        return read_by(work, self._run(addressof(step), h, visit))
+        return step, h, (x, beside, positions, capacities, addresses)
 
     def _run(self, step: int, h: Tensor, visit: Visitor) -> Tensor:
         """Every layer and the head: ``(B, V)``."""
         run, before, routed, due = self._kernel.layer, None, None, None
-        routings = self._routings(h.shape[0])
+        routings = zip(*(t.unbind() for t in self._room(h.shape[0])), strict=True)
         for layer, experts in self._layers:
             if experts is None:
                 run(step, before, layer, due, 0, 0)
@@ -83,20 +129,25 @@ class FusedStep:
                 routed = visit(experts.layer, h, routing).contiguous()
                 due = routed.data_ptr()
             before = layer
-        logits = torch.empty(h.shape[0], self._description.head.rows, dtype=torch.float32)
+        logits = self._logits(h)
         assert before is not None
         norm, head = addressof(self._norm), addressof(self._head)
         self._kernel.head(step, before, due, norm, head, logits.data_ptr())
+        return self._scaled(logits)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return torch.empty(h.shape[0], self._description.head.rows, dtype=torch.float32)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         scale, softcap = self._description.logit_scale, self._description.logit_softcap
         if scale != 1.0:
             logits *= scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def _routings(self, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Room for ids and weights of each MoE layer: new each step, so that they may be kept."""
+    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
+        """For ids and weights of all MoE layers: new each step, so that they may be kept."""
         shape = self._num_moe_layers, rows, self._top_k
-        ids, weights = (torch.empty(shape, dtype=kind) for kind in (torch.int64, torch.float32))
-        return zip(ids.unbind(), weights.unbind(), strict=True)
+        return torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
 
     def _places(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each row its position, and its caches' capacities and ``(layers, 2)`` addresses."""

@@ -39,7 +39,7 @@ class Maker:
     """Random parts of a description."""
 
     def __init__(self, draw: st.DataObject, hidden: int, *, whole: bool = False) -> None:
-        self.draw, self.hidden = draw.draw, hidden
+        self.draw, self.hidden, self.dense = draw.draw, hidden, 0
         self.bits = None if whole else self.draw(st.sampled_from([None, None, 8, 4]))
         self.dtype = self.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
 
@@ -150,9 +150,10 @@ class Maker:
 
     def layer(self, index: int, router: Router) -> Layer:
         dense = index == 0 and self.draw(st.booleans())
+        self.dense += dense
         return Layer(
             attention=self.latent(index) if self.draw(st.booleans()) else self.grouped(index),
-            feed=self.mlp() if dense else self.experts(index, router),
+            feed=self.mlp() if dense else self.experts(index - self.dense, router),
             attention_norm=self.maybe_norm(self.hidden),
             attention_post_norm=self.maybe_norm(self.hidden),
             feed_norm=self.norm(self.hidden),

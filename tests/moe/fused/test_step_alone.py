@@ -1,0 +1,100 @@
+"""A step in one call beside the same step in a call a layer, on random descriptions and experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import ExpertWeights, QuantizedExperts, experts_forward
+from kernels.cpu import choose_kernel
+from moe.fused.description import Description, Experts
+from moe.fused.step import FusedStep
+from moe.kv import SequenceKV, Work
+from routing import Routing
+from tests.kernels.kernel_cases import make_case
+from tests.kernels.plane_cases import make_layer
+from tests.moe.fused.description_cases import VOCABULARY, Maker, filled
+
+pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+
+EXPERTS = 12
+Layer = ExpertWeights | QuantizedExperts
+
+
+def some_experts(data: st.DataObject, hidden: int) -> Layer:
+    """One layer of any kind that C++ runs by itself."""
+    width, seed = data.draw(st.integers(1, 70)), data.draw(st.integers(0, 2**31))
+    biased = data.draw(st.booleans())
+    sizes = (1, EXPERTS, 1, hidden, width)
+    if data.draw(st.booleans()):
+        bits = tuple(data.draw(st.permutations((8, 4, 3, 2))))
+        kind = data.draw(st.sampled_from(["silu gate", "clamped interleaved gate"]))
+        return make_layer(*sizes, 32, bits, kind, biased=biased, seed=seed).experts
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    kind = data.draw(st.sampled_from(["silu gate", "tanh gelu gate"]))
+    return make_case(*sizes, dtype, activation=kind, biased=biased, seed=seed).experts
+
+
+def whole_step(description: Description, layers: list[Layer]) -> FusedStep:
+    kernel, _ = choose_kernel()
+    assert kernel is not None
+    rows = torch.empty(1, description.norm.weight.numel())
+    inside = [kernel.at_once(rows, layer) for layer in layers]
+    return FusedStep(description, kernel.decode, [call for call in inside if call is not None])
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_one_call_gives_the_bits_of_a_call_a_layer(data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden = data.draw(st.sampled_from([8, 24, 64, 100]))
+    description = Maker(data, hidden).description(3)
+    routed = [layer for layer in description.layers if isinstance(layer.feed, Experts)]
+    layers = [some_experts(data, hidden) for _ in routed]
+    lengths = data.draw(st.lists(st.sampled_from([1, 2, 17, 511, 1100]), min_size=1, max_size=16))
+    one = filled(description, lengths, 6)
+    other = [sequence.fork(sequence.capacity, sequence.length) for sequence in one]
+    step, threads = whole_step(description, layers), torch.get_num_threads()
+    description.embedding.weight[3] = torch.nan  # type: ignore[index,operator]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step._model, "patience", data.draw(st.sampled_from([60.0, -1.0])))
+        try:
+            torch.set_num_threads(data.draw(st.integers(1, 3)))
+            for _ in range(2):
+                check_both(step, layers, new_work(data, one), other)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def new_work(data: st.DataObject, caches: list[SequenceKV]) -> list[Work]:
+    tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=3)
+    return [Work(data.draw(tokens), cache, all_logits=True) for cache in caches]
+
+
+def check_both(
+    step: FusedStep, layers: list[Layer], work: list[Work], others: list[SequenceKV]
+) -> None:
+    routings = []
+
+    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        routings.append(routing)
+        return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
+
+    expected = step([Work(w.token_ids, c, True) for w, c in zip(work, others, strict=True)], visit)
+    actual, visited = step.alone(work)
+    assert all(map(same, actual, expected))
+    assert len(visited) == len(routings)
+    for ours, theirs in zip(visited, routings, strict=True):
+        assert torch.equal(ours.expert_ids, theirs.expert_ids)
+        assert same(ours.weights, theirs.weights)
+    for item, cache in zip(work, others, strict=True):
+        assert item.cache.length == cache.length
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Bit for bit, where both are numbers."""
+    return torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
