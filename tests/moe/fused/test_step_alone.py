@@ -59,7 +59,7 @@ def test_one_call_gives_the_bits_of_a_call_a_layer(data: st.DataObject, seed: in
     one = filled(description, lengths, 6)
     other = [sequence.fork(sequence.capacity, sequence.length) for sequence in one]
     step, threads = whole_step(description, layers), torch.get_num_threads()
-    description.embedding.weight[3] = torch.nan  # type: ignore[index,operator]
+    description.embedding.weight[3] = torch.nan  # type: ignore[operator]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step._model, "patience", data.draw(st.sampled_from([60.0, -1.0])))
         try:
