@@ -1,4 +1,5 @@
-"""The best that any choice among copies can do, by a linear program: too slow to serve.
+"""The best that any choice among copies can do, by programs too slow to serve with: a linear one,
+which may cut tokens, and the same with whole tokens.
 
 Legend: E experts, R ranks.
 """
@@ -7,18 +8,29 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 
-def optimum(loads_E: NDArray[np.float64], copies_ER: NDArray[np.int64]) -> float:
-    """Least heaviest load of a rank over all ways to share each expert's load among its copies."""
+def optimum(
+    loads_E: NDArray[np.float64], copies_ER: NDArray[np.int64], *, whole: bool = False
+) -> float:
+    """Least heaviest load of a rank over all ways to share each expert's load among its copies.
+
+    Args:
+        whole: each rank's part of an expert must be an integer.
+    """
     experts, ranks = np.nonzero(copies_ER)
     shares = len(experts)  # the variable behind them is the heaviest load
     above = np.zeros((copies_ER.shape[1], shares + 1))
     above[ranks, np.arange(shares)] = 1
     above[:, shares] = -1
-    whole = np.zeros((len(loads_E), shares + 1))
-    whole[experts, np.arange(shares)] = 1
-    cost = np.eye(shares + 1)[shares]
-    solved = linprog(cost, A_ub=above, b_ub=np.zeros(len(above)), A_eq=whole, b_eq=loads_E)
+    all_of = np.zeros((len(loads_E), shares + 1))
+    all_of[experts, np.arange(shares)] = 1
+    solved = milp(
+        np.eye(shares + 1)[shares],
+        integrality=np.full(shares + 1, int(whole)),
+        bounds=Bounds(0, np.inf),
+        constraints=[LinearConstraint(above, ub=0), LinearConstraint(all_of, loads_E, loads_E)],
+    )
+    assert solved.success, solved.message
     return float(solved.fun)

@@ -3,18 +3,20 @@
 EPLB places by the mean load and gives each copy an equal part. Here a placement is judged as it
 will be used: the mean over observed steps of the heaviest rank's load after `share_by_price`. A
 greedy start (no rank gets two copies of one expert) is improved by exchanges between two ranks and
-by giving a copy's slot to another expert, as long as that lowers the mean. `repack` starts from
-where experts are and takes a change only if it also pays for what it moves.
+by giving a copy's slot to another expert: on few ranks by `cuts`, on more as long as that lowers
+the mean. `repack` starts from where experts are and takes a change only if it also pays for what it
+moves.
 
 Legend: S steps, E experts, R ranks, P slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
+from experts.placement.cuts import MOST_RANKS, anneal, heaviest_by_cuts
 from experts.placement.eplb import eplb, replicate
 from experts.placement.moves import fewest_moves
 from experts.placement.placement import Floats, Ints, Placement, check_shape
@@ -23,7 +25,7 @@ from experts.placement.sharing import share_by_price
 Change = tuple[tuple[int, int, int], ...]
 """Experts, ranks, and copies more or less there."""
 
-MAX_STEPS = 48
+MAX_STEPS = 64
 """Steps that a placement is judged by; evenly spaced ones of those observed."""
 SWEEPS = 20
 MAX_ROUNDS = 200
@@ -47,8 +49,9 @@ def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
     costs_SE = _judged(costs_SE)
     mean_E = costs_SE.mean(0)
     starts = [_greedy(mean_E, slots, ranks), eplb(mean_E, slots, ranks).copies_ER]
-    found = [_improve(start, costs_SE) for start in starts if start.max() == 1]
-    return Placement.from_held(min(found, key=lambda one: one[1])[0] > 0)
+    free_E = np.zeros_like(mean_E)
+    found = [_improve(start, costs_SE, free_E) for start in starts if start.max() == 1]
+    return Placement.from_held(min(found, key=lambda one: heaviest(costs_SE, one)) > 0)
 
 
 def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Placement:
@@ -62,8 +65,7 @@ def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Placement:
     """
     if current.copies_ER.max() > 1:
         return current
-    home_ER = current.copies_ER
-    copies_ER, _ = _improve(home_ER, _judged(costs_SE), lambda held: fee(held, home_ER, price_E))
+    copies_ER = _improve(current.copies_ER, _judged(costs_SE), price_E)
     return fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
 
 
@@ -74,6 +76,8 @@ def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
 
 def heaviest(costs_SE: Floats, copies_ER: Ints) -> float:
     """Mean over the steps of the heaviest rank's load when copies share by price."""
+    if copies_ER.shape[1] <= MOST_RANKS:
+        return float(heaviest_by_cuts(costs_SE, copies_ER).mean())
     return float(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1).mean())
 
 
@@ -106,22 +110,25 @@ def _greedy(loads_E: Floats, slots: int, ranks: int) -> Ints:
     return copies_ER
 
 
-def _improve(
-    copies_ER: Ints, costs_SE: Floats, fee_of: Callable[[Ints], float] = lambda _: 0.0
-) -> tuple[Ints, float]:
-    """Make promising changes, each that is worth it, until none is or loads are level."""
-    value, level = heaviest(costs_SE, copies_ER), costs_SE.sum(1).mean() / copies_ER.shape[1]
+def _improve(home_ER: Ints, costs_SE: Floats, price_E: Floats) -> Ints:
+    """Make changes that are worth it, moves paid for, until none is found or loads are level."""
+    value, level = heaviest(costs_SE, home_ER), costs_SE.sum(1).mean() / home_ER.shape[1]
+    if value <= level * (1 + WORTH):
+        return home_ER
+    if home_ER.shape[1] <= MOST_RANKS:
+        found_ER = anneal(home_ER, costs_SE, price_E)
+        lower = heaviest(costs_SE, found_ER) + fee(found_ER, home_ER, price_E)
+        return found_ER if lower <= value * (1 - WORTH) else home_ER
+    copies_ER = home_ER
     for _ in range(MAX_ROUNDS):
-        if value <= level * (1 + WORTH):
-            break
         for changed_ER in _changes(copies_ER, costs_SE):
-            lower = heaviest(costs_SE, changed_ER) + fee_of(changed_ER)
+            lower = heaviest(costs_SE, changed_ER) + fee(changed_ER, home_ER, price_E)
             if lower <= value * (1 - WORTH):
                 value, copies_ER = lower, changed_ER
                 break
         else:
             break
-    return copies_ER, value
+    return copies_ER
 
 
 def _changes(copies_ER: Ints, costs_SE: Floats) -> Iterator[Ints]:

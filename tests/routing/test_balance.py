@@ -20,9 +20,11 @@ def test_whole_tokens_are_all_served_by_holders(step: tuple[Ints, Ints]) -> None
     np.testing.assert_array_equal(counts_ER.sum(1), tokens_E)
     assert (counts_ER >= 0).all()
     assert (counts_ER[copies_ER == 0] == 0).all()
-    # Whole tokens reach the optimum of divisible ones, rounded up (flows of integers are integers).
-    least = optimum(tokens_E.astype(np.float64), copies_ER)
-    assert counts_ER.sum(0).max() == np.ceil(least - 1e-6)
+    # The least that whole tokens can do: the optimum of divisible ones, rounded up (flows of
+    # integers are integers).
+    loads_E, heaviest = tokens_E.astype(np.float64), counts_ER.sum(0).max()
+    assert heaviest == np.ceil(optimum(loads_E, copies_ER) - 1e-6)
+    assert heaviest == round(optimum(loads_E, copies_ER, whole=True))
 
 
 @given(steps())
