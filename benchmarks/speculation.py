@@ -1,8 +1,10 @@
 """Does drafting pay: how much is accepted, what does it read, how fast is it, and who chose best?
 
-    python -m benchmarks.speculation [--quick] [--parts grid real replayed]
+    python -m benchmarks.speculation [--quick] [--parts grid account real replayed]
 
 - grid: what the shipped model accepts of drafts by a part of it (`benchmarks.speculation_grid`);
+- account: what the controller decides against every fixed choice, on texts of the shipped model,
+  with times that are drawn (`benchmarks.speculation_worth`): no load of this machine's in it;
 - real: the shipped model end to end, all in memory and with a half and a quarter of its experts,
   greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller,
   n-grams wherever there are any, and fixed depths of the elastic mode, in turns on the same
@@ -17,7 +19,7 @@
 Each part takes minutes: ``--parts``, ``--residency`` and ``--temperatures`` divide it.
 ``bytes_per_token`` is read from disk where experts are there, from memory elsewhere, drafts
 included. ``of best`` compares with the best of all fixed depths, none included, chosen in
-hindsight. The last line is JSON.
+hindsight. ``noise`` is the standard error of a speed-up, from run to run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ from benchmarks.speculation_tables import (
     show_choices,
     show_grid,
 )
+from benchmarks.speculation_worth import account, show_account
 from moe import MoE
 from moe.speculate.draft import Mode
 
-PARTS = ("grid", "real", "replayed")
+PARTS = ("grid", "account", "real", "replayed")
 BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -106,7 +109,7 @@ def parse() -> argparse.Namespace:
     add("--tokens", type=int, default=None, help="of each decoding")
     options = parser.parse_args()
     quick = options.quick
-    options.parts = options.parts or list(PARTS[:2] if quick else PARTS)
+    options.parts = options.parts or (["grid", "real"] if quick else list(PARTS))
     options.batch = options.batch or ([1, 4] if quick else list(BATCHES))
     options.residency = options.residency or ([1.0, 0.5] if quick else [1.0, 0.5, 0.25])
     options.temperatures = options.temperatures or ([0.0] if quick else [0.0, 0.8])
@@ -129,6 +132,10 @@ def main() -> None:
         show_choices(cells)
         result |= {"grid": cells, "directions": directions(cells), "choices": choices(cells)}
         print(result["directions"], flush=True)
+    if "account" in options.parts:
+        decided = account(MoE.from_pretrained(target.store), options)
+        show_account(decided)
+        result["account"] = decided
     if "real" in options.parts:
         points_, same, errors = real(target, options)
         show("The shipped model, end to end", points_)

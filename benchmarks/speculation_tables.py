@@ -83,11 +83,19 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
                 "plain_bytes_per_token": round(read(plain)),
                 "tokens_per_second": round(each.rate, 2),
                 "speedup": round(each.rate / plain.rate, 3),
+                "noise": _noise(each, plain),
                 "early_speedup": _early(each, plain),
                 "of_best": round(each.rate / best, 3),
             }
         )
     return points_
+
+
+def _noise(each: Contender, plain: Contender) -> float | None:
+    """Standard error of the speed-up, from pairs of runs on the same prompts; None of one pair."""
+    pairs = zip(each.runs, plain.runs, strict=True)
+    gains = [rate_of([one]) / rate_of([other]) for one, other in pairs]
+    return round(stdev(gains) / len(gains) ** 0.5, 3) if len(gains) > 1 else None
 
 
 def _early(each: Contender, plain: Contender) -> float | None:
@@ -97,7 +105,7 @@ def _early(each: Contender, plain: Contender) -> float | None:
 
 def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
     names = ("batch", "residency", "temperature", "mode", "depth", "acceptance", "accepted_length")
-    numbers = ("tokens_per_second", "speedup", "early_speedup", "of_best")
+    numbers = ("tokens_per_second", "speedup", "noise", "early_speedup", "of_best")
     rows = [
         [
             *(str("auto" if point[n] is None else point[n]) for n in names),
@@ -108,7 +116,7 @@ def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
         for point in points_
     ]
     columns = ("batch", "resident", "T", "mode", "depth", "accepted", "length", "MB", "plain MB")
-    print_table(title, (*columns, "tokens/s", "speed-up", "early", "of best"), rows)
+    print_table(title, (*columns, "tokens/s", "speed-up", "±", "early", "of best"), rows)
 
 
 def show_grid(cells: Sequence[dict[str, Any]]) -> None:

@@ -23,8 +23,8 @@ from moe.speculate.model_free import ModelFree
 from moe.speculate.verify import verify
 from routing.predict import Forecast
 
-JUDGED = 16
-"""Last tokens of a batch on which drafts are judged that nobody asked for."""
+HEARD, JUDGED = 2, 16
+"""Sequences of a batch, and their last tokens, on which drafts are judged that nobody asked for."""
 SURE = 0.5
 """Confidence of a model-free draft with which nobody else is asked."""
 
@@ -56,10 +56,10 @@ class Speculator:
         self.forecast: Forecast | None = None
         self._elastic, self._model_free = elastic, list(model_free)
         self._max_depth, self._clock = max_depth, clock
-        self._drafted = self._began = 0.0
-        self._start, self._batch, self._tokens = 0.0, 0, 0
+        self._start = self._drafted = self._began = 0.0
+        self._batch = self._tokens = self._left = self._turn = 0
         self._plain: list[float] = []  # seconds of steps that nobody has been told of
-        self._left, self._resting, self._unheard = 0, False, False
+        self._resting = False
         self._draft_bytes, self._draft_rows = 0, list[int]()
         self._trials: list[Trial] = []
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
@@ -71,7 +71,8 @@ class Speculator:
         if self._left == 0 or batch != self._batch:
             if self._plain:
                 self.controller.rested(self._batch, self._plain)
-                self._plain, self._unheard = [], True
+                self._plain = []
+                self._judge(sequences)
             self._left, self._batch = self.controller.rests(batch), batch
         self._resting = self._left > 0
         self._left -= self._resting
@@ -84,8 +85,6 @@ class Speculator:
         self._trials, self._draft_rows = [], []
         bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
         limits = self._limits(sequences, spare)
-        if self._unheard:
-            self._judge(sequences)
         offers = [self._offers(*own) for own in zip(sequences, limits, strict=True)]
         choices = self.controller.plan(sequences, limits, offers)
         drafts = [_taken(choice, offer) for choice, offer in zip(choices, offers, strict=True)]
@@ -148,11 +147,12 @@ class Speculator:
         return offers
 
     def _judge(self, sequences: Sequence[RunningSequence]) -> None:
-        """Tell the controller what model-free drafts would have brought while nobody looked."""
-        self._unheard, last = False, max(1, JUDGED // len(sequences))
-        for source in self._model_free:
-            for sequence in sequences:
-                judged = source.judge(sequence, self._max_depth, last)
+        """Tell the controller what drafts of some sequences would have brought in a rest."""
+        self._turn += 1
+        start = self._turn * HEARD % len(sequences)
+        for sequence in sequences[start : start + HEARD]:
+            for source in self._model_free:
+                judged = source.judge(sequence, self._max_depth, JUDGED)
                 self.controller.hear(sequence, source.mode, judged)
 
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:

@@ -2,9 +2,8 @@
 
 Each step the choice with the highest goodput is taken; now and then another one that luck could
 make better. Nothing is drafted that could lose more than an account has room for, and where no
-drafts are in sight nobody looks for them. Everything is learnt from the steps themselves, and from
-what drafts that cost nothing would have brought. No tensors here: what decides can be tried on
-simulated processes (tests/moe/speculate).
+drafts are in sight nobody looks for them. Everything is learnt from steps, and from what drafts
+that cost nothing would have brought. No tensors here: it runs in simulated worlds, too.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from moe.speculate.control.budget import Budget
 from moe.speculate.control.coverage import Counter, Counts
 from moe.speculate.control.figures import control_figures
 from moe.speculate.control.paper import Paper
-from moe.speculate.control.rest import Rest, typical
+from moe.speculate.control.rest import OUTLIER, Rest, typical
 from moe.speculate.control.search import PLAIN, Plan, Search, Step, prices
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.control.upkeep import LONGEST, Upkeep
+from moe.speculate.control.upkeep import Upkeep
 from moe.speculate.draft import Choice, Draft, Judged, Mode, Round
 
 CAUTION = 1.02
@@ -35,10 +34,6 @@ LOOKING = 0.0025
 """The same of looking for drafts where none have paid."""
 LEARNING = 0.01
 """Share of the time that learning may take; then only some steps are learnt from."""
-REST = 3.0
-"""Plain steps' time that there has to be room for after there was none: to look, and to draft."""
-OUTLIER = 3.0
-"""Times what was expected that a step may count for."""
 
 
 class Controller:
@@ -77,9 +72,11 @@ class Controller:
 
     def rests(self, batch: int) -> int:
         """Plain steps to come that need not be asked about."""
-        steps = self._rest.steps(batch)
-        if steps == 0 and self._idle:
-            steps = self._rest.take(self._budget.steps_until_trial(batch))
+        poor = self.account.recovers(self.costs.verify(batch, batch))
+        if not poor and self._paper.pays(self._free):
+            self._rest.wake()
+        idle = self._budget.steps_until_trial(batch) if self._idle else 0
+        steps = self._rest.steps(batch) or self._rest.piece(poor or idle)
         if steps == 0 or self.costs.coverage.sizes.resident < 1:  # what rests visit says little
             self._count.start()
         return steps
@@ -95,11 +92,16 @@ class Controller:
 
     def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
         """What a model-free mode would have drafted while nobody looked, and what was right."""
+        batch, saved = self._rest.batch, 0.0
+        step = self.costs.verify(batch, batch)
+        price = self._prices[1] or self.costs.row(batch, batch) * batch / step
         for confidence, right in judged:
             if drafted := len(confidence):
                 self.acceptance.observe(sequence, mode, drafted, confidence, drafted, right)
             depth = self.keep(mode, confidence)
-            self._paper.note(mode, min(right, depth) - depth * self._prices[1])
+            self._paper.note(mode, gain := min(right, depth) - depth * price)
+            saved += gain * step  # one sequence stands for all
+        self.account.promise(saved, step)
 
     def plan(
         self,
@@ -156,8 +158,6 @@ class Controller:
             self._rest.take(self._looking.steps(step))
         elif not any(choice.depth for choice in self._plan.choices):
             self._paper.looked(max(seconds - plain, 0.0) / step)
-        if self.account.room < 0:
-            self._rest.take(min(self.account.steps_until(REST, step), LONGEST))
 
     def figures(self) -> dict[str, Any]:
         """What is known and what came of it, for JSON."""

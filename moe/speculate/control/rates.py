@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 KEEP = 0.98  # a trial counts half after 34 later ones at its position
-FADE = 0.998  # and half after 350 steps in which nobody tried
+FADE = 0.9995  # and half after 1400 steps in which nobody tried
 FIRST = 0.35
 """Acceptance that is assumed of a mode that nobody has tried: too low to be chosen for itself."""
 DOUBT = 2.0

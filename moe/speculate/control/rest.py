@@ -11,16 +11,25 @@ FIRST = 8
 """Plain steps before looking begins with a new number of sequences."""
 EVERY, BURST = 128, 2
 """Steps of looking after which so many plain ones are measured again."""
+PIECES = 8, 128
+"""A long rest is cut, as drafts that cost nothing are judged between its pieces: each is twice as
+long as the one before, beginning with twice the first number, up to the second."""
 OUTLIER = 2.0
-"""Times the median that one of them may count for."""
+"""Times what was expected, or the median of its like, that a step may count for."""
 
 
 class Rest:
-    """Counts steps."""
+    """Counts steps.
+
+    Attributes:
+        batch: sequences of the last plain steps.
+    """
 
     def __init__(self) -> None:
         self._plain = Counter[int]()  # by sequences
         self._left = self._looked = 0
+        self._piece = PIECES[0]
+        self.batch = 1
 
     def steps(self, batch: int) -> int:
         """Plain steps to come of so many sequences; 0 where one begins that looks for drafts."""
@@ -37,9 +46,18 @@ class Rest:
         self._left = max(self._left, steps)
         return self._left
 
+    def piece(self, steps: int) -> int:
+        """The beginning of so many plain steps."""
+        self._piece = min(2 * self._piece, PIECES[1]) if steps else PIECES[0]
+        return min(steps, self._piece)
+
+    def wake(self) -> None:
+        """There is something to look for."""
+        self._left = 0
+
     def over(self, batch: int, steps: int) -> None:
         """So many of them were plain."""
-        self._left = max(self._left - steps, 0)
+        self.batch, self._left = batch, max(self._left - steps, 0)
         self._plain[batch] += steps
 
 

@@ -159,14 +159,15 @@ class Simulation:
         if self.left == 0:
             if self.plain:
                 controller.rested(self.batch, self.plain)
+            while self.unheard:
+                sequence, draft = self.unheard.pop()
+                judged = [(draft.confidence, self._right(draft.confidence))]
+                controller.hear(sequence, NGRAM, judged)
             self.plain, self.left = [], controller.rests(self.batch)
         if self.left:
             self.left -= 1
             self._rest(offers, outcome)
             return
-        while self.unheard:
-            sequence, draft = self.unheard.pop()
-            controller.hear(sequence, NGRAM, [(draft.confidence, self._right(draft.confidence))])
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
         chances: list[list[float]] = [[] for _ in choices]
         draft_rows = self._draft(controller, choices, chances)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.engine.sequence import RunningSequence
-from moe.speculate.control.account import CREDIT, SHARE, UNSPENT, Account
+from moe.speculate.control.account import CREDIT, LENT, SHARE, UNSPENT, Account
 from moe.speculate.control.coverage import Coverage, Sizes
 from moe.speculate.control.goodput import best_option
 from moe.speculate.control.paper import Paper
@@ -178,6 +178,9 @@ def test_trials_are_paid_from_a_share_of_the_time() -> None:
     for _ in range(100):
         account.earn(1.0, 1.0)
         assert account.room == UNSPENT  # from the beginning, and no more
+    assert not account.affords_trial(0.6)
+    for _ in range(100):
+        account.earn(1.0, 1.0)
     assert account.affords_trial(0.99)
     account.settle(3.0, 2.2, 1.0)
     account.tried(0.8)
@@ -186,6 +189,23 @@ def test_trials_are_paid_from_a_share_of_the_time() -> None:
     for _ in range(1000):
         account.earn(1.0, 1.0)
     assert account.room == UNSPENT
+
+
+def test_what_paper_promises_is_lent_once_and_again_when_it_has_been_paid_back() -> None:
+    account = Account()
+    account.earn(1.0, 1.0)
+    for _ in range(5):
+        account.promise(6.0, 1.0)
+    assert account.room == UNSPENT + LENT
+    account.promise(-6.0, 1.0)
+    assert account.room == UNSPENT + LENT
+    account.settle(UNSPENT + LENT, 0.0, 1.0)  # nothing came of it
+    spent = account.room
+    account.promise(6.0, 1.0)
+    assert account.room == spent
+    account.settle(1.0, 4.0, 1.0)
+    account.promise(6.0, 1.0)
+    assert account.room == pytest.approx(spent + 3.01 + 3.0)
 
 
 def test_gains_are_measured_and_may_be_lost_again_in_part() -> None:

@@ -1,0 +1,194 @@
+"""What the controller's decisions are worth, by an account: no clock of this machine's in it.
+
+The real `Speculator`, with its controller and its model-free drafts, goes through texts that the
+shipped model has said. A drafted token is right where the text has it; drafts by the model itself
+are right as often as the shipped model's were. Time is what such steps have been measured to take,
+with noise that is drawn (`Costs`): so whatever else runs here, the same texts give the same
+figures, and what a decision costs can be counted apart from what an operation costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from moe.sampling.sampler import Token
+from moe.speculate.control.controller import Controller
+from moe.speculate.control.coverage import Sizes
+from moe.speculate.control.steps import StepCosts
+from moe.speculate.draft import Draft, Mode
+from moe.speculate.elastic import ElasticDrafts, GoesOn
+from moe.speculate.fixed import FixedDepth
+from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.speculator import Speculator
+
+MAX_DEPTH = 6
+MODES = (Mode("elastic", bits=4), Mode("elastic", bits=2), Mode("elastic", bits=4, experts=2))
+Said = tuple[list[int], list[int]]
+"""A prompt, and what the model has said behind it."""
+EXPERTS, VISITS = 384, 24
+"""Of the shipped model, in all layers; of a token."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is measured of the shipped model (docs/results), in plain steps of one sequence.
+
+    Attributes:
+        sequence, row: of one more sequence in a step, of one more drafted row.
+        a_pass: of drafting by the model.
+        drafting: beside a plain step, whatever is drafted: proposing, verifying, telling.
+        thinking: of one search for a plan, and of learning from one step.
+        accepts: share of tokens drafted by the model itself that are right, at temperature 0, else.
+        noise: standard deviation of the logarithm of times.
+        peaks: share of steps that look or draft in which other work comes between: they take three
+            times as long.
+        first: the first step that verifies takes so many times what it will take later.
+    """
+
+    sequence: float
+    row: float
+    a_pass: float
+    drafting: float
+    thinking: float
+    accepts: tuple[float, float]
+    noise: float = 0.1
+    peaks: float = 0.01
+    first: float = 3.0
+
+    def step(self, sequences: int, rows: int) -> float:
+        return 1 + self.sequence * (sequences - 1) + self.row * (rows - sequences)
+
+
+COSTS = {
+    1.0: Costs(0.32, 0.155, 0.95, 0.13, 0.15, (0.98, 0.92)),
+    0.5: Costs(0.7, 0.1, 0.4, 0.05, 0.06, (0.66, 0.53), noise=0.4),
+    0.25: Costs(0.55, 0.08, 0.3, 0.03, 0.03, (0.44, 0.33), noise=0.25),
+}
+"""By the share of experts in memory."""
+
+
+class Replay:
+    """A sampler that draws what was said."""
+
+    def __init__(self, said: Sequence[int]) -> None:
+        self._said, self._next = said, 1
+
+    def sample(self, row: Tensor, proposal: object) -> Token:
+        self._next += 1
+        return Token(self._said[self._next - 1])
+
+
+class Spoken:
+    """A sequence that says what was said."""
+
+    def __init__(self, text: Said) -> None:
+        self.prompt_token_ids, self.said = text
+        self.token_ids = self.said[:1]
+        self.max_new_tokens = len(self.said)
+        self.sampler = Replay(self.said)
+
+
+class Drawn:
+    """Drafts by the model itself, right by luck."""
+
+    def __init__(self, world: World) -> None:
+        self.layers = self
+        self.bytes_read = 0
+        self.rows: list[int] = []
+        self._world = world
+
+    def forecast(self) -> None:
+        return None
+
+    def draft(
+        self, mode: Mode, sequences: Sequence[Any], depths: Sequence[int], goes_on: GoesOn
+    ) -> list[Draft]:
+        """One draft for each; confidence follows the chances."""
+        world, made, longest = self._world, [], 0
+        for sequence, depth in zip(sequences, depths, strict=True):
+            ahead, confidence = sequence.said[len(sequence.token_ids) :], list[float]()
+            while len(confidence) < depth and (not confidence or goes_on(mode, confidence)):
+                confidence.append(world.chance(mode))
+            tokens = [
+                token if world.rng.random() < chance else -1
+                for token, chance in zip(ahead, confidence, strict=False)
+            ]
+            made.append(Draft.sure(mode, tokens, confidence[: len(tokens)]))
+            longest = max(longest, len(confidence))
+        self.rows = [len(sequences)] * longest
+        share = 0.5 if mode.experts else 0.8 if mode.bits == 2 else 1.0
+        whole = world.costs.step(len(sequences), len(sequences))
+        world.pass_by(longest * world.costs.a_pass * whole * (0.5 + 0.5 * share))
+        return made
+
+
+@dataclass
+class World:
+    """A machine on which time is what `Costs` say.
+
+    Attributes:
+        now: in plain steps.
+        verified: steps that verified drafts.
+    """
+
+    costs: Costs
+    temperature: float
+    seed: int = 0
+    now: float = 0.0
+    verified: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def step(self, sequences: int, drafted: int, rests: bool = True) -> None:
+        """The model's own pass, and what goes with it where somebody looks for drafts."""
+        seconds = self.costs.step(sequences, sequences + drafted)
+        if drafted:
+            self.verified += 1
+            seconds *= self.costs.first if self.verified == 1 else 1.0
+        if not rests:
+            seconds *= 3 if self.rng.random() < self.costs.peaks else 1
+            seconds += self.costs.drafting
+        self.pass_by(seconds)
+
+    def pass_by(self, seconds: float) -> None:
+        noise = self.costs.noise
+        self.now += seconds * float(np.exp(noise * self.rng.normal() - noise**2 / 2))
+
+    def chance(self, mode: Mode) -> float:
+        mean = self.costs.accepts[self.temperature > 0] * (0.93 if mode.bits == 2 else 1.0)
+        mean *= 0.95 if mode.experts else 1.0
+        return float(self.rng.beta(4 * mean, 4 * (1 - mean)))
+
+    def thinks(self) -> float:
+        """The controller's clock: whatever is measured by it has been thought about."""
+        self.now += self.costs.thinking / 2
+        return self.now
+
+    def read(self) -> None:
+        """Experts are not counted here."""
+
+    start = read
+
+    def controller(self) -> Controller:
+        free = [NGram.mode, Recycling.mode]
+        sizes = Sizes(EXPERTS, VISITS, EXPERTS)
+        costs = StepCosts(sizes, (1.0, 0.05, 1 / VISITS, 0.0), dict.fromkeys(MODES, 0.8))
+        counter: Any = self
+        return Controller([*MODES, *free], MAX_DEPTH, costs, counter, self.thinks)
+
+    def auto(self) -> Speculator:
+        return self._speculator(self.controller(), NGram(), Recycling())
+
+    def fixed(self, mode: Mode, depth: int) -> Speculator:
+        free = [source for source in (NGram(),) if source.mode == mode]
+        return self._speculator(FixedDepth(mode, depth), *free)
+
+    def _speculator(self, controller: Any, *free: ModelFree) -> Speculator:
+        drafts = cast(ElasticDrafts, Drawn(self))
+        return Speculator(controller, drafts, free, MAX_DEPTH, lambda: self.now)
