@@ -52,16 +52,23 @@ def contained(directory: Path, name: str) -> Path:
     return real
 
 
+def open_regular(path: Path) -> tuple[int, os.stat_result]:
+    """Open a plain file for reading. Raises `OSError`, or `HeaderError` for anything else."""
+    # O_NONBLOCK: a FIFO must be refused, not waited for
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise HeaderError("is not a regular file")
+    return fd, status
+
+
 def open_tensors(directory: Path, name: str) -> OpenFile:
     """Open `name` in `directory` and read its header. Raises `HeaderError` with the reason."""
     try:
         path = contained(directory, name)
-        # O_NONBLOCK: a FIFO must be refused, not waited for
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd, status = open_regular(path)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise HeaderError("is not a regular file")
             return OpenFile(path, fd, status, read_header(fd, status.st_size, path))
         except BaseException:
             os.close(fd)

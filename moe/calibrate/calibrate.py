@@ -61,6 +61,11 @@ def calibrate(
 ) -> int:
     """The subcommand: returns the exit code. `compression`: `read_tokens` of `analyse`, if any."""
     words = _read(text)
+    if out is None and Path(name).suffix == ".gguf":
+        raise CalibrationError(
+            f"beside {name} there is no model directory for a calibration; give it a folder with "
+            "--out, or calibrate the store that moe convert makes"
+        )
     folder = out or resolve_model(name) / FOLDER
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())

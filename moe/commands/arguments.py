@@ -46,7 +46,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="model directory or Hugging Face hub id")
+    parser.add_argument("model", help="model directory, GGUF file or hub id")
     parser.add_argument("out", help="directory of the store, made here")
     parser.add_argument(
         "--bits",
@@ -162,7 +162,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument(
-        "model", nargs=None if required else "?", help="model directory or Hugging Face hub id"
+        "model", nargs=None if required else "?", help="model directory, GGUF file or hub id"
     )
     parser.add_argument("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
     parser.add_argument(

@@ -52,6 +52,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "GPU": checks.check_gpu,
     "triton": checks.check_triton,
     "megablocks": checks.check_megablocks,
+    "gguf": checks.check_gguf,
 }
 
 

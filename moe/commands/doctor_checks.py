@@ -167,6 +167,14 @@ def check_megablocks() -> Finding:
     return Finding("megablocks", "ok", found)
 
 
+def check_gguf() -> Finding:
+    found = _version("gguf")
+    if found:
+        return Finding("gguf", "ok", found)
+    remedy = "optional, to read GGUF files: pip install 'moe-inference[gguf]'"
+    return Finding("gguf", "missing", "not installed", remedy)
+
+
 def check_module_names() -> Finding:
     """transformers imports a distribution named kernels by the name of our own package."""
     found = _version("kernels")

@@ -17,11 +17,13 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from experts.header import HeaderError, TensorInfo, pread_exactly
 from experts.opening import OpenFile, contained, open_tensors
 from moe.errors import CheckpointError
 from moe.loading.files import INDEX_NAME, weight_files
+from moe.loading.plan import Plan, make_plan
 
 MAX_LISTED = 50
 
@@ -70,6 +72,10 @@ class Checkpoint:
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return MappingProxyType(self._tensors)
+
+    def make_plan(self, model: PreTrainedModel) -> Plan:
+        """Which tensors become which parameters of `model` (on meta), and what is wrong."""
+        return make_plan(model, self.tensors)
 
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
         """A fresh CPU tensor of `name`; `rows` takes a slice (step 1) of its first dimension."""

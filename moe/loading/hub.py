@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading.gguf.directory import gguf_directory
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # Never *.bin / *.pt: pickle weights are not even downloaded
@@ -54,7 +55,8 @@ TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "moe_k
 
 
 def resolve_model(model: str | Path) -> Path:
-    """The directory of `model`: a local one, links resolved, or a snapshot in the hub's cache.
+    """The directory of `model`: a local one, links resolved, one made for a GGUF file, or a
+    snapshot in the hub's cache.
 
     Raises `CheckpointError` saying what was looked for and what to do.
     """
@@ -67,9 +69,12 @@ def resolve_model(model: str | Path) -> Path:
         is_file = local.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL byte, an unknown ~user
         raise CheckpointError(f"{str(model)!r} is not a usable model name: {error}") from error
+    if is_file and local.suffix == ".gguf":
+        return gguf_directory(local)
     if is_file:
         raise CheckpointError(
-            f"{local} is a file; give the directory that holds config.json and *.safetensors"
+            f"{local} is a file; give the directory that holds config.json and *.safetensors, or a "
+            ".gguf file"
         )
     name = str(model)
     if isinstance(model, Path) or not HUB_ID.fullmatch(name) or ".." in name or "--" in name:
@@ -91,9 +96,10 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def public_name(path_or_hub_id: str | Path) -> str:
-    """What clients call a model: its hub id, or the name of its directory."""
+    """What clients call a model: its hub id, or the name of its directory or GGUF file."""
     path = Path(path_or_hub_id).expanduser()
-    return path.resolve().name if path.is_dir() else str(path_or_hub_id)
+    local = path.is_dir() or path.suffix == ".gguf"
+    return path.resolve().name.removesuffix(".gguf") if local else str(path_or_hub_id)
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -138,7 +144,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = _without_code(PreTrainedConfig._decode_special_floats(content))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"no config.json in {file.parent}: is it a model directory in Hugging Face format?"
+            f"no config.json in {file.parent}: is it a model directory in Hugging Face format? "
+            "(Of GGUF files, name the file.)"
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error

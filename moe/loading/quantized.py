@@ -21,15 +21,17 @@ from experts.header import TensorInfo
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.float_schemes import fp8, mxfp4
+from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf
 from moe.loading.integer_schemes import awq, compressed_tensors, gptq
-from moe.loading.schemes import Scheme, SchemeError
+from moe.loading.schemes import Coding, Scheme, SchemeError
 
-METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+METHODS: dict[str, Callable[[dict[str, Any]], Coding]] = {
     "fp8": fp8,
     "mxfp4": mxfp4,
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed_tensors,
+    "gguf": gguf,
 }
 
 
@@ -51,12 +53,14 @@ def open_checkpoint(
         UnsupportedModelError: the method is not known.
     """
     scheme = scheme_of(config)
-    with Checkpoint.open(path) as checkpoint:
-        if scheme is None:
+    exact = exact and scheme is not None and not scheme.fits_bfloat16
+    dtype = torch.float32 if exact else _dtype(config)
+    if scheme is not None and not isinstance(scheme, Scheme):
+        with GgufCheckpoint(path, dtype) as checkpoint:
             yield checkpoint
-        else:
-            dtype = torch.float32 if exact and not scheme.fits_bfloat16 else _dtype(config)
-            yield DecodedCheckpoint(checkpoint, scheme, dtype)
+        return
+    with Checkpoint.open(path) as checkpoint:
+        yield checkpoint if scheme is None else DecodedCheckpoint(checkpoint, scheme, dtype)
 
 
 def _dtype(config: PreTrainedConfig) -> torch.dtype:
@@ -64,7 +68,7 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-def scheme_of(config: PreTrainedConfig) -> Scheme | None:
+def scheme_of(config: PreTrainedConfig) -> Coding | None:
     """How the checkpoint of this configuration is quantised; None where it is not.
 
     Raises:
@@ -76,7 +80,7 @@ def scheme_of(config: PreTrainedConfig) -> Scheme | None:
             known: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
             method = str(getattr(known.get("quant_method"), "value", known.get("quant_method")))
             make = METHODS.get(method)
-            reason = "only FP8, MXFP4, GPTQ, AWQ and compressed-tensors are"
+            reason = "only FP8, MXFP4, GPTQ, AWQ, compressed-tensors and GGUF are"
             if make is not None:
                 try:
                     return make(known)

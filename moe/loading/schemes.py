@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,29 +20,38 @@ class SchemeError(Exception):
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """How one method stores a weight.
+class Coding:
+    """What is to be known of a way of quantising, whoever decodes it.
 
     Attributes:
         name: the method.
-        parts: role -> ending of a tensor's name. A weight is quantised where the first is there.
-        shape: shape of the weight from the headers of its parts; raises `SchemeError`.
-        decode: the weight in float32 from its parts; raises `SchemeError`.
-        weight: ending of the name of the weight.
-        ignored: endings of tensors that do not matter here, as of scales of activations.
         fits_bfloat16: decoded weights are exact in bfloat16.
         few_values: so few values a scale that 8-bit planes hold them exactly (`experts.grid`),
             where no group of theirs ends inside one of ours.
     """
 
     name: str
+    fits_bfloat16: bool = field(default=False, kw_only=True)
+    few_values: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Scheme(Coding):
+    """How one method stores a weight in several tensors of a checkpoint.
+
+    Attributes:
+        parts: role -> ending of a tensor's name. A weight is quantised where the first is there.
+        shape: shape of the weight from the headers of its parts; raises `SchemeError`.
+        decode: the weight in float32 from its parts; raises `SchemeError`.
+        weight: ending of the name of the weight.
+        ignored: endings of tensors that do not matter here, as of scales of activations.
+    """
+
     parts: dict[str, str]
     shape: Callable[[Infos], tuple[int, ...]]
     decode: Callable[[Parts], Tensor]
     weight: str = ".weight"
     ignored: tuple[str, ...] = ()
-    fits_bfloat16: bool = False
-    few_values: bool = False
 
     def group(self, names: Mapping[str, TensorInfo]) -> dict[str, dict[str, str]]:
         """Stem -> role -> stored name, of every weight that is quantised."""

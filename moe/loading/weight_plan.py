@@ -13,7 +13,7 @@ from experts.header import TensorInfo
 from experts.linear import QuantizedLinear
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.plan import Plan, make_plan
+from moe.loading.plan import Plan
 from moe.loading.reader import same_bytes
 
 DtypeFor = Callable[[str, torch.dtype], torch.dtype]
@@ -51,7 +51,7 @@ def plan_weights(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     dtype_for: DtypeFor,
-    make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], Plan] = make_plan,
+    make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], Plan] | None = None,
 ) -> WeightPlan:
     """Match the checkpoint with `model` (on meta, see `meta_model`).
 
@@ -59,7 +59,7 @@ def plan_weights(
     in, unless the architecture fixes it. Raises one `CheckpointError` listing every fault; names
     and shapes are checked from headers, and only tied tensors that are stored twice are read.
     """
-    plan = make(model, checkpoint.tensors)
+    plan = checkpoint.make_plan(model) if make is None else make(model, checkpoint.tensors)
     if plan.problems:
         title = f"the weights in {checkpoint.path} do not fit {type(model).__name__}"
         raise CheckpointError(listing(title, plan.problems))

@@ -71,6 +71,6 @@ def _files(model: Path) -> dict[str, str]:
             continue  # of a run, not of the model
         if file.suffix == ".json" and file.stat().st_size < 2**24:
             found[file.name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        elif file.suffix in (".safetensors", ".bin"):
+        elif file.suffix in (".safetensors", ".bin", ".gguf"):
             found[file.name] = f"{file.stat().st_size} bytes"
     return found

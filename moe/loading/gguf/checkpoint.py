@@ -1,0 +1,162 @@
+"""The tensors of GGUF files, decoded as they are read, each expert by itself.
+
+llama.cpp's names become a network's by the table of the ``gguf`` package; experts of a layer lie in
+one tensor for each of gate, up and down, and are presented as one tensor an expert, so that the
+loader can read each to where it stays.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from experts.header import TensorInfo, pread_exactly
+from experts.opening import OpenFile
+from moe.errors import CheckpointError
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.gguf.directory import open_all
+from moe.loading.gguf.header import GgufTensor
+from moe.loading.gguf.keys import architecture
+from moe.loading.gguf.names import Seat, seats_of
+from moe.loading.gguf.types import FLOATS, decode, kind_name
+from moe.loading.plan import Plan, adjusted, without_tied
+from moe.loading.schemes import Coding
+from moe.loading.transfer import Index, Transfer
+
+FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
+"""Types whose weights are whole multiples of a scale, 16 at most."""
+
+
+def gguf(config: dict[str, Any]) -> Coding:
+    """What `moe.loading.gguf.config` notes of the types of tensors."""
+    few = set(config["expert_types"]) <= FEW_VALUES
+    return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few)
+
+
+class GgufCheckpoint(Checkpoint):
+    """Open GGUF files. `tensors` are there once a network was planned (`make_plan`).
+
+    `read` gives decoded weights in float32, so that they are rounded once, where they are kept.
+
+    Args:
+        path: a directory of `moe.loading.gguf.directory`.
+        dtype: what quantised weights are presented in.
+
+    Raises:
+        CheckpointError: a file is damaged, or has tensors of a type that cannot be decoded.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        super().__init__(path)
+        self._dtype = dtype
+        self._stored: dict[str, tuple[GgufTensor, Seat]] = {}
+        self._last: tuple[str, Tensor] | None = None
+        files = open_all(sorted(file.resolve() for file in path.glob("*.gguf")))
+        for file in files:
+            self._closing.callback(os.close, file.fd)
+            self._open[file.path] = OpenFile(file.path, file.fd, file.status, {})
+        self._architecture = architecture(files[0].metadata)
+        self._found = {name: tensor for file in files for name, tensor in file.tensors.items()}
+
+    def make_plan(self, model: PreTrainedModel) -> Plan:
+        expected = model.state_dict()
+        seats = dict(seats_of(model, *self._architecture, expected))
+        self._tensors, self._stored = {}, {}
+        pieces: dict[str, list[tuple[str, Index]]] = {}
+        problems = []
+        for name, tensor in self._found.items():
+            seat = seats.get(name)
+            if seat is None:
+                problems.append(f"unexpected: {name} {tensor.shape}")
+                continue
+            try:
+                found = self._present(name, tensor, seat, expected[seat.target])
+                pieces.setdefault(seat.target, []).extend(found)
+            except ValueError as error:
+                problems.append(f"wrong shape: {name} is {tensor.shape}: {error}")
+        transfers = []
+        for target, own in pieces.items():
+            given = sum(math.prod(self._tensors[name].shape) for name, _ in own)
+            if given != expected[target].numel():
+                problems.append(f"missing or twice there: a part of {target} beside {own[0][0]}")
+            if len({self._tensors[name].dtype for name, _ in own}) > 1:  # a place has one dtype
+                self._tensors |= {name: _as(torch.float32, self._tensors[name]) for name, _ in own}
+            sources, shapes = {target: [name for name, _ in own]}, {target: expected[target].shape}
+            transfers.append(Transfer(target, None, sources, shapes, own))
+        missing = expected.keys() - {seat.target for n, seat in seats.items() if n in self._found}
+        absent = adjusted(model, without_tied(model, missing), set()).missing_keys
+        problems += [f"missing: {name} {tuple(expected[name].shape)}" for name in sorted(absent)]
+        return Plan(transfers, missing, [], problems)
+
+    def _present(
+        self, name: str, tensor: GgufTensor, seat: Seat, expected: Tensor
+    ) -> list[tuple[str, Index]]:
+        """Add to `tensors` what fills a place in a parameter; raises ValueError if it does not."""
+        if seat.each:
+            count = len(expected)
+            if tensor.shape[0] != count:
+                raise ValueError(f"the configuration says {count} experts")
+            size = (tensor.end - tensor.start) // count
+            found = []
+            for expert in range(count):
+                start = tensor.start + expert * size
+                own = replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
+                at = replace(seat, index=(expert, *seat.index), each=False)
+                found += self._present(f"{name}[{expert}]", own, at, expected)
+            return found
+        place = expected[seat.index].shape
+        given = tensor.shape[::-1] if seat.transposed else tensor.shape
+        if [size for size in given if size > 1] != [size for size in place if size > 1]:
+            raise ValueError(f"the configuration says {tuple(place)}")
+        if seat.heads and place[0] % (2 * seat.heads):
+            raise ValueError(f"{place[0]} rows are not pairs in {seat.heads} heads")
+        if not seat.transposed:
+            tensor = replace(tensor, shape=tuple(place))
+        kind = FLOATS.get(kind_name(tensor.kind))
+        dtype = self._dtype if kind is None else getattr(torch, kind)
+        info = TensorInfo(tensor.file, torch.float32, tuple(place), tensor.start, tensor.end)
+        self._tensors[name] = _as(dtype, info)
+        self._stored[name] = tensor, seat
+        return [(name, seat.index)]
+
+    def read(self, name: str, *, rows: slice | None = None) -> Tensor:
+        tensor, seat = self._stored[name]
+        if not seat.heads and not seat.transposed:
+            return self._decoded(name, tensor, rows or slice(None))
+        if self._last is None or self._last[0] != name:
+            self._last = None  # one rearranged tensor at a time
+            whole = self._decoded(name, tensor, slice(None))
+            if seat.heads:  # what turns together: side by side in the file, else half a head apart
+                whole = whole.unflatten(0, (seat.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            self._last = name, whole.mT if seat.transposed else whole
+        return self._last[1][rows or slice(None)]
+
+    def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:
+        out.copy_(self.read(name, rows=rows))
+
+    def _decoded(self, name: str, tensor: GgufTensor, rows: slice) -> Tensor:
+        """Rows of a stored tensor, along its first dimension, in float32."""
+        start, stop, _ = rows.indices(tensor.shape[0])
+        size = (tensor.end - tensor.start) // tensor.shape[0]
+        blocks = np.empty((stop - start) * size, np.uint8)
+        fd, offset = self._open[tensor.file].fd, tensor.start + start * size
+        if pread_exactly(fd, blocks.data, offset) != len(blocks):
+            raise CheckpointError(
+                f"{tensor.file} ended inside tensor {name!r}; the file was truncated after it was "
+                "opened, load it again when it is complete"
+            )
+        values = decode(blocks, tensor.kind)
+        return torch.from_numpy(values).view(stop - start, *tensor.shape[1:])
+
+
+def _as(dtype: torch.dtype, info: TensorInfo) -> TensorInfo:
+    """A header entry as of numbers of this dtype."""
+    return replace(info, dtype=dtype, end=info.start + math.prod(info.shape) * dtype.itemsize)

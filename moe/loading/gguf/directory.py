@@ -1,0 +1,134 @@
+"""A GGUF file as a model directory: what everything else of loading expects.
+
+The directory is temporary. It has links to the file, or to all parts of a split one, and what its
+keys say as ``config.json`` and as files of a tokenizer, which transformers makes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from experts.header import HeaderError
+from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading.checkpoint import listing
+from moe.loading.gguf.config import gguf_config
+from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf
+from moe.loading.gguf.types import package
+
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+_logger = logging.getLogger(__name__)
+
+
+def gguf_directory(file: Path) -> Path:
+    """The model directory of a GGUF file, made once a process and removed at its end.
+
+    Raises:
+        CheckpointError: the file, or another part of it, is absent or damaged.
+        UnsupportedModelError: its architecture is not known, or the package ``gguf`` is absent.
+    """
+    package()
+    parts = [part.resolve() for part in _parts(file)]
+    try:
+        seen = tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
+    return _directory(file.name, seen)
+
+
+def _parts(file: Path) -> list[Path]:
+    """All parts of a split file, of which `file` is the first."""
+    split = SPLIT.fullmatch(file.name)
+    if split is None:
+        return [file]
+    stem, number, count = split[1], int(split[2]), int(split[3])
+    if number != 1:
+        raise CheckpointError(f"{file} is part {number} of {count}; name the first part")
+    parts = [file.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise CheckpointError(listing(f"parts of {file} are missing", missing))
+    return parts
+
+
+@lru_cache(maxsize=4)
+def _directory(name: str, seen: tuple[tuple[Path, int, int], ...]) -> Path:
+    metadata, tensors = _headers([path for path, *_ in seen])
+    try:
+        config = gguf_config(metadata, tensors)
+    except HeaderError as error:
+        raise CheckpointError(f"{seen[0][0]} {error}") from error
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{seen[0][0]}: {error}") from error
+    split = SPLIT.fullmatch(name)
+    made = Path(tempfile.mkdtemp(prefix="moe-gguf-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    directory = made / (split[1] if split else name.removesuffix(".gguf"))
+    directory.mkdir()
+    for index, (path, *_) in enumerate(seen):
+        (directory / f"{index:05}.gguf").symlink_to(path)
+    _write_tokenizer(directory, metadata)
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return directory
+
+
+def _headers(paths: list[Path]) -> tuple[dict[str, object], dict[str, GgufTensor]]:
+    """The first part's keys, and the tensors of all."""
+    files = open_all(paths)
+    for file in files:
+        os.close(file.fd)
+    first = files[0].metadata
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    stated = first.get("split.count", 1), first.get("split.tensors.count", len(tensors))
+    if stated not in ((len(files), len(tensors)), (0, len(tensors))):
+        raise CheckpointError(
+            f"{paths[0]} is one of {stated[0]} parts with {stated[1]} tensors, and {len(files)} "
+            f"with {len(tensors)} are here; give it the names of parts (-00001-of-0000N.gguf) again"
+        )
+    return first, tensors
+
+
+def open_all(paths: list[Path]) -> list[GgufFile]:
+    """The files, open. Raises `CheckpointError` listing what is wrong with all of them."""
+    files: list[GgufFile] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            files.append(open_gguf(path))
+        except HeaderError as error:
+            problems.append(f"{path}: {error}")
+            continue
+        for name in files[-1].tensors.keys() & {n for f in files[:-1] for n in f.tensors}:
+            problems.append(f"{path}: tensor {name!r} is also in another part")
+    if problems:
+        for file in files:
+            os.close(file.fd)
+        raise CheckpointError(listing("cannot use these GGUF files", problems))
+    return files
+
+
+def _write_tokenizer(directory: Path, metadata: dict[str, object]) -> None:
+    """What transformers makes of the tokenizer's keys; nothing, and a warning, where it cannot."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not metadata.get("tokenizer.ggml.tokens"):
+        return
+    try:
+        # not AutoTokenizer: it reads the model's configuration first, and cannot read gpt-oss's
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            directory, gguf_file="00000.gguf", local_files_only=True
+        )
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # as of any damaged tokenizer
+        _logger.warning(
+            "the GGUF file's tokenizer cannot be used, so prompts can only be token ids: %s: %s",
+            type(error).__name__,
+            error,
+        )

@@ -1,0 +1,215 @@
+"""GGUF files: the logits of the model they were written from, and as transformers decodes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from benchmarks.architectures import tiny_config, tiny_model
+from benchmarks.gguf_models import ARCHITECTURES, Kind, write_model
+from experts.manifest import read_manifest
+from experts.store import Store
+from experts.weights import dequantize_experts
+from kernels import QuantizedExperts
+from moe import MoE
+from moe.cli import main
+from moe.convert.convert import convert
+from moe.errors import CheckpointError
+from moe.loading.hub import public_name, read_config, resolve_model
+from moe.loading.meta_model import build_meta_model
+from moe.loading.quantized import decoding_notices, open_checkpoint
+from moe.loading.store import read_layers
+from moe.seam import take_experts
+from moe.settings import ModelSettings
+
+IDS = list(range(3, 23))
+DEMO = Path(__file__).parents[3] / "examples" / "demo-model"
+TEXT = "def main():\n    print('Hello wörld 123')  # <|im_start|>\n\n  don't I'LL"
+PLAIN = {"fused": "off"}
+"""Nothing is compiled or probed for these few tokens."""
+
+Write = Callable[..., Path]
+
+
+def reference(model_type: str) -> PreTrainedModel:
+    """A tiny model that routes as llama.cpp does."""
+    model = tiny_model(model_type)
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "norm_topk_prob")]
+    for router in routers:
+        router.norm_topk_prob = model_type == "qwen3_moe"
+    return model
+
+
+@cache
+def broad(model_type: str) -> PreTrainedModel:
+    """One with rows of 256, as types with large blocks want."""
+    config = tiny_config(model_type)
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    config.update(dict.fromkeys(sizes, 256) | {"num_hidden_layers": 1})
+    config.update({"shared_expert_intermediate_size": 256, "head_dim": 64})
+    torch.manual_seed(0)
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    network: PreTrainedModel = made(config)
+    return network.eval()
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel) -> Tensor:
+    logits: Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def make(model: PreTrainedModel, kind: Kind = lambda _: "F32", **options: Any) -> Path:
+        file = tmp_path / "model-of-mine.gguf"
+        write_model(model, file, kind, **options)
+        return file
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Any:
+    return json.loads((DEMO / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_logits_are_those_of_the_model_it_was_written_from(model_type: str, write: Write) -> None:
+    model = reference(model_type)
+    torch.testing.assert_close(
+        MoE.from_pretrained(write(model), engine=PLAIN).logits(IDS),
+        logits_of(model),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def parameters_of(file: Path) -> dict[str, Tensor]:
+    """What a network's parameters are filled with."""
+    path = resolve_model(file)
+    config = read_config(path)
+    network = build_meta_model(config)
+    with open_checkpoint(path, config, exact=True) as checkpoint:
+        plan = checkpoint.make_plan(network)
+        assert not plan.problems
+        found = {}
+        for transfer in plan.transfers:
+            ((target, shape),) = transfer.targets.items()
+            found[target] = torch.full(shape, torch.nan)
+            for name, index in transfer.pieces:
+                found[target][index] = checkpoint.read(name)
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+)
+def test_weights_are_what_transformers_decodes(model_type: str, kind: str, write: Write) -> None:
+    model = broad(model_type)
+    file = write(model, lambda _: kind)
+    theirs = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
+    ours = parameters_of(file)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_queries_and_keys_in_pairs_are_put_back_as_by_transformers(write: Write) -> None:
+    """transformers takes Mixtral for a dense model, so only this part of it is an oracle."""
+    model = broad("mixtral")
+    file = write(model, lambda _: "Q8_0")
+    ours = parameters_of(file)
+    processor = LlamaTensorProcessor(model.config.to_dict())
+    for tensor in gguf.GGUFReader(file).tensors:
+        if (part := tensor.name.rpartition("attn_")[2]) in ("q.weight", "k.weight", "v.weight"):
+            whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            theirs = torch.from_numpy(processor.process(whole, tensor.name).weights)
+            name = f"model.layers.0.self_attn.{part[0]}_proj.weight"
+            assert torch.equal(ours.pop(name), theirs)
+    assert not any(name.endswith("k_proj.weight") for name in ours)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("qwen3_moe", "Q4_0"), ("gpt_oss", "MXFP4")])
+def test_a_store_keeps_scales_of_small_types(
+    model_type: str, kind: str, write: Write, tmp_path: Path
+) -> None:
+    model = broad(model_type)
+    file = write(model, lambda _: kind)
+    store = convert(file, tmp_path / "store", ModelSettings(expert_bits=8, group_size=32))
+    stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    like = take_experts(build_meta_model(read_config(store)))
+    with Store.open(store) as opened:
+        (layer,) = read_layers(opened, like, 8, lambda own: own, torch.device("cpu"), lambda _: 0)
+    assert isinstance(layer, QuantizedExperts)
+    experts = dequantize_experts(layer)
+    down = stored["blk.0.ffn_down_exps.weight"]
+    wanted = torch.from_numpy(gguf.quants.dequantize(down.data, down.tensor_type))
+    assert torch.equal(experts.down_EHF.float(), wanted)
+    assert "quantization_config" not in json.loads((store / "config.json").read_text())
+    assert read_manifest(store).source == "model-of-mine"
+    (notice,) = decoding_notices(read_config(resolve_model(file)), 8)
+    assert f"GGUF (F32, {kind})" in notice
+    assert "hold the same numbers where groups fit" in notice
+
+
+def test_a_store_answers_as_the_file_does(write: Write, tmp_path: Path) -> None:
+    file = write(reference("qwen2_moe"))
+    settings = ModelSettings(expert_bits=4, group_size=32)
+    store = convert(file, tmp_path / "store", settings)
+    wanted = {"expert_bits": 4, "group_size": 32, "trunk_bits": 8, "head_bits": 8}
+    read = MoE.from_pretrained(file, model=wanted, engine=PLAIN)
+    assert torch.equal(MoE.from_pretrained(store, engine=PLAIN).logits(IDS), read.logits(IDS))
+
+
+def test_split_files_are_one_model(write: Write, tmp_path: Path) -> None:
+    model = reference("qwen3_moe")
+    write(model, parts=3)
+    first = tmp_path / "model-of-mine-00001-of-00003.gguf"
+    got = MoE.from_pretrained(first, engine=PLAIN).logits(IDS)
+    torch.testing.assert_close(got, logits_of(model), rtol=1e-4, atol=1e-4)
+    assert resolve_model(first).name == "model-of-mine"
+    with pytest.raises(CheckpointError, match="is part 2 of 3; name the first"):
+        resolve_model(tmp_path / "model-of-mine-00002-of-00003.gguf")
+    (tmp_path / "model-of-mine-00003-of-00003.gguf").unlink()
+    with pytest.raises(CheckpointError, match=r"missing.*\n.*00003-of-00003"):
+        resolve_model(first)
+    first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(CheckpointError, match="is one of 3 parts with 51 tensors"):
+        resolve_model(tmp_path / "alone.gguf")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "minimax_m2"])
+def test_the_tokenizer_is_the_one_that_transformers_makes(
+    model_type: str, write: Write, vocabulary: Any
+) -> None:
+    file = write(reference(model_type), vocabulary=vocabulary)
+    directory = resolve_model(file)
+    ours = AutoTokenizer.from_pretrained(directory)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert ours(TEXT).input_ids == theirs(TEXT).input_ids
+    assert ours.decode(ours(TEXT).input_ids) == TEXT
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token_id, ours.bos_token_id) == (2, None)
+    assert ours.chat_template == theirs.chat_template
+    assert read_config(directory).eos_token_id == [2]
+
+
+def test_commands_take_a_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(broad("gpt_oss"), lambda _: "MXFP4")
+    assert public_name(file) == "model-of-mine"
+    assert main(["plan", str(file)]) == 0
+    assert main(["calibrate", str(file), "--text", str(DEMO / "README.md")]) == 2
+    assert "give it a folder with --out" in " ".join(capsys.readouterr().err.split())

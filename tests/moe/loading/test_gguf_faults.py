@@ -1,0 +1,173 @@
+"""GGUF files that are damaged, hostile or not supported: errors that say which file and what."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.architectures import tiny_model
+from benchmarks.gguf_models import write_model
+from experts.header import HeaderError
+from moe import MoE
+from moe.errors import CheckpointError, MoEError, UnsupportedModelError
+from moe.loading.gguf.header import open_gguf
+from moe.loading.hub import read_config, resolve_model
+from moe.loading.meta_model import build_meta_model
+from moe.loading.quantized import open_checkpoint
+from moe.loading.weight_plan import plan_weights
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "good.gguf"
+    write_model(tiny_model("mixtral"), file)
+    return file
+
+
+def planned(file: Path) -> None:
+    """All that is looked at before weights are read."""
+    path = resolve_model(file)
+    config = read_config(path)
+    with open_checkpoint(path, config) as checkpoint:
+        plan_weights(build_meta_model(config), checkpoint, lambda _, stored: stored)
+
+
+def patched(file: Path, out: Path, old: bytes, new: bytes) -> Path:
+    """A copy with a change in its header; of the same length."""
+    content = file.read_bytes()
+    assert len(old) == len(new)
+    assert old in content
+    out.write_bytes(content.replace(old, new, 1))
+    return out
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_damaged_header_is_refused_or_whole(data: st.DataObject, good: Path) -> None:
+    content = bytearray(good.read_bytes())
+    header = min(tensor.start for tensor in opened(good).values())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, header - 1))
+        content[at : at + 8] = data.draw(st.binary(min_size=1, max_size=8))
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content))) :]
+    damaged = good.with_name("damaged.gguf")
+    damaged.write_bytes(content)
+    try:
+        tensors = opened(damaged)
+    except HeaderError:
+        return
+    for tensor in tensors.values():
+        assert header <= tensor.start < tensor.end <= len(content) or len(content) < header + 64
+
+
+def opened(file: Path) -> dict[str, Any]:
+    found = open_gguf(file)
+    os.close(found.fd)
+    return found.tensors
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(where=st.floats(0, 1), byte=st.integers(0, 255))
+@example(where=0.5, byte=255)
+def test_a_damaged_byte_is_a_typed_error_or_none(where: float, byte: int, good: Path) -> None:
+    content = bytearray(good.read_bytes())
+    header = min(tensor.start for tensor in opened(good).values())
+    content[int(where * (header - 1))] = byte
+    damaged = good.with_name("damaged.gguf")
+    damaged.write_bytes(content)
+    with suppress(MoEError):  # anything else is a failure
+        planned(damaged)
+
+
+def test_a_cut_file_is_named_with_its_tensor(good: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(good.read_bytes()[:-100])
+    last = max(opened(good).items(), key=lambda item: item[1].end)[0]
+    with pytest.raises(CheckpointError, match=rf"cut\.gguf: is truncated: .*{re.escape(last)}"):
+        planned(cut)
+    cut.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match="is truncated or damaged"):
+        planned(cut)
+
+
+def test_weights_that_are_not_numbers_are_named(good: Path, tmp_path: Path) -> None:
+    content = bytearray(good.read_bytes())
+    start = opened(good)["blk.1.ffn_up_exps.weight"].start
+    content[start : start + 4] = torch.tensor([torch.nan]).numpy().tobytes()
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"blk\.1\.ffn_up_exps\.weight\[0\] in bad\.gguf holds"
+    ):
+        MoE.from_pretrained(bad, model={"check_finite": True})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"llama", b"mamba", "architecture 'mamba' cannot be read, those of gpt-oss, llama,"),
+        (b"blk.1.ffn_up_exps", b"blk.1.ffn_uq_exps", r"unexpected: blk\.1\.ffn_uq_exps\.weight"),
+        (b"blk.1.attn_q.", b"blk.1.attn_v.", "has two tensors 'blk.1.attn_v.weight'"),
+        (b"token_embd", b"token_embe", r"has token_embd\.weight of \(0,\)"),
+        (b"blk.0.ffn_down_exps", b"blk.0.ffn_down_expz", "its first layer has no experts"),
+        (b"llama.block_count", b"llama.block_kount", r"does not state llama\.block_count"),
+        (b"llama.rope.dimension_count", b"llama.rope.dimension_kount", "rope.dimension_kount = 16"),
+        (b"GGUF\3", b"GGUF\1", "is GGUF version 1, only 2 and 3"),
+        (b"GGUF\3", b"GGML\3", "is not a GGUF file"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    old: bytes, new: bytes, message: str, good: Path, tmp_path: Path
+) -> None:
+    file = patched(good, tmp_path / "changed.gguf", old, new)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        planned(file)
+    assert "changed.gguf" in str(caught.value) or "do not fit" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rope.scaling.type", "longrope", "llama.rope.scaling.type = 'longrope'"),
+        ("rope.scaling.attn_factor", 2.0, "rope.scaling.attn_factor = 2.0"),
+        ("expert_gating_func", 2, "llama.expert_gating_func = 2"),
+        ("expert_group_count", 4, "llama.expert_group_count = 4"),
+        ("attention.sliding_window", float("nan"), "sliding_window = nan"),
+    ],
+)
+def test_keys_that_change_the_model_are_understood_or_refused(
+    key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_expert_count = gguf.GGUFWriter.add_expert_count
+
+    def with_more(writer: Any, count: int) -> None:
+        add_expert_count(writer, count)
+        kind = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        writer.kv_data[0].pop(f"llama.{key}", None)
+        kind[type(value)](f"llama.{key}", value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_expert_count", with_more)
+    model = tiny_model("mixtral")
+    model.config.sliding_window = None
+    write_model(model, tmp_path / "changed.gguf")
+    with pytest.raises(UnsupportedModelError, match=message):
+        planned(tmp_path / "changed.gguf")
+
+
+def test_without_the_package_it_is_said_what_to_install(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'moe-inference\[gguf\]'"):
+        resolve_model(good)
