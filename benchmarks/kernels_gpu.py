@@ -91,7 +91,7 @@ def run(
         median = take_turns(contenders, seconds)
         loads = sum(call.ids.unique().numel() for call in calls) / len(calls)
         gbps = {
-            name: round(loads * own[0].expert_bytes / median[name] / 1e9, 1)
+            name: float(f"{loads * own[0].expert_bytes / median[name] / 1e9:.3g}")
             for name, own in layers.items()
         }
         us = {name: round(value * 1e6, 1) for name, value in median.items()}
