@@ -30,7 +30,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config, resolve_model
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report, reporting
-from moe.loading.quantized import open_checkpoint
+from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.weight_plan import plan_weights
 from moe.seam import check_experts, experts_modules, take_weights
 from moe.settings import ModelSettings
@@ -119,6 +119,8 @@ class _Conversion:
             self._settings = self._settings.model_copy(update=most)
 
     def run(self, repair_by: Path | None, on_notice: Callable[[str], object]) -> None:
+        for notice in decoding_notices(self._config, self._settings.expert_bits):
+            on_notice(notice)
         exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
         with open_checkpoint(self._source, self._config, exact=exact) as checkpoint:
             job = {

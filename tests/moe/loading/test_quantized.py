@@ -23,6 +23,7 @@ from moe import MoE
 from moe.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.decode import decode_fp8, decode_mxfp4
+from moe.loading.hub import read_config
 from moe.loading.quantized import decoding_notices
 from moe.settings import ModelSettings
 
@@ -230,7 +231,9 @@ def test_mxfp4_checkpoint(tmp_path: Path) -> None:
 def test_a_quantised_checkpoint_becomes_a_store(tmp_path: Path) -> None:
     small, _ = gpt_oss(tmp_path)
     settings = ModelSettings(group_size=32, trunk_bits=16, head_bits=16)
-    store = convert(small, tmp_path / "store", settings)
+    notices: list[str] = []
+    store = convert(small, tmp_path / "store", settings, on_notice=notices.append)
+    assert notices == decoding_notices(read_config(small), 8)
     assert "quantization_config" not in (store / "config.json").read_text()
     direct = MoE.from_pretrained(small, model={"expert_bits": 8, "group_size": 32})
     assert torch.equal(MoE.from_pretrained(store).logits(IDS), direct.logits(IDS))
