@@ -21,22 +21,24 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.dispatch_cost import dispatch_seconds
 from benchmarks.offload_models import Target, targets
 from benchmarks.placement import ROOT, TEXTS, judge, text_trace, zipf_trace
 from benchmarks.rank_points import points, run
+from experts.dispatch.all_to_all import Sum
 from moe import MoE
 from moe.plan.command import model_sizes
-from moe.plan.link_speed import measure_link
 from moe.plan.planning import planning
 from moe.profile import load_profile
 
 REPLICAS = 0.25
+COMBINE: dict[Sum, str] = {"exact": "", "summed": ", summed"}
+"""Ways, and what they add to the name of a run."""
 
 
 def imbalances(counts: Sequence[int], *, quick: bool) -> list[dict[str, Any]]:
@@ -62,6 +64,16 @@ def shape(target: Target) -> dict[str, Any]:
         sizes, hidden = model_sizes(planned), planned.config.get_text_config().hidden_size
     names = ("layers", "experts", "top_k", "expert_bytes", "trunk_bytes")
     return {name: getattr(sizes, name) for name in names} | {"hidden": hidden}
+
+
+def dispatch_costs(made: dict[str, Any], counts: Sequence[int], batch: int) -> dict[str, float]:
+    """Seconds that a rank computes at a layer to exchange rows, by the name of the run."""
+    return {
+        f"{ranks} ranks{suffix}": dispatch_seconds(made, ranks, batch, combine)
+        for ranks in counts
+        if ranks > 1
+        for combine, suffix in COMBINE.items()
+    }
 
 
 def show(figures: Sequence[dict[str, Any]], uneven: Sequence[dict[str, Any]]) -> None:
@@ -117,17 +129,17 @@ def main() -> None:
     job = {"batch": options.batch, "prompt": options.prompt, "steps": options.steps}
     job |= {"steps": 16, "rounds": 1} if options.quick else {"rounds": 2}
     print_header(environment() | {"model": target.store.name} | job)
-    link, began = measure_link(), time.monotonic()
+    began, made = time.monotonic(), shape(target)
+    dispatch_s = dispatch_costs(made, counts, options.batch)
     uneven = imbalances(counts, quick=options.quick)
     found = points(target, counts, job, quick=options.quick)
     run(found, target, options.minutes * 60 - (time.monotonic() - began))
-    made = shape(target)
     alone: list[Any] = next((p.runs[0]["answers"] for p in found if p.ranks == 1 and p.runs), [])
     figures = [point.figures(made["layers"], alone) for point in found]
     show(figures, uneven)
     print_json(
         {"points": figures, "imbalance": uneven, "model": made, "job": job}
-        | {"link": asdict(link)}
+        | {"dispatch_s": dispatch_s}
         | {"environment": environment()}
     )
 

@@ -1,9 +1,10 @@
 """What the simulator says of runs of `benchmarks.expert_parallel`, beside what was measured.
 
-The rate at which weights are read is fitted to the run of one rank; what a rank computes for a
-message to another, which no bandwidth explains, to the first run of several. The link is as it was
-measured before those runs. Everything else is predicted: other numbers of ranks, which send more
-messages and may have to wait for each other's cores, and results summed on the way.
+The rate at which weights are read is fitted to the run of one rank. What a rank computes to
+exchange a layer's rows is measured by itself, in the way that each run goes
+(`benchmarks.dispatch_cost`); what else a step of several ranks takes is fitted to the first of
+them. Ranks that share a core compute in turn. Everything else is predicted: other numbers of ranks,
+and results summed on the way.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 from benchmarks.published import drawn
 from benchmarks.simulator import Ints, Simulated, lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
-from experts.placement import eplb
-from moe.plan.link_speed import Link
-from moe.plan.rank_forecast import exchanges
+from experts.placement import eplb, slots_for
+
+LOCAL = Network(64, float("inf"), float("inf"), 0.0)
+"""Between ranks of one machine rows are moved by whoever computes, and counted there."""
 
 
 @dataclass(frozen=True)
@@ -29,44 +31,40 @@ class Machine:
     Attributes:
         model: as `benchmarks.expert_parallel` describes it.
         rate: bytes a second of all ranks together.
-        link: between ranks.
         cores: that ranks share.
         ids: ``(B, K)`` expert ids of each layer.
     """
 
     model: Mapping[str, Any]
     rate: float
-    link: Link
     cores: int
     ids: list[Ints]
 
-    def messages(self, ranks: int) -> float:
-        """That a rank sends at a layer, counted as often as their senders share a core."""
-        crowded = max(1.0, ranks / self.cores)
-        return exchanges(ranks, self.model["top_k"]) * (ranks - 1) * crowded
+    def crowded(self, ranks: int) -> float:
+        """Ranks a core."""
+        return max(1.0, ranks / self.cores)
 
-    def step(self, ranks: int, *, summed: bool, message_s: float) -> Simulated:
+    def step(self, ranks: int, dispatch_s: float, step_s: float, *, summed: bool) -> Simulated:
         """Of so many ranks.
 
         Args:
-            message_s: that a rank on a core of its own computes for each.
+            dispatch_s: that a rank computes at a layer to exchange rows.
+            step_s: that it computes beside its layers; both on a core of its own.
         """
         layers, experts = self.model["layers"], self.model["experts"]
-        slots = -(-experts * 5 // 4 // ranks) * ranks
-        placements = [eplb(np.ones(experts), slots, ranks)] * layers
-        row, own = 4.0 * self.model["hidden"], self.rate / ranks
+        placements = [eplb(np.ones(experts), slots_for(experts, ranks, 0.25), ranks)] * layers
+        row, own, crowded = 4.0 * self.model["hidden"], self.rate / ranks, self.crowded(ranks)
         costs = Costs(
-            attention_s=self.model["trunk_bytes"] / layers / own + message_s * self.messages(ranks),
+            attention_s=self.model["trunk_bytes"] / layers / own + dispatch_s * crowded,
             attention_token_s=0.0,
             expert_s=self.model["expert_bytes"] / own,
             slot_s=0.0,
             out_bytes=row,
             back_bytes=row,
             back_slots=not summed,
+            step_s=step_s * crowded,
         )
-        latency = self.link.seconds * exchanges(ranks, self.model["top_k"]) / 2
-        network = Network(64, self.link.bytes_per_s, self.link.bytes_per_s, latency)
-        return simulate(lanes_of(self.ids, placements, 1), layers, costs, network)
+        return simulate(lanes_of(self.ids, placements, 1), layers, costs, LOCAL)
 
 
 def against(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -77,25 +75,23 @@ def against(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ids = [drawn(batch, experts, model["top_k"], 0.0, seed) for seed in range(layers)]
     moved = model["trunk_bytes"] + sum(len(np.unique(one)) for one in ids) * each
     rate = moved * measured["1 rank"]["tokens_per_s"] / batch
-    machine = Machine(model, rate, Link(**result["link"]), result["environment"]["cores"], ids)
-    runs = [
-        (name, point, point["ranks"], name.endswith("summed"))
-        for name, point in measured.items()
-        if point["ranks"] > 1 and name.removesuffix(", summed") == f"{point['ranks']} ranks"
-    ]
+    machine = Machine(model, rate, result["environment"]["cores"], ids)
     found: list[dict[str, Any]] = []
-    message_s = 0.0
-    for name, point, ranks, summed in sorted(runs, key=lambda run: (run[2], run[3])):
+    step_s = 0.0
+    for name, dispatch_s in result["dispatch_s"].items():
+        if name not in measured:
+            continue
+        point, summed = measured[name], name.endswith("summed")
+        ranks, seconds = point["ranks"], batch / point["tokens_per_s"]
         if not found:
-            bare = machine.step(ranks, summed=summed, message_s=0.0).seconds
-            left = max(0.0, batch / point["tokens_per_s"] - bare)
-            message_s = left / layers / machine.messages(ranks)
-        step = machine.step(ranks, summed=summed, message_s=message_s)
-        predicted = batch / step.seconds
+            bare = machine.step(ranks, dispatch_s, 0.0, summed=summed).seconds
+            step_s = (seconds - bare) / machine.crowded(ranks)
+        step = machine.step(ranks, dispatch_s, step_s, summed=summed)
         found.append(
-            {"name": name, "predicted": predicted, "measured": point["tokens_per_s"]}
-            | {"error": predicted / point["tokens_per_s"] - 1, "fitted": not found}
-            | {"message_ms": message_s * 1e3, "predicted_kb": step.bytes_a_token / 1e3}
+            {"name": name, "predicted": batch / step.seconds, "measured": point["tokens_per_s"]}
+            | {"error": seconds / step.seconds - 1, "fitted": not found}
+            | {"dispatch_ms": dispatch_s * 1e3, "step_ms": step_s * 1e3}
+            | {"predicted_kb": step.bytes_a_token / 1e3}
             | {"measured_kb": (point["bytes_out_a_token"] + point["bytes_back_a_token"]) / 1e3}
         )
     return found

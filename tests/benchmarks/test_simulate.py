@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dispatch_cost import dispatch_seconds
 from benchmarks.published import deep_ep, drawn
 from benchmarks.simulate import scale
 from benchmarks.simulated_routing import Routed
 from benchmarks.simulated_runs import against
 from benchmarks.simulator import lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
+from experts.dispatch.all_to_all import Sum
 from experts.placement import linear
-from moe.plan.link_speed import Link
 
 NETWORK = Network(ranks_a_node=2, near=1000.0, far=100.0, latency_s=1.0)
 COSTS = Costs(
@@ -119,7 +118,7 @@ PLACED = ("in order", "25 % copies")
 def test_runs_here_are_predicted_from_two_of_them() -> None:
     point = {"ranks": 2, "tokens_per_s": 50.0, "bytes_out_a_token": 1.0, "bytes_back_a_token": 2.0}
     model = {"layers": 2, "experts": 8, "top_k": 2, "hidden": 64, "expert_bytes": 1000}
-    model["trunk_bytes"], link = 4000, asdict(Link(1e9, 1e-5, "measured"))
+    model["trunk_bytes"] = 4000
     points = [
         {"name": "1 rank", "ranks": 1, "tokens_per_s": 100.0},
         {"name": "4 ranks", **point, "ranks": 4},
@@ -128,13 +127,22 @@ def test_runs_here_are_predicted_from_two_of_them() -> None:
         {"name": "2 ranks, 25 % of experts each", **point},
         {"name": "4 ranks, summed", "ranks": 4, "error": "ended"},
     ]
-    result = {"model": model, "job": {"batch": 4}, "link": link, "points": points}
+    dispatch_s = {"2 ranks": 1e-3, "2 ranks, summed": 3e-3, "4 ranks": 2e-3, "4 ranks, summed": 0.0}
+    result = {"model": model, "job": {"batch": 4}, "points": points, "dispatch_s": dispatch_s}
     two, summed, four = against(result | {"environment": {"cores": 2}})
     names = [run["name"] for run in (two, summed, four)]
     assert names == ["2 ranks", "2 ranks, summed", "4 ranks"]
     assert [run["fitted"] for run in (two, summed, four)] == [True, False, False]
-    assert two["predicted"] == pytest.approx(50.0, rel=0.01)
-    assert two["message_ms"] > 0
-    assert four["predicted"] < two["predicted"] < 100.0
+    assert two["predicted"] == pytest.approx(50.0)
+    assert two["error"] == pytest.approx(0.0)
+    # Two layers of 2 ms more, and nothing else; four ranks take turns on the two cores.
+    assert 4 / summed["predicted"] - 4 / two["predicted"] == pytest.approx(2 * 2e-3)
+    assert four["predicted"] < two["predicted"]
     assert two["predicted_kb"] > summed["predicted_kb"] > 0
     assert two["measured_kb"] == 0.003
+
+
+@pytest.mark.parametrize("combine", ["exact", "summed"])
+def test_exchanging_rows_takes_some_of_a_processor(combine: Sum) -> None:
+    model = {"experts": 8, "top_k": 2, "hidden": 16}
+    assert 0 < dispatch_seconds(model, ranks=2, batch=5, combine=combine) < float("inf")
