@@ -10,8 +10,8 @@ from moe.errors import ContextError, RequestError
 from moe.loader import LoadedModel
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
-from moe.text.detokenize import StopStrings
 from moe.text.prompts import Prompt
+from moe.text.stop_strings import StopStrings
 
 
 def make_group(

@@ -11,7 +11,8 @@ from torch import Tensor
 from moe.errors import RequestError
 from moe.kv import SequenceCache
 from moe.sampling.sampler import Sampler, Token
-from moe.text.detokenize import IncrementalDecoder, StopStrings
+from moe.text.detokenize import IncrementalDecoder
+from moe.text.stop_strings import StopStrings
 
 FinishReason = Literal["stop", "length"]
 

@@ -18,7 +18,7 @@ from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler, Token
 from moe.sampling.structure import Structure
-from moe.text.detokenize import StopStrings
+from moe.text.stop_strings import StopStrings
 
 
 class Mirror:

@@ -9,7 +9,8 @@ after skipped special tokens and on runs of byte tokens, and cannot be flushed.)
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class IncrementalDecoder:
         shown: Collection[int] = (),
         behind: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decode = tokenizer, _decoding(tokenizer)
         self._special_ids = special_token_ids(tokenizer)
         self._shown = frozenset(shown)
         # Tokens decoded together: finished ones that give context, then those still open.
@@ -93,13 +94,6 @@ class IncrementalDecoder:
         else:
             self._num_context, self._num_emitted = len(self._window), len(text)
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
-
     def _emit(self, text: str) -> str:
         piece = text[self._num_emitted :]
         self._num_emitted = max(self._num_emitted, len(text))
@@ -131,68 +125,21 @@ class IncrementalDecoder:
                 return
 
 
-class StopStrings:
-    """Ends a text before the first of some strings that comes up in it, however it is cut up.
-
-    First is what ends first; of strings that end together, the longest counts. Text that could
-    be the beginning of a stop string is held back until it is known not to be one.
-
-    Attributes:
-        matched: the string that was found, else None; nothing may be pushed after that.
-    """
-
-    def __init__(self, stop: Iterable[str]) -> None:
-        self._patterns = [(string, _borders(string)) for string in stop]
-        # How much of each string the text so far ends with (Knuth-Morris-Pratt).
-        self._progress = [0] * len(self._patterns)
-        self._held = ""
-        self.matched: str | None = None
-
-    def push(self, text: str) -> str:
-        """Take in a piece of text; returns what can be handed out."""
-        assert self.matched is None, "text after a stop string"
-        if not self._patterns:
-            return text
-        buffer = self._held + text
-        for end, character in enumerate(text, start=len(self._held) + 1):
-            if match := self._advance(character):
-                self.matched, self._held = match, ""
-                return buffer[: end - len(match)]
-        keep = max(self._progress)
-        self._held = buffer[len(buffer) - keep :]
-        return buffer[: len(buffer) - keep]
-
-    def finish(self) -> str:
-        """The text still held back, when generation ends without a match."""
-        held, self._held = self._held, ""
-        return held
-
-    def _advance(self, character: str) -> str:
-        """The longest string that ends with this character, else ""."""
-        match = ""
-        for index, (string, borders) in enumerate(self._patterns):
-            length = self._progress[index]
-            while length and string[length] != character:
-                length = borders[length - 1]
-            length += string[length] == character
-            self._progress[index] = length
-            if length == len(string) > len(match):
-                match = string
-        return match
-
-
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Ids that `decode(skip_special_tokens=True)` leaves out."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
 
 
-def _borders(string: str) -> list[int]:
-    """For each prefix of `string`, the length of its longest proper prefix that is its suffix."""
-    borders = [0] * len(string)
-    for end in range(1, len(string)):
-        length = borders[end - 1]
-        while length and string[length] != string[end]:
-            length = borders[length - 1]
-        borders[end] = length + (string[length] == string[end])
-    return borders
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """``decode(skip_special_tokens=True, clean_up_tokenization_spaces=False)``, without what
+    transformers does around a compiled tokenizer's: twice the time of the decoding itself, for each
+    token of each sequence. Classes with a way of their own keep it."""
+    from transformers import PreTrainedTokenizerFast as Compiled
+
+    own = type(tokenizer)
+    plain = issubclass(own, Compiled) and own.decode is Compiled.decode
+    if plain and own._decode is Compiled._decode:
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    decode = cast("Callable[..., str]", tokenizer.decode)  # of one text
+    return partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)

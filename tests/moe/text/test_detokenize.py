@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -210,3 +212,13 @@ def test_words_behind_a_text_are_words_of_their_own() -> None:
     for before, expected in (([first], " a"), ([], "a"), ([first, end], "a")):
         decoder = IncrementalDecoder(tokenizer, behind=before)
         assert decoder.push(second) + decoder.finish() == expected
+
+
+def test_a_tokenizer_with_a_way_of_its_own_keeps_it() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    tokenizer = Loud(tokenizer_object=TOKENIZERS["metaspace"].backend_tokenizer)
+    ids = ids_of(tokenizer, ["▁a", "a"])
+    assert "".join(check(tokenizer, ids)) == "AA"
