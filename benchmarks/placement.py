@@ -13,6 +13,10 @@ the steps the choice is held against programs for the same placement: "over cut 
 by which it exceeds a linear program's answer, which may cut a token in parts, "over whole tokens"
 the same for an integer program's.
 
+"Rebalanced" is ours as it changes between steps (`benchmarks.placement_online`), on the same
+steps; "moved" are experts that go to another rank, a layer and step. Of a text that is read as a
+prompt the tokens are known, and a table says what to expect of them, made from other texts.
+
 Imbalance is the heaviest rank's tokens over the mean, averaged over steps and layers. The last line
 is one JSON object.
 """
@@ -20,7 +24,7 @@ is one JSON object.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.offload_routing import Record
+from benchmarks.placement_online import Reader, online, token_table
 from benchmarks.sharing_optimum import optimum
 from experts.placement import Placement, eplb, imbalance, linear, pack
 from experts.placement.sharing import share_evenly
@@ -103,6 +108,18 @@ def judge(trace: Trace, ranks: int, slots: int) -> dict[str, float]:
     return figures | {way: max(all_over) for way, all_over in over.items()}
 
 
+def rebalanced(
+    trace: Trace, ranks: int, replicas: float, reader: Reader | None
+) -> dict[str, float]:
+    """As `judge`, of placements that change between steps, and how many experts move."""
+    placements, moved = online(trace, ranks, replicas, reader)
+    half, found = trace.shape[1] // 2, []
+    for steps_SE, own in zip(trace, placements, strict=True):
+        for tokens_E, placement in zip(steps_SE[half:], own[half:], strict=True):
+            found.append(imbalance(_chosen(tokens_E[None], placement.copies_ER)))
+    return {"rebalanced": float(np.mean(found)), "moved": moved}
+
+
 def _chosen(steps_SE: NDArray[np.int64], copies_ER: NDArray[np.int64]) -> NDArray[np.float64]:
     """``(S, R)`` tokens that each rank serves."""
     loads = [choose_counts(tokens, copies_ER).sum(0) for tokens in steps_SE]
@@ -113,6 +130,7 @@ def main() -> None:
     options = _parser().parse_args()
     steps = 24 if options.quick else 128
     model = MoE.from_pretrained(ROOT / "examples/demo-model")
+    table = token_table(model, 10_000) if options.quick else token_table(model)
     texts = {name: (ROOT / f"tests/data/heldout_{name}.txt").read_text() for name in TEXTS}
     make: dict[str, Callable[[], Trace]] = {
         f"{name}, mixed" if mixed else name: partial(
@@ -132,22 +150,32 @@ def main() -> None:
                 slots = int(trace.shape[2] * (1 + extra))
                 point = {"trace": name, "ranks": ranks, "replicas": extra}
                 points.append(point | judge(trace, ranks, slots))
+            reader = None
+            if name in texts:
+                ids = model.codec.encode(texts[name])[: options.step * trace.shape[1]]
+                reader = Reader(model, table, ids, options.step)
+            points[-1] |= rebalanced(trace, ranks, extra, reader)
+    _show(points)
+    copied = [point for point in points if point["replicas"]]
+    print_json(
+        {"points": points, "worst_with_replicas": max(p["rebalanced"] for p in copied)}
+        | {"better_than_eplb": all(p["rebalanced"] < p["eplb"] for p in copied)}
+        | {"environment": environment()}
+    )
+
+
+def _show(points: Sequence[Mapping[str, Any]]) -> None:
+    ways = ("linear", "eplb", "ours", "hindsight", "rebalanced", "moved")
     print_table(
         "heaviest rank over the mean",
         ("trace", "ranks", "replicas", "linear", "EPLB", "ours", "in hindsight")
-        + ("over cut tokens", "over whole tokens"),
+        + ("rebalanced", "moved", "over cut tokens", "over whole tokens"),
         [
             (p["trace"], str(p["ranks"]), f"{p['replicas']:.0%}")
-            + tuple(f"{p[way]:.3f}" for way in ("linear", "eplb", "ours", "hindsight"))
+            + tuple(f"{p[way]:.3f}" if way in p else "" for way in ways)
             + (f"{p['over_cut']:.1%}", f"{p['over_whole']:.1%}")
             for p in points
         ],
-    )
-    copied = [point for point in points if point["replicas"]]
-    print_json(
-        {"points": points, "worst_with_replicas": max(p["ours"] for p in copied)}
-        | {"better_than_eplb": all(p["ours"] < p["eplb"] for p in copied)}
-        | {"environment": environment()}
     )
 
 

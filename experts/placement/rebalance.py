@@ -16,10 +16,10 @@ from typing import Protocol
 import numpy as np
 
 from experts.placement.background import Background, Job
-from experts.placement.forecast import LoadForecast
+from experts.placement.forecast import Foreseen, LoadForecast
 from experts.placement.placement import Floats, Ints, Placement, step_costs
 
-LEAST_STEPS = 16
+LEAST_STEPS = 8
 """Steps of a layer before it is first repacked, and between two times."""
 RATE_HALF_LIFE = 64.0
 
@@ -87,7 +87,7 @@ class Rebalancer:
         seconds_LE: Sequence[Floats],
         horizon_s: float,
         missing: Callable[[int], float] | None = None,
-        arriving: Callable[[int], Floats | None] | None = None,
+        foreseen: Callable[[int, float], Foreseen | None] | None = None,
         repacker: Repacker | None = None,
     ) -> None:
         """
@@ -96,14 +96,14 @@ class Rebalancer:
             seconds_LE: that a rank takes to read each expert of each layer.
             horizon_s: seconds within which a move must pay.
             missing: of a layer, share of the experts visited that have to be read, in [0, 1].
-            arriving: of a layer, tokens that prompts which wait are expected to bring each expert;
+            foreseen: of a layer and so many steps to come, what tokens that are known let expect;
                 asked when the layer is about to be repacked.
         """
         self.epoch = 0
         self._ended = False
         self._repacker = Background() if repacker is None else repacker
         self._seconds_LE, self._missing = list(seconds_LE), missing
-        self._horizon_s, self._arriving = horizon_s, arriving
+        self._horizon_s, self._foreseen = horizon_s, foreseen
         self.reset(placements)
 
     def reset(self, placements: Sequence[Placement]) -> None:
@@ -158,14 +158,17 @@ class Rebalancer:
         layers = len(self._placements)
         for layer in [*range(self._next, layers), *range(self._next)]:
             forecast = self._forecasts[layer]
-            if forecast.steps - self._asked_at[layer] < LEAST_STEPS:
+            turn = forecast.steps - self._asked_at[layer]
+            if turn < LEAST_STEPS:
                 continue
             self._asked_at[layer], self._next = forecast.steps, (layer + 1) % layers
             steps = max(self._horizon_s / self._rate.seconds_a_step, 1.0)
             read_E = self._seconds_LE[layer] / self._rate.seconds_a_token
-            arriving_E = None if self._arriving is None else self._arriving(layer)
+            # Where moves cost nothing, what comes after the layer's next turn is of no concern.
+            ahead = steps if read_E.any() else float(turn)
+            foreseen = None if self._foreseen is None else self._foreseen(layer, ahead)
             missing = 0.0 if self._missing is None else self._missing(layer)
             self._asked = layer, self._placements[layer]
-            costs_SE = step_costs(forecast.steps_SE(arriving_E), missing * read_E)
+            costs_SE = step_costs(forecast.steps_SE(foreseen, ahead), missing * read_E)
             self._repacker.submit(Job(costs_SE, self._placements[layer], read_E / steps))
             return

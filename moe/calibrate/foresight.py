@@ -19,6 +19,7 @@ from routing import RoutingError
 from routing.predict import Told, contexts
 from routing.predict.base import Floats
 from routing.predict.calibrated import ON_ENTERING, PREDICTORS
+from routing.predict.token_table import TokenTable
 
 Expect = Callable[[Sequence[int]], Floats]
 """From the tokens of a prompt to how often a token of it visits each unit, ``(units,)``."""
@@ -82,3 +83,15 @@ def expectation(
         return np.concatenate([rows.mean(0) for rows in layers if rows is not None])
 
     return expect, ""
+
+
+def token_table(
+    path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
+) -> TokenTable | None:
+    """That of `moe calibrate` beside the model; None where there is none."""
+    try:
+        calibrated = load_calibration(path / FOLDER, config, num_experts, [TokenTable.name])
+    except (CalibrationError, RoutingError):
+        return None
+    table = calibrated.clues.get(TokenTable.name)
+    return table if isinstance(table, TokenTable) else None

@@ -109,8 +109,8 @@ class ParallelEngine:
         layers = layers_of(steps, self._leading.station.num_layers)
         orders = {rank: order for rank, (_, order) in plans.items()}
         message = {"engine": self._id, "layers": layers}
-        waiting = [g for part in self._parts.values() for g in part.engine.scheduler.waiting]
-        replies = self._leading.step(message, orders, waiting)
+        waiting = [part.engine.scheduler.waiting for part in self._parts.values()]
+        replies = self._leading.step(message, orders, zip(steps, waiting, strict=True))
         events: list[Event] = []
         for rank, part in self._parts.items():
             events += part.take_in(replies[rank], plans[rank][0])

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,9 +14,8 @@ from torch.distributed import Store
 
 from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
-from moe.engine.wave import Group
 from moe.errors import LaunchError, RankLostError
-from moe.parallel.arrivals import Arrivals
+from moe.parallel.arrivals import Arrivals, Planned
 from moe.parallel.following import join_group
 from moe.parallel.group import leave_group
 from moe.parallel.leader import Leader
@@ -38,7 +37,7 @@ class Leading:
         settings: of the profile.
 
     Attributes:
-        arrivals: what prompts that wait will need, where that can be guessed.
+        arrivals: what tokens that are known let expect, where there is a table of them.
         ended: engines that are garbage, since the last step.
         epoch: how many groups there were before this one.
         kv_tokens: tokens of keys and values that each rank has room for.
@@ -76,12 +75,9 @@ class Leading:
         return next(self._engines)
 
     def step(
-        self, message: Message, orders: Mapping[int, Message], waiting: Iterable[Group]
+        self, message: Message, orders: Mapping[int, Message], planned: Planned
     ) -> dict[int, Message]:
         """Let every rank compute its part of a step.
-
-        Args:
-            waiting: prompts that nobody reads yet.
 
         Raises:
             RankLostError: somebody is lost, and with it what was computed.
@@ -90,7 +86,7 @@ class Leading:
         ended = [self.ended.popleft() for _ in range(len(self.ended))]
         reset, self._reset = self._reset, False
         if self.arrivals is not None:
-            self.arrivals.waiting = waiting
+            self.arrivals.see(planned)
         message = message | {
             "do": "step",
             "number": number,
@@ -135,6 +131,8 @@ class Leading:
         self._form()
         if self._rebalancer is not None:
             self._rebalancer.reset(self.station.placements)
+        if self.arrivals is not None:
+            self.arrivals.reset()
 
     def status(self) -> dict[str, Any]:
         """Who takes part, for JSON; from any thread."""

@@ -126,7 +126,7 @@ class Station:
             seconds_LE=seconds_LE,
             missing=offloaded.miss_ratio if offloaded else None,
             horizon_s=self._settings.rebalance_horizon_s,
-            arriving=None if arrivals is None else arrivals.of_layer,
+            foreseen=None if arrivals is None else arrivals.of_layer,
         )
 
     def take_loads(self) -> list[Any]:

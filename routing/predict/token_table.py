@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from routing.predict.base import ClueBase, Floats, Tensors
+from routing.predict.gate import sigmoid
 
 _SMOOTHING = {1: 8.0, 2: 1.0}  # tokens' worth of what a row falls back on, by tokens of its key
 _MAX_BYTES = 64 << 20
@@ -74,6 +75,25 @@ class TokenTable(ClueBase):
             np.put_along_axis(table, named.astype(np.int64), log_odds.astype(np.float32), 2)
             self._evidence = table
         return self._evidence[:, target, : self._num_experts[target]]
+
+    def visits(self, tokens: Tensor, step: Tensor, steps: int, layer: int) -> Floats:
+        """``(S, E)``: how often the tokens of each step are expected to visit a layer's experts.
+
+        Args:
+            tokens: contexts ``(T, W)`` of all steps.
+            step: ``(T,)`` of each.
+            steps: S.
+        """
+        rows, size = self._rows(tokens[:, -self.context :].numpy()), self._num_experts[layer]
+        named, log_odds, others = (
+            self._tensors[part].numpy()[rows, layer] for part in ("experts", "log_odds", "others")
+        )
+        other = sigmoid(others.astype(np.float32))
+        more = sigmoid(log_odds.astype(np.float32)) - other[:, None]
+        slots = step.numpy()[:, None] * size + named
+        found = np.bincount(slots.reshape(-1), more.reshape(-1), steps * size).reshape(steps, size)
+        found += np.bincount(step.numpy(), other, steps)[:, None]
+        return found.astype(np.float32)
 
     def _rows(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """``(T,)`` rows of ``(T, 2)`` tokens: of the pair, else of the token, else row 0."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from experts.placement import Placement, first_placement, linear, pack, repack
 from experts.placement.background import Background, Job
+from experts.placement.forecast import Foreseen
 from experts.placement.packing import fee, heaviest
 from experts.placement.placement import Floats
 from experts.placement.rebalance import LEAST_STEPS, Rebalancer, StepRate
@@ -132,25 +133,29 @@ def test_layers_that_nobody_visits_are_never_asked_about() -> None:
     assert layers == {0, 2}
 
 
-def test_prompts_that_wait_count_in_what_is_repacked() -> None:
+@pytest.mark.parametrize("price_s", [0.0, 1e-3])
+def test_tokens_that_are_known_count_in_what_is_repacked(price_s: float) -> None:
+    """All of it where moves are free, and only the next steps are looked at."""
     repacker, asked = Inline(), []
 
-    def arriving(layer: int) -> Floats:
-        asked.append(layer)
-        return np.array([0.0] * 7 + [100 * SKEWED.sum()])
+    def foreseen(layer: int, ahead: float) -> Foreseen:
+        asked.append((layer, ahead))
+        coming_E = np.array([0.0] * 7 + [SKEWED.sum()])
+        return Foreseen(np.tile(SKEWED * 1.0, (3, 1)), np.tile(coming_E, (30, 1)))
 
     rebalance = Rebalancer(
         [linear(8, 8, 2)],
-        seconds_LE=[np.zeros(8)],
+        seconds_LE=[np.full(8, price_s)],
         horizon_s=60.0,
-        arriving=arriving,
+        foreseen=foreseen,
         repacker=repacker,
     )
     for _ in range(LEAST_STEPS):
         rebalance.observe([SKEWED], 1.0)
         rebalance.poll()
-    assert asked == [0]
-    assert repacker.jobs[0].costs_SE.mean(0)[7] > 2 * SKEWED[7]
+    assert asked == [(0, LEAST_STEPS if price_s == 0 else 60.0)]
+    seventh_S = repacker.jobs[0].costs_SE[:, 7] > 2 * SKEWED[7]
+    assert seventh_S.tolist() == [price_s == 0 or step < LEAST_STEPS / 2 for step in range(8)]
 
 
 def test_experts_that_are_slow_to_read_and_often_absent_are_kept_apart() -> None:

@@ -1,4 +1,4 @@
-"""Prompts that wait count in the forecast of loads, by what a calibration expects of them."""
+"""What tokens let expect: of steps as they were read, and of those that prompts still hold."""
 
 from __future__ import annotations
 
@@ -7,48 +7,117 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from experts.placement.placement import Floats
 from moe import MoE, SamplingParams
-from moe.engine.wave import Group
-from moe.parallel.arrivals import MOST, Arrivals, arrivals_of
-from routing.predict.base import Floats
+from moe.engine.wave import Group, Piece, Step, Wave
+from moe.parallel.arrivals import AHEAD, SAMPLE, Arrivals, arrivals_of
+from routing.predict import contexts
+from routing.predict.token_table import TokenTable, fit_token_table
 
-EXPERTS = [4, 2]
+LAYERS, EXPERTS = 2, 4
+NewGroup = Callable[[Sequence[int]], Group]
 
 
-def visits(token_ids: Sequence[int]) -> Floats:
-    """Prompts of token n visit expert n of the first layer, and all of the second."""
-    return np.array([*np.eye(4, dtype=np.float32)[token_ids[0]], 1.0, 1.0], np.float32)
+@pytest.fixture(scope="module")
+def table() -> TokenTable:
+    """Token n visits expert n of the first layer, and experts 0 and 1 of the second."""
+    tokens = torch.arange(EXPERTS).repeat(4000)
+    ids = [tokens[:, None], torch.tensor([[0, 1]]).expand(len(tokens), 2)]
+    return fit_token_table(contexts(tokens, 2), ids, [EXPERTS] * LAYERS, 100)
 
 
 @pytest.fixture
-def group(tiny_moe: Callable[[str], MoE]) -> Callable[[int, int], Group]:
+def group(tiny_moe: Callable[[str], MoE]) -> NewGroup:
     model = tiny_moe("qwen3_moe")
-    return lambda token, size: model.request([token] * size, SamplingParams(max_new_tokens=1))
+    return lambda ids: model.request(list(ids), SamplingParams(max_new_tokens=1))
 
 
-def test_tokens_of_prompts_go_to_the_experts_that_they_are_expected_at(
-    group: Callable[[int, int], Group],
+def counts(token_ids: Sequence[int]) -> list[int]:
+    return np.bincount(np.array(token_ids, np.int64), minlength=EXPERTS).tolist()
+
+
+def near(found: Floats, wanted: Sequence[Sequence[float]]) -> bool:
+    return found.shape == np.shape(wanted) and bool(np.allclose(found, wanted, rtol=0.02, atol=0.1))
+
+
+def read(group: Group, size: int) -> tuple[Step, list[Group]]:
+    ids = group.token_ids[group.num_read :]
+    return Step([], Wave([Piece(group, ids[:size], is_last=size >= len(ids))])), []
+
+
+@given(st.lists(st.integers(0, EXPERTS - 1), min_size=3, max_size=40), st.integers(1, 9))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_prompt_is_foreseen_as_it_is_read(
+    group: NewGroup, table: TokenTable, token_ids: list[int], size: int
 ) -> None:
-    arrivals = Arrivals(visits, EXPERTS)
-    assert arrivals.of_layer(0) is None
-    first, second = group(3, 10), group(1, 5)
-    first.num_read = 4
-    arrivals.waiting = [first, second]
-    found = [arrivals.of_layer(layer) for layer in range(2)]
-    assert [loads.tolist() for loads in found if loads is not None] == [[0, 5, 0, 6], [11, 11]]
+    one, arrivals = group(token_ids), Arrivals(table, LAYERS)
+    steps = [token_ids[at : at + size] for at in range(0, len(token_ids), size)]
+    for number in range(len(steps)):
+        arrivals.see([read(one, size)])
+        found = arrivals.of_layer(0, AHEAD)
+        if number == 0 or number == len(steps) - 1:
+            assert found is None  # nothing to hold it against, or nothing to come
+        else:
+            assert found is not None
+            assert near(found.past_SE, [counts(own) for own in steps[:number]])
+            assert near(found.coming_SE, [counts(own) for own in steps[number + 1 :]])
+            second = arrivals.of_layer(1, AHEAD)
+            assert second is not None
+            assert near(second.past_SE, [[len(own)] * 2 + [0] * 2 for own in steps[:number]])
+        one.num_read += size
 
 
-def test_a_long_queue_is_looked_at_from_its_front(group: Callable[[int, int], Group]) -> None:
-    arrivals = Arrivals(visits, EXPERTS)
-    queue = [group(0, 1) for _ in range(MOST)] + [group(2, 9)]
-    for turn, waiting in enumerate(queue):
-        waiting.sequences[0].turn = (turn, 0)
-    arrivals.waiting = queue
-    loads = arrivals.of_layer(0)
-    assert loads is not None
-    assert loads.tolist() == [MOST, 0, 0, 0]
+def test_prompts_of_all_ranks_come_in_their_order_and_who_runs_goes_on(
+    group: NewGroup, table: TokenTable
+) -> None:
+    arrivals = Arrivals(table, LAYERS)
+    first, second, running = group([0] * 8), group([1] * 2 + [2] * 4), group([3, 3])
+    for _ in range(2):
+        step = Step(running.sequences, read(first, 3)[0].wave)
+        arrivals.see([(step, [second]), (Step([], None), [group([3])])])
+        first.num_read += 3
+    found = arrivals.of_layer(0, AHEAD)
+    assert found is not None
+    assert near(found.past_SE, [[3, 0, 0, 1]])
+    assert near(found.coming_SE, [[2, 1, 0, 2], [0, 1, 2, 1], [0, 0, 2, 1]])
+    arrivals.reset()
+    arrivals.see([(Step([], None), [second])])
+    assert arrivals.of_layer(0, AHEAD) is None
+
+
+def test_a_layer_that_a_wave_has_not_reached_has_seen_nothing_of_it(
+    group: NewGroup, table: TokenTable
+) -> None:
+    arrivals, one = Arrivals(table, LAYERS), group([2] * 5)
+    wave = Wave([Piece(one, one.token_ids, is_last=True)], pauses=(1,))
+    for stage in range(2):
+        wave.stage = stage
+        arrivals.see([(Step([], wave), [])])
+    other = group([1] * 3)
+    arrivals.see([(read(other, 3)[0], [group([0] * 4)])])
+    founds = [arrivals.of_layer(layer, AHEAD) for layer in range(2)]
+    past = [len(found.past_SE) for found in founds if found is not None]
+    assert past == [1, 1]
+
+
+def test_long_prompts_are_sampled_and_not_followed_to_their_end(
+    group: NewGroup, table: TokenTable
+) -> None:
+    arrivals, size = Arrivals(table, LAYERS), SAMPLE // 16
+    one = group([0])
+    one.sequences[0].prompt_token_ids = [0, 0, 0, 1] * (size * (AHEAD + 9) // 4)
+    for _ in range(2):
+        arrivals.see([read(one, size)])
+        one.num_read += size
+    found = arrivals.of_layer(0, AHEAD)
+    assert found is not None
+    assert found.coming_SE.shape == (AHEAD, EXPERTS)
+    assert found.coming_SE.sum() == pytest.approx(AHEAD * size, rel=0.1)
 
 
 def test_without_a_calibration_nothing_is_expected(tmp_path: Path) -> None:
-    assert arrivals_of(tmp_path, None, EXPERTS) is None  # type: ignore[arg-type]
+    assert arrivals_of(tmp_path, None, [EXPERTS]) is None  # type: ignore[arg-type]

@@ -51,8 +51,9 @@ class Loopback:
         self._engines += 1
         return self._engines
 
-    def step(self, message: Any, orders: Mapping[int, Any], waiting: Any) -> dict[int, Any]:
-        self.most_waiting = max(self.most_waiting, len(waiting))
+    def step(self, message: Any, orders: Mapping[int, Any], planned: Any) -> dict[int, Any]:
+        waiting = sum(len(behind) for _, behind in planned)
+        self.most_waiting = max(self.most_waiting, waiting)
         self.steps += 1
         if self.steps in self.lost_at:
             raise RankLostError("somebody is lost")

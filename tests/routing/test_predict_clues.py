@@ -61,6 +61,24 @@ def test_the_token_table_counts() -> None:
         assert odds.sum() == pytest.approx(K, rel=0.02)
 
 
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 20))
+def test_visits_of_steps_are_those_of_their_tokens(seed: int, steps: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = contexts(torch.randint(8, (60,), generator=generator), 2)
+    ids = [torch.rand(60, e, generator=generator).topk(K).indices for e in (E, E - 3)]
+    table = fit_token_table(tokens, ids, [E, E - 3], V)
+    asked = torch.randint(-1, V, (count, 2), generator=generator).clamp_min(torch.tensor([-1, 0]))
+    step = torch.randint(steps, (count,), generator=generator)
+    table.start(asked)
+    for layer, experts in enumerate((E, E - 3)):
+        evidence = table.evidence(-1, layer)
+        assert evidence is not None
+        wanted = np.zeros((steps, experts))
+        np.add.at(wanted, step.numpy(), sigmoid(evidence))
+        found = table.visits(asked, step, steps, layer)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_token_table_knows_what_tokens_decide() -> None:
     generator = torch.Generator().manual_seed(1)
     decided = torch.rand(V, E, generator=generator).topk(K).indices.to(torch.int16)
