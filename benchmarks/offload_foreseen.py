@@ -45,12 +45,11 @@ class Foreseen:
         others = np.argpartition(order, top_k - 1, axis=2)[:, :, :top_k]
         luck = rng.random(trace.shape)
         luck[(np.arange(tokens) // RUN * truth) % 1 >= truth] = 1.0
-        # Of each distance, made now: what guesses cost is no part of what is measured.
-        self._guesses = [
+        self._recall = recall
+        self._guesses = [  # of each distance
             np.where(luck < recall**ahead, trace, others) for ahead in range(1, MAX_DEPTH + 1)
         ]
-        self._ahead = torch.arange(1, MAX_DEPTH + 1).repeat_interleave(top_k)
-        self._chances = (recall**self._ahead).float()
+        self._made: dict[int, list[list[Forecast]]] = {}
 
     def start(self, tokens: Tensor) -> None:
         """Nothing to learn: the trace knows the token."""
@@ -62,14 +61,23 @@ class Foreseen:
         """Nothing to learn."""
 
     def forecast(self, layer: int, depth: int | None = None) -> Forecast:
-        _, layers, top_k = self._replay.trace.shape
-        depth = min(depth or MAX_DEPTH, MAX_DEPTH, layers - 1 - layer)
+        depth = min(depth or MAX_DEPTH, MAX_DEPTH, self._replay.trace.shape[1] - 1 - layer)
         if depth <= 0:
             return Forecast.empty()
-        experts = [
-            guesses[self._replay.position(layer + step), layer + step]
-            for step, guesses in enumerate(self._guesses[:depth], 1)
+        if depth not in self._made:
+            self._made[depth] = self._make(depth)
+        return self._made[depth][layer + 1][self._replay.position(layer + 1)]
+
+    def _make(self, depth: int) -> list[list[Forecast]]:
+        """Of each layer, from -1 on, and token, as what guesses cost is not to be measured."""
+        _, layers, top_k = self._replay.trace.shape
+        ahead = torch.arange(1, depth + 1).repeat_interleave(top_k)
+        chances, count = (self._recall**ahead).float(), layers - depth + 1
+        near = [
+            guesses[:, step : step + count] for step, guesses in enumerate(self._guesses[:depth])
         ]
-        said = depth * top_k
-        ahead, chances = self._ahead[:said], self._chances[:said]
-        return Forecast(ahead + layer, torch.from_numpy(np.concatenate(experts)), chances, ahead)
+        experts = torch.from_numpy(np.concatenate(near, axis=2)).unbind(1)
+        return [
+            [Forecast(ahead + layer, said, chances, ahead) for said in of_layer.unbind()]
+            for layer, of_layer in enumerate(experts, -1)
+        ]

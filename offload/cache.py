@@ -108,12 +108,29 @@ class ExpertCache:
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert is there, as of the last `poll` or `acquire`."""
-        return bool(self._table.present[layer * self._table.width + expert])
+        return self._table.there[layer * self._table.width + expert]
+
+    def missing(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those that are not there, as of the last `poll` or `acquire`."""
+        start, there = layer * self._table.width, self._table.there
+        return [expert for expert in experts if not there[start + expert]]
+
+    def lacks(self, layer: int, expert: int) -> bool:
+        """Whether an expert is neither there nor on its way."""
+        return self._table.slot[layer * self._table.width + expert] < 0
 
     def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Those that have no slot: they are neither there nor on their way."""
-        start, slot = layer * self._table.width, self._table.slot
-        return [expert for expert in experts if slot[start + expert] < 0]
+        """Those that it lacks."""
+        return [expert for expert in experts if self.lacks(layer, expert)]
+
+    @property
+    def lost(self) -> int:
+        """How many have been evicted so far."""
+        return self._filling.lost_count
+
+    def lost_since(self, layer: int, expert: int) -> float:
+        """How many have been evicted since this one was; inf where it never was."""
+        return self.lost - self._filling.lost_at[layer * self._table.width + expert]
 
     def acquire(
         self,
@@ -137,7 +154,7 @@ class ExpertCache:
         Raises:
             OffloadError: a fetch cannot even begin. Nothing is pinned.
         """
-        start, there, filling = layer * self._table.width, self._table.present, self._filling
+        start, there, filling = layer * self._table.width, self._table.there, self._filling
         units = [start + expert for expert in experts]
         apart = [start + expert for expert in elsewhere]
         self.policy.touch(layer, sorted(units + apart) if apart else units)

@@ -46,7 +46,14 @@ class _Fetch:
 
 
 class Filling:
-    """The slots' table together with what is on its way to them."""
+    """The slots' table together with what is on its way to them.
+
+    Attributes:
+        pins: of each holder, the units it needs.
+        victims: who goes next.
+        lost_count: how many were evicted so far.
+        lost_at: of each unit, which of these it was the last time; -inf where it never was.
+    """
 
     def __init__(
         self,
@@ -56,10 +63,11 @@ class Filling:
         statistics: CacheStatistics,
     ) -> None:
         self.table, self.policy, self.statistics = table, policy, statistics
-        self.pins: dict[object, Sequence[int]] = {}  # of each holder, the units it needs
+        self.pins: dict[object, Sequence[int]] = {}
         self._source = source
         self._flying: dict[int, _Fetch] = {}
         self._unasked: dict[int, int] = {}  # prefetched and asked for by nobody yet: bytes
+        self.lost_count, self.lost_at = 0, [-math.inf] * len(table.slot)
         self.victims = Victims(table, policy, lambda: chain(self._flying, *self.pins.values()))
 
     def counters(self, unit: int) -> LayerStatistics:
@@ -121,7 +129,7 @@ class Filling:
             OffloadError: it does not come.
         """
         counters = self.counters(unit)
-        while not self.table.present[unit]:
+        while not self.table.there[unit]:
             if unit not in self._flying:
                 self.begin(unit, "demand")
             transfer = self._flying[unit].transfer
@@ -168,6 +176,8 @@ class Filling:
 
     def lost(self, unit: int) -> None:
         """Count a unit that must go."""
+        self.lost_count += 1
+        self.lost_at[unit] = self.lost_count
         counters = self.counters(unit)
         counters.evictions += 1
         counters.wasted_bytes += self._unasked.pop(unit, 0)

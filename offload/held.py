@@ -85,7 +85,7 @@ class Held:
             OffloadError: an expert cannot be had; everything is unpinned.
         """
         filling, units = self._filling, self._units
-        if bool(filling.table.present[units].all()):
+        if all(map(filling.table.there.__getitem__, units)):
             self._count_prefixes(units)
             yield Wave(self._experts, filling.table.slot_ids(self._layer))
             return
@@ -131,7 +131,7 @@ class Held:
         most = len(queue) if most is None else most
         for _ in range(most):
             unit, cause = queue[0], "demand"
-            if table.present[unit]:  # it was on its way, and has come
+            if table.there[unit]:  # it was on its way, and has come
                 queue.popleft()
                 continue
             if table.slot[unit] < 0:
@@ -157,14 +157,14 @@ class Held:
         if table.slot[units[start]] < 0:
             self._make_room(units[start])
             filling.pins[self] = units[start:]
-        if not table.present[units[start]]:
+        if not table.there[units[start]]:
             filling.arrive(units[start])
             filling.poll()  # what came with it: copies to a GPU end many at a time
         # While more is to be fetched, half of what has been is left for the next wave: its
         # transfers, and those into the slots of this one, run under this one's computation.
         most = max(1, len(self._fetched) // 2) if self._queue else len(units)
         end, fetched = start, 0
-        while end < len(units) and table.present[units[end]]:
+        while end < len(units) and table.there[units[end]]:
             fetched += units[end] in self._fetched
             if fetched > most:
                 break
@@ -196,6 +196,6 @@ class Held:
 
     def _wave(self, start: int, end: int) -> Wave:
         table, experts = self._filling.table, self._experts[start:end]
-        ids = np.full(len(table.slot_ids(self._layer)), -1)
+        ids = np.full(table.experts[self._layer] + 1, -1)
         ids[experts] = [table.slot[unit] for unit in self._units[start:end]]
         return Wave(experts, torch.from_numpy(ids))

@@ -67,7 +67,7 @@ def lend(filling: Filling, unit: int, *, urgent: bool) -> Loan | None:
     """
     filling.poll()
     table, counters = filling.table, filling.counters(unit)
-    if table.present[unit]:
+    if table.there[unit]:
         counters.hits += 1
         return Loan(filling, unit, None)
     if not filling.is_flying(unit):

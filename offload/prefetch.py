@@ -56,7 +56,7 @@ class Prefetcher:
     ) -> None:
         self.predictor = self._guide = predictor
         self.governors = [Governor() for _ in experts]
-        self.measures = Measures(cache, experts, load_seconds, clock())
+        self.measures = Measures(cache, len(experts), load_seconds, clock())
         self._cache, self._layers = cache, range(len(experts))
         self._clock = clock
         self._read_seconds = read_seconds or (lambda: self.measures.load_seconds)
@@ -118,7 +118,9 @@ class Prefetcher:
     def _settle(self, layer: int, wanted: Sequence[int]) -> None:
         """Take back what the router contradicts, and see what the others have come to."""
         now, governor, cache = self._clock(), self.governors[layer], self._cache
-        self.measures.arrive(layer, wanted, now)
+        absent, own = cache.missing(layer, wanted), self._bids.of[layer]
+        begun = any(expert in own and own[expert].placed for expert in absent)
+        self.measures.arrive(layer, absent, now, bid_on=begun)
         self._trust.visit(layer, wanted)
         self._bids.read = self._read_seconds()
         bids, asked = self._bids.take(layer, now), set(wanted)
@@ -133,7 +135,7 @@ class Prefetcher:
             rest = bid.rest(there, now, load)
             gain += governor.outcome(bid.placed, expert in asked, there, rest, load, loss)
         self._wait = 0.0
-        if absent := [expert for expert in wanted if not cache.has(layer, expert)]:
+        if absent:
             self._wait, in_the_way = self._bids.give_way(absent, bids, now)
             for target, seconds in in_the_way.items():
                 self._spent[target] += seconds
@@ -172,7 +174,7 @@ class Prefetcher:
         offers = [
             self._offer(*each, layer)
             for each in zip(*named, strict=True)
-            if each[0] in targets and not self._cache.has(*each[:2])
+            if each[0] in targets and self._cache.lacks(*each[:2])
         ]
         now = self._clock()
         for offer in sorted(filter(None, offers), reverse=True):

@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 LEARNING_RATE = 0.05
 HALF_LIFE = 200.0
 """Visits of a layer after which one counts half for how often an expert is asked for."""
+KEEP = 0.5 ** (1 / HALF_LIFE)
 RARELY = 0.05
 """How often, before anything has been seen."""
 
@@ -36,9 +35,10 @@ class Trust:
     """
 
     def __init__(self, experts: Sequence[int]) -> None:
-        self._rates = [np.full(count, RARELY) for count in experts]
+        # Of each expert its rate when it was asked for last, and at which visit of its layer.
+        self._rates = [[(RARELY, 0)] * count for count in experts]
+        self._visits = [0] * len(experts)
         self._weights = [0.0, 1.0, 0.0]  # as stated
-        self._keep = 0.5 ** (1 / HALF_LIFE)
         self._said: list[dict[int, Said]] = [{} for _ in experts]
 
     def forget(self) -> None:
@@ -48,8 +48,7 @@ class Trust:
 
     def chance(self, layer: int, expert: int, stated: float) -> float:
         """Probability that an absent expert, named with a probability, will be asked for."""
-        rate = float(self._rates[layer][expert])
-        said = Said(_log_odds(stated), _log_odds(rate) - _log_odds(RARELY))
+        said = Said(_log_odds(stated), _log_odds(self._rate(layer, expert)) - USUAL)
         self._said[layer][expert] = said
         return self._believed(said)
 
@@ -69,9 +68,14 @@ class Trust:
             min(max(usual, 0.0), 2.0),
         ]
         self._said[layer].clear()
-        rates = self._rates[layer]
-        rates *= self._keep
-        rates[list(wanted)] += 1 - self._keep
+        self._visits[layer] += 1
+        for expert in wanted:
+            rate = self._rate(layer, expert) + 1 - KEEP
+            self._rates[layer][expert] = rate, self._visits[layer]
+
+    def _rate(self, layer: int, expert: int) -> float:
+        rate, visit = self._rates[layer][expert]
+        return rate * KEEP ** (self._visits[layer] - visit)
 
     def _believed(self, said: Said) -> float:
         offset, stated, usual = self._weights
@@ -82,3 +86,6 @@ class Trust:
 def _log_odds(probability: float) -> float:
     probability = min(max(probability, 1e-3), 0.999)
     return math.log(probability / (1 - probability))
+
+
+USUAL = _log_odds(RARELY)

@@ -80,10 +80,8 @@ class Victims:
             in_use = self._spared.union(self._in_use()) if ranked else set()
             while ranked:
                 _, slot, owners = ranked[0]
-                if table.mixed:
-                    same = table.owners(kind, slot) == owners
-                else:
-                    same = table.present[owners[0]]
+                mixed = table.mixed
+                same = table.owners(kind, slot) == owners if mixed else table.there[owners[0]]
                 if same and in_use.isdisjoint(owners):
                     return ranked[0]
                 ranked.popleft()

@@ -20,6 +20,7 @@ from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.layer import AtOnce
+from kernels.cpu.learning import NativeLearner
 from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
@@ -71,6 +72,10 @@ class NativeKernels:
     def meeting(self, *arguments: Any, **options: Any) -> NativeMeeting:
         """Dispatches of ranks of one machine; see NativeMeeting."""
         return NativeMeeting(self.library, *arguments, **options)
+
+    def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
+        """What a cache of experts learns; see NativeLearner."""
+        return NativeLearner(self.library, *arguments, **options)
 
     def weighted_sum(
         self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype, more_BH: Tensor

@@ -9,25 +9,11 @@ them anyway.
 
 from __future__ import annotations
 
-from offload.policies.base import Values
-from offload.policies.frequency_recency import FrequencyRecency, Layers
-from offload.policies.succession import Succession
+from offload.policies.frequency_recency import FrequencyRecency
 
 
 class ForecastPolicy(FrequencyRecency):
     """See the module."""
 
     name = "forecast"
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        self._succession = Succession(num_layers, width)
-        super().__init__(num_layers, width)
-
-    def _learn(self, call: int, layer: int, experts: list[int]) -> list[int]:
-        foretold = self._succession.visit(call, layer, experts, self._rates.both[:, layer])
-        self._rates.visit(layer, experts)
-        return foretold
-
-    def _valued(self, layers: Layers) -> Values:
-        coming = self._succession.corrected(layers, self._rates.both[:, layers])
-        return self._rates.worth(layers, *coming)
+    _habits = True

@@ -8,7 +8,6 @@ some hundred tokens. Legend: L layers, E experts of the widest, R layers looked 
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,13 +18,22 @@ from offload.policies.base import Values
 
 REACH = 6
 """R: a layer's habits are looked for in itself and this many less one before it."""
-LEARNING_RATE = 0.5
+HABIT_RATE = 0.5
+"""How much of its error a visit takes from the habits that spoke."""
 HEADS = 2
 """The next visit of a layer, and the one after it."""
 MOST_BYTES = 64 << 20
 """Of weights: with very many experts, fewer layers are looked back to."""
 MEMORY = 0.995
 """How much of the running losses a visit keeps."""
+MARGIN = 1e-9
+"""By which a running loss must be less to count as less: rounding is not."""
+
+
+def reach_of(num_layers: int, width: int) -> int:
+    """R for a model."""
+    affordable = MOST_BYTES // (4 * HEADS * num_layers * width * width)
+    return min(REACH, num_layers, max(1, affordable))
 
 
 class Succession:
@@ -36,9 +44,8 @@ class Succession:
     """
 
     def __init__(self, num_layers: int, width: int) -> None:
-        affordable = MOST_BYTES // (4 * HEADS * num_layers * width * width)
         self._layers, self._width = num_layers, width
-        self._reach = reach = min(REACH, num_layers, max(1, affordable))
+        self._reach = reach = reach_of(num_layers, width)
         # One row for each head, layer, distance back to a layer and expert that it asked for.
         self._weights = np.zeros((HEADS * num_layers * reach * width, width), dtype=np.float32)
         self._parts = np.zeros((HEADS, num_layers, reach, width), dtype=np.float32)
@@ -50,7 +57,6 @@ class Succession:
         self._targets = (np.arange(num_layers)[:, None] + backs) % num_layers
         heads = np.arange(HEADS)[:, None] * num_layers
         self._firsts = (heads + self._targets[:, None]) * reach + backs
-        self._random = random.Random(0)
         self.losses: Values = np.zeros((HEADS, 2))
 
     def corrected(self, layers: int | slice | Sequence[int], usual: Values) -> Values:
@@ -59,24 +65,27 @@ class Succession:
         Args:
             usual: ``(HEADS, ..., E)``, at the next visit of each layer and at the one after it.
         """
-        better = self.losses[:, 1] < self.losses[:, 0]
+        better = self.losses[:, 1] < self.losses[:, 0] - MARGIN
         if not better.any():
             return usual
         moved = sigmoid(log_odds(usual) + np.add.reduce(self._parts[:, layers], axis=-2))
         moved[~better] = usual[~better]
         return moved
 
-    def visit(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> list[int]:
+    def visit(
+        self, call: int, ahead: Sequence[int], layer: int, experts: Sequence[int], usual: Values
+    ) -> list[int]:
         """A layer asks for experts.
 
         Args:
             call: number of this visit, counted over all layers.
+            ahead: of each head, how many calls before this one it is to foretell it.
             usual: ``(HEADS, E)`` rates of the layer's experts, this visit not included.
 
         Returns:
             Layers, this one first, whose habits say something else now.
         """
-        self._learn(call, layer, experts, usual)
+        self._learn(call, ahead, layer, experts, usual)
         self._visits[layer].append((call, list(experts)))
         firsts = self._firsts[layer]
         rows = firsts[..., None] * self._width + np.asarray(experts, dtype=np.int64)
@@ -85,15 +94,14 @@ class Succession:
         reached: list[int] = self._targets[layer].tolist()
         return reached
 
-    def _learn(self, call: int, layer: int, experts: Sequence[int], usual: Values) -> None:
+    def _learn(
+        self, call: int, ahead: Sequence[int], layer: int, experts: Sequence[int], usual: Values
+    ) -> None:
         """All heads at once: what this costs is calls of numpy, not arithmetic."""
         rows: list[int] = []
         ends = [0]
-        for head in range(HEADS):
-            # What was known when this visit was still so many calls ahead; any distance that
-            # `corrected` is asked at is as likely.
-            ahead = self._random.randint(1, self._layers) + head * self._layers
-            rows += self._rows(head, layer, call - ahead)
+        for head, before in enumerate(ahead):
+            rows += self._rows(head, layer, call - before)
             ends.append(len(rows))
         known = np.array(rows, dtype=np.int64)
         active = self._weights.take(known, axis=0)
@@ -103,7 +111,7 @@ class Succession:
         asked[experts] = 1
         error = np.array((usual, sigmoid(log_odds(usual) + habits))) - asked
         for own, wrong in zip(of_head, error[1].astype(np.float32), strict=True):
-            own -= wrong * (LEARNING_RATE / max(1, len(own)))
+            own -= wrong * (HABIT_RATE / max(1, len(own)))
         self._weights[known] = active
         right = np.log(1 - np.abs(error))
         self.losses -= (1 - MEMORY) * (np.add.reduce(right, axis=-1).T / self._width + self.losses)

@@ -1,0 +1,68 @@
+"""Compiled learning against numpy's, on routings that have habits and on those that have none."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu import choose_kernel
+from offload.policies.learning import Call, ReferenceLearner, new_learner
+from offload.policies.succession import HEADS
+
+
+def habitual(tokens: int, layers: int, width: int, noise: float, seed: int) -> list[Call]:
+    """Calls, some of which follow from the token before; some layers are left out."""
+    draw, calls, state, number = random.Random(seed), list[Call](), 0, 0
+    for _ in range(tokens):
+        state = draw.randrange(width) if draw.random() < noise else (3 * state + 1) % width
+        for layer in range(layers):
+            number += 1
+            experts = {(state + step * layer) % width for step in range(draw.randint(1, 3))}
+            ahead = [draw.randint(1, layers) + head * layers for head in range(HEADS)]
+            if draw.random() < 0.9:
+                calls.append((number, ahead, [layer * width + e for e in sorted(experts)]))
+    return calls
+
+
+@settings(max_examples=40)
+@given(
+    layers=st.integers(1, 8),
+    width=st.integers(1, 40),
+    habits=st.booleans(),
+    noise=st.sampled_from([0.0, 0.2, 1.0]),
+    together=st.integers(1, 7),
+    seed=st.integers(0, 99),
+)
+def test_compiled_learning_equals_the_reference(
+    layers: int, width: int, habits: bool, noise: float, together: int, seed: int
+) -> None:
+    if choose_kernel()[0] is None:
+        pytest.skip("no compiler")
+    compiled = new_learner(layers, width, habits=habits)
+    reference = ReferenceLearner(layers, width, habits=habits)
+    calls = habitual(24, layers, width, noise, seed)
+    np.testing.assert_allclose(compiled.learn([], 0), reference.learn([], 0), rtol=1e-12)
+    for start in range(0, len(calls), together):
+        news = calls[start : start + together]
+        layer = news[-1][2][0] // width
+        found, expected = compiled.learn(news, layer), reference.learn(news, layer)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        np.testing.assert_allclose(compiled.tails, reference.tails, rtol=1e-12)
+
+
+def test_habits_are_learnt() -> None:
+    """What follows from the token before is worth more than by rates alone, and in both ways."""
+    calls = habitual(200, 4, 16, 0.0, 0)
+    for make in (new_learner, ReferenceLearner):
+        worth = {}
+        for habits in (True, False):
+            learner, worth[habits] = make(4, 16, habits=habits), 0.0
+            for call in calls:
+                layer, units = call[2][0] // 16, call[2]
+                worth[habits] += float(learner.learn([], layer)[units].mean())
+                learner.learn([call], layer)
+        assert worth[True] > 1.2 * worth[False]
