@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class Clock:
@@ -13,11 +14,22 @@ class Clock:
     """
 
     def __init__(self, counted: float = 0.0) -> None:
-        self._counted, self._passed = counted, 0.0
+        self._counted, self._passed, self._aside = counted, 0.0, 0.0
+
+    @property
+    def processor_s(self) -> float:
+        """Of the thread that asks, without what was done aside."""
+        return time.thread_time() - self._aside
+
+    def aside(self, work: Callable[[], object]) -> None:
+        """No time passes meanwhile."""
+        began = time.thread_time()
+        work()
+        self._aside += time.thread_time() - began
 
     @property
     def now(self) -> float:
-        return self._passed + (self._counted * time.thread_time() if self._counted else 0.0)
+        return self._passed + (self._counted * self.processor_s if self._counted else 0.0)
 
     @now.setter
     def now(self, later: float) -> None:

@@ -108,7 +108,7 @@ class ExpertCache:
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert is there, as of the last `poll` or `acquire`."""
-        return self._table.there[layer * self._table.width + expert]
+        return bool(self._table.there[layer * self._table.width + expert])
 
     def missing(self, layer: int, experts: Sequence[int]) -> list[int]:
         """Those that are not there, as of the last `poll` or `acquire`."""

@@ -66,13 +66,20 @@ class DiskSource:
     def __init__(
         self, store: Store, bits: int, reader: Reader, arena: Arena, biases: Sequence[Biases]
     ) -> None:
-        self._store, self._bits = store, bits
+        self._store = store
+        self._starts = [
+            [store.prefix(ExpertKey(at, expert), bits).start for expert in range(layer.experts)]
+            for at, layer in enumerate(store.manifest.layers)
+        ]
         self._reader, self._arena, self._biases = reader, arena, list(biases)
+        self._places: dict[int, list[Tensor]] = {}  # of slots: made once, as somebody waits
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Transfer:
-        file = self._store.file(layer)
-        reads, offset = [], self._store.prefix(ExpertKey(layer, expert), self._bits).start
-        for place in self._arena.places(slot):
+        file, places = self._store.file(layer), self._places.get(slot)
+        if places is None:
+            places = self._places[slot] = self._arena.places(slot)
+        reads, offset = [], self._starts[layer][expert]
+        for place in places:
             reads.append(Read(file.fd, file.path, offset, place, file.status))
             offset += place.numel()
         self._put_biases(self._biases[layer], expert, slot)

@@ -30,7 +30,8 @@ class Measures:
         self._last = now
         self._layer: int | None = None
         self._stalled = 0.0  # of this layer, before it waited
-        self._loads = 0  # that it waits for, none of which a bid has begun
+        self._loads = 0  # that it waits for, none of which has been begun ahead
+        self._late = [0] * num_layers  # of the cache's counters, when a layer was arrived at last
         self._evicted, self._regretted = DOUBT, DOUBT / 2
         self._lost = 0  # of the cache, when it was looked at last
 
@@ -46,20 +47,16 @@ class Measures:
         if not followed:
             self._lost = self._cache.lost
 
-    def arrive(self, layer: int, absent: Sequence[int], now: float, *, bid_on: bool) -> None:
-        """A layer has asked for experts, and waits for none of them yet.
-
-        Args:
-            absent: those that are not there.
-            bid_on: whether a bid has begun to bring some of them.
-        """
+    def arrive(self, layer: int, absent: Sequence[int], now: float) -> None:
+        """A layer has asked for experts, ``absent`` is not there, and it waits for none yet."""
         stalled = 0.0 if self._layer is None else self._after(self._layer)
         spent = max(0.0, now - self._last - stalled)
         first = self.layer_seconds == 0.0
         self.layer_seconds += (1.0 if first else FOLLOW) * (spent - self.layer_seconds)
         self._last, self._layer = now, layer
-        self._stalled = self._cache.statistics.layers[layer].stall_seconds
-        self._loads = 0 if bid_on else len(absent)
+        counters = self._cache.statistics.layers[layer]
+        self._loads = 0 if counters.late > self._late[layer] else len(absent)
+        self._late[layer], self._stalled = counters.late, counters.stall_seconds
         self._regret(layer, absent)
 
     def _after(self, layer: int) -> float:

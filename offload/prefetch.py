@@ -118,9 +118,8 @@ class Prefetcher:
     def _settle(self, layer: int, wanted: Sequence[int]) -> None:
         """Take back what the router contradicts, and see what the others have come to."""
         now, governor, cache = self._clock(), self.governors[layer], self._cache
-        absent, own = cache.missing(layer, wanted), self._bids.of[layer]
-        begun = any(expert in own and own[expert].placed for expert in absent)
-        self.measures.arrive(layer, absent, now, bid_on=begun)
+        absent = cache.missing(layer, wanted)
+        self.measures.arrive(layer, absent, now)
         self._trust.visit(layer, wanted)
         self._bids.read = self._read_seconds()
         bids, asked = self._bids.take(layer, now), set(wanted)

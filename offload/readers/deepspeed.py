@@ -50,7 +50,13 @@ class DeepSpeedReads:
         self._buffer, self._bytes = locked, memoryview(locked.numpy())
         weakref.finalize(self, self._handle.free_cpu_locked_tensor, locked)
 
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        views: Sequence[memoryview],
+        status: os.stat_result | None = None,
+    ) -> int:
         done = 0
         while rest := remaining(views, done):
             got = self._part(fd, offset + done, first(rest, PART_BYTES))

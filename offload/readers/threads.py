@@ -180,7 +180,7 @@ class ThreadedReader:
 
 def read_whole(way: Way, piece: Piece) -> None:
     """Fill the piece's views. Raises OSError or `OffloadError`."""
-    got = way.read(piece.fd, piece.offset, piece.views)
+    got = way.read(piece.fd, piece.offset, piece.views, piece.status)
     piece.check_unchanged()
     if got < piece.nbytes:
         raise OffloadError(

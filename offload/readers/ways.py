@@ -27,8 +27,17 @@ logger = logging.getLogger(__name__)
 class Way(Protocol):
     """How one thread of a reader reads; each thread has its own."""
 
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        views: Sequence[memoryview],
+        status: os.stat_result | None = None,
+    ) -> int:
         """Fill the views from ``offset`` on, at most `PIECE_BYTES`.
+
+        Args:
+            status: of the file, where somebody knows it: asking takes a quarter as long as reading.
 
         Returns:
             The bytes read, fewer than asked for only where the file ends.
@@ -42,7 +51,13 @@ class Way(Protocol):
 class Buffered:
     """Through the page cache, which is told to forget them at once."""
 
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        views: Sequence[memoryview],
+        status: os.stat_result | None = None,
+    ) -> int:
         done = 0
         while rest := remaining(views, done):
             got = os.preadv(fd, rest, offset + done)
@@ -62,9 +77,10 @@ class DirectFiles:
         self._without: set[tuple[int, int]] = set()
         self._lock = Lock()
 
-    def get(self, fd: int) -> int | None:
-        """A descriptor with O_DIRECT of the same file; None where there can be none."""
-        status = os.fstat(fd)
+    def get(self, fd: int, status: os.stat_result | None = None) -> int | None:
+        """A descriptor with O_DIRECT of the same file, by its number or what is known of it; None
+        where there can be none."""
+        status = os.fstat(fd) if status is None else status
         key = status.st_dev, status.st_ino
         with self._lock:
             if key not in self._files and key not in self._without:
@@ -100,8 +116,14 @@ class Direct:
         self._buffered = Buffered()
         self._bounce = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
 
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
-        direct = self._files.get(fd)
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        views: Sequence[memoryview],
+        status: os.stat_result | None = None,
+    ) -> int:
+        direct = self._files.get(fd, status)
         if direct is None:
             return self._buffered.read(fd, offset, views)
         done = 0
@@ -129,6 +151,8 @@ class Direct:
 
 def remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
     """The views without their first ``done`` bytes."""
+    if not done:
+        return list(views)
     rest = []
     for view in views:
         if done < len(view):
