@@ -10,35 +10,20 @@ instead of washing it away.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.errors import BudgetError, OffloadError
+from offload.between_steps import Room, affordable, hot_set, resize, warm
+from offload.errors import OffloadError
 from offload.filling import Filling, Source
 from offload.held import Held
 from offload.loans import Loan, lend
 from offload.policies import Policy
 from offload.slots import Sizes, SlotTable
 from offload.statistics import CacheStatistics
-
-LEAST_SLOTS = 2
-"""One to compute with while the other is filled."""
-
-
-class Room(Protocol):
-    """The memory behind the slots, in grains; see `offload.arena.Arena`."""
-
-    @property
-    def capacity(self) -> int: ...
-
-    def move(self, source: int, target: int) -> None: ...
-
-    def resize(self, grains: int) -> None: ...
 
 
 class ExpertCache:
@@ -71,7 +56,7 @@ class ExpertCache:
         self.sizes, self.expert_bytes = sizes, sizes.mean_bytes
         self.prefixed = sizes.prefixes != sizes.grains
         self._room = room
-        grains = self._affordable(slots)
+        grains = affordable(sizes, room, slots)
         room.resize(grains)
         self._table = SlotTable(sizes, grains, room.capacity)
         self._filling = Filling(self._table, source, policy, self.statistics)
@@ -208,34 +193,12 @@ class ExpertCache:
             BudgetError: fewer than `LEAST_SLOTS`.
             OffloadError: a read does not end; nothing has changed.
         """
-        grains, table, filling = self._affordable(slots), self._table, self._filling
-        assert not filling.pins, "a cache is resized between steps"
-        filling.settle_unpinned()
-        if filling.busy:
-            raise OffloadError("the cache cannot be resized while a read does not end")
-        values, cut = self.policy.values(), table.owner[grains - 1 : grains].tolist()
-        leaving = sorted(table.behind(grains), key=lambda unit: -values[unit])
-        old = [(unit, table.slot[unit], table.grains[unit]) for unit in leaving]
-        for unit in leaving:
-            table.drop(unit)
-        table.resize(grains)
-        filling.victims.expect(len(leaving))
-        for unit, slot, kind in old:
-            # Who lies across the border would be in the way of those who come from behind it.
-            if unit not in cut and filling.make_room(unit, kind, values[unit]):
-                self._room.move(slot, table.slot[unit])
-                table.publish(unit)
-            else:
-                filling.lost(unit)
-        self._room.resize(grains)
+        resize(self._filling, self._room, affordable(self.sizes, self._room, slots))
         return self.slots
 
     def hot_set(self) -> list[tuple[int, int]]:
         """(layer, expert) of what is there, most valuable first."""
-        self._filling.poll()
-        units = np.flatnonzero(self._table.present)
-        order = np.argsort(-self.policy.values()[units], kind="stable")
-        return [divmod(int(unit), self._table.width) for unit in units[order]]
+        return hot_set(self._filling)
 
     def warm(self, hot_set: Iterable[tuple[int, int]]) -> int:
         """Fill free slots with these, and wait for them; what fails is left out.
@@ -243,26 +206,4 @@ class ExpertCache:
         Returns:
             How many are there now.
         """
-        filling, table = self._filling, self._table
-        for layer, expert in hot_set:
-            unit = layer * table.width + expert
-            free = table.slot[unit] < 0
-            if free and (slot := table.take_free(self.sizes.grains[unit])) is not None:
-                table.place(unit, slot)
-                with suppress(OffloadError):
-                    filling.begin(unit, "restored")
-        filling.finish()
-        return int(table.present.sum())
-
-    def _affordable(self, slots: int) -> int:
-        """The grains of so many slots, as far as there are any."""
-        grains = min(self.sizes.grains_for(slots), self._room.capacity)
-        largest, each = max(self.sizes.kinds), max(self.sizes.nbytes)
-        if grains < LEAST_SLOTS * largest:
-            raise BudgetError(
-                f"an expert cache needs room for {LEAST_SLOTS} experts, "
-                f"{LEAST_SLOTS * each} bytes at {each} bytes each; "
-                f"there is room for {max(0, grains // largest)}: give the device more memory "
-                "(memory.device_gib) or serve fewer bits"
-            )
-        return grains
+        return warm(self._filling, hot_set)

@@ -14,7 +14,7 @@ from experts.layer_file import WHOLE
 from experts.manifest import LayerRecord, Manifest
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
-from offload.cache import LEAST_SLOTS
+from offload.between_steps import LEAST_SLOTS
 from offload.slots import Sizes
 
 

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offload.cache import LEAST_SLOTS, ExpertCache
+from offload.between_steps import LEAST_SLOTS
+from offload.cache import ExpertCache
 from offload.errors import BudgetError, OffloadError
 from offload.held import RING, Held
 from offload.policies import POLICIES
