@@ -42,7 +42,7 @@ def fd(file: Path) -> Iterator[int]:
 def reader(request: pytest.FixtureRequest) -> Iterator[ThreadedReader]:
     files = DirectFiles()
     if request.param == "no O_DIRECT":
-        files.get = lambda fd: None  # type: ignore[method-assign]
+        files.get = lambda *_: None  # type: ignore[method-assign]
     reader = ThreadedReader(
         "r", Buffered if request.param == "buffered" else lambda: Direct(files), threads=3
     )
@@ -99,7 +99,13 @@ class Gate:
         self.order: list[int] = []
         self.failures: dict[int, Exception] = {}
 
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        views: Sequence[memoryview],
+        status: os.stat_result | None = None,
+    ) -> int:
         self.order.append(offset)
         self.entered.release()
         assert self.open.wait(60)

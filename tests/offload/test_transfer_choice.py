@@ -124,7 +124,7 @@ def test_the_fastest_is_taken_and_the_figures_are_told(
 def test_without_o_direct_the_page_cache_is_used_and_named(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DirectFiles, "get", lambda self, fd: None)
+    monkeypatch.setattr(DirectFiles, "get", lambda *_: None)
     reader = choose_reader(file)
     assert reader.name == "threads through the page cache"
     assert "this file system has no O_DIRECT" in reader.reason
