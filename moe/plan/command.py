@@ -36,6 +36,7 @@ class SpeedPlan:
         locality: what is known of the model's routing.
         expected: for some numbers of sequences.
         resident: for one, if all experts were in device memory.
+        prefixes: whether some that come late would be read by a prefix, which no forecast counts.
     """
 
     memory: MemoryPlan
@@ -45,6 +46,7 @@ class SpeedPlan:
     locality: Locality
     expected: Sequence[Expected]
     resident: Expected
+    prefixes: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -100,6 +102,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         locality,
         [expect(sizes, speeds, locality, batch) for batch in BATCHES],
         expect(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
+        settings.offload.late == "prefix",
     )
 
 
@@ -186,6 +189,8 @@ def sentences(made: SpeedPlan) -> list[str]:
     if made.memory.tiers:
         more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes
         rate = made.resident.tokens_per_second
+        if made.prefixes:
+            found.append("Experts are counted whole: offload.late=prefix reads fewer bytes.")
         found.append(f"With {_gib(more)} GiB more all experts are near: {rate:.1f} tokens/s.")
     return found
 

@@ -118,6 +118,9 @@ def test_what_does_not_fit_stays_on_disk_and_the_plan_says_how_fast_that_is(
     assert code == 0
     assert "on disk" in out
     assert "every expert taken as equally likely" in out
+    assert "counted whole" not in out
+    late = ("--set", "lossless=false", "--set", "offload.late=prefix")
+    assert "counted whole" in planned(capsys, store, *few, *limit, *late)[1]
     code, out = planned(capsys, store, *few, "--set", "memory.device_gib=0.0001")
     assert code == 1
     assert "It does not fit. What would help:\n  - " in out
