@@ -280,7 +280,7 @@ class CacheMachine(RuleBasedStateMachine):
             waves = walk(held, self.source, layer)
             assert flat(waves) == experts
         except OffloadError as error:
-            assert "held" in str(error) or self.source.fails or self.source.refuses  # noqa: PT017
+            assert "held" in str(error) or self.failing  # noqa: PT017
 
     @rule(layer=st.integers(0, 2), chosen=st.sets(st.integers(0, 7), max_size=2))
     @precondition(lambda self: hasattr(self, "cache") and len(self.held) < 2)
