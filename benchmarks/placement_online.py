@@ -17,12 +17,13 @@ from experts.placement import Placement, first_placement, repack
 from experts.placement.background import Job
 from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
+from moe.calibrate.calibrate import windows
 from moe.calibrate.record import record
 from moe.engine.wave import Piece, Step, Wave
 from moe.parallel.arrivals import Arrivals
 from routing.predict.token_table import TokenTable, fit_token_table
 
-TABLE_TOKENS, WINDOW, PROMPT = 60_000, 512, 1024
+TABLE_TOKENS, PROMPT = 60_000, 1024
 STEP_S = 0.1
 """Seconds of a step: decides nothing, as moves cost nothing."""
 
@@ -45,11 +46,9 @@ class AtOnce:
 
 
 def token_table(model: MoE, tokens: int = TABLE_TOKENS) -> TokenTable:
-    """From other texts than those that are held out."""
-    ids = model.codec.encode(calibration_text(6 * tokens))[:tokens]
-    trace = record(
-        model.trunk, model.experts, [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
-    )
+    """As `moe calibrate` makes it, from other texts than those that are held out."""
+    read = windows(model, calibration_text(6 * tokens), tokens)
+    trace = record(model.trunk, model.experts, read)
     vocabulary = model.trunk.model.get_input_embeddings().num_embeddings
     return fit_token_table(trace.contexts(2), trace.expert_ids, trace.num_experts, vocabulary)
 

@@ -93,12 +93,12 @@ def calibrate(
 
 
 def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
-    windows = _windows(model, text, tokens)
-    total = sum(map(len, windows))
+    read = windows(model, text, tokens)
+    total = sum(map(len, read))
     return record(
         model.trunk,
         model.experts,
-        windows,
+        read,
         on_tokens=lambda done: on_step("reading text", done, total),
     )
 
@@ -131,16 +131,17 @@ def token_vectors(embedding: torch.nn.Module, size: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, size - found.shape[1]))
 
 
-def _windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
+def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
+    """So many tokens in sequences, taken evenly from all of a text. Raises `CalibrationError`."""
     if not text.strip():
         raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
     ids = model.codec.encode(text)
     shortest = max(min(len(ids), tokens) // (2 * ASIDE), 1)
     size = min(WINDOW, model.context_length or WINDOW, shortest)
-    windows = [ids[at : at + size] for at in range(0, len(ids), size)]
+    parts = [ids[at : at + size] for at in range(0, len(ids), size)]
     wanted = max(-(-tokens // size), 1)
-    stride = max(len(windows) / wanted, 1.0)
-    chosen = [windows[int(i * stride)] for i in range(min(wanted, len(windows)))]
+    stride = max(len(parts) / wanted, 1.0)
+    chosen = [parts[int(i * stride)] for i in range(min(wanted, len(parts)))]
     if (surplus := sum(map(len, chosen)) - tokens) > 0:
         chosen[-1] = chosen[-1][:-surplus]
     found = sum(map(len, chosen))

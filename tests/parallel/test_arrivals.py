@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ from experts.placement.placement import Floats
 from moe import MoE, SamplingParams
 from moe.engine.wave import Group, Piece, Step, Wave
 from moe.parallel.arrivals import AHEAD, SAMPLE, Arrivals, arrivals_of
+from moe.parallel.engine import ParallelEngine
+from moe.profile import load_profile
 from routing.predict import contexts
 from routing.predict.token_table import TokenTable, fit_token_table
+from tests.parallel.generation import MODES, PROMPTS
+from tests.parallel.test_parallel_engine import PARAMS, Loopback, tokens_of
 
 LAYERS, EXPERTS = 2, 4
 NewGroup = Callable[[Sequence[int]], Group]
@@ -121,3 +126,34 @@ def test_long_prompts_are_sampled_and_not_followed_to_their_end(
 
 def test_without_a_calibration_nothing_is_expected(tmp_path: Path) -> None:
     assert arrivals_of(tmp_path, None, [EXPERTS]) is None  # type: ignore[arg-type]
+
+
+class Seen(Loopback):
+    """Ranks of one process; what is seen of arrivals is held against what each rank is told."""
+
+    read = most_behind = 0
+
+    def step(self, message: Any, orders: Mapping[int, Any], planned: Any) -> dict[int, Any]:
+        planned = list(planned)
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        arrivals = Arrivals(fit_token_table(tokens, [tokens[:, :1]], [8], 9), LAYERS)
+        arrivals.see(planned)
+        (seen,) = arrivals._read
+        assert len(seen.decoded) == sum(len(order["decode"]) for order in orders.values())
+        waves = [order["wave"] for order in orders.values() if order["wave"] is not None]
+        size = sum(piece["size"] for wave in waves for piece in wave["pieces"])
+        assert sum(len(own) for _, own in seen.prompts) == size
+        self.read += size
+        self.most_behind = max(self.most_behind, sum(map(len, arrivals._coming(1000))))
+        return super().step(message, orders, planned)
+
+
+def test_arrivals_are_what_ranks_are_told_to_read(tiny_moe: Callable[[str], MoE]) -> None:
+    model = tiny_moe("qwen3_moe")
+    loopback, whole = Seen(model, 2), model.profile
+    model.profile = load_profile(whole, MODES["chunked"])
+    engine = ParallelEngine(loopback, model._planning_engine, goes_on=True)  # type: ignore[arg-type]
+    model.profile = whole
+    tokens_of(engine, model, PARAMS)
+    assert loopback.read == sum(map(len, PROMPTS))
+    assert loopback.most_behind == loopback.read - 2 * 8  # all but the first two pieces
