@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import llguidance.hf
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
-from torch import Tensor
 
 from moe.errors import RequestError, StructureError
 from moe.sampling.grammar import LIMITS, fault, grammar_of
@@ -49,14 +47,15 @@ class Constraint:
         """The text is complete and nothing may follow."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
-    def allowed_V(self) -> Tensor:
+    def allowed_V(self) -> np.ndarray:
         """Which tokens may come next: (V,) bool. Raises `StructureError` where that is too much."""
         assert not self.is_over
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        bits = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
+        allowed: np.ndarray = bits.view(np.bool_)
         allowed[self._barred] = False
-        return torch.from_numpy(allowed)
+        return allowed
 
     def take(self, token_id: int) -> None:
         """The next token, which was allowed. Raises `StructureError`."""

@@ -16,10 +16,18 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from moe.sampling.candidates import Proposal, candidates, draw, draw_judged, largest
+from moe.sampling.candidates import (
+    Proposal,
+    candidates,
+    draw,
+    draw_judged,
+    largest,
+    peaks,
+    row_of,
+)
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
@@ -66,18 +74,17 @@ class Sampler:
         self._vocab_size = vocab_size
         seed = params.seed
         self._random = random.Random(seed if seed is None or index == 0 else f"{seed}:{index}")
-        self._counts_V: Tensor | None = None
-        self._seen_V: Tensor | None = None
-        self._bias_V: Tensor | None = None
+        self._counts_V: np.ndarray | None = None
+        self._seen_V: np.ndarray | None = None
+        self._bias_V: np.ndarray | None = None
         if params.logit_bias:
-            ids, biases = zip(*params.logit_bias.items(), strict=True)
-            self._bias_V = torch.zeros(vocab_size, dtype=torch.float64)
-            self._bias_V[list(ids)] = torch.tensor(biases, dtype=torch.float64)
+            self._bias_V = np.zeros(vocab_size)
+            self._bias_V[list(params.logit_bias)] = list(params.logit_bias.values())
         if params.presence_penalty or params.frequency_penalty:
-            self._counts_V = torch.zeros(vocab_size, dtype=torch.float64)
+            self._counts_V = np.zeros(vocab_size)
         if params.repetition_penalty != 1.0:
-            self._seen_V = torch.zeros(vocab_size, dtype=torch.bool)
-            self._seen_V[torch.tensor(list(prompt_token_ids), dtype=torch.int64)] = True
+            self._seen_V = np.zeros(vocab_size, dtype=bool)
+            self._seen_V[list(prompt_token_ids)] = True
 
     @property
     def is_argmax(self) -> bool:
@@ -91,7 +98,6 @@ class Sampler:
             and self._constraint is None
         )
 
-    @torch.no_grad()
     def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
         """Choose the next token from (V,) logits of any float dtype and device.
 
@@ -101,10 +107,10 @@ class Sampler:
         """
         assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
         if self.is_argmax:
-            best = logits_V.argmax()
-            _check_peak(float(logits_V[best]))
-            return Token(int(best))
-        raw_V = logits_V.to("cpu", torch.float64)
+            (best,), (peak,) = peaks(logits_V[None])
+            _check_peak(peak)
+            return Token(best)
+        raw_V = row_of(logits_V)
         _check_peak(float(raw_V.max()))
         scores_V = self._penalise(raw_V)
         if self.params.temperature == 0:
@@ -134,8 +140,8 @@ class Sampler:
         With a seed it draws by the same random numbers, else by some of its own.
         """
         twin = copy(self)
-        twin._counts_V = None if self._counts_V is None else self._counts_V.clone()
-        twin._seen_V = None if self._seen_V is None else self._seen_V.clone()
+        twin._counts_V = None if self._counts_V is None else self._counts_V.copy()
+        twin._seen_V = None if self._seen_V is None else self._seen_V.copy()
         twin._constraint = None if self._constraint is None else self._constraint.fork()
         if self.params.temperature > 0:
             twin._random = random.Random()
@@ -143,7 +149,6 @@ class Sampler:
                 twin._random.setstate(self._random.getstate())
         return twin
 
-    @torch.no_grad()
     def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
         """Of a fork: a guess at the next token, from (V,) logits that may be less than the model's.
 
@@ -152,7 +157,7 @@ class Sampler:
         """
         if self.params.temperature == 0 or self.params.seed is not None:
             return self.sample(logits_V).id, None
-        raw_V = logits_V.to("cpu", torch.float64)
+        raw_V = row_of(logits_V)
         _check_peak(float(raw_V.max()))
         ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
         token_id = int(ids_C[draw(weights_C, self._random.random())])
@@ -169,7 +174,7 @@ class Sampler:
         assert count is not None
         tokens = []
         for token_id, logits_V in zip(token_ids, logits_TV, strict=True):
-            raw_V = logits_V.to("cpu", torch.float64)
+            raw_V = row_of(logits_V)
             _check_peak(float(raw_V.max()))
             tokens.append(_scored(token_id, raw_V, count))
         return tokens
@@ -178,7 +183,7 @@ class Sampler:
     def _is_over(self) -> bool:
         return self._constraint is not None and self._constraint.is_over
 
-    def _penalise(self, scores_V: Tensor) -> Tensor:
+    def _penalise(self, scores_V: np.ndarray) -> np.ndarray:
         """Bias, presence and frequency as in OpenAI's API, repetition as in CTRL (2019), and -inf
         for what the structure does not allow."""
         params = self.params
@@ -186,16 +191,17 @@ class Sampler:
             scores_V = scores_V + self._bias_V
         if self._seen_V is not None:
             factor = params.repetition_penalty
-            punished_V = torch.where(scores_V > 0, scores_V / factor, scores_V * factor)
-            punished_V = punished_V.clamp(max=torch.finfo(torch.float64).max)
-            scores_V = torch.where(self._seen_V, punished_V, scores_V)
+            with np.errstate(over="ignore"):
+                punished_V = np.where(scores_V > 0, scores_V / factor, scores_V * factor)
+            punished_V = punished_V.clip(max=np.finfo(np.float64).max)
+            scores_V = np.where(self._seen_V, punished_V, scores_V)
         if self._counts_V is not None:
             scores_V = scores_V - params.frequency_penalty * self._counts_V
             scores_V = scores_V - params.presence_penalty * (self._counts_V > 0)
         if self._constraint is not None:
             if self._constraint.is_over:  # a draft asks for more
                 raise LogitsError("the text is complete, and its structure lets nothing follow")
-            scores_V = scores_V.where(self._constraint.allowed_V(), float("-inf"))
+            scores_V = np.where(self._constraint.allowed_V(), scores_V, -np.inf)
             _check_peak(float(scores_V.max()))
         return scores_V
 
@@ -208,10 +214,11 @@ class Sampler:
             self._constraint.take(token_id)
 
 
-def _scored(token_id: int, raw_V: Tensor, count: int) -> Token:
+def _scored(token_id: int, raw_V: np.ndarray, count: int) -> Token:
     """A token with its log-probability and those of the ``count`` most likely ones."""
-    normaliser = torch.logsumexp(raw_V, dim=0)
-    top_ids = largest(raw_V, min(count, len(raw_V))) if count else raw_V.new_empty(0).long()
+    peak = raw_V.max()
+    normaliser = peak + np.log(np.exp(raw_V - peak).sum())
+    top_ids = largest(raw_V, min(count, len(raw_V))) if count else np.empty(0, dtype=np.int64)
     top_logprobs = (raw_V[top_ids] - normaliser).tolist()
     top = tuple(zip(top_ids.tolist(), top_logprobs, strict=True))
     return Token(token_id, float(raw_V[token_id] - normaliser), top)

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from moe.engine.sequence import RunningSequence
+from moe.sampling.candidates import peaks
 from moe.speculate.draft import PLAIN, Draft, Judged, Mode
 from moe.speculate.history import SIZES, History
 
@@ -141,7 +142,7 @@ class Recycling(ModelFree):
         self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
     ) -> None:
         if accepted < len(draft.tokens):
-            thought = logits_TV[accepted + 1 :].argmax(-1).tolist()
+            thought, _ = peaks(logits_TV[accepted + 1 :])
             for token, following in zip(draft.tokens[accepted:], thought, strict=True):
                 self._follow(token, following)
 

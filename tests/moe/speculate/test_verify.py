@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.sampling.candidates import Proposal, candidates, draw_judged
+from moe.sampling.candidates import Proposal, candidates, draw_judged, row_of
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import LogitsError, Sampler, Token
 from moe.speculate.draft import PLAIN, Draft, Mode
@@ -121,12 +122,12 @@ def pair_chances(params: dict[str, Any], logits_TV: Tensor) -> Tensor:
     """``(V, V)`` probabilities of the first two tokens."""
     chances = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     given = SamplingParams(**params)
-    ids, weights = candidates(sampler(**params)._penalise(logits_TV[0].double()), given)
+    ids, weights = candidates(sampler(**params)._penalise(row_of(logits_TV[0])), given)
     for first, chance in zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True):
         after = sampler(**params)
         after._remember(first)
-        following, more = candidates(after._penalise(logits_TV[1].double()), given)
-        chances[first, following] = chance * more / more.sum()
+        following, more = candidates(after._penalise(row_of(logits_TV[1])), given)
+        chances[first, following] = torch.from_numpy(chance * more / more.sum())
     return chances
 
 
@@ -152,30 +153,26 @@ def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
 
     Exact: over a grid of the uniform number that decides.
     """
-    weight = st.integers(0, 5)
-    p = torch.tensor(
-        data.draw(st.lists(weight, min_size=4, max_size=4).filter(any)), dtype=torch.float64
-    )
-    q = torch.tensor(
-        data.draw(st.lists(weight, min_size=4, max_size=4).filter(any)), dtype=torch.float64
-    )
+    weights = st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any)
+    p = np.array(data.draw(weights), dtype=float)
+    q = np.array(data.draw(weights), dtype=float)
     q /= q.sum()
     grid = 499
-    taken, came = 0.0, torch.zeros(4, dtype=torch.float64)
-    for token in q.nonzero().flatten().tolist():
+    taken, came = 0.0, np.zeros(4)
+    for token in q.nonzero()[0].tolist():
         for step in range(grid):
             uniforms = iter([(step + 0.5) / grid, ((step * 307) % grid + 0.5) / grid])
             got = draw_judged(
-                torch.arange(4),
+                np.arange(4),
                 p,
-                Proposal(token, torch.arange(4), q),
+                Proposal(token, np.arange(4), q),
                 lambda: next(uniforms),  # noqa: B023
             )
             came[got] += q[token] / grid
             taken += float(q[token]) / grid * (got == token)
     p = p / p.sum()
-    assert taken == pytest.approx(float(torch.minimum(p, q).sum()), abs=0.01)
-    assert torch.allclose(came, p, atol=0.02)
+    assert taken == pytest.approx(np.minimum(p, q).sum(), abs=0.01)
+    np.testing.assert_allclose(came, p, atol=0.02)
 
 
 def test_a_bad_row_ends_what_is_accepted_before_it() -> None:
