@@ -41,7 +41,8 @@ class Costs:
     Attributes:
         sequence, row: of one more sequence in a step, of one more drafted row.
         a_pass: of drafting by the model.
-        drafting: beside a plain step, whatever is drafted: proposing, verifying, telling.
+        looking, drafting: beside a plain step, of one sequence: of looking for drafts and finding
+            none, and of proposing, verifying and telling where some are drafted.
         thinking: of one search for a plan, and of learning from one step.
         accepts: share of tokens drafted by the model itself that are right, at temperature 0, else.
         noise: standard deviation of the logarithm of times.
@@ -53,6 +54,7 @@ class Costs:
     sequence: float
     row: float
     a_pass: float
+    looking: float
     drafting: float
     thinking: float
     accepts: tuple[float, float]
@@ -65,9 +67,9 @@ class Costs:
 
 
 COSTS = {
-    1.0: Costs(0.32, 0.155, 0.95, 0.13, 0.15, (0.98, 0.92)),
-    0.5: Costs(0.7, 0.1, 0.4, 0.05, 0.06, (0.66, 0.53), noise=0.4),
-    0.25: Costs(0.55, 0.08, 0.3, 0.03, 0.03, (0.44, 0.33), noise=0.25),
+    1.0: Costs(0.45, 0.2, 1.1, 0.08, 0.2, 0.4, (0.98, 0.92)),
+    0.5: Costs(0.7, 0.13, 0.45, 0.01, 0.03, 0.05, (0.66, 0.53), noise=0.4),
+    0.25: Costs(0.55, 0.1, 0.35, 0.01, 0.02, 0.04, (0.44, 0.33), noise=0.25),
 }
 """By the share of experts in memory."""
 
@@ -145,15 +147,17 @@ class World:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
 
-    def step(self, sequences: int, drafted: int, rests: bool = True) -> None:
-        """The model's own pass, and what goes with it where somebody looks for drafts."""
-        seconds = self.costs.step(sequences, sequences + drafted)
+    def step(self, sequences: int, drafted: int, looks: bool = False, drafts: bool = False) -> None:
+        """The model's own pass, and what goes with it where somebody looks for drafts, and where
+        the controller is asked for a plan."""
+        costs = self.costs
+        seconds = costs.step(sequences, sequences + drafted)
         if drafted:
             self.verified += 1
-            seconds *= self.costs.first if self.verified == 1 else 1.0
-        if not rests:
-            seconds *= 3 if self.rng.random() < self.costs.peaks else 1
-            seconds += self.costs.drafting
+            seconds *= costs.first if self.verified == 1 else 1.0
+        if looks or drafts:
+            seconds *= 3 if self.rng.random() < costs.peaks else 1
+            seconds += (costs.drafting if drafts else costs.looking) * sequences**0.5
         self.pass_by(seconds)
 
     def pass_by(self, seconds: float) -> None:

@@ -150,6 +150,7 @@ class WithoutConfidence:
         self.plan, self.observe = controller.plan, controller.observe
         self.rests, self.rested, self.took = controller.rests, controller.rested, controller.took
         self.hear, self.figures = controller.hear, controller.figures
+        self.needs_offers, self.passed = controller.needs_offers, controller.passed
 
     def goes_on(self, _mode: Mode, _confidence: Sequence[float]) -> bool:
         return True
@@ -168,12 +169,12 @@ class ReplayedSpeculator(Speculator):
         self._drafts = drafts
         self._starts: dict[RunningSequence, int] = {}
 
-    def rests(self, sequences: Sequence[RunningSequence]) -> bool:
+    def is_plain(self, sequences: Sequence[RunningSequence]) -> bool:
         self._starts = {s: self._starts.get(s, SPAN * i) for i, s in enumerate(sequences)}
         places = [self._starts[s] + len(s.token_ids) for s in sequences]
         self._drafts.places = {id(s.cache): p for s, p in zip(sequences, places, strict=True)}
         self._drafts.replayed.rows = places
-        return super().rests(sequences)
+        return super().is_plain(sequences)
 
     def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
         places = list(self._drafts.places.values())

@@ -69,15 +69,15 @@ def decode(
     sequences = cast(list[RunningSequence], spoken)
     while all(len(each.token_ids) < len(each.said) for each in spoken):
         before = world.now
-        if speculator.rests(sequences):
-            kind = "rest"
-            world.step(len(spoken), 0)
+        if speculator.is_plain(sequences):
+            kind = "rest" if speculator._resting else "look"
+            world.step(len(spoken), 0, looks=not speculator._resting)
             made = [[each.sampler.sample(thoughts_V, None)] for each in spoken]
         else:
             drafts = speculator.propose(sequences, float("inf"))
             drafted = sum(len(draft.tokens) for draft in drafts)
             kind = "draft" if drafted else "look"
-            world.step(len(spoken), drafted, rests=False)
+            world.step(len(spoken), drafted, drafts=True)
             made = [
                 speculator.accept(own, draft, _logits(own, draft, thoughts_V))
                 for own, draft in zip(sequences, drafts, strict=True)

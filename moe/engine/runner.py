@@ -98,7 +98,7 @@ class Runner:
 
     def _drafting(self, step: Step) -> Speculator | None:
         """Who drafts in this step; None where it is plain decoding, or none."""
-        if self._speculator is None or not step.decode or self._speculator.rests(step.decode):
+        if self._speculator is None or not step.decode or self._speculator.is_plain(step.decode):
             return None
         return self._speculator
 

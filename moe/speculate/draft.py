@@ -16,7 +16,7 @@ from moe.sampling.candidates import Proposal
 Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]
 Judged = tuple[Sequence[float], int]
-"""Of a draft: confidence of each token, and how many were right."""
+"""Confidence of each token of a draft, and how many were right."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,7 @@ class Mode:
     skipped: float = 0.0
 
     def __hash__(self) -> int:
-        return self._hash  # of all that is kept by mode in every step
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.name)
+        return hash(self.name)  # a string's is kept: of all that is kept by mode in every step
 
     @cached_property
     def name(self) -> str:
@@ -94,13 +90,11 @@ class Draft:
             return PLAIN
         if depth >= len(self.tokens):
             return self
-        return Draft(
-            self.mode, self.tokens[:depth], self.confidence[:depth], self.proposals[:depth]
-        )
+        tokens, confidence = self.tokens[:depth], self.confidence[:depth]
+        return Draft(self.mode, tokens, confidence, self.proposals[:depth])
 
 
 PLAIN = Draft()
-"""No draft."""
 
 
 class Choice(NamedTuple):
@@ -124,7 +118,7 @@ class Round(NamedTuple):
     """A step that was speculated in.
 
     Attributes:
-        trials: one for each running sequence.
+        trials: of each sequence.
         rows: of the verification: drafted tokens, and one more for each sequence.
         draft_rows: of each elastic draft pass, in their order.
         draft_seconds: of all drafting.
@@ -165,8 +159,15 @@ class Controller(Protocol):
         ...
 
     def rested(self, batch: int, seconds: Sequence[float]) -> None:
-        """Such steps took so long, those in which a prompt was read nan; maybe fewer than were
-        allowed, as there are other sequences now."""
+        """Such steps took so long, nan those in which a prompt was read; maybe not all of them."""
+        ...
+
+    def needs_offers(self, batch: int) -> bool:
+        """Whether the next step, which does not rest, is plain where nothing is offered."""
+        ...
+
+    def passed(self, batch: int, seconds: float) -> None:
+        """Such a step, in which nothing was offered, took so long."""
         ...
 
     def took(self, batch: int, tokens: int, seconds: float) -> None:
@@ -182,11 +183,8 @@ class Controller(Protocol):
         ...
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
-        """How many tokens of a finished elastic draft are worth verifying.
-
-        Only asked where nothing was left to chance: to drop a token because of what was drawn would
-        change the chances of those that are left.
-        """
+        """Tokens of a finished elastic draft that are worth verifying. Only asked where nothing was
+        left to chance: to drop one for what was drawn would change the chances of the others."""
         ...
 
     def observe(self, round: Round) -> None:

@@ -30,6 +30,12 @@ class FixedDepth:
     def rested(self, batch: int, seconds: Sequence[float]) -> None:
         return None
 
+    def needs_offers(self, batch: int) -> bool:
+        return self.mode.source != "elastic"
+
+    def passed(self, batch: int, seconds: float) -> None:
+        return None
+
     def took(self, batch: int, tokens: int, seconds: float) -> None:
         return None
 

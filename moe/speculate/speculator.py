@@ -1,7 +1,7 @@
 """Speculation within a step: who drafts, how far, and what stands of it.
 
-The runner calls `rests` before a step's lanes and `finish` behind them; where a step does not rest,
-`propose` as well, and `accept` for each sequence with the logits that they gave. Whatever is
+The runner calls `is_plain` before a step's lanes and `finish` behind them; where a step is not
+plain, `propose` as well, and `accept` for each sequence with the logits that they gave. Whatever is
 drafted, tokens are those of the model itself (`verify`).
 """
 
@@ -20,11 +20,10 @@ from moe.speculate.control.report import Report
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Trial
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.model_free import ModelFree
+from moe.speculate.rests import Rests
 from moe.speculate.verify import verify
 from routing.predict import Forecast
 
-HEARD, JUDGED = 2, 16
-"""Sequences of a batch, and their last tokens, on which drafts are judged that nobody asked for."""
 SURE = 0.5
 """Confidence of a model-free draft with which nobody else is asked."""
 
@@ -57,26 +56,24 @@ class Speculator:
         self._elastic, self._model_free = elastic, list(model_free)
         self._max_depth, self._clock = max_depth, clock
         self._start = self._drafted = self._began = 0.0
-        self._batch = self._tokens = self._left = self._turn = 0
-        self._plain: list[float] = []  # seconds of steps that nobody has been told of
-        self._resting = False
+        self._batch = self._tokens = 0
+        self._rests = Rests(self._model_free, max_depth)
+        self._resting = self._plain = False
+        self._offered: list[list[Draft]] = []
         self._draft_bytes, self._draft_rows = 0, list[int]()
         self._trials: list[Trial] = []
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
 
-    def rests(self, sequences: Sequence[RunningSequence]) -> bool:
-        """Whether a step of these is plain decoding, and nobody looks for drafts. Such steps are to
-        cost what they would without speculation."""
-        self._start, batch = self._clock(), len(sequences)
-        if self._left == 0 or batch != self._batch:
-            if self._plain:
-                self.controller.rested(self._batch, self._plain)
-                self._plain = []
-                self._judge(sequences)
-            self._left, self._batch = self.controller.rests(batch), batch
-        self._resting = self._left > 0
-        self._left -= self._resting
-        return self._resting
+    def is_plain(self, sequences: Sequence[RunningSequence]) -> bool:
+        """Whether a step of these is plain decoding: nobody looks for drafts, or there are none.
+        Such steps are to cost what they would without speculation."""
+        self._start, self._batch = self._clock(), len(sequences)
+        self._resting = self._plain = self._rests.begin(self.controller, sequences)
+        if self._resting:
+            return True
+        self._offered = [self._offers(sequence) for sequence in sequences]
+        self._plain = not any(self._offered) and self.controller.needs_offers(self._batch)
+        return self._plain
 
     def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
         """A draft for each running sequence; ``spare``: tokens that keys and values have room for,
@@ -85,9 +82,8 @@ class Speculator:
         self._trials, self._draft_rows = [], []
         bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
         limits = self._limits(sequences, spare)
-        offers = [self._offers(*own) for own in zip(sequences, limits, strict=True)]
-        choices = self.controller.plan(sequences, limits, offers)
-        drafts = [_taken(choice, offer) for choice, offer in zip(choices, offers, strict=True)]
+        choices = self.controller.plan(sequences, limits, self._offered)
+        drafts = [_taken(*own) for own in zip(choices, self._offered, strict=True)]
         self._confidence = {}
         self._draft_elastically(sequences, choices, drafts)
         self._began = self._clock()
@@ -110,9 +106,13 @@ class Speculator:
 
     def finish(self, alone: bool) -> None:
         """The step is over; ``alone`` if no prompt was read in it."""
-        if self._resting:
-            self._plain.append(self._clock() - self._start if alone else nan)
-            self.report.rest(self._batch)
+        if self._plain:
+            seconds = self._clock() - self._start
+            self.report.plain_step(self._batch, self._resting)
+            if self._resting:
+                self._rests.over(seconds if alone else nan)
+            elif alone:
+                self.controller.passed(self._batch, seconds)
             return
         self._tell(alone)
         if alone and self._tokens >= self._batch:
@@ -135,8 +135,11 @@ class Speculator:
         """What came of it, and what decides, for JSON."""
         return {**self.report.figures(), "control": self.controller.figures()}
 
-    def _offers(self, sequence: RunningSequence, limit: int) -> list[Draft]:
+    def _offers(self, sequence: RunningSequence) -> list[Draft]:
         """What model-free modes have to say."""
+        limit = self._limit(sequence)
+        if limit <= 0:
+            return []
         offers = []
         for source in self._model_free:
             draft = source.offer(sequence, limit)
@@ -146,23 +149,17 @@ class Speculator:
                     break
         return offers
 
-    def _judge(self, sequences: Sequence[RunningSequence]) -> None:
-        """Tell the controller what drafts of some sequences would have brought in a rest."""
-        self._turn += 1
-        start = self._turn * HEARD % len(sequences)
-        for sequence in sequences[start : start + HEARD]:
-            for source in self._model_free:
-                judged = source.judge(sequence, self._max_depth, JUDGED)
-                self.controller.hear(sequence, source.mode, judged)
-
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:
         """Tokens that each sequence may draft: the one behind them is the model's own."""
         limits = []
         for sequence in sequences:
-            left = sequence.max_new_tokens - len(sequence.token_ids) - 1
-            limits.append(int(max(0, min(self._max_depth, left, spare))))
+            limits.append(int(max(0, min(self._limit(sequence), spare))))
             spare -= limits[-1]
         return limits
+
+    def _limit(self, sequence: RunningSequence) -> int:
+        left = sequence.max_new_tokens - len(sequence.token_ids) - 1
+        return min(self._max_depth, left)
 
     def _draft_elastically(
         self,

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median
 
+from moe.speculate.control.upkeep import Upkeep
+
 FIRST = 8
 """Plain steps before looking begins with a new number of sequences."""
 EVERY, BURST = 128, 2
@@ -14,6 +16,8 @@ EVERY, BURST = 128, 2
 PIECES = 8, 128
 """A long rest is cut, as drafts that cost nothing are judged between its pieces: each is twice as
 long as the one before, beginning with twice the first number, up to the second."""
+LOOKING = 0.0025
+"""Share of the time that looking for drafts may take where none have paid."""
 OUTLIER = 2.0
 """Times what was expected, or the median of its like, that a step may count for."""
 
@@ -29,6 +33,7 @@ class Rest:
         self._plain = Counter[int]()  # by sequences
         self._left = self._looked = 0
         self._piece = PIECES[0]
+        self._looking = Upkeep(LOOKING)
         self.batch = 1
 
     def steps(self, batch: int) -> int:
@@ -40,6 +45,11 @@ class Rest:
             if self._looked % EVERY == 0:
                 self._left = BURST
         return self._left
+
+    def looked(self, seconds: float, step: float) -> None:
+        """Looking where no drafts are in sight took so long: there is time until the next one."""
+        self._looking.took(seconds)
+        self.take(self._looking.steps(step))
 
     def take(self, steps: int) -> int:
         """Nobody needs to look in the next steps; how many those are in all."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from moe.engine.sequence import RunningSequence
@@ -141,7 +142,8 @@ class Search:
                 if sum(own) > sum(chains[index]):
                     chains[index], takers[index] = own, mode
         drafting = [mode is not None and taker is mode for taker in takers]
-        option = best_option(chains, self.costs.step(mode, drafting, effort, optimism > 0))
+        seconds = partial(self.costs.step, mode, drafting, effort, optimism > 0)
+        option = best_option(chains, seconds)
         choices = tuple(
             Choice(taker, depth) if depth else NONE
             for taker, depth in zip(takers, option.depths, strict=True)

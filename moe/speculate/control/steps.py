@@ -6,8 +6,7 @@ with cache misses: more rows read more experts, and those that are not in memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from moe.speculate.control.coverage import Counts, Coverage, Sizes
 from moe.speculate.control.goodput import Depths
@@ -17,6 +16,7 @@ from moe.speculate.draft import Mode, Round
 
 HOPE = 0.1
 """Least that a draft pass may cost beside a plain one."""
+FOLLOW = 0.1
 
 Features = tuple[float, float, float, float]
 """Of a pass: one, its rows, distinct experts, and those of them to be fetched."""
@@ -37,6 +37,7 @@ class StepCosts:
     Attributes:
         efficiency: of verifying.
         errors: of predictions.
+        overhead: seconds that a step with drafts takes beside the passes of the model.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StepCosts:
         self.coverage = Coverage(sizes)
         self.efficiency = Efficiency()
         self.errors = Errors()
+        self.overhead = 0.0
         self._relative = relative
         self._verify = Times(prices, pace)
         self._draft = {mode: Times((0.8, 0.2), pace) for mode in relative}
@@ -90,18 +92,18 @@ class StepCosts:
 
     def row(self, sequences: int, rows: float) -> float:
         """Seconds that one row more in the model's own pass costs, by the fitted prices."""
-        slope = [
-            self._verify.modelled(self._features(sequences, at)) for at in (rows, rows + sequences)
-        ]
-        return (slope[1] - slope[0]) / sequences
+        features = [self._features(sequences, at) for at in (rows, rows + sequences)]
+        fewer, more = map(self._verify.modelled, features)
+        return (more - fewer) / sequences
 
     def step(
         self,
         mode: Mode | None,
         drafting: Sequence[bool],
         effort: Effort,
-        hopeful: bool = False,
-    ) -> Callable[[Depths], float]:
+        hopeful: bool,
+        depths: Depths,
+    ) -> float:
         """Seconds of a step by the depths of its sequences.
 
         Args:
@@ -110,16 +112,6 @@ class StepCosts:
             effort: of that mode.
             hopeful: see `draft`.
         """
-        return partial(self._step, mode, drafting, effort, hopeful)
-
-    def _step(
-        self,
-        mode: Mode | None,
-        drafting: Sequence[bool],
-        effort: Effort,
-        hopeful: bool,
-        depths: Depths,
-    ) -> float:
         drafted, verified = effort
         passes = draft_rows = 0.0
         rows = float(len(depths))
@@ -138,7 +130,11 @@ class StepCosts:
         seconds = self.verify(len(depths), rows)
         if mode is None:
             return seconds
-        return seconds + self.draft(mode, passes, draft_rows, hopeful)
+        return seconds + self.draft(mode, passes, draft_rows, hopeful) + self.overhead
+
+    def besides(self, seconds: float) -> None:
+        """A step with drafts took so long beside the passes of the model."""
+        self.overhead += FOLLOW * (seconds - self.overhead)
 
     def observe(self, mode: Mode | None, round: Round, counts: Counts | None) -> None:
         """A step without prompts is over.

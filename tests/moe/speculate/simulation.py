@@ -8,7 +8,9 @@ acceptance is a function.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any, cast
 
 import numpy as np
@@ -84,7 +86,10 @@ class World:
 
 @dataclass
 class Outcome:
-    tokens: int = 0
+    """Tokens and seconds that were to be expected of what was decided: whoever decides sees what
+    came of it, with its luck; what is judged is the decisions."""
+
+    tokens: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -94,11 +99,16 @@ class Outcome:
 
 @dataclass
 class Simulation:
-    """Runs a controller in a world."""
+    """Runs a controller in a world.
+
+    Attributes:
+        thinking: seconds of whatever the controller measures of itself.
+    """
 
     world: World
     batch: int = 1
     seed: int = 0
+    thinking: float = 0.001
     counts: tuple[float, float] = (0.0, 0.0)
     now: float = 0.0
     unheard: list[tuple[RunningSequence, Draft]] = field(default_factory=list)
@@ -141,8 +151,7 @@ class Simulation:
         return Controller(modes, max_depth, costs, self, self._clock)
 
     def _clock(self) -> float:
-        """Whatever is measured takes a thousandth of a step or so."""
-        self.now += 0.001
+        self.now += self.thinking
         return self.now
 
     def run(self, controller: Any, steps: int, renew: int = 200) -> Outcome:
@@ -168,6 +177,10 @@ class Simulation:
             self.left -= 1
             self._rest(offers, outcome)
             return
+        if not any(offers) and controller.needs_offers(self.batch):
+            seconds = self._pass(outcome, self.batch, self.world.looking)
+            controller.passed(self.batch, seconds)
+            return
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
         chances: list[list[float]] = [[] for _ in choices]
         draft_rows = self._draft(controller, choices, chances)
@@ -180,31 +193,39 @@ class Simulation:
                 own = list(offer.confidence[: choice.depth])
             trials.append(self._trial(controller, sequence, choice, own))
         rows = self.batch + sum(trial.drafted for trial in trials)
-        noise = np.exp(self.world.noise * self.rng.normal(size=2) - self.world.noise**2 / 2)
-        drafting = sum(map(self.world.draft, draft_rows)) * noise[0]
-        verifying = self.world.verify(self.batch, rows) * noise[1]
-        self._visit(rows)
+        drafting = sum(map(self.world.draft, draft_rows))
+        outcome.seconds += drafting
+        drafting *= self._noise()
+        self.now += drafting
+        verifying = self._pass(outcome, rows)
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
+        self.now += self.world.looking
+        outcome.seconds += self.world.looking
         tokens = self.batch + sum(trial.accepted for trial in trials)
-        seconds = drafting + verifying + self.world.looking
-        controller.took(self.batch, tokens, seconds)
-        self._over(outcome, tokens, seconds)
+        controller.took(self.batch, tokens, drafting + verifying + self.world.looking)
+        for trial in trials:
+            outcome.tokens += sum(accumulate(trial.confidence[: trial.drafted], mul))
 
     def _rest(self, offers: Sequence[Sequence[Draft]], outcome: Outcome) -> None:
         """A plain step in which nobody looks at offers."""
         if NGRAM in self.world.accepts:
             pairs = zip(self.sequences, offers, strict=True)
             self.unheard += [(s, next(iter(own), PLAIN)) for s, own in pairs]
-        noise = np.exp(self.world.noise * self.rng.normal() - self.world.noise**2 / 2)
-        self._visit(self.batch)
-        seconds = self.world.verify(self.batch, self.batch) * noise
-        self.plain.append(seconds)
-        self._over(outcome, self.batch, seconds)
+        self.plain.append(self._pass(outcome, self.batch))
 
-    def _over(self, outcome: Outcome, tokens: int, seconds: float) -> None:
-        self.now += seconds
-        outcome.tokens += tokens
-        outcome.seconds += seconds
+    def _pass(self, outcome: Outcome, rows: int, looking: float = 0.0) -> float:
+        """The model's own pass, and the tokens that it adds; seconds that are seen of it."""
+        seconds = self.world.verify(self.batch, rows)
+        outcome.tokens += self.batch
+        outcome.seconds += seconds + looking
+        self._visit(rows)
+        seen = seconds * self._noise() + looking
+        self.now += seen
+        return seen
+
+    def _noise(self) -> float:
+        noise = self.world.noise
+        return float(np.exp(noise * self.rng.normal() - noise**2 / 2))
 
     def _offers(self) -> list[Draft]:
         if NGRAM not in self.world.accepts or self.rng.random() > self.world.offers:
@@ -265,6 +286,9 @@ class Always:
     def rests(self, _: int) -> int:
         return 0
 
+    def needs_offers(self, _: int) -> bool:
+        return False
+
     def took(self, *_: Any) -> None:
         """Nothing to learn."""
 
@@ -278,14 +302,16 @@ class Always:
         """Nothing to learn."""
 
 
-def best_fixed(world: World, batch: int, steps: int = 1500) -> tuple[float, float]:
-    """Tokens a second of plain decoding and of the best mode and depth."""
-    world = replace(world, noise=0.0)
-
-    def rate(mode: Mode, depth: int) -> float:
-        return Simulation(world, batch, seed=1).run(Always(mode, depth), steps).rate
-
-    elastic = [mode for mode in world.accepts if mode.source == "elastic"]
-    plain = 1.0 * batch / world.verify(batch, batch)
-    drafted = [rate(mode, depth) for mode in elastic for depth in range(1, MAX_DEPTH + 1)]
-    return plain, max([plain, *drafted])
+def best_fixed(world: World, batch: int) -> tuple[float, float]:
+    """Tokens a second of plain decoding and of the best mode and depth, by what is to be expected
+    where sequences are alike."""
+    assert world.unlike == 0
+    plain = best = batch / world.verify(batch, batch)
+    for mode, chance in world.accepts.items():
+        tokens = float(batch)
+        for depth in range(1, MAX_DEPTH + 1):
+            tokens += batch * chance**depth
+            seconds = depth * world.draft(batch) + world.verify(batch, batch * (1 + depth))
+            best = max(best, tokens / seconds)
+        assert mode.source == "elastic"
+    return plain, best

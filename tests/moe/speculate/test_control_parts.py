@@ -238,11 +238,13 @@ def test_a_report_counts_by_mode_and_position() -> None:
     report, nobody = Report(), cast(RunningSequence, object())
     trials = [Trial(nobody, MODE, 3, 2), Trial(nobody, MODE, 1, 1), Trial(nobody, None, 0, 0)]
     report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
-    report.rest(3)
+    report.plain_step(3, rested=True)
+    report.plain_step(1, rested=False)
     figures = report.figures()
-    assert figures["tokens"] == 3 + 2 + 1 + 3
-    assert figures["tokens_per_verification"] == pytest.approx(9 / 6)
-    assert figures["depths"] == {"0": 4, "1": 1, "3": 1}
+    assert figures["tokens"] == 3 + 2 + 1 + 3 + 1
+    assert (figures["steps"], figures["rested_steps"]) == (3, 1)
+    assert figures["tokens_per_verification"] == pytest.approx(10 / 7)
+    assert figures["depths"] == {"0": 5, "1": 1, "3": 1}
     mode = figures["modes"][MODE.name]
     assert mode["acceptance"] == pytest.approx(3 / 4)
     assert [p["acceptance"] for p in mode["by_position"]] == [1.0, 1.0, 0.0]

@@ -1,0 +1,69 @@
+"""What a step asks of whom: nobody is asked for a plan where there is no draft to choose."""
+
+from __future__ import annotations
+
+from math import inf
+from statistics import fmean
+from typing import Any, cast
+
+import pytest
+
+from moe.engine.sequence import RunningSequence
+from moe.speculate.fixed import FixedDepth
+from moe.speculate.model_free import NGram
+from moe.speculate.speculator import Speculator
+from tests.moe.speculate.simulation import NGRAM, Simulation, World
+
+
+class FakeSequence:
+    def __init__(self, *new: int) -> None:
+        self.prompt_token_ids, self.token_ids, self.max_new_tokens = [1, 2, 3], list(new), 20
+
+
+def test_a_step_is_plain_where_nothing_is_offered() -> None:
+    speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
+    one, other = (cast(RunningSequence, FakeSequence(new)) for new in (4, 5))
+    assert speculator.is_plain([one, other])
+    speculator.finish(alone=True)
+    one.token_ids += [2, 3]
+    assert not speculator.is_plain([one, other])
+    first, second = speculator.propose([one, other], inf)
+    assert (first.tokens, second.tokens) == ((4, 2, 3, 4), ())
+    figures = speculator.figures()
+    assert (figures["steps"], figures["tokens"], figures["rested_steps"]) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(("spare", "left", "drafted"), [(2, 20, 2), (inf, 3, 2), (inf, 1, 0)])
+def test_drafts_are_no_longer_than_there_is_room(spare: float, left: int, drafted: int) -> None:
+    speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
+    one: Any = FakeSequence(4, 2, 3)
+    one.max_new_tokens = len(one.token_ids) + left
+    if drafted:
+        assert not speculator.is_plain([one])
+        assert len(speculator.propose([one], spare)[0].tokens) == drafted
+    else:
+        assert speculator.is_plain([one])
+
+
+def test_a_look_that_finds_nothing_is_charged() -> None:
+    simulation = Simulation(World({NGRAM: 0.9}, offers=0.9, noise=0.0), thinking=0.1)
+    controller = simulation.controller()
+    simulation.run(controller, 200)
+    assert controller.needs_offers(1)  # a search for plans is not due
+    room, step = controller.account.room, controller.costs.verify(1, 1)
+    for _ in range(3):
+        controller.passed(1, 1.5 * step)
+    assert controller.account.room == pytest.approx(room - 3 * (0.5 - 0.015) * step)
+
+
+def test_drafts_are_charged_with_what_a_step_takes_beside_its_passes() -> None:
+    """They would pay by what their verification takes, and do not by what whole steps take: 0.976
+    of plain decoding where that is not known."""
+    gains = []
+    for looking in (0.0, 0.3):
+        world = World({NGRAM: 0.55}, offers=0.6, looking=looking, row=0.05, noise=0.0)
+        runs = [Simulation(world, seed=seed) for seed in (3, 4, 5)]
+        rates = [own.run(own.controller(), 1500).rate for own in runs]
+        gains.append(fmean(rates) * world.verify(1, 1))
+    assert gains[0] > 1.1
+    assert gains[1] > 0.984
