@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from kernels import quantized, reference
 from kernels.backends import Backend, Forward, choose_backend, triton_kernels
@@ -30,6 +31,7 @@ __all__ = [
     "experts_forward",
     "linear_forward",
     "reads_nothing_back",
+    "row_linear",
     "weighted_sum",
 ]
 
@@ -92,6 +94,17 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
             output_TN: Tensor = triton.linear_forward(x_TK, matrix)
             return output_TN
     return quantized.linear_forward(x_TK, matrix)
+
+
+def row_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, whose bits for a row depend on the other rows; ours do not.
+
+    On a CPU, without gradients, of float32 and bfloat16 rows; torch's own otherwise.
+    """
+    native = choose_kernel()[0] if x.device.type == "cpu" else None
+    if native is not None and native.linear.supports(x, weight_NK):
+        return native.linear.linear(x, weight_NK, bias_N)
+    return linear(x, weight_NK, bias_N)
 
 
 def _needs_grad(hidden_TH: Tensor, weights_TK: Tensor, experts: AnyExperts) -> bool:

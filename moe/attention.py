@@ -29,10 +29,6 @@ PACKED = "moe_packed"
 _QUERIES = 256
 """Whose attention is written out at a time where it is watched."""
 
-_BLOCK = 16
-"""Fewest new tokens of a sequence that the compiled attention reads: fewer do not pay for arranging
-the keys, and probes, which have fewer, see transformers' own arithmetic."""
-
 current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
 """The packed pass of the running lane; every greenlet has its own context."""
 
@@ -73,7 +69,9 @@ def packed_attention(
     keys_values = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
     queries = query.split(cache.sizes, dim=2)
-    outputs = [_attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
+    # Arranging the keys for the compiled attention does not pay for the few queries of a step.
+    attend = _attend if cache.decoding else _attend_prompt
+    outputs = [attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
     if cache.watched:
         pairs = zip(queries, keys_values, strict=True)
         cache.received = torch.cat([_received(q, k, *how) for q, (k, _) in pairs])
@@ -93,6 +91,28 @@ def _per_sequence(
     return list(zip(key.split(cache.ends, dim=2), value.split(cache.ends, dim=2), strict=True))
 
 
+def _attend_prompt(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """As `_attend`; where compiled code can, a token's bits do not depend on where a prompt is cut:
+    read whole, in chunks, or behind a known prefix."""
+    native, _ = choose_kernel()
+    if native is not None and native.attention.supports(query, key, value):
+        first = first_keys(rule, query.shape[2], key.shape[2])
+        if first is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return native.attention.attend(
+                query[0], key[0], value[0], first, scale, softcap, sinks
+            )[None]
+    return _attend(query, key, value, rule, scaling, sinks, softcap)
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -104,14 +124,6 @@ def _attend(
 ) -> Tensor:
     """One sequence: ``(1, Q, T, D)`` against ``(1, N, L, D)`` gives ``(1, T, Q, Dv)``."""
     queries, keys = query.shape[2], key.shape[2]
-    native = choose_kernel()[0] if queries >= _BLOCK else None
-    if native is not None and native.attention.supports(query, key, value):
-        first = first_keys(rule, queries, keys)
-        if first is not None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return native.attention.attend(
-                query[0], key[0], value[0], first, scale, softcap, sinks
-            )[None]
     mask = rule.mask(queries, keys, query.device)
     causal = rule.is_causal(queries, keys)
     if sinks is None and softcap is None:

@@ -140,6 +140,7 @@ class PackedCache(Cache):
     Which of the two a layer does is noticed at its first pass: see `moe.attention`.
 
     Attributes:
+        decoding: the new tokens are few, behind others of their sequence; else they are prompts.
         watched: attention layers leave in `received` how much attention each row gets.
     """
 
@@ -148,9 +149,12 @@ class PackedCache(Cache):
         sequences: Sequence[SequenceKV],
         sizes: Sequence[int],
         needs_history: set[int],
+        *,
+        decoding: bool = False,
         watched: bool = False,
     ) -> None:
         super().__init__(layers=[])
+        self.decoding = decoding
         self.watched = watched
         self.received: Tensor | None = None
         self.sequences = sequences

@@ -27,6 +27,7 @@ from moe.plan.memory import MemoryPlan
 from moe.plan.planning import choose_device, planning, use_threads
 from moe.policing import prepare
 from moe.profile import Profile
+from moe.row_wise import make_row_wise
 from moe.sampling.constraint import Structures
 from moe.seam import attach
 from moe.speculate import Speculation, enable_speculation
@@ -137,6 +138,7 @@ def _load(
     prefetcher, expect, blind = _look_ahead(offloaded, layers, path, planned.config, profile)
     experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
+    make_row_wise(network)
     ready = _make_ready(Trunk(network), experts, policies, profile)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes

@@ -62,6 +62,21 @@ def experts_modules(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+def routing_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Modules that choose or weigh experts: they stand beside them, and their weight has as many
+    rows as there are experts, or one."""
+    places = {
+        name.rpartition(".")[0]: module.num_experts for name, module in experts_modules(model)
+    }
+    found = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        counts = [count for place, count in places.items() if name.startswith(f"{place}.")]
+        if weight is not None and weight.ndim == 2 and weight.shape[0] in (1, *counts) and counts:
+            found.append((name, module))
+    return found
+
+
 def check_experts(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` where no experts dispatch through the registry."""
     if not experts_modules(model):

@@ -36,8 +36,8 @@ class Trunk:
     Attributes:
         packed: several sequences share a pass, and a prompt may be read in several passes (with
             its own cache, an architecture's recurrent state is only right for whole prompts).
-        fused: reads a few new tokens of each sequence instead of transformers' forward, where this
-            has been proven to be the same.
+        fused: decodes a few new tokens of each sequence instead of transformers' forward, where
+            this has been proven to be the same. Prompts never: how they are cut must not show.
         watched: visits of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once (`moe.speculate.contrast`).
         cache_type: of the sequences of packed passes.
@@ -77,19 +77,22 @@ class Trunk:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
         if not work:
             return []
-        watched = self.watched and phase == "prefill"
-        forward: Forward = partial(self.forward_packed, watched=watched)
-        if self.fused is not None and all(map(_is_short, work)):
+        forward: Forward = partial(self.forward_packed, phase=phase)
+        if self.fused is not None and phase == "decode" and all(map(_is_short, work)):
             forward = self.fused
         if self.contrast is not None:
             forward = partial(self.contrast, forward)
         return [Lane(partial(forward, work), phase)]
 
-    def forward_packed(self, work: Sequence[Work], watched: bool = False) -> list[Tensor]:
+    def forward_packed(self, work: Sequence[Work], phase: Phase = "decode") -> list[Tensor]:
         """Logits of each piece of work, by transformers' own forward."""
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
-        cache = PackedCache(sequences, sizes, self._needs_history, watched)
+        decoding = phase == "decode"
+        cache = PackedCache(
+            sequences, sizes, self._needs_history,
+            decoding=decoding, watched=self.watched and not decoding,
+        )  # fmt: skip
         spans = zip(cache.ends, sizes, strict=True)
         positions = torch.cat([torch.arange(end - size, end) for end, size in spans])
         with packed_pass(cache):

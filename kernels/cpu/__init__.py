@@ -21,6 +21,7 @@ from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.layer import AtOnce
 from kernels.cpu.learning import NativeLearner
+from kernels.cpu.linear import NativeLinear
 from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
@@ -33,11 +34,13 @@ _logger = logging.getLogger("moe")
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """Of one library: whole weights, bit planes, decode steps, attention of prompts, assignment."""
+    """Of one library: whole weights, bit planes, linear layers of whole weights, decode steps,
+    attention of prompts, assignment."""
 
     library: CDLL
     whole: NativeExperts
     planes: NativePlanes
+    linear: NativeLinear
     decode: NativeDecode
     attention: NativeAttention
     assign: NativeAssign
@@ -108,6 +111,7 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
         library,
         NativeExperts(library),
         NativePlanes(library),
+        NativeLinear(library),
         NativeDecode(library),
         NativeAttention(library),
         NativeAssign(library),

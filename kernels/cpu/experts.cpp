@@ -21,18 +21,6 @@ int32_t layer_team(const Layer& layer, long rows, int32_t threads) {
   return team(rows * layer.hidden * (layer.gate_up_rows + layer.width), threads);
 }
 
-// Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
-// products where it has them, everything else is widened to fp32 first.
-template <class Body>
-void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& body) {
-  if (weight_dtype == FP32) return body(Fp32{});
-  if (weight_dtype == FP16) return body(Fp16{});
-#if defined(__AVX512BF16__)
-  if (hidden_dtype == BF16) return body(Bf16Pairs{});
-#endif
-  body(Bf16{});
-}
-
 }  // namespace
 
 extern "C" {

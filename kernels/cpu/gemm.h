@@ -4,6 +4,7 @@
 // One weight element is loaded once for all rows of a tile: with few rows the kernel streams
 // weights at memory speed, with many it runs at the multipliers' speed, without any repacking.
 #pragma once
+#include "calls.h"
 #include "vec.h"
 
 // How activations (X) meet weights (W). STEP elements of K a vector.
@@ -40,6 +41,18 @@ struct Bf16Pairs {  // bf16 activations too: the CPU's own dot product of pairs,
   static void add(vf& sum, XV x, WV w) { sum = (vf)_mm512_dpbf16_ps((__m512)sum, x, w); }
 };
 #endif
+
+// Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
+// products where it has them, everything else is widened to fp32 first.
+template <class Body>
+static void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& body) {
+  if (weight_dtype == FP32) return body(Fp32{});
+  if (weight_dtype == FP16) return body(Fp16{});
+#if defined(__AVX512BF16__)
+  if (hidden_dtype == BF16) return body(Bf16Pairs{});
+#endif
+  body(Bf16{});
+}
 
 // As many sums as the registers hold beside the operands: 16 on plain x86, 32 elsewhere.
 #if defined(__AVX512F__) || defined(__aarch64__)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
 from kernels.planes import PlaneLayout, PrefixBits
-from moe.seam import experts_modules
+from moe.seam import routing_modules
 
 
 def quantizes(bits: int | None) -> bool:
@@ -33,23 +33,15 @@ def chosen_linears(
 ) -> dict[str, int]:
     """Linear layers to be quantized, by name, and their bits."""
     head = network.get_output_embeddings()
-    experts = {name: module.num_experts for name, module in experts_modules(network)}
+    routing = dict(routing_modules(network))
     chosen = {}
     for name, module in network.named_modules():
         bits = head_bits if module is head else trunk_bits
         if type(module) is not nn.Linear or bits is None or not quantizes(bits):
             continue
-        if module is head or not _routes(name, module, experts):
+        if module is head or name not in routing:
             chosen[name] = bits
     return chosen
-
-
-def _routes(name: str, linear: nn.Linear, experts: dict[str, int]) -> bool:
-    """Whether its outputs choose or weigh experts: it stands beside them and is as wide, or one."""
-    return any(
-        name.startswith(f"{neighbour.rpartition('.')[0]}.") and linear.out_features in (1, count)
-        for neighbour, count in experts.items()
-    )
 
 
 def quantize_linear(network: PreTrainedModel, name: str, group_size: int, bits: int) -> None:

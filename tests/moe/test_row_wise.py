@@ -1,0 +1,130 @@
+"""With a trunk of bit planes nobody's company shows: the same bits however prompts are cut and
+batched, and while decoding. Shipped model, 4-bit experts, 8-bit trunk, whole routers and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kernels import backend_status, row_linear
+from moe import MoE, SamplingParams
+from moe.kv import SequenceCache, Work
+from moe.lanes import run_lanes
+from moe.seam import routing_modules
+from routing import Phase
+
+ROOT = Path(__file__).parents[2]
+LONGEST = 90
+pytestmark = pytest.mark.skipif(
+    backend_status()["name"] != "native", reason="torch's own products are not row-wise"
+)
+
+
+@pytest.fixture(scope="module", params=["auto", "off"])
+def model(request: pytest.FixtureRequest) -> MoE:
+    return MoE.from_pretrained(
+        ROOT / "examples/demo-model",
+        model={"expert_bits": 4, "trunk_bits": 8},
+        engine={"fused": request.param},
+    )
+
+
+@pytest.fixture(scope="module")
+def token_ids(model: MoE) -> list[int]:
+    return model.codec.encode((ROOT / "tests/data/heldout_python.txt").read_text()[:4000])
+
+
+def _read(
+    model: MoE, batch: Sequence[tuple[SequenceCache, list[int]]], phase: Phase = "prefill"
+) -> list[Tensor]:
+    """Logits behind each piece, all read in one pass."""
+    with torch.inference_mode():
+        lanes = model.trunk.lanes([Work(ids, cache) for cache, ids in batch], phase)
+        run_lanes(lanes, model.experts.run)
+    return [rows[-1] for lane in lanes for rows in lane.result()]
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_prompt_reads_the_same_bits_in_any_pieces_and_company(
+    data: st.DataObject, model: MoE, token_ids: list[int]
+) -> None:
+    start = data.draw(st.integers(0, 500), label="start")
+    ids = token_ids[start : start + data.draw(st.integers(1, LONGEST), label="tokens")]
+    whole, cut = model.trunk.new_cache(len(ids) + 1), model.trunk.new_cache(len(ids) + 1)
+    (expected,) = _read(model, [(whole, ids)])
+    places = data.draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=3), label="cuts")
+    ends = sorted({end for end in places if end < len(ids)} | {len(ids)})
+    for begin, end in zip([0, *ends], ends, strict=False):
+        others = data.draw(st.lists(st.integers(1, LONGEST), max_size=2), label="company")
+        company = [(model.trunk.new_cache(n), token_ids[-n:]) for n in others]
+        got = _read(model, [*company, (cut, ids[begin:end])])[-1]
+    assert torch.equal(got, expected)
+    other = model.trunk.new_cache(9)
+    _read(model, [(other, token_ids[:3])])
+    (expected,) = _read(model, [(whole, ids[:1])], "decode")
+    got = _read(model, [(other, token_ids[3:9]), (cut, ids[:1])], "decode")[-1]
+    assert torch.equal(got, expected)
+
+
+def test_log_probabilities_do_not_depend_on_known_prefixes_and_other_requests(
+    model: MoE, token_ids: list[int]
+) -> None:
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [token_ids[:n] for n in (5, 35, 39, 64, 70)]
+    alone = [model.generate(prompt, params)[0].tokens for prompt in prompts]
+    together = model.generate([*prompts, *prompts], params)
+    assert [completion.tokens for completion in together] == [*alone, *alone]
+
+
+def test_routers_and_head_of_the_model_are_row_wise(model: MoE) -> None:
+    network = model.trunk.model
+    routers, head = routing_modules(network), network.get_output_embeddings()
+    assert len(routers) == len(model.experts.layers)
+    assert isinstance(head, nn.Linear)
+    x = torch.randn(40, head.in_features)
+    for module in (*(router for _, router in routers), head):
+        whole = module(x)
+        first = whole[0] if isinstance(whole, tuple) else whole
+        alone = module(x[:1])
+        assert torch.equal((alone[0] if isinstance(alone, tuple) else alone), first[:1])
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(0, 200),
+    columns=st.integers(1, 300),
+    width=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    weight_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_row_linear_is_linear_and_row_wise(
+    rows: int,
+    columns: int,
+    width: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    bias: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator).to(dtype)
+    w = (torch.randn(width, columns, generator=generator) / columns**0.5).to(weight_dtype)
+    b = torch.randn(width, generator=generator) if bias else None
+    got = row_linear(x, w, b)
+    assert got.dtype == dtype
+    exact = linear(x.double(), w.double(), None if b is None else b.double())
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), exact, rtol=limit, atol=limit)
+    if rows:
+        at = seed * rows // 10
+        assert torch.equal(row_linear(x[at : at + 1], w, b)[0], got[at])
