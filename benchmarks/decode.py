@@ -86,10 +86,12 @@ def bytes_by_batch(found: Sequence[Contender]) -> dict[str, dict[int, float]]:
 
 def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
     """Rates and bytes of each group of contenders, which is gone before the next comes."""
-    vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    room = config.max_position_embeddings
+    options.prompts = [length for length in options.prompts if length < room]
     for group in contenders(path, options):
         found = [make() for make in group]
-        yield measure(found, vocab_size, options), bytes_by_batch(found)
+        yield measure(found, config.vocab_size, options), bytes_by_batch(found)
         for each in found:
             each.close()
         del found, each

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.decode_peers import Contender, LlamaCpp, Tokens, Transformers
-from benchmarks.gguf_files import write_gguf, write_random_gguf
 from benchmarks.random_models import bench_dir, random_2b
 from benchmarks.random_store import random_30b
 from experts.manifest import is_store
@@ -121,6 +120,8 @@ def gguf_file(path: Path, kind: str) -> Path:
     """The model for llama.cpp, made where it is not there yet; of a store, one of its shape."""
     file = bench_dir() / f"{path.name}-{kind}.gguf"
     if not file.exists():
+        from benchmarks.gguf_files import write_gguf, write_random_gguf  # needs the package gguf
+
         if is_store(path):
             write_random_gguf(AutoConfig.from_pretrained(path), kind, file)
         else:

@@ -17,8 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.gguf_files import NAMES
-
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+}
+"""Tensors of a layer: llama.cpp's names and transformers'."""
 ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "minimax_m2": "minimax-m2",
@@ -60,12 +70,14 @@ def write_model(
     each = -(-len(tensors) // parts)
     most = each if parts > 1 else 0
     writer = gguf.GGUFWriter(out, ARCHITECTURES[name], split_max_tensors=most)
-    _write_keys(writer, model.config)
+    write_keys(writer, model.config)
     if vocabulary is not None:
         _write_tokenizer(writer, vocabulary, SPLITS_OF_TEXT.get(name, "qwen2"))
+    else:
+        writer.add_tokenizer_model("no_vocab")
     for tensor, value in tensors.items():
         array = value.detach().float().contiguous().numpy()
-        if array.ndim == 1 or "ffn_gate_inp" in tensor:
+        if stays_whole(tensor, array.shape):
             writer.add_tensor(tensor, array)
         else:
             type_ = gguf.GGMLQuantizationType[kind(tensor)]
@@ -74,6 +86,10 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stays_whole(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 or "ffn_gate_inp" in name
 
 
 def blocks(array: NDArray[np.float32], kind: Any) -> NDArray[Any]:
@@ -154,7 +170,8 @@ def _experts(state: dict[str, Tensor], own: str, block: str) -> dict[str, Tensor
     }
 
 
-def _write_keys(writer: Any, config: Any) -> None:
+def write_keys(writer: Any, config: Any) -> None:
+    """What llama.cpp must know of a model beside its tensors and its tokenizer."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer.add_block_count(config.num_hidden_layers)
@@ -178,6 +195,9 @@ def _write_keys(writer: Any, config: Any) -> None:
         config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
     )
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_vocab_size(config.vocab_size)
     if config.model_type == "minimax_m2":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 

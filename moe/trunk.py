@@ -77,22 +77,23 @@ class Trunk:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
         if not work:
             return []
-        forward: Forward = partial(self.forward_packed, phase=phase)
-        if self.fused is not None and phase == "decode" and all(map(_is_short, work)):
-            forward = self.fused
+        forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
+        if phase == "decode" and all(map(_is_short, work)):
+            forward = self.fused or partial(self.forward_packed, decoding=True)
         if self.contrast is not None:
             forward = partial(self.contrast, forward)
         return [Lane(partial(forward, work), phase)]
 
-    def forward_packed(self, work: Sequence[Work], phase: Phase = "decode") -> list[Tensor]:
-        """Logits of each piece of work, by transformers' own forward."""
+    def forward_packed(
+        self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
+    ) -> list[Tensor]:
+        """Logits of each piece of work, by transformers' own forward; `PackedCache` says of what
+        kind."""
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
-        decoding = phase == "decode"
         cache = PackedCache(
-            sequences, sizes, self._needs_history,
-            decoding=decoding, watched=self.watched and not decoding,
-        )  # fmt: skip
+            sequences, sizes, self._needs_history, decoding=decoding, watched=watched
+        )
         spans = zip(cache.ends, sizes, strict=True)
         positions = torch.cat([torch.arange(end - size, end) for end, size in spans])
         with packed_pass(cache):

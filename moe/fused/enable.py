@@ -61,7 +61,7 @@ def _or_transformers(
         return forward(work)
     except NotDescribed as error:
         trunk.fused, fused.enabled, fused.reason = None, False, str(error)
-        return trunk.forward_packed(work)
+        return trunk.forward_packed(work, decoding=True)
 
 
 def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
