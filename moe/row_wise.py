@@ -29,7 +29,7 @@ def make_row_wise(model: PreTrainedModel) -> None:
     if head is not None:
         modules.append(head)
     for module in modules:
-        module.forward = partial(_run, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_run, module.forward)
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
