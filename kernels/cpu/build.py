@@ -2,15 +2,17 @@
 
 One compiler call on plain C++ (no torch headers: some ten seconds, no build system) makes
 `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
-machine code depends on: sources, flags, compiler, CPU, torch. A build happens in a directory of its
-own and is renamed into place when complete, so concurrent builds are safe and a killed one leaves
-neither a lock nor half a library behind. Each build drops the libraries that were not used for
-longest; processes that run them keep their file open.
+machine code depends on: sources, flags, compiler, CPU, torch. Processes that start together wait
+for the one of them that compiles. A build happens in a directory of its own and is renamed into
+place when complete, and the lock is the system's, so a killed one leaves neither a lock nor half a
+library behind. Each build drops the libraries that were not used for longest; processes that run
+them keep their file open.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -19,8 +21,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -53,8 +55,10 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
         directory = _private_directory(directory / _key(compiler, target))
         library = directory / "kernels.so"
         if not library.exists():
-            _compile(compiler, target, library)
-            _prune(directory.parent)
+            with _alone(directory):
+                if not library.exists():
+                    _compile(compiler, target, library)
+                    _prune(directory.parent)
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
@@ -128,6 +132,18 @@ def _private_directory(path: Path) -> Path:
     if stat.S_IMODE(path.stat().st_mode) != 0o700:
         path.chmod(0o700)
     return path
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """While no other process does the same; where the file system has no locks, beside it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _prune(root: Path) -> None:

@@ -64,12 +64,30 @@ def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
     assert 'MOE_CPU_KERNEL must be "native" or "reference", got "fast"' in done.stderr
 
 
-def test_two_processes_build_at_once_into_a_private_directory(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+# A compiler that takes its time and copies a library that is there: argv ends in "-o", where to.
+_COPYING = """#!/bin/sh
+[ "$1" = --version ] && exec echo copying
+echo compiled >> {log}
+sleep 2
+shift $(($# - 1))
+exec cp {library} "$1"
+"""
+
+
+def test_of_processes_that_start_together_one_builds_into_a_private_directory(
+    tmp_path: Path,
+) -> None:
+    cache, log, compiler = (tmp_path / name for name in ("cache", "log", "compiler"))
+    compiler.write_text(_COPYING.format(log=log, library=load_library()._name))
+    compiler.chmod(0o700)
     command = [sys.executable, "-c", "from kernels.cpu.build import load_library; load_library()"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd()}
+    environment = {
+        **os.environ,
+        **{"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd(), "CXX": str(compiler)},
+    }
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
+    assert log.read_text() == "compiled\n"
     root = cache / "moe-inference"
     (directory,) = root.iterdir()
     assert [path.name for path in directory.iterdir()] == ["kernels.so"]
