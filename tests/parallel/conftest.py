@@ -22,17 +22,67 @@ PATIENCE_S = 240
 """For what has no bound of its own: a shared machine starts processes slowly."""
 
 
+class Nursery:
+    """The program `rank.py`, which forks ranks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, RANK],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, **what: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(what), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Process:
+    """A rank, as `subprocess.Popen` would have it."""
+
+    def __init__(self, nursery: Nursery, **how: Any) -> None:
+        self._nursery, self.pid = nursery, int(nursery.ask(**how))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.ask(pid=self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended by then."""
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.returncode is not None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
 class Launched:
     """Ranks as processes; their output is in files."""
 
-    def __init__(self, folder: Path, argv: Sequence[str], environs: list[dict[str, str]]) -> None:
+    def __init__(
+        self,
+        nursery: Nursery,
+        folder: Path,
+        argv: Sequence[object],
+        environs: list[dict[str, str]],
+    ) -> None:
         self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank, environ in enumerate(environs):
-            with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as e:
-                self.processes.append(
-                    subprocess.Popen([*argv], env=environ, stdout=out, stderr=e, cwd=folder)
-                )
+        self.processes = [
+            Process(nursery, folder=str(folder), argv=[*map(str, argv)], environ=environ)
+            for environ in environs
+        ]
 
     def out(self, rank: int = 0) -> str:
         return (self.folder / f"out{rank}").read_text()
@@ -55,13 +105,11 @@ class Launched:
             time.sleep(0.05)
         pytest.fail(f"rank {rank} did not say {text!r}:\n{self.everything()}")
 
-    def codes(self, timeout_s: float = PATIENCE_S) -> list[int]:
+    def codes(self, timeout_s: float = PATIENCE_S) -> list[int | None]:
         """Exit codes of all, once all have ended."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if not process.wait(deadline - time.monotonic()):
                 pytest.fail(f"still running after {timeout_s} s:\n{self.everything()}")
         return [process.returncode for process in self.processes]
 
@@ -70,9 +118,8 @@ class Launched:
 
     def end(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-            process.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE_S)
 
 
 Launch = Callable[..., AbstractContextManager[Launched]]
@@ -83,32 +130,27 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Launch:
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def launch(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """Starts so many ranks of a command line of ``moe``, or of a script."""
 
     @contextmanager
-    def start(
-        ranks: int, argv: Sequence[str], fault: Any = None, of: int | None = None, **own: Any
-    ) -> Iterator[Launched]:
+    def start(ranks: int, argv: Sequence[object], fault: Any = None) -> Iterator[Launched]:
         common = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(own.get("port") or free_port()),
-            "WORLD_SIZE": str(of or ranks),
-            "LOCAL_SIZE": str(of or ranks),
+            **{"OMP_NUM_THREADS": "1", "TEST_FAULT": json.dumps(fault or {})},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)},
         }
-        if fault:
-            common["TEST_FAULT"] = json.dumps(fault)
-        environs = [
-            common | {"RANK": str(r), "LOCAL_RANK": str(r)} | own.get("environs", {}).get(r, {})
-            for r in range(ranks)
-        ]
-        folder = tmp_path / f"launch{len(list(tmp_path.glob('launch*')))}"
-        folder.mkdir()
-        launched = Launched(folder, [sys.executable, str(RANK), *map(str, argv)], environs)
+        environs = [common | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+        launched = Launched(nursery, tmp_path_factory.mktemp("launch"), argv, environs)
         try:
             yield launched
         finally:

@@ -1,4 +1,7 @@
-"""One rank in a test: the ``moe`` command, or a script, with a fault if the environment asks.
+"""Ranks of tests: the ``moe`` command, or a script, with a fault if the environment asks.
+
+This program has imported what ranks import, and forks one for each that it is asked for: so a rank
+costs what it does and not what its imports do. Ranks that a launcher starts are in `test_launcher`.
 
 ``TEST_FAULT`` is JSON: ``{"rank": 1, "kind": "raise", "step": 40}``; rank "01" is both.
 """
@@ -11,9 +14,15 @@ import runpy
 import signal
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
-FAULT: dict[str, Any] = json.loads(os.environ.get("TEST_FAULT", "{}"))
+MODULES = (
+    *("moe.server.serve", "moe.parallel.leading", "moe.parallel.following"),
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
+FAULT: dict[str, Any] = {}
 NAPS = {"stall": 1000.0, "slow": 0.05}
 
 
@@ -69,7 +78,39 @@ def stay_in_loading() -> None:
 BREAK = {"memory": run_out_of_memory, "load": stay_in_loading}
 
 
+def nursery() -> None:
+    """Fork a rank, or tell what has become of one, for each line on stdin; returns in ranks."""
+    for module in MODULES:
+        import_module(module)
+    with open(0, closefd=False) as requests:  # stdin itself stays as new for ranks
+        for line in requests:
+            asked = json.loads(line)
+            if "pid" in asked:
+                pid, status = os.waitpid(asked["pid"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if pid else None
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    return become(**asked)
+            print(json.dumps(answer), flush=True)
+    os._exit(0)  # a second sooner than by taking down all that was imported
+
+
+def become(folder: str, argv: list[str], environ: dict[str, str]) -> None:
+    """A process with this command line, whose output is in files of its folder."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv[1:] = argv
+    rank = environ["RANK"]
+    for number, name in enumerate((os.devnull, f"out{rank}", f"err{rank}")):
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
 def main() -> int:
+    FAULT.update(json.loads(os.environ.get("TEST_FAULT", "{}")))
     # A shell that runs the tests in the background has SIGINT ignored in all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("RANK", "none") in str(FAULT.get("rank", "")):
@@ -84,4 +125,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    nursery()
     sys.exit(main())

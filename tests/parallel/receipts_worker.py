@@ -1,12 +1,13 @@
 """One of four ranks: logits of the same sequences alone, on two ranks and on four.
 
-Started by test_receipts.py with a directory and a rank; says in `<rank>.json` whether the sequences
+Started by test_receipts.py with a directory; says in `<rank>.json` whether the sequences
 of this rank got the bits that they get where one process has all experts.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -171,4 +172,5 @@ def compare(found: dict[int, list[Tensor]], local: dict[int, list[Tensor]]) -> d
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))

@@ -8,9 +8,6 @@ that overlap and whole, prompts in two stages, and (on four ranks) with a rank t
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -20,30 +17,23 @@ import pytest
 
 from moe.convert.convert import convert
 from moe.settings import ModelSettings
+from tests.parallel import receipts_worker
 from tests.parallel.receipts_worker import PROMPTS, RANKS, SECONDS, STEPS
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def receipts(
-    tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Callable[[str], Path],
+    launch: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> list[dict[str, Any]]:
     """What each rank found."""
     directory = tmp_path_factory.mktemp("receipts")
     for bits in (8, 16):
         settings = ModelSettings(expert_bits=bits, group_size=32)
         convert(tiny_checkpoint("qwen3_moe"), directory / f"store{bits}", settings)
-    command = [sys.executable, "-m", "tests.parallel.receipts_worker", str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(RANKS)
-    ]
-    try:
-        assert [rank.wait(SECONDS) for rank in ranks] == [0] * RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with launch(RANKS, [receipts_worker.__file__, directory]) as launched:
+        assert launched.codes(SECONDS) == [0] * RANKS, launched.everything()
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
