@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -14,7 +14,10 @@ from hypothesis import settings
 from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from moe import MoE
+    from moe.plan.footprint import Footprint
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,6 +32,27 @@ for name in list(os.environ):
 # each time, so that a failure there is about the change.
 settings.register_profile("moe", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("moe")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def footprints() -> Iterator[None]:
+    """Measured once for each configuration: of loading a tiny model it is more than half."""
+    from kernels import backend_status
+    from moe.plan import planning
+
+    known: dict[Any, Footprint] = {}
+    measure = planning.measure_footprint
+
+    def measure_once(network: PreTrainedModel, *sizes: int, on_cuda: bool) -> Footprint:
+        config = network.config.to_json_string(use_diff=False)
+        key = type(network), config, backend_status()["name"], *sizes, on_cuda
+        if key not in known:
+            known[key] = measure(network, *sizes, on_cuda=on_cuda)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "measure_footprint", measure_once)
+        yield
 
 
 @pytest.fixture(scope="session")

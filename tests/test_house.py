@@ -8,6 +8,7 @@ import pkgutil
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -121,6 +122,7 @@ FORBIDDEN_TEXT = {
 OUR_CODE = source_files(*ROOMS, "benchmarks", "examples")
 
 
+@cache
 def code_lines(file: Path) -> dict[int, str]:
     """Line number -> the line's tokens, joined without spaces between them but for names; strings
     and comments left out: an error message may say what pickle is."""

@@ -75,10 +75,15 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(capsys: pytest.CaptureFix
     assert "MB of experts read a token" in err
 
 
-def test_the_summary_follows_the_text_where_both_go_to_one_file() -> None:
-    command = [sys.executable, "-m", "moe", "generate", DEMO, "--prompt", "import os", *SHORT]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert "\n2 prompt tokens, 8 new tokens" in done.stdout
+def test_the_summary_follows_the_text_where_both_go_to_one_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    both = tmp_path / "both"
+    with both.open("a") as out, both.open("a", buffering=1) as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        main(["generate", DEMO, "--prompt", "import os", *SHORT])
+    assert "\n2 prompt tokens, 8 new tokens" in both.read_text()
 
 
 def test_the_prompt_from_stdin_and_from_a_file(

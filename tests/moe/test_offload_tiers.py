@@ -247,9 +247,9 @@ def test_interpreted_triton_kernels_find_what_is_in_the_slots(
     engine = {"max_batch_size": 8, "fused": "off"}
     expected = MoE.from_pretrained(store, SMALL | {"engine": engine})
     model = load(store, 8, 20, engine=engine)
-    short = SamplingParams(max_new_tokens=3, temperature=0.0)
+    short = SamplingParams(max_new_tokens=2, temperature=0.0)
     found, wanted = (
-        [done.token_ids for done in either.generate([[5, 9, 2], [7, 30]], short)]
+        [done.token_ids for done in either.generate([[5, 9], [7]], short)]
         for either in (model, expected)
     )
     assert found == wanted

@@ -117,7 +117,7 @@ def killing(function: Callable[[Tensor], memoryview], after: int) -> Callable[[T
     return count
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(kills=st.lists(st.integers(0, 120), min_size=1, max_size=3))
 def test_a_conversion_killed_anywhere_goes_on_to_the_same_bytes(
     saved: Path,
