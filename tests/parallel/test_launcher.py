@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moe.cli import main
 from tests.parallel.conftest import PATIENCE_S, ROOT, free_port
 from tests.parallel.test_loss import ARGUMENTS, DEMO, LONG, url_of
 
@@ -42,21 +43,15 @@ ENVIRONMENT = {
 }
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+def test_the_command_says_the_same_under_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*GENERATE, "--profile", "expert-parallel"]
+    together = subprocess.run(
+        launcher(*command), env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
     )
-
-
-def test_the_command_says_the_same_under_the_launcher(tmp_path: Path) -> None:
-    together = run(launcher(*GENERATE, "--profile", "expert-parallel"))
     assert together.returncode == 0, together.stderr
-    alone = run([sys.executable, "-m", "moe", *GENERATE, "--profile", "expert-parallel"])
-    assert alone.returncode == 0, alone.stderr
-    said, expected = (
-        json.loads(done.stdout[done.stdout.index("{") :]) for done in (together, alone)
-    )
-    assert said["text"] == expected["text"]
+    assert main(command) == 0
+    said = json.loads(together.stdout[together.stdout.index("{") :])
+    assert said["text"] == json.loads(capsys.readouterr().out)["text"]
 
 
 def children(pid: int) -> list[int]:
