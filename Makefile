@@ -26,7 +26,7 @@ demo: $(RUN)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: lint types test
 

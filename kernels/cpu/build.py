@@ -1,12 +1,12 @@
 """Compile the C++ kernels once and keep the library in the user's cache.
 
-One compiler call on plain C++ (no torch headers: some ten seconds, no build system) makes
-`moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The key hashes everything that the
-machine code depends on: sources, flags, compiler, CPU, torch. Processes that start together wait
-for the one of them that compiles. A build happens in a directory of its own and is renamed into
-place when complete, and the lock is the system's, so a killed one leaves neither a lock nor half a
-library behind. Each build drops the libraries that were not used for longest; processes that run
-them keep their file open.
+Plain C++ (no torch headers, no build system; a compiler call a source, on all cores, half a minute
+of a processor in all) makes `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The
+key hashes everything that the machine code depends on: sources, flags, compiler, CPU, torch.
+Processes that start together wait for the one of them that compiles. A build happens in a
+directory of its own and is renamed into place when complete, and the lock is the system's, so a
+killed one leaves neither a lock nor half a library behind. Each build drops the libraries that
+were not used for longest; processes that run them keep their file open.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -155,7 +156,16 @@ def _prune(root: Path) -> None:
 
 
 def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:
+    call = [*compiler, *_FLAGS, *target]
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+
+        def compiled(source: Path) -> str:
+            to = str(Path(scratch) / f"{source.stem}.o")
+            _run([*call, "-c", str(source), "-o", to])
+            return to
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, _sources()))
         built = Path(scratch) / library.name
-        _run([*compiler, *_FLAGS, *target, *map(str, _sources()), "-o", str(built)])
+        _run([*call, *objects, "-o", str(built)])
         os.replace(built, library)
