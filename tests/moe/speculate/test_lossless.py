@@ -31,14 +31,13 @@ from tests.moe.speculate.demo_models import (
 
 @pytest.mark.parametrize("depth", [1, 4, 15])
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("residency", [1.0, 0.5, 0.25])
 def test_greedy_tokens_are_those_of_no_speculation(
-    models: Models, resident: bool, name: str, depth: int
+    models: Models, residency: float, name: str, depth: int
 ) -> None:
-    """All prompts in the end, by few for each way to speculate; of ways and depths, every other
-    has half of the experts in memory where the next has a quarter."""
+    """All prompts in the end, by few for each way to speculate."""
+    model = models.at(residency)
     number = list(MODES).index(name) * 3 + (1, 4, 15).index(depth)
-    model = models.at(1.0 if resident else (0.5, 0.25)[number % 2])
     for batch, count in ((1, 2), (8, 9)):
         places = [(number * 9 + index) % PROMPTS for index in range(count)]
         engine, watched = speculating(model, max_depth=depth, **MODES[name])
@@ -58,7 +57,7 @@ def test_also_when_memory_is_short_and_requests_are_cancelled(
     model, draw = models.at(residency), random.Random(1)
     engine, _ = speculating(model, max_depth=5, **MODES[name])
     engine.scheduler.kv_tokens = 70  # a few sequences: they give way to each other all the time
-    groups = [model.request(prompt, greedy()) for prompt in models.prompts[:20]]
+    groups = [model.request(prompt, greedy()) for prompt in models.prompts[:30]]
     for group in groups:
         engine.submit(group)
     cancelled = set()
@@ -70,7 +69,7 @@ def test_also_when_memory_is_short_and_requests_are_cancelled(
             victim = draw.randrange(len(groups))
             engine.cancel(groups[victim])
             cancelled.add(victim)
-    assert 3 < len(cancelled) < 17
+    assert 3 < len(cancelled) < 25
     for index, group in enumerate(groups):
         expected = models.expected[index]
         tokens = group.sequences[0].token_ids
