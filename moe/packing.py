@@ -19,6 +19,7 @@ from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.trunk import Trunk
 from moe.visit import Visit
+from routing import Phase
 
 PROMPT_LENGTHS = (7, 4)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -76,12 +77,17 @@ def _logits(trunk: Trunk, prompts: Sequence[list[int]], *, packed: bool) -> list
     trunk.set_packed(packed)
     caches = [trunk.new_cache(len(prompt) + 1) for prompt in prompts]
     logits = []
-    for step in (prompts, [prompt[:1] for prompt in prompts]):
+    steps: list[tuple[Phase, Sequence[list[int]]]] = [
+        ("prefill", prompts),
+        ("decode", [prompt[:1] for prompt in prompts]),
+    ]
+    for phase, step in steps:
         lanes = trunk.lanes(
             [
                 Work(tokens, cache, all_logits=True)
                 for tokens, cache in zip(step, caches, strict=True)
-            ]
+            ],
+            phase,
         )
         run_lanes(lanes, stand_in)
         logits += [rows for lane in lanes for rows in lane.result()]

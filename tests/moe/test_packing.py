@@ -44,6 +44,7 @@ def test_rounding_is_told_from_a_wrong_mask(
     monkeypatch: pytest.MonkeyPatch, bits: int | None, attention: Callable[..., Tensor], equal: bool
 ) -> None:
     """Layers that round what they read to 8 bits make thousandths of last bits."""
-    monkeypatch.setattr(moe.attention, "_attend", attention)
+    for name in ("_attend_prompt", "_attend"):
+        monkeypatch.setattr(moe.attention, name, attention)
     with MoE.from_pretrained(DEMO, model={"trunk_bits": bits, "head_bits": bits}) as model:
         assert model.status()["packing"]["enabled"] == equal

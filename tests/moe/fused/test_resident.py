@@ -156,8 +156,11 @@ def test_an_interrupt_between_layers_leaves_no_trace(
 
     with monkeypatch.context() as patch:
         patch.setattr(kernel.decode, "_model", interrupted)
+        # A shell that runs the tests in the background has SIGINT ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             decode()
+        signal.signal(signal.SIGINT, before)
     assert (done, cache.length) == ([1], 3)
     actual = decode()
     cache.length = 3
