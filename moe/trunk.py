@@ -26,7 +26,7 @@ from routing import Phase
 Forward = Callable[[Sequence[Work]], list[Tensor]]
 """A pass over some work: the logits of each piece."""
 
-_SHORT = 16
+SHORT = 16
 """Most new tokens of a sequence that are read as single rows and not as a block."""
 
 
@@ -127,4 +127,4 @@ class Trunk:
 
 
 def _is_short(item: Work) -> bool:
-    return item.cache.length > 0 and len(item.token_ids) <= _SHORT
+    return item.cache.length > 0 and len(item.token_ids) <= SHORT

@@ -189,8 +189,7 @@ class Engine:
         for sequence in ended:
             finished = sequence.finish_reason is not None
             if prefixes is not None and finished and isinstance(sequence.cache, SequenceKV):
-                token_ids = sequence.prompt_token_ids + sequence.token_ids
-                prefixes.add(sequence.salt, token_ids, sequence.cache)
+                prefixes.add(sequence.salt, sequence.prompt_token_ids, sequence.cache)
 
 
 def _take(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:

@@ -1,9 +1,11 @@
 """Prompts that were read already, kept for requests that begin with the same tokens.
 
-The keys and values of sequences that ended stay here until memory is wanted, least recently used
-first. A request's longest known prefix is found by the hash of every block of tokens and what comes
-before it, and the tokens are compared, so a collision costs a miss and never a wrong answer. The
-salt keeps tenants apart: prefixes are shared within one salt only.
+The keys and values of prompts whose sequences ended stay here until memory is wanted, least
+recently used first. Not those of answers: steps come to other last bits than a prompt's pass, and
+whether somebody has asked the same before must not show in an answer. A request's longest known
+prefix is found by the hash of every block of tokens and what comes before it, and the tokens are
+compared, so a collision costs a miss and never a wrong answer. The salt keeps tenants apart:
+prefixes are shared within one salt only.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ class PrefixCache:
         self._index: dict[bytes, _Entry] = {}
 
     def add(self, salt: str, token_ids: Sequence[int], kv: SequenceKV) -> None:
-        """Keep the state of a sequence that ended; ``kv`` is ours from now on."""
-        ids = list(token_ids[: kv.length])
+        """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
+        ids = list(token_ids)
         hashes = _block_hashes(salt, ids)
-        if not hashes or hashes[-1] in self._index or kv.length > self.max_tokens:
+        if not hashes or hashes[-1] in self._index or len(ids) > self.max_tokens:
             return
-        entry = _Entry(salt, ids, kv, hashes)
+        entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
         self._entries[id(entry)] = entry
-        self.num_tokens += kv.length
+        self.num_tokens += len(ids)
         for digest in hashes:
             known = self._index.get(digest)
             if known is not None and known.hashes[-1] == digest:  # this one says all that it says

@@ -84,7 +84,11 @@ def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) 
         is_first = sequence is group.sequences[0]
         sequence.cache = cache if is_first else cache.fork(sequence.capacity, cache.length)
         sequence.prompt_logprobs = group.prompt_logprobs
-    return [(sequence, sample(sequence, rows)) for sequence in group.sequences]
+    # Who was preempted has been given what comes next.
+    return [
+        (sequence, [] if sequence.token_ids else sample(sequence, rows))
+        for sequence in group.sequences
+    ]
 
 
 def results(

@@ -3,6 +3,10 @@
 A step reads a stage of the current wave of prompts and the last token of every running sequence.
 Prompts and decoding are separate lanes that meet at the MoE layers, so they share the experts both
 need; the lanes of a layered wave stay asleep from one step to the next.
+
+A sequence that was preempted reads its prompt again as a prompt, and then what it had generated as
+steps read it, several tokens a step where these are fused: a prompt's pass would come to other last
+bits, and what others ask for must not show in an answer.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from moe.parallel.halves import run_halves
 from moe.sampling.sampler import Token
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
-from moe.trunk import Trunk
+from moe.trunk import SHORT, Trunk
 
 
 class Runner:
@@ -53,25 +57,29 @@ class Runner:
         if step.wave is not None and self._reading is None:
             self._reading = Reading(step.wave, self.trunk)
         reading = self._reading
-        drafting = self._drafting(step)
+        unread = [_num_unread(sequence) for sequence in step.decode]
+        speculator = self._speculator if max(unread, default=0) == 1 else None
+        drafting = speculator
+        if drafting is not None and drafting.is_plain(step.decode):
+            drafting = None
         drafts = [PLAIN] * len(step.decode)
         if drafting is not None:
             drafts = drafting.propose(step.decode, step.spare_tokens)
         tokens = [
-            Work([s.token_ids[-1], *draft.tokens], s.cache, all_logits=bool(draft.tokens))
-            for s, draft in zip(step.decode, drafts, strict=True)
+            Work([*self._next(s, count), *draft.tokens], s.cache, all_logits=bool(draft.tokens))
+            for s, count, draft in zip(step.decode, unread, drafts, strict=True)
             if s.cache is not None
         ]
         if wanted := self.experts.context:
             told = None if drafting is None else drafting.forecast
-            self.experts.begin(_contexts(step.decode, drafts, wanted), told)
+            self.experts.begin(_contexts(step.decode, tokens, wanted), told)
         logits = self._read(tokens, reading, step.halves)
         outcomes: list[Outcome] = [
             (sequence, _accept(drafting, sequence, draft, rows))
             for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
         ]
-        if self._speculator is not None and step.decode:
-            self._speculator.finish(alone=step.wave is None)
+        if speculator is not None:
+            speculator.finish(alone=step.wave is None)
         if reading is not None and reading.wave.is_last_stage:
             outcomes += reading.finish(self.experts.run)
             self._reading = None
@@ -96,11 +104,11 @@ class Runner:
             for rows in results(own, part, self.trunk, self.experts.run)
         ]
 
-    def _drafting(self, step: Step) -> Speculator | None:
-        """Who drafts in this step; None where it is plain decoding, or none."""
-        if self._speculator is None or not step.decode or self._speculator.is_plain(step.decode):
-            return None
-        return self._speculator
+    def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
+        """The tokens that a sequence reads in this step, drafted ones aside."""
+        start = len(sequence.token_ids) - unread
+        most = SHORT if self.trunk.fused else 1  # torch multiplies one row otherwise than several
+        return sequence.token_ids[start : start + most]
 
     def follow(self, wave: Wave | None) -> None:
         """Stop reading what the scheduler has given up for this wave."""
@@ -113,6 +121,8 @@ def _accept(
     drafting: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
 ) -> list[Token] | Exception:
     """The tokens that follow; the sequence's state holds what they follow and no more."""
+    if not isinstance(rows, Exception) and _num_unread(sequence) > 0:
+        return []
     if drafting is None or isinstance(rows, Exception):
         return sample(sequence, rows)
     assert sequence.cache is not None
@@ -124,13 +134,22 @@ def _accept(
     return tokens
 
 
+def _num_unread(sequence: RunningSequence) -> int:
+    """Tokens of a sequence that its state does not hold: the last, more where it was preempted."""
+    assert sequence.cache is not None
+    known = len(sequence.prompt_token_ids) + len(sequence.token_ids)
+    return known - sequence.cache.length
+
+
 def _contexts(
-    sequences: Sequence[RunningSequence], drafts: Sequence[Draft], count: int
+    sequences: Sequence[RunningSequence], work: Sequence[Work], count: int
 ) -> list[list[int]]:
     """The last tokens up to each one that is read, drafted ones included."""
     contexts = []
-    for sequence, draft in zip(sequences, drafts, strict=True):
-        tokens = [*sequence.last_tokens(count), *draft.tokens]
-        ends = range(len(tokens) - len(draft.tokens), len(tokens) + 1)
+    for sequence, item in zip(sequences, work, strict=True):
+        unread = _num_unread(sequence)
+        before = sequence.last_tokens(count - 1 + unread)[:-unread]
+        tokens = [*before, *item.token_ids]
+        ends = range(len(before) + 1, len(tokens) + 1)
         contexts += [tokens[max(0, end - count) : end] for end in ends]
     return contexts

@@ -214,5 +214,5 @@ class Scheduler:
         if self._choose_mode is None:
             assert self.prefill.mode != "auto"
             return self.prefill.mode
-        waiting = sum(group.num_tokens - group.num_read for group in self.waiting)
+        waiting = sum(len(group.token_ids) - group.num_read for group in self.waiting)
         return self._choose_mode(min(waiting, self.prefill.wave_tokens), len(self.running))

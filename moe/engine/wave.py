@@ -27,7 +27,8 @@ class Group:
     """Sequences that continue one prompt; the prompt is read once for all of them.
 
     Attributes:
-        sequences: ``n`` samples; one, if it was preempted after its first token.
+        sequences: ``n`` samples; one, if it was preempted after its first token. What it has
+            generated is not read with the prompt, but by later steps, as it was the first time.
         num_read: tokens of `token_ids` that earlier waves have read.
         cache: state of the prompt while it is being read.
         prompt_logprobs: what is known so far of the prompt's tokens; None where nobody asked.
@@ -40,12 +41,12 @@ class Group:
 
     @property
     def token_ids(self) -> list[int]:
-        """What is to be read before the next token can be sampled."""
-        first = self.sequences[0]
-        return first.prompt_token_ids + first.token_ids
+        """What is to be read as a prompt."""
+        return self.sequences[0].prompt_token_ids
 
     @property
     def num_tokens(self) -> int:
+        """Of the prompt, and those generated already."""
         first = self.sequences[0]
         return len(first.prompt_token_ids) + len(first.token_ids)
 

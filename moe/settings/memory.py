@@ -42,8 +42,8 @@ class MemorySettings(Settings):
     in memory on a CPU. Concerns all of the process; false gives it back to the system at once."""
 
     prefix_tokens: int = Field(default=0, ge=0)
-    """Most tokens of ended sequences that are kept for prompts that begin alike, within kv_tokens.
-    0: every prompt is read from its start."""
+    """Most tokens of prompts that are kept for others that begin alike, within kv_tokens. 0: every
+    prompt is read from its start."""
 
     @field_validator("kv_gib")
     @classmethod

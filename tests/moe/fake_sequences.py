@@ -57,7 +57,7 @@ def run_step(planner: Scheduler) -> Counter[RunningSequence]:
         assert piece.token_ids, "a piece without tokens"
         assert step.wave is not None
         if step.wave.is_last_stage and piece.is_last and not piece.group.cancelled:
-            served += piece.group.sequences
+            served += [s for s in piece.group.sequences if not s.token_ids]  # others have theirs
     assert held <= planner.kv_tokens
     for sequence in served:
         sequence.token_ids.append(0)

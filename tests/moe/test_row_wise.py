@@ -15,8 +15,12 @@ from torch.nn.functional import linear
 
 from kernels import backend_status, row_linear
 from moe import MoE, SamplingParams
+from moe.engine.engine import Engine
+from moe.engine.prefix import PrefixCache
+from moe.engine.sequence import Delta, RunningSequence
 from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
+from moe.sampling.sampler import Token
 from moe.seam import routing_modules
 from routing import Phase
 
@@ -82,6 +86,52 @@ def test_log_probabilities_do_not_depend_on_known_prefixes_and_other_requests(
     alone = [model.generate(prompt, params)[0].tokens for prompt in prompts]
     together = model.generate([*prompts, *prompts], params)
     assert [completion.tokens for completion in together] == [*alone, *alone]
+
+
+def _answers(engine: Engine, model: MoE, prompts: Sequence[list[int]]) -> list[list[Token]]:
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)
+    groups = [model.request(prompt, params) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    tokens: dict[RunningSequence, list[Token]] = {group.sequences[0]: [] for group in groups}
+    while not engine.idle:
+        for sequence, event in engine.step():
+            assert isinstance(event, Delta), event
+            tokens[sequence].append(event.token)
+    return list(tokens.values())
+
+
+def test_log_probabilities_do_not_depend_on_having_given_way(
+    model: MoE, token_ids: list[int]
+) -> None:
+    """Memory is short, so sequences are preempted in their midst, and read again."""
+    prompts = [token_ids[n : n + 20] for n in range(0, 60, 10)]
+    alone = [_answers(model.engine(), model, [prompt])[0] for prompt in prompts]
+    engine, gave_way = model.engine(), 0
+    scheduler = engine.scheduler
+    scheduler.kv_tokens, give_up = 100, scheduler._give_up_last
+
+    def count() -> bool:
+        nonlocal gave_way
+        gave_way += 1
+        return give_up()
+
+    scheduler._give_up_last = count  # type: ignore[method-assign]
+    assert _answers(engine, model, prompts) == alone
+    assert gave_way > 2
+
+
+def test_log_probabilities_do_not_depend_on_whether_an_answer_is_known(
+    model: MoE, token_ids: list[int]
+) -> None:
+    """A conversation goes on: its beginning is a prompt that was read, and what came of it."""
+    first, further = token_ids[:40], token_ids[50:60]
+    engine = model.engine()
+    engine.scheduler.prefixes = prefixes = PrefixCache(200)
+    (answer,) = _answers(engine, model, [first])
+    turn = [*first, *(token.id for token in answer), *further]
+    assert _answers(engine, model, [turn]) == _answers(model.engine(), model, [turn])
+    assert prefixes.hit_tokens == 32
 
 
 def test_routers_and_head_of_the_model_are_row_wise(model: MoE) -> None:
