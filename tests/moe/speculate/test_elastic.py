@@ -12,9 +12,9 @@ import torch
 from moe import MoE, SamplingParams
 from moe.engine.runner import _contexts
 from moe.engine.sequence import RunningSequence
-from moe.kv import SequenceKV
+from moe.kv import SequenceKV, Work
 from moe.selection import find_selectors
-from moe.speculate.draft import PLAIN, Draft, Mode
+from moe.speculate.draft import Mode
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.layers import DraftLayers
@@ -193,13 +193,16 @@ def test_verifications_are_told_what_their_drafts_wanted(
 def test_predictors_hear_what_each_row_follows(models: Models) -> None:
     (sequence,) = running(models.at(1.0), models.prompts[:1])
     known = [*sequence.prompt_token_ids, *sequence.token_ids]
-    draft = Draft.sure(FOUR_BITS, [7, 8], [1.0, 1.0])
-    assert _contexts([sequence], [draft], 3) == [
+    cache = sequence.cache
+    assert isinstance(cache, SequenceKV)
+    assert _contexts([sequence], [Work([known[-1], 7, 8], cache)], 3) == [
         known[-3:],
         [*known[-2:], 7],
         [known[-1], 7, 8],
     ]
-    assert _contexts([sequence], [PLAIN], 99) == [known]
+    assert _contexts([sequence], [Work(known[-1:], cache)], 99) == [known]
+    cache.length -= 1  # as where it was preempted, and reads its own tokens again
+    assert _contexts([sequence], [Work(known[-2:], cache)], 3) == [known[-4:-1], known[-3:]]
 
 
 def test_state_that_cannot_be_taken_back_is_refused(
