@@ -116,7 +116,7 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
         NativeAttention(library),
         NativeAssign(library),
     )
-    return native, "compiled for this CPU"
+    return native, "compiled for this CPU" + (", with AMX" if library.moe_uses_amx() else "")
 
 
 def backend_status() -> dict[str, str]:

@@ -1,12 +1,19 @@
 // What this CPU can multiply at most: the yardstick beside a benchmark's figures.
-#include "planes.h"
+#include "amx.h"
 
 extern "C" {
+
+int32_t moe_uses_amx() { return amx::ready; }
 
 // 8-bit products made by `threads` threads in `rounds` rounds on registers alone; into `sink` goes
 // what keeps the compiler from leaving them out.
 int64_t moe_dot_products(int64_t rounds, int32_t threads, int32_t* sink) {
   constexpr int CHAINS = 8;  // more than an instruction's latency
+  if (amx::ready) {
+#pragma omp parallel num_threads(threads)
+    amx::multiply_only(rounds);
+    return rounds * threads * amx::ROWS * BLOCK_ROWS * amx::MOST_COLUMNS;
+  }
 #pragma omp parallel num_threads(threads)
   {
     vi sum[CHAINS], all = {};

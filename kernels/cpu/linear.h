@@ -8,6 +8,7 @@
 //
 // A result depends on its own row alone, neither on other rows nor on the number of threads.
 #pragma once
+#include "amx.h"
 #include "grouped.h"
 #include "rows.h"
 
@@ -33,15 +34,18 @@ extern "C" struct PlaneMatrix {
   }
 };
 
-constexpr long UNPACK_ROWS = 3 * TILE_ROWS;  // more rows than this pay for unpacking to memory
+// Whether so many rows pay for unpacking to memory first.
+static inline bool unpacks(long rows) { return rows > (amx::ready ? TILE_ROWS : 3 * TILE_ROWS); }
 
 // The first blocks of a matrix, ready to be multiplied by tiles of rows.
 class Panel {
  public:
+  static constexpr int MOST_TILE_ROWS = amx::ROWS > TILE_ROWS ? amx::ROWS : TILE_ROWS;
+
   // `next` is what the thread needs after this panel, or `w` again where that is not known.
-  // `memory` holds unpacked_bytes(blocks), or is null where rows <= UNPACK_ROWS.
+  // `memory` holds unpacked_bytes(blocks) where `unpacks(rows)`, or is null: they are not, then.
   Panel(const PlaneMatrix& w, const PlaneMatrix& next, long blocks, long rows, uint8_t* memory)
-      : w_(w), next_(next), blocks_(blocks), codes_(rows > UNPACK_ROWS ? memory : nullptr) {
+      : w_(w), next_(next), blocks_(blocks), codes_(unpacks(rows) ? memory : nullptr) {
     if (codes_) with_source([&](auto source) { unpack(source, blocks, codes_); });
   }
 
@@ -49,10 +53,19 @@ class Panel {
     return blocks * BLOCK_ROWS * w.chunks() * CHUNK;
   }
 
-  // out[i * stride + n] = x[i] . row n of the panel, for `rows` <= TILE_ROWS.
+  // Rows of the tile that begins at `row`: all rows in as few tiles as can be, of nearly one size.
+  long tile_rows(long row, long rows) const {
+    const long most = codes_ && amx::ready ? amx::ROWS : TILE_ROWS, left = rows - row;
+    const long tiles = (left + most - 1) / most;
+    return (left + tiles - 1) / tiles;
+  }
+
+  // out[i * stride + n] = x[i] . row n of the panel, for `rows` of a tile.
   void multiply(const QuantizedRows& x, long rows, float* out, long stride) const {
     const auto run = [&](auto source) { multiply_blocks(rows, x, source, blocks_, out, stride); };
-    codes_ ? run(Unpacked{codes_, w_.scales, w_.chunks(), w_.groups()}) : with_source(run);
+    if (!codes_) return with_source(run);
+    const Unpacked codes{codes_, w_.scales, w_.chunks(), w_.groups()};
+    amx::ready ? amx::multiply_blocks(rows, x, codes, blocks_, out, stride) : run(codes);
   }
 
  private:
@@ -79,12 +92,6 @@ class Panel {
   uint8_t* const codes_;
 };
 
-// Rows of the tile that begins at `row`: all rows in as few tiles as can be, of nearly one size.
-static inline long tile_rows(long row, long rows) {
-  const long tiles = (rows - row + TILE_ROWS - 1) / TILE_ROWS;
-  return (rows - row + tiles - 1) / tiles;
-}
-
 constexpr long MAX_PANEL_BLOCKS = 8;
 constexpr long UNPACKED_PANEL = 256 << 10;  // bytes that stay in L2 while all rows pass
 
@@ -98,17 +105,19 @@ static inline long panel_blocks(const PlaneMatrix& w, long matrices, int threads
 
 // Unpacking memory of one thread for plane_linear; 0 for so few rows that none is needed.
 static inline long linear_unpack_bytes(const PlaneMatrix& w, long rows) {
-  return rows > UNPACK_ROWS ? Panel::unpacked_bytes(w, MAX_PANEL_BLOCKS) : 0;
+  return unpacks(rows) ? Panel::unpacked_bytes(w, MAX_PANEL_BLOCKS) : 0;
 }
 
 // The `count` first sums as `To` (float or bf16), with the bias added.
 template <class To>
 static inline void store_sums(const float* sums, const float* bias, long count, To* to) {
-  for (long c = 0; c < count; c += LANES) {
-    vf v = load<vf>(sums + c);
-    if (bias) v += load_as_fp32(bias + c, count - c);
-    store_fp32_as(to + c, v, count - c);
-  }
+  const auto sum = [&](long c, long n) {
+    const vf v = load<vf>(sums + c);
+    return bias ? v + load_as_fp32(bias + c, n) : v;
+  };
+  long c = 0;
+  for (; c + LANES <= count; c += LANES) store_fp32_as(to + c, sum(c, LANES), LANES);
+  if (c < count) store_fp32_as(to + c, sum(c, count - c), count - c);
 }
 
 // out[i * stride + n] = x[i] . w[n] + bias[n] for the rows n of the first `blocks` blocks, or of as
@@ -120,9 +129,9 @@ static void multiply_panel(const PlaneMatrix& w, const PlaneMatrix& next, const 
   blocks = w.blocks() < blocks ? w.blocks() : blocks;
   const long columns = w.rows < blocks * BLOCK_ROWS ? w.rows : blocks * BLOCK_ROWS;
   const Panel panel(w, next, blocks, rows, memory);
-  alignas(64) float sums[TILE_ROWS][MAX_PANEL_BLOCKS * BLOCK_ROWS];
+  alignas(64) float sums[Panel::MOST_TILE_ROWS][MAX_PANEL_BLOCKS * BLOCK_ROWS];
   for (long row = 0, tile; row < rows; row += tile) {
-    tile = tile_rows(row, rows);
+    tile = panel.tile_rows(row, rows);
     panel.multiply(x.from(row), tile, sums[0], MAX_PANEL_BLOCKS * BLOCK_ROWS);
     for (long i = 0; i < tile; ++i) store_sums(sums[i], bias, columns, out + (row + i) * stride);
   }

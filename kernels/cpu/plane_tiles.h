@@ -9,13 +9,21 @@ constexpr int TILE_ROWS = 8;
 constexpr int TILE_ROWS = 4;
 #endif
 
-// Quantised activation rows. A group is its codes, then their scale (float) and their sum (int32).
+// Quantised activation rows, each at a cache line's beginning: the codes of all groups, and behind
+// them their scales and sums.
 struct QuantizedRows {
+  struct Scale {
+    float scale;
+    int32_t sum;  // of the group's codes
+  };
   int8_t* memory;
   long stride, groups, group_size;  // stride: bytes between rows
 
-  static constexpr long SCALE_AND_SUM = 8;
-  int8_t* group(long group) const { return memory + group * (group_size + SCALE_AND_SUM); }
+  int8_t* codes(long group) const { return memory + group * group_size; }
+  int8_t* scale_at(long group) const {
+    return memory + groups * group_size + group * long(sizeof(Scale));
+  }
+  Scale scale(long group, long row) const { return load<Scale>(scale_at(group) + row * stride); }
   QuantizedRows from(long row) const { return {memory + row * stride, stride, groups, group_size}; }
 };
 
@@ -51,16 +59,12 @@ static inline void plane_tile(const QuantizedRows& x, const Source& source, long
     UNROLL for (int s = 0; s < WIDE; ++s) {
       const vf w = source.load_scales(s, group);
       UNROLL for (int i = 0; i < ROWS; ++i) {
-        float scale;
-        int32_t codes;
-        memcpy(&scale, p + i * row, sizeof scale);
-        memcpy(&codes, p + i * row + sizeof scale, sizeof codes);
-        vi all = sum[0][i][s] - Source::ZERO * codes;
+        const QuantizedRows::Scale own = x.scale(group - first, i);
+        vi all = sum[0][i][s] - Source::ZERO * own.sum;
         if constexpr (CHAINS > 1) all += sum[1][i][s] << Source::LOW;
-        total[i][s] += (w * scale) * __builtin_convertvector(all, vf);
+        total[i][s] += (w * own.scale) * __builtin_convertvector(all, vf);
       }
     }
-    p += QuantizedRows::SCALE_AND_SUM;
   }
   UNROLL for (int i = 0; i < ROWS; ++i)
     UNROLL for (int s = 0; s < WIDE; ++s) store(out + i * stride + s * LANES, total[i][s]);

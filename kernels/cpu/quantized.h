@@ -44,7 +44,7 @@ extern "C" struct QuantizedLayer {
 
 // Bytes that each thread needs to unpack panels of an expert with `rows` rows.
 static inline long layer_unpack_bytes(const QuantizedLayer& layer, long rows) {
-  if (rows <= UNPACK_ROWS) return 0;
+  if (!unpacks(rows)) return 0;
   const long first = layer.parts * Panel::unpacked_bytes(layer.matrix(0, 0),
                                                          layer.second_group / BLOCK_ROWS);
   const long second = linear_unpack_bytes(layer.matrix(0, layer.parts), rows);
@@ -75,7 +75,7 @@ template <class Finish>
 void first_projection(const QuantizedLayer& layer, const Routing& routing, const QuantizedRows& x,
                       uint8_t* memory, Turns& turns, const Finish& finish) {
   const long panels = layer.panels(), blocks = layer.second_group / BLOCK_ROWS;
-  alignas(64) float sums[2][TILE_ROWS][MAX_GROUP];
+  alignas(64) float sums[2][Panel::MOST_TILE_ROWS][MAX_GROUP];
   const auto weights = [&](long task, int part) {
     return layer.matrix(routing.active[task / panels], part).from(task % panels * blocks);
   };
@@ -91,7 +91,7 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
     const Panel b(up, after, layer.parts == 2 ? count : 0, rows,
                   memory + Panel::unpacked_bytes(gate, count));
     for (long row = 0, tile; row < rows; row += tile) {
-      tile = tile_rows(row, rows);
+      tile = a.tile_rows(row, rows);
       a.multiply(x.from(begin + row), tile, sums[0][0], MAX_GROUP);
       b.multiply(x.from(begin + row), tile, sums[1][0], MAX_GROUP);
       for (long i = 0; i < tile; ++i) finish(e, begin + row + i, panel, sums[0][i], sums[1][i]);

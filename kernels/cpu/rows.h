@@ -12,7 +12,7 @@ constexpr float MAX_CODE = 127, TINY = 0x1p-100f;
 // places that a cache has for them.
 constexpr long row_stride(long columns, long group_size) {
   const long groups = (columns + group_size - 1) / group_size;
-  return aligned(groups * (group_size + QuantizedRows::SCALE_AND_SUM)) + 64;
+  return aligned(groups * (group_size + long(sizeof(QuantizedRows::Scale)))) + 64;
 }
 
 constexpr size_t rows_bytes(long rows, long columns, long group_size) {
@@ -46,14 +46,12 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
     vf product = load<vf>(from + c) * inverse;
     IN_REGISTER(product);  // rounded by itself, never fused with the addition
     const vi code = (bits<vi>(product + to_int) - bits<int32_t>(to_int)) & finite;
-    store(row.group(group) + c, __builtin_convertvector(code, vb));
+    store(row.codes(group) + c, __builtin_convertvector(code, vb));
     total += code;
   }
   int32_t sum = 0;
   for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
-  const float scale = largest / MAX_CODE;
-  memcpy(row.group(group) + size, &scale, sizeof scale);
-  memcpy(row.group(group) + size + sizeof scale, &sum, sizeof sum);
+  store(row.scale_at(group), QuantizedRows::Scale{largest / MAX_CODE, sum});
 }
 
 // A whole row of floats or bf16.
