@@ -37,6 +37,7 @@ class MoELayers:
         policies: applied to the routings of a layer before its experts run.
         selectors: one a layer where a policy chooses again (`moe.policing`), else none.
         dispatcher: brings rows to the experts that serve them; may change between steps.
+        everybody: the pass of all ranks that is going on; None: no other rank is met.
         forward: what runs a layer's experts.
         weaken: changes visits before the policies do (`moe.speculate.contrast`).
 
@@ -57,7 +58,7 @@ class MoELayers:
         self.policies = policies
         self.selectors: Sequence[Selector] = ()
         self.dispatcher: Dispatcher[Any] = LocalDispatcher()
-        self._pass: Pass | None = None
+        self.everybody: Pass | None = None
         self.forward = forward
         self.weaken: Callable[[int, Visit], Visit] | None = None
         self._prefetcher, self._decoding = prefetcher, 0
@@ -99,20 +100,20 @@ class MoELayers:
         Raises:
             ExchangeError: at the end, if the ranks have lost each other.
         """
-        assert self._pass is None, "a pass within a pass"
+        assert self.everybody is None, "a pass within a pass"
         everybody = Pass(() if self.dispatcher.local else layers, self._join)
-        self._pass = None if self.dispatcher.local else everybody
+        self.everybody = None if self.dispatcher.local else everybody
         try:
             yield
         finally:
-            self._pass = None
+            self.everybody = None
             everybody.finish()
         self.dispatcher.check()
 
     def take_pass(self) -> list[int]:
         """The layers of the pass, ascending, for a caller that brings to each what there is."""
-        assert self._pass is not None, "no other ranks to meet"
-        return self._pass.take()
+        assert self.everybody is not None, "no other ranks to meet"
+        return self.everybody.take()
 
     def run(self, layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
         """Rows ``(T_i, H)`` of each visit, in its own dtype.
@@ -121,8 +122,8 @@ class MoELayers:
         `OffloadError`, of several each gets its own. Where other ranks are met, a pass cannot be
         begun again without them: then the rows concerned are zeros, and `Visit.lost` says why.
         """
-        if self._pass is not None:
-            self._pass.reach(layer)
+        if self.everybody is not None:
+            self.everybody.reach(layer)
         brought = self.bring(layer, visits)
         if self.dispatcher.local and len(visits) == 1:
             experts, rows = self.layers[layer], visits[0].hidden_states

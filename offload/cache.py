@@ -153,6 +153,12 @@ class ExpertCache:
         self.statistics.layers[layer].misses += len(apart)
         return Held(filling, layer, experts, units, missing, prefixes)
 
+    def found(self, layer: int, experts: NDArray[np.int64]) -> None:
+        """Experts of a layer, in any order, have been run where they were."""
+        units = (layer * self._table.width + np.unique(experts)).tolist()
+        self.policy.touch(layer, units)
+        self._filling.asked(layer, units, [])
+
     def lend(self, layer: int, expert: int, *, urgent: bool) -> Loan | None:
         """Pin an expert for a faster tier, that copies it; see `offload.loans.lend`."""
         return lend(self._filling, layer * self._table.width + expert, urgent=urgent)

@@ -55,6 +55,11 @@ class OffloadedExperts:
         self.whole_share: float | None = None
 
     @property
+    def plain(self) -> bool:
+        """Whether kernels run its slots as they are, with nobody else in between."""
+        return self._copies is None and self.late is None and self.whole_share is None
+
+    @property
     def hidden_size(self) -> int:
         return self.slots.hidden_size
 

@@ -29,7 +29,8 @@ from experts.dispatch.base import Combined, Failures, fitting
 from experts.dispatch.exchange import Exchange
 from experts.dispatch.rooms import Rooms
 from experts.dispatch.statistics import DispatchStatistics
-from experts.dispatch.travelling import Arrived, Arriving, Returning, Sent, Together
+from experts.dispatch.together import Together
+from experts.dispatch.travelling import Arrived, Arriving, Returning, Sent
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
@@ -53,6 +54,7 @@ class AllToAllDispatcher:
     Attributes:
         placements: in force now.
         epoch: of the placements; ranks compare it whenever they meet.
+        at_once: the way of compiled calls, where there is one.
 
     Raises:
         ValueError: placements for another number of ranks, or too many experts.
@@ -71,24 +73,26 @@ class AllToAllDispatcher:
     ) -> None:
         self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
         self._rooms, self._ones = Rooms(exchange.size, buffer_rows), torch.ones(0, 1)
-        self.placements = [fitting(placement, exchange.size) for placement in placements]
-        self.epoch = 0
+        self.placements: list[Placement] = list(placements)
         self.statistics = DispatchStatistics(len(placements))
         self._together = Together(self.statistics)
         plain = self._exact and payload == "plain" and exchange.line is not None
-        self._at_once = AtOnce(exchange, self.statistics) if plain else None
+        shared = self._rooms, self._together, self.statistics
+        self.at_once = AtOnce(exchange, *shared) if plain else None
+        self.place(0, dict(enumerate(placements)))
 
     def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:
         """New placements of some layers, between steps; every rank gets the same."""
         changed = {i: fitting(one, self._exchange.size) for i, one in placements.items()}
         self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
         self.epoch = epoch
+        if self.at_once is not None:
+            self.at_once.place(epoch, self.placements)
 
     def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Arriving:
-        at, at_once, told_R = (layer, self.epoch), self._at_once, None
-        if at_once is not None and at_once.ready(self._rooms, hidden_states, routing):
-            with self._together:
-                found = at_once.dispatch(at, self.placements[layer], hidden_states, routing)
+        at_once, told_R = self.at_once, None
+        if at_once is not None and at_once.ready(hidden_states, routing):
+            found = at_once.dispatch(layer, hidden_states, routing)
             if isinstance(found, ArrivedAtOnce):
                 return found
             told_R = found
@@ -97,9 +101,8 @@ class AllToAllDispatcher:
     def combine(self, dispatched: Arriving, rows: Tensor, failures: Failures) -> Combined:
         if isinstance(dispatched, Arrived):
             return self.receive_back(self.send_back(dispatched, rows, failures))
-        assert self._at_once is not None
-        with self._together:
-            return self._at_once.combine(dispatched, rows, failures)
+        assert self.at_once is not None
+        return self.at_once.combine(dispatched, rows, failures)
 
     def check(self) -> None:
         self._together.check()

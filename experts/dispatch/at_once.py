@@ -1,5 +1,5 @@
-"""A dispatch and a combine in one compiled call each, as long as ranks of one machine bring what
-they brought to the layers before: decode steps do.
+"""A dispatch and a combine in one compiled call each, or within one for all layers of a step, while
+ranks of one machine bring what they brought to the layers before, as in decode steps.
 
 What is sent is what `all_to_all` sends, so each rank goes this way or that one as it can. Who hears
 that another brings something else goes on there with what was told.
@@ -7,7 +7,7 @@ that another brings something else goes on there with what was told.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,10 @@ from experts.dispatch.exchange import Exchange
 from experts.dispatch.rooms import Rooms
 from experts.dispatch.rows import combined, room_for, write_failures
 from experts.dispatch.statistics import DispatchStatistics
+from experts.dispatch.together import Together
 from experts.placement import Placement
 from kernels.cpu import choose_kernel
-from kernels.cpu.assign import Assigned, bad_id
+from kernels.cpu.assign import Assigned, Ints, bad_id
 from kernels.cpu.meeting import BAD_ID, LOST, OTHERWISE
 from routing import Routing
 
@@ -43,59 +44,77 @@ class ArrivedAtOnce(Dispatched):
 
 
 class AtOnce:
-    """Dispatches and combines over an exchange with a line, a combine after each dispatch."""
+    """Dispatches and combines over an exchange with a line, a combine after each dispatch.
 
-    def __init__(self, exchange: Exchange, statistics: DispatchStatistics) -> None:
+    Args:
+        rooms: knows what ranks have brought.
+        together: hears of the time that calls take, and of lost ranks.
+    """
+
+    def __init__(
+        self, exchange: Exchange, rooms: Rooms, together: Together, statistics: DispatchStatistics
+    ) -> None:
         assert exchange.line is not None
         self._line, self._rank, self._others = exchange.line, exchange.rank, exchange.size - 1
-        self._statistics = statistics
+        self._rooms, self._together, self._statistics = rooms, together, statistics
         self._met: Meeting | None = None
 
-    def ready(self, rooms: Rooms, hidden: Tensor, routing: Routing) -> bool:
-        """Whether all ranks have brought the same before, with rows, and this one does again."""
-        met = rooms.steady
-        if met is None or not met.width or hidden.dtype not in _DTYPES:
-            return False
-        own = met.heads[self._rank]
-        if (
-            hidden.dtype != met.dtype
-            or hidden.shape != (own.tokens, own.width // hidden.element_size())
-            or routing.expert_ids.shape != (own.tokens, own.slots)
-        ):
-            return False
-        if met is not self._met:
-            self._make(met, rooms.bytes_R(room_for(hidden.shape[1])), hidden.shape[1])
-        return True
+    def place(self, epoch: int, placements: Sequence[Placement]) -> None:
+        """The placements in force from the next step on."""
+        self._epoch, self._placements, self._met = epoch, placements, None
 
-    def dispatch(
-        self, at: tuple[int, int], placement: Placement, hidden: Tensor, routing: Routing
-    ) -> ArrivedAtOnce | list[Bytes]:
+    def ready(self, hidden: Tensor, routing: Routing) -> bool:
+        """Whether all ranks have brought the same before, with rows, and this one does again."""
+        return self._goes_on(hidden.shape, hidden.dtype, routing.expert_ids.shape)
+
+    def walk(self, tokens: int, hidden: int, slots: int) -> int | None:
+        """The address of a meeting (kernels/cpu/meeting.h) for compiled code that brings float32
+        rows to one layer after the other by itself, by way of `run`; None where it cannot.
+
+        Where it has to leave a layer to its caller, that goes to `dispatch` and `combine`, which do
+        not exchange again what has been exchanged.
+        """
+        if not self._goes_on((tokens, hidden), torch.float32, (tokens, slots)):
+            return None
+        self._meeting.record.seconds = 0.0
+        return self._meeting.address
+
+    def run(self, act: Callable[[], int]) -> int:
+        """Calls what meets the other ranks."""
+        self._together.check()
+        return self._line.run(act)
+
+    def walked(self, layers: int) -> list[Ints]:
+        """So many layers, from the first on, have been met by a walk: the expert of each slot that
+        this rank has served in them."""
+        parts = [self._meeting.assigned(layer) for layer in range(layers)]
+        for layer, part in enumerate(parts):
+            self._count(layer, part)
+        self._statistics.seconds += self._meeting.record.seconds
+        return [part.experts_A for part in parts]
+
+    def dispatch(self, layer: int, hidden: Tensor, routing: Routing) -> ArrivedAtOnce | list[Bytes]:
         """What this rank serves; or what the ranks told, where some are not where they were.
 
         Raises:
             ExchangeError: a rank is lost.
             IndexError: an id that is no expert.
         """
-        meeting, experts = self._meeting, placement.num_experts
+        meeting = self._meeting
         ids, rows = routing.expert_ids.contiguous(), hidden.contiguous()
-        done = self._line.run(lambda: meeting.dispatch(at, ids, rows, placement.holders, experts))
-        if done == LOST:
-            raise self._line.lost(meeting.record.lost, meeting.record.error)
+        with self._together:
+            done = self._line.run(lambda: meeting.dispatch(layer, ids, rows))
+            self._check(done)
         if done == BAD_ID:
-            raise bad_id(experts)
+            raise bad_id(self._placements[layer].num_experts)
         if done == OTHERWISE:
             return meeting.messages
-        part = meeting.assigned()
+        part = meeting.assigned(layer)
+        self._count(layer, part)
         served = len(part.token_A)
-        self._statistics.add(
-            *(at[0], part.loads_E, len(ids), part.pairs, served),
-            (len(meeting.messages[self._rank]) - IDS.stop) * self._others,
-            meeting.width,
-            IDS.stop * self._others,
-        )
-        own = Routing(torch.from_numpy(part.experts_A)[:, None], self._ones[:served])
+        own = Routing(torch.from_numpy(part.experts_A)[:, None], meeting.ones[:served])
         rows = meeting.served[:served].view(hidden.dtype)
-        return ArrivedAtOnce(at[0], rows, own, True, part, routing.weights)
+        return ArrivedAtOnce(layer, rows, own, True, part, routing.weights)
 
     def combine(self, arrived: ArrivedAtOnce, rows: Tensor, failures: Failures) -> Combined:
         """Rows of the tokens that this rank brought.
@@ -107,15 +126,45 @@ class AtOnce:
         write_failures(rows, rank, failures)
         dtype, weights = arrived.hidden_states.dtype, arrived.weights.contiguous()
         total = torch.empty(len(weights), rows.shape[1], dtype=dtype)
-        done = self._line.run(lambda: meeting.combine(rows, weights, total))
-        if done == LOST:
-            raise self._line.lost(meeting.record.lost, meeting.record.error)
-        leave = len(rows) - part.served_R[rank]
-        self._statistics.bytes_back += leave * rows.shape[1] * rows.element_size()
+        with self._together:
+            done = self._line.run(lambda: meeting.combine(rows, weights, total))
+            self._check(done)
         if done != OTHERWISE:
             return Combined(total)
+        leave = len(rows) - part.served_R[rank]
         come = meeting.returned[: sum(part.returned_R) - part.returned_R[rank]]
         return combined(total, True, torch.from_numpy(part.position_TK), come, rows[leave:])
+
+    def _check(self, done: int) -> None:
+        if done == LOST:
+            record = self._meeting.record
+            raise self._line.lost(record.lost, record.error)
+
+    def _count(self, layer: int, part: Assigned) -> None:
+        meeting, own, served = self._meeting, len(part.position_TK), len(part.token_A)
+        self._statistics.add(
+            *(layer, part.loads_E, own, part.pairs, served),
+            (len(meeting.messages[self._rank]) - IDS.stop) * self._others,
+            meeting.width,
+            IDS.stop * self._others,
+        )
+        result_bytes = meeting.returned.shape[1] * meeting.returned.element_size()
+        self._statistics.bytes_back += (served - part.served_R[self._rank]) * result_bytes
+
+    def _goes_on(self, hidden: tuple[int, ...], dtype: torch.dtype, ids: tuple[int, ...]) -> bool:
+        met = self._rooms.steady
+        if met is None or not met.width or dtype not in _DTYPES:
+            return False
+        own = met.heads[self._rank]
+        if (
+            dtype != met.dtype
+            or hidden != (own.tokens, own.width // dtype.itemsize)
+            or ids != (own.tokens, own.slots)
+        ):
+            return False
+        if met is not self._met:
+            self._make(met, self._rooms.bytes_R(room_for(hidden[1])), hidden[1])
+        return True
 
     def _make(self, met: Meeting, room_R: Sequence[int], hidden: int) -> None:
         native, _ = choose_kernel()
@@ -132,6 +181,7 @@ class AtOnce:
                 IDS.stop,
                 [IDS.stop + room for room in room_R],
                 hidden,
+                self._epoch,
+                [(placement.holders, placement.num_experts) for placement in self._placements],
             ),
         )
-        self._ones = torch.ones(len(self._meeting.served), 1)

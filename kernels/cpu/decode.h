@@ -41,14 +41,15 @@ struct Step {
   int32_t threads;
 };
 
-// A layer's routed experts, all in memory: moe_forward or moe_quantized_forward, and what it takes.
+// A layer's routed experts: moe_forward or moe_quantized_forward, and what it takes.
 struct Experts {
   int32_t (*forward)(const void* layer, const Activation*, const void* hidden, int32_t dtype,
                      const int64_t* ids, const float* weights, int64_t tokens, int64_t slots,
-                     void* out, float* so_far, int32_t threads);  // null: the layer has none
+                     void* out, float* so_far, int32_t threads);  // null: the caller runs them
   const void* layer;
   const Activation* activation;
-  int64_t index;  // counted over MoE layers
+  const int64_t* slots;  // of each expert that is in memory now, else -1; null: itself, and all are
+  int64_t index;  // counted over MoE layers; -1: the layer has none
 };
 
 struct Model {

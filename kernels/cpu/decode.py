@@ -10,7 +10,7 @@ from ctypes import addressof
 from typing import Any
 
 from kernels.cpu.activation import Activation
-from kernels.cpu.calls import NUMBER, POINTER, SIZE, check_done
+from kernels.cpu.calls import NUMBER, POINTER, check_done
 from kernels.cpu.plans import MatrixRecord
 
 ABSENT, BIT_PLANES = -1, 8
@@ -97,9 +97,13 @@ class Step(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """A layer's routed experts; absent where ``forward`` is null."""
+    """A layer's routed experts; run by the caller where ``forward`` is null.
 
-    _fields_ = (*_pointers("forward", "layer", "activation"), *_sizes("index"))
+    ``slots`` says where experts are, null: they are all there; ``index`` counts MoE layers,
+    negative: the layer has none.
+    """
+
+    _fields_ = (*_pointers("forward", "layer", "activation", "slots"), *_sizes("index"))
 
 
 class Model(ctypes.Structure):
@@ -112,48 +116,44 @@ class Model(ctypes.Structure):
     )
 
 
-class NativeDecode:
-    """Decode steps by a compiled library (see kernels/cpu/build.py); all arguments are addresses.
+_LATER, _WAITS = 2, 3
 
-    Raises `MemoryError` where there is no memory for the scratch rows of a call.
-    """
+
+class NativeDecode:
+    """Decode steps by a compiled library (see kernels/cpu/build.py); arguments are addresses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._layer, self._head = library.moe_decode_layer, library.moe_decode_head
-        for function in (self._layer, self._head):
-            function.restype, function.argtypes = NUMBER, (POINTER,) * 6
         self._model = library.moe_decode_model
-        self._model.restype, self._model.argtypes = SIZE, (POINTER, POINTER, SIZE, *(POINTER,) * 4)
+        self._model.restype, self._model.argtypes = NUMBER, (POINTER,) * 8
 
     def model(
-        self, step: int, model: Model, routed: int, ids: int, weights: int, logits: int
-    ) -> None:
-        """(B, V) logits by way of all layers and their experts, with interrupts heard on the way.
+        self,
+        step: int,
+        model: Model,
+        meeting: int | None,
+        done: ctypes.c_int64,
+        routed: int,
+        ids: int,
+        weights: int,
+        logits: int,
+    ) -> bool:
+        """All layers from ``done`` on, with interrupts heard on the way, and (B, V) logits; or up
+        to a layer whose experts are not run here: whether one waits for their rows.
 
         Args:
-            routed: room for (B, H) rows.
-            ids, weights: (MoE layers, B, K), filled.
+            meeting: of ranks that share the experts (kernels/cpu/meeting.h); None: all are here.
+            done: layers that are done, kept up; the one that waits is not.
+            routed: (B, H) rows of the experts of the last layer that is done, if it has any; room
+                for those of others.
+            ids, weights: (MoE layers, B, K), filled where a layer's router is known here.
+
+        Raises:
+            MemoryError: there is none for the scratch rows of a layer.
         """
-        done = 0
-        while done < model.count:
-            done = self._model(step, addressof(model), done, routed, ids, weights, logits)
-            check_done(done)
-
-    def layer(
-        self, step: int, before: int | None, layer: int, routed: int | None, ids: int, weights: int
-    ) -> None:
-        """One layer, after the feed-forward of the layer before has been added.
-
-        Args:
-            routed: (B, H) rows of that layer's experts, None if it has none.
-            ids, weights: (B, K) int64 and float32, filled if the layer's router is known here.
-        """
-        if not self._layer(step, before, layer, routed, ids, weights):
-            check_done(0)
-
-    def head(
-        self, step: int, before: int, routed: int | None, norm: int, head: int, logits: int
-    ) -> None:
-        """(B, V) logits from what the last layer, ``before``, leaves."""
-        if not self._head(step, before, routed, norm, head, logits):
-            check_done(0)
+        said = _LATER
+        while said == _LATER:
+            said = self._model(
+                step, addressof(model), meeting, addressof(done), routed, ids, weights, logits
+            )
+        check_done(said)
+        return said == _WAITS

@@ -1,34 +1,74 @@
-// A whole decode step in one call: its layers, their experts, all in memory, and the head, by the
-// same functions that Python calls one by one where it has to act in between.
+// A whole decode step in one call: its layers, their experts, here or with those of other ranks, and
+// the head, by the same functions that Python calls one by one where it has to act in between.
 #include "decode.h"
+#include "meeting.h"
 
 #include <chrono>
 
+namespace {
+
+enum : int32_t { NO_MEMORY = 0, ALL = 1, LATER = 2, WAITS = 3 };
+
+// routed (B, H) = the experts' rows for those of the step; false: the caller has to see to it.
+bool run_experts(const decode::Step& step, const decode::Experts& experts, int64_t top_k,
+                 Meeting* meeting, const int64_t* ids, const float* weights, float* routed) {
+  const auto run = [&](const void* rows, const int64_t* chosen, const float* weighed,
+                       int64_t tokens, int64_t slots, float* to) {
+    return experts.forward(experts.layer, experts.activation, rows, FP32, chosen, weighed, tokens,
+                           slots, to, nullptr, step.threads) == 1;
+  };
+  if (!experts.forward) return false;
+  if (!meeting) return run(step.h, ids, weights, step.rows, top_k, routed);
+  int32_t said = moe_dispatch(meeting, experts.index, ids, step.h);
+  if (said != DONE) {
+    meeting->had = said == LOST ? NOTHING : TOLD;
+    return false;
+  }
+  meeting->had = TOLD;
+  const Serving serving(*meeting);
+  const int64_t* chosen = serving.experts;
+  if (experts.slots) {
+    for (int64_t i = 0; i < serving.count; ++i)
+      if ((meeting->chosen[i] = experts.slots[serving.experts[i]]) < 0) return false;
+    chosen = meeting->chosen;
+  }
+  if (serving.count &&
+      !run(meeting->served, chosen, meeting->ones, serving.count, 1, meeting->results))
+    return false;
+  said = moe_return(meeting, meeting->results, weights, routed, FP32, step.threads);
+  if (said == OTHERWISE) meeting->had = RETURNED;
+  return said == DONE;
+}
+
+}  // namespace
+
 // Layers from `done` on, and the head behind the last. Fills ids and weights (MoE layers, B, top_k)
-// and out (B, rows of the head); `routed` (B, H) is the caller's from one call to the next. How many
-// layers are done: fewer than all once patience has ended, so that the caller can be interrupted.
-// 0: no memory.
-extern "C" int64_t moe_decode_model(const decode::Step* step, const decode::Model* model,
-                                    int64_t done, float* routed, int64_t* ids, float* weights,
-                                    float* out) {
+// and out (B, rows of the head); `routed` (B, H) is the caller's from one call to the next. LATER:
+// patience has ended, so that the caller can be interrupted; the same call goes on. WAITS: layer
+// `done` waits for its experts' rows, which the caller brings in `routed` to a call from the layer
+// behind it on; what ranks have exchanged for it is not exchanged again.
+extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Model* model,
+                                    Meeting* meeting, int64_t* done, float* routed, int64_t* ids,
+                                    float* weights, float* out) {
   using clock = std::chrono::steady_clock;
   const auto end = clock::now() + std::chrono::duration<double>(model->patience);
-  const decode::Layer* before = done ? model->layers + done - 1 : nullptr;
-  const float* due = done && model->experts[done - 1].forward ? routed : nullptr;
-  for (int64_t i = done; i < model->count; ++i) {
-    if (i > done && clock::now() > end) return i;
-    const decode::Layer* layer = model->layers + i;
+  const auto due = [&](int64_t i) {
+    return i && model->experts[i - 1].index >= 0 ? routed : nullptr;
+  };
+  const auto before = [&](int64_t i) { return i ? model->layers + i - 1 : nullptr; };
+  for (const int64_t begun = *done; *done < model->count; ++*done) {
+    const int64_t i = *done;
+    if (i > begun && clock::now() > end) return LATER;
     const decode::Experts& experts = model->experts[i];
     const int64_t at = experts.index * step->rows * model->top_k;
-    if (!moe_decode_layer(step, before, layer, due, ids + at, weights + at)) return 0;
-    // The ids are a router's own, and so are in range: only memory can lack.
-    if (experts.forward &&
-        experts.forward(experts.layer, experts.activation, step->h, FP32, ids + at, weights + at,
-                        step->rows, model->top_k, routed, nullptr, step->threads) != 1)
-      return 0;
-    before = layer;
-    due = experts.forward ? routed : nullptr;
+    int64_t* own_ids = experts.index < 0 ? nullptr : ids + at;
+    float* own_weights = experts.index < 0 ? nullptr : weights + at;
+    if (!moe_decode_layer(step, before(i), model->layers + i, due(i), own_ids, own_weights))
+      return NO_MEMORY;
+    if (experts.index >= 0 && !run_experts(*step, experts, model->top_k, meeting, own_ids,
+                                           own_weights, routed))
+      return WAITS;
   }
-  const bool made = moe_decode_head(step, before, due, model->norm, model->head, out);
-  return made ? model->count : 0;
+  const int64_t n = model->count;
+  return moe_decode_head(step, before(n), due(n), model->norm, model->head, out) ? ALL : NO_MEMORY;
 }

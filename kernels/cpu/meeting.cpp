@@ -1,43 +1,20 @@
 // A dispatch and a combine of ranks of one machine that bring what they brought to the layer before,
 // a call each. `experts.dispatch.all_to_all` is the definition, and sends the same bytes; there, some
 // 200 small calls a layer find their code gone from the caches after the experts have passed.
-//
-// Letters: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden.
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <chrono>
 #include <vector>
 
 #include "calls.h"
 #include "gemm.h"
-
-extern "C" {
-
-constexpr int64_t PLACE = 16, HEAD = 40;  // bytes: layer and epoch; what a rank says of its tokens
-
-struct Meeting {
-  int64_t ranks, rank, slots, width, hidden, timeout_ms;
-  int64_t rows_at;            // where rows begin in a message; ids begin behind the head
-  const int32_t* files;       // (R) sockets; the own is not used
-  const int64_t *tokens, *slots_R, *message_bytes;  // (R)
-  char* const* messages;      // (R) what each rank tells; ids that are not used are zeros
-  const char* heads;          // (R, HEAD) what they are expected to say
-  int64_t* assigned;          // what `moe_assign` writes
-  char *served, *returned;    // rows (T K, W) and (own T K, H) float32
-  int64_t experts;            // of the last dispatch
-  int64_t lost, error;        // the rank that an exchange failed with, and errno; 0: it has left
-};
-
-int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const int64_t* width,
-                   const int64_t* begin, int64_t ranks, int64_t slots, int64_t experts,
-                   int64_t rank, int64_t* out);
-
-}  // extern "C"
+#include "meeting.h"
 
 namespace {
 
-enum : int32_t { LOST = -2, BAD_ID = -1, DONE = 0, OTHERWISE = 1 };
+constexpr int64_t PLACE = 16, HEAD = 40;  // bytes: layer and epoch; what a rank says of its tokens
 
 struct Part {
   char* at;
@@ -53,7 +30,19 @@ class Exchange {
   explicit Exchange(Meeting& meeting)
       : going(meeting.ranks), coming(meeting.ranks), meeting_(meeting) {}
 
+  // False: a rank is lost, now or before.
   bool run() {
+    using clock = std::chrono::steady_clock;
+    const auto begun = clock::now();
+    const bool done = meeting_.lost < 0 && move();
+    meeting_.seconds += std::chrono::duration<double>(clock::now() - begun).count();
+    return done;
+  }
+
+ private:
+  Meeting& meeting_;
+
+  bool move() {
     for (int64_t r = 0; r < meeting_.ranks; ++r)
       if (!push(r)) return false;
     for (int64_t r = 0; r < meeting_.ranks; ++r)
@@ -61,9 +50,6 @@ class Exchange {
         if (!(is_sending() ? poll_all(r) : pull(r, MSG_WAITALL))) return false;
     return true;
   }
-
- private:
-  Meeting& meeting_;
 
   bool is_sending() const {
     for (const Part& part : going)
@@ -120,11 +106,8 @@ bool is_nan(uint16_t bf16) { return (bf16 & 0x7fff) > 0x7f80; }
 
 extern "C" {
 
-// Tells the others a layer and an epoch (`place`), ids (own T, K) and rows (own T, W), hears theirs,
-// and leaves in `assigned` and `served` what this rank serves. OTHERWISE: somebody is elsewhere or
-// brings something else, see `messages`.
-int32_t moe_dispatch(Meeting* m, const int64_t* place, const int64_t* ids, const void* rows,
-                     const int64_t* holders, int64_t experts) {
+int32_t moe_dispatch(Meeting* m, int64_t layer, const int64_t* ids, const void* rows) {
+  const int64_t place[] = {layer, m->epoch};
   char* own = m->messages[m->rank];
   memcpy(own, place, PLACE);
   memcpy(own + PLACE, m->heads + m->rank * HEAD, HEAD);
@@ -139,26 +122,27 @@ int32_t moe_dispatch(Meeting* m, const int64_t* place, const int64_t* ids, const
       exchange.going[r] = {own, m->message_bytes[m->rank]};
       exchange.coming[r] = {m->messages[r], m->message_bytes[r]};
     }
-  if (!exchange.run()) return LOST;
+  if (m->had == NOTHING && !exchange.run()) return LOST;
 
   std::vector<const int16_t*> tables;
   for (int64_t r = 0; r < m->ranks; ++r) {
     const char* told = m->messages[r];
-    if (memcmp(told, place, PLACE) || memcmp(told + PLACE, m->heads + r * HEAD, HEAD))
+    if (memcmp(told, place, PLACE) || memcmp(told + PLACE, m->heads + r * HEAD, HEAD)) {
+      m->had = NOTHING;
       return OTHERWISE;
+    }
     tables.push_back(reinterpret_cast<const int16_t*>(told + PLACE + HEAD));
   }
-  m->experts = experts;
-  if (moe_assign(tables.data(), m->tokens, m->slots_R, holders, m->ranks, m->slots, experts, m->rank,
-                 m->assigned))
+  m->layer = layer;
+  const MeetingLayer& own_layer = m->layers[layer];
+  if (moe_assign(tables.data(), m->tokens, m->slots_R, own_layer.holders, m->ranks, m->slots,
+                 own_layer.experts, m->rank, own_layer.assigned)) {
+    m->had = NOTHING;
     return BAD_ID;
-
-  int64_t size = 0;
-  for (int64_t r = 0; r < m->ranks; ++r) size += m->tokens[r] * m->slots;
-  const int64_t* token = m->assigned + experts + 2 * size;
-  const int64_t served = m->assigned[experts + 4 * size + 2 * m->ranks + 1];
-  for (int64_t i = 0; i < served; ++i) {
-    int64_t at = token[i], r = 0;
+  }
+  const Serving serving(*m);
+  for (int64_t i = 0; i < serving.count; ++i) {
+    int64_t at = serving.token[i], r = 0;
     while (at >= m->tokens[r]) at -= m->tokens[r++];
     memcpy(m->served + i * m->width, m->messages[r] + m->rows_at + at * m->width, m->width);
   }
@@ -190,28 +174,24 @@ void moe_weighted_sum(const float* rows, int64_t count, const float* more, const
   });
 }
 
-// Brings results (served, H) back to those whose they are, and sums this rank's: out (own T, H) of
-// `dtype`, FP32 or BF16. OTHERWISE: one of them begins with NaN, as rows do that have failed.
 int32_t moe_return(Meeting* m, float* rows, const float* weights, void* out, int32_t dtype,
                    int32_t threads) {
-  int64_t size = 0;
-  for (int64_t r = 0; r < m->ranks; ++r) size += m->tokens[r] * m->slots;
-  const int64_t* served_R = m->assigned + m->experts + 4 * size;
-  const int64_t* returned_R = served_R + m->ranks;
-  const auto* position = reinterpret_cast<const int32_t*>(returned_R + m->ranks + 2);
+  const Serving serving(*m);
   const int64_t row_bytes = m->hidden * sizeof(float);
   Exchange exchange(*m);
   int64_t leave = 0, come = 0;
   for (int64_t r = 0; r < m->ranks; ++r)
     if (r != m->rank) {
-      exchange.going[r] = {reinterpret_cast<char*>(rows) + leave * row_bytes, served_R[r] * row_bytes};
-      exchange.coming[r] = {m->returned + come * row_bytes, returned_R[r] * row_bytes};
-      leave += served_R[r], come += returned_R[r];
+      exchange.going[r] = {reinterpret_cast<char*>(rows) + leave * row_bytes,
+                           serving.served_R[r] * row_bytes};
+      exchange.coming[r] = {m->returned + come * row_bytes, serving.returned_R[r] * row_bytes};
+      leave += serving.served_R[r], come += serving.returned_R[r];
     }
-  if (!exchange.run()) return LOST;
+  if (m->had != RETURNED && !exchange.run()) return LOST;
+  m->had = NOTHING;
   const int64_t tokens = m->tokens[m->rank];
-  moe_weighted_sum(reinterpret_cast<float*>(m->returned), come, rows + leave * m->hidden, position,
-                   weights, tokens, m->slots, m->hidden, out, dtype, threads);
+  moe_weighted_sum(reinterpret_cast<float*>(m->returned), come, rows + leave * m->hidden,
+                   serving.position, weights, tokens, m->slots, m->hidden, out, dtype, threads);
   bool failed = false;
   with_rows(out, dtype, [&](auto* to) {
     for (int64_t t = 0; t < tokens; ++t) failed |= is_nan(to[t * m->hidden]);

@@ -1,4 +1,4 @@
-"""A dispatch and a combine of ranks of one machine, by a compiled library (see meeting.cpp).
+"""A dispatch and a combine of ranks of one machine, by a compiled library (see meeting.h, .cpp).
 
 Legend: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden.
 """
@@ -15,28 +15,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.assign import Assigned, Ints, address, assigned, numbers
-from kernels.cpu.calls import DTYPES, NUMBER, POINTER, declare
+from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, declare
 
 LOST, BAD_ID, DONE, OTHERWISE = -2, -1, 0, 1
 """What a call says: a rank is lost; an id is no expert; all went well; see the call."""
 _SIGNATURES = {
-    "moe_dispatch": (NUMBER, (*(POINTER,) * 5, ctypes.c_int64)),
+    "moe_dispatch": (NUMBER, (POINTER, SIZE, POINTER, POINTER)),
     "moe_return": (NUMBER, (*(POINTER,) * 4, NUMBER, NUMBER)),
 }
-_SIZES = ("ranks", "rank", "slots", "width", "hidden", "timeout_ms", "rows_at")
+_SIZES = ("ranks", "rank", "slots", "width", "hidden", "timeout_ms", "rows_at", "epoch")
 _ARRAYS = (
-    *("files", "tokens", "slots_R", "message_bytes", "messages", "heads"),
-    *("assigned", "served", "returned"),
+    *("files", "tokens", "slots_R", "message_bytes", "messages", "heads", "layers"),
+    *("served", "returned", "results", "ones", "chosen"),
 )
 
 
 class _Record(ctypes.Structure):
-    """`Meeting` of meeting.cpp."""
+    """`Meeting` of meeting.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in _SIZES),
+        *((name, SIZE) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
-        *((name, ctypes.c_int64) for name in ("experts", "lost", "error")),
+        *((name, SIZE) for name in ("layer", "had", "lost", "error")),
+        ("seconds", ctypes.c_double),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`MeetingLayer` of meeting.h."""
+
+    _fields_ = (
+        ("holders", ctypes.c_void_p),
+        ("experts", SIZE),
+        ("assigned", ctypes.c_void_p),
     )
 
 
@@ -51,12 +62,17 @@ class NativeMeeting:
         rows_at: where rows begin in a message, which is ids in 16 bits behind place and head.
         message_bytes: of each rank.
         hidden: H.
+        epoch: of the placements.
+        layers: of each MoE layer who holds which experts, as `experts.placement.Placement.holders`,
+            and how many they are.
 
     Attributes:
         width: W.
+        address: for compiled callers, who meet at all layers by themselves.
         messages: that the ranks told in the last dispatch.
         served: ``(T K, W)`` bytes of the rows that this rank serves, in the order of its slots.
         returned: ``(own T K, H)`` float32 results of other ranks.
+        ones: ``(T K, 1)`` weights.
         record: where a code is LOST, `lost` says which rank and `error` why.
     """
 
@@ -72,6 +88,8 @@ class NativeMeeting:
         rows_at: int,
         message_bytes: Sequence[int],
         hidden: int,
+        epoch: int,
+        layers: Sequence[tuple[Ints, int]],
     ) -> None:
         declare(library, _SIGNATURES)
         self._dispatch, self._return = library.moe_dispatch, library.moe_return
@@ -81,7 +99,17 @@ class NativeMeeting:
         most = sum(tokens for tokens, _ in shapes) * self._slots
         self.served = torch.empty(most, width, dtype=torch.uint8)
         self.returned = torch.empty(self._own[0] * self._slots, hidden, dtype=torch.float32)
-        self._out = np.empty(0, np.int64)
+        self._chosen = torch.empty(most, dtype=torch.int64)
+        self._results = torch.empty(most, hidden, dtype=torch.float32)
+        self.ones = torch.ones(most, 1)
+        self._experts = [experts for _, experts in layers]
+        own = self._own[0]
+        self._out = [np.empty(numbers(shapes, own, count), np.int64) for count in self._experts]
+        records = [
+            _Layer(address(holders), experts, address(out))
+            for (holders, experts), out in zip(layers, self._out, strict=True)
+        ]
+        self._layers = (_Layer * len(records))(*records)
         tokens_R, slots_R = np.array(self._shapes, np.int64).T.copy()
         pointers = np.array([address(one) for one in self.messages], np.uint64)
         held: dict[str, NDArray[Any]] = {
@@ -92,48 +120,39 @@ class NativeMeeting:
             "messages": pointers,
             "heads": np.frombuffer(heads, np.uint8).copy(),
         }
-        sizes = len(files), rank, self._slots, width, hidden, int(timeout_s * 1000), rows_at
-        self._held = held  # the record points to it
+        timeout_ms = int(timeout_s * 1000)
+        sizes = len(files), rank, self._slots, width, hidden, timeout_ms, rows_at, epoch
+        self._held = held, layers  # the record points to them
         self.record = _Record(
             **dict(zip(_SIZES, sizes, strict=True)),
             **{name: address(array) for name, array in held.items()},
+            layers=ctypes.addressof(self._layers),
             served=self.served.data_ptr(),
             returned=self.returned.data_ptr(),
+            results=self._results.data_ptr(),
+            ones=self.ones.data_ptr(),
+            chosen=self._chosen.data_ptr(),
+            lost=-1,
         )
-        self._place, self._pointer = (ctypes.c_int64 * 2)(), ctypes.addressof(self.record)
+        self.address = ctypes.addressof(self.record)
 
-    def dispatch(
-        self, place: tuple[int, int], ids_TK: Tensor, rows: Tensor, holders: Ints, experts: int
-    ) -> int:
+    def dispatch(self, layer: int, ids_TK: Tensor, rows: Tensor) -> int:
         """One of the codes; DONE: `assigned` and `served` hold what this rank serves.
 
         Args:
-            place: layer and epoch, where all must be.
             ids_TK, rows: contiguous, of the shapes that were told.
         """
-        size = numbers(self._shapes, self._own[0], experts)
-        if len(self._out) != size:
-            self._out = np.empty(size, np.int64)
-            self.record.assigned = address(self._out)
-        self._place[:] = [*place]
-        done: int = self._dispatch(
-            self._pointer,
-            self._place,
-            ids_TK.data_ptr(),
-            rows.data_ptr(),
-            address(holders),
-            experts,
-        )
+        done: int = self._dispatch(self.address, layer, ids_TK.data_ptr(), rows.data_ptr())
         return done
 
-    def assigned(self) -> Assigned:
-        """Of the last dispatch; the next one writes over it."""
-        return assigned(self._out, self._shapes, self._own[0], self.record.experts)
+    def assigned(self, layer: int) -> Assigned:
+        """Of the last dispatch of a layer; the next one writes over it."""
+        return assigned(self._out[layer], self._shapes, self._own[0], self._experts[layer])
 
     def combine(self, rows: Tensor, weights_TK: Tensor, out_TH: Tensor) -> int:
         """One of the codes; DONE or OTHERWISE: ``out`` holds the sums; OTHERWISE: some are NaN."""
         done: int = self._return(
-            self._pointer,
+            self.address,
             rows.data_ptr(),
             weights_TK.data_ptr(),
             out_TH.data_ptr(),

@@ -18,11 +18,12 @@ from moe.fused.describe import describe
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.observe import observe_random
 from moe.fused.probe import prove
-from moe.fused.resident import Resident, ResidentStep
+from moe.fused.resident import Inside, Resident, ResidentStep
 from moe.fused.step import FusedStep
 from moe.kv import Work
 from moe.moe_layer import MoELayers
 from moe.trunk import Forward, Trunk
+from offload.experts import OffloadedExperts
 
 
 @dataclass
@@ -75,27 +76,33 @@ def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
     resident, inside = _resident(description, experts, kernel)
     step = FusedStep(description, kernel.decode, inside)
     reason = prove(trunk, description, step)
-    whole = ResidentStep(step, resident, experts)
+    whole = ResidentStep(step, resident, experts, step.together)
     return whole, f"{reason}; {whole.where}"
 
 
 def _resident(
     description: Description, experts: MoELayers, kernel: NativeKernels
-) -> tuple[Resident, list[AtOnce]]:
+) -> tuple[Resident, list[Inside]]:
     """The experts, and how the compiled step runs each layer of them if it can run them all."""
-    rows, inside = torch.empty(1, description.norm.weight.numel()), list[AtOnce]()
+    rows, calls = torch.empty(1, description.norm.weight.numel()), list[AtOnce]()
 
     def takes(layer: AnyExperts) -> bool:
         call = kernel.at_once(rows, layer)
-        inside.extend([] if call is None else [call])
+        calls.extend([] if call is None else [call])
         return call is not None
 
     resident = Resident(experts, takes)
     feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
     known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
-    if not resident.why_not and known != list(range(len(experts.layers))):
-        resident.why_not = "not every router follows a rule that is known here"
-    return resident, [] if resident.why_not else inside
+    if not resident.why_not_shared and known != list(range(len(experts.layers))):
+        resident.why_not_shared = "not every router follows a rule that is known here"
+        resident.why_not = resident.why_not or resident.why_not_shared
+    if resident.why_not_shared:
+        return resident, []
+    return resident, [
+        Inside(call, layer.cache.slot_ids(index) if isinstance(layer, OffloadedExperts) else None)
+        for index, (call, layer) in enumerate(zip(calls, experts.layers, strict=True))
+    ]
 
 
 def _recorded(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:

@@ -1,4 +1,4 @@
-"""A decode step by description, compiled: one C++ call a layer between runs of its experts, or one
+"""A decode step by description, compiled: a C++ call from one run of experts to the next, or one
 for all layers where it may run them by itself.
 
 Legend: B rows, each one new token; a sequence may have several, at successive positions.
@@ -7,17 +7,20 @@ Legend: B rows, each one new token; a sequence may have several, at successive p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof
+from ctypes import Array, addressof
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu import decode as native
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.calls import check_done
+from moe.fused.compiled import CompiledPass
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
 from moe.fused.reference import Visitor, read_by
+from moe.fused.resident import Company, Inside
 from moe.kv import SequenceKV, Work
 from routing import Routing
 
@@ -31,7 +34,7 @@ class FusedStep:
     """Runs a described model on the CPU.
 
     Args:
-        inside: of each MoE layer, what `alone` runs its experts with; none: there is no `alone`.
+        inside: of each MoE layer, what runs its experts within the step; none: only callers do.
 
     Raises:
         NotDescribed: the compiled step does not take a size or dtype of the description.
@@ -41,60 +44,91 @@ class FusedStep:
         self,
         description: Description,
         kernel: native.NativeDecode,
-        inside: Sequence[AtOnce] = (),
+        inside: Sequence[Inside] = (),
     ) -> None:
         keeper, count = Keeper(), len(description.layers)
         self._description, self._kernel, self._keeper = description, kernel, keeper
         self._records = (native.Layer * count)(*map(keeper.layer, description.layers))
         self._norm, self._head = keeper.norm(description.norm), keeper.matrix(description.head)
-        self._layers = [
-            (addressof(record), layer.feed if isinstance(layer.feed, Experts) else None)
-            for record, layer in zip(self._records, description.layers, strict=True)
-        ]
-        routers = [experts.router for _, experts in self._layers if experts is not None]
-        chosen = {router.rule.top_k for router in routers if isinstance(router, Router)}
+        feeds = [layer.feed for layer in description.layers]
+        self._feeds = [feed if isinstance(feed, Experts) else None for feed in feeds]
+        known = [feed.router for feed in self._feeds if feed is not None]
+        chosen = {router.rule.top_k for router in known if isinstance(router, Router)}
         if len(chosen) > 1:
             raise NotDescribed("layers choose different numbers of experts")
-        self._num_moe_layers, self._top_k = len(routers), max(chosen, default=0)
+        # Of each layer, and behind the last, how many MoE layers come before it.
+        self._moe_layers = [0, *accumulate(int(feed is not None) for feed in self._feeds)]
+        self._top_k = max(chosen, default=0)
         self._caches = 1 + max(layer.attention.layer for layer in description.layers)
         self._reserved = 0
-        self._inside = inside
-        self._model = self._whole() if inside else None
+        self._inside, self._experts = inside, [self._experts_by(way) for way in ((), inside)]
+        self._asking, self._whole = map(self._model, self._experts)
 
-    def _whole(self) -> native.Model:
-        layers = [experts.layer for _, experts in self._layers if experts is not None]
-        assert layers == list(range(self._num_moe_layers)), layers  # C++ writes by these numbers
-        experts = [self._run_by(experts) for _, experts in self._layers]
-        self._experts = (native.Experts * len(experts))(*experts)
-        arrays = addressof(self._records), addressof(self._experts)
+    def _experts_by(self, inside: Sequence[Inside]) -> Array[native.Experts]:
+        """Of each layer, for C++."""
+        experts = (native.Experts * len(self._feeds))()
+        for record, feed, index in zip(experts, self._feeds, self._moe_layers, strict=False):
+            record.index = -1 if feed is None else index
+            if feed is not None and inside:
+                assert feed.layer == index, feed.layer  # ranks tell each other this number
+                (record.forward, record.layer, record.activation, _), slots = inside[index]
+                record.slots = None if slots is None else slots.data_ptr()
+        return experts
+
+    def _model(self, experts: Array[native.Experts]) -> native.Model:
+        arrays = addressof(self._records), addressof(experts)
         ends = addressof(self._norm), addressof(self._head)
         return native.Model(*arrays, *ends, len(experts), self._top_k, PATIENCE)
 
-    def _run_by(self, experts: Experts | None) -> native.Experts:
-        if experts is None:
-            return native.Experts()
-        call = self._inside[experts.layer]
-        return native.Experts(call.forward, call.layer, call.activation, experts.layer)
-
     def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
         """Logits as of `moe.trunk.Trunk.lanes`; the sequences grow by the tokens read."""
-        step, h, _kept = self._begin(work)
-        return read_by(work, self._run(addressof(step), h, visit))
+        going = self._begin(work)
+        return self._finish(work, going, visit, going.go(self._asking))
 
     def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
         """Logits, the same bits, and of each MoE layer what was visited: nobody is asked to run
         experts."""
-        assert self._model is not None
-        step, h, _kept = self._begin(work)
-        routed, logits = torch.empty_like(h), self._logits(h)
-        ids, weights = self._room(h.shape[0])
-        rows = (routed, ids, weights, logits)
-        self._kernel.model(addressof(step), self._model, *(t.data_ptr() for t in rows))
-        visited = [Routing(*pair) for pair in zip(ids.unbind(), weights.unbind(), strict=True)]
-        return read_by(work, self._scaled(logits)), visited
+        assert self._inside
+        going = self._begin(work)
+        if going.go(self._whole):
+            check_done(0)  # a router's ids are in range: only memory can lack
+        visited = [going.routing(layer) for layer in range(self._moe_layers[-1])]
+        return read_by(work, self._scaled(going.logits_BV)), visited
 
-    def _begin(self, work: Sequence[Work]) -> tuple[native.Step, Tensor, object]:
-        """A step, the rows that its experts read, and what else must live as long."""
+    def together(self, work: Sequence[Work], visit: Visitor, company: Company) -> list[Tensor]:
+        """Logits, the same bits, with experts that ranks share; ``visit`` is asked from where the
+        others do something else than before."""
+        assert self._inside
+        going = self._begin(work)
+        rows, hidden = going.h_BH.shape
+        meeting = company.meeting(rows, hidden, self._top_k)
+        if meeting is None:
+            return self._finish(work, going, visit, going.go(self._asking))
+        try:
+            waits = company.run(lambda: going.go(self._whole, meeting))
+        finally:
+            met = range(self._moe_layers[going.done])
+            company.met([going.routing(layer) for layer in met])
+        return self._finish(work, going, visit, bool(waits))
+
+    def _finish(
+        self, work: Sequence[Work], going: CompiledPass, visit: Visitor, waits: bool
+    ) -> list[Tensor]:
+        """Logits; ``visit`` is asked for all rows that are waited for."""
+        while waits:
+            experts = self._feeds[going.done]
+            assert experts is not None
+            own = experts.router
+            routing = (
+                going.routing(self._moe_layers[going.done])
+                if isinstance(own, Router)
+                else Routing.from_router(*own.forward(going.h_BH), experts.num_experts)
+            )
+            going.bring(visit(experts.layer, going.h_BH, routing))
+            waits = going.go(self._asking)
+        return read_by(work, self._scaled(going.logits_BV))
+
+    def _begin(self, work: Sequence[Work]) -> CompiledPass:
         description = self._description
         x = description.embedding(
             torch.tensor([token for item in work for token in item.token_ids])
@@ -102,52 +136,20 @@ class FusedStep:
         x = x * description.embedding_scale if description.embedding_scale != 1.0 else x.clone()
         h, beside = torch.empty_like(x), torch.empty_like(x)
         positions, capacities, addresses = self._places(work)
-        step = native.Step(
+        record = native.Step(
             x.shape[0], x.shape[1], self._caches, x.data_ptr(), h.data_ptr(), beside.data_ptr(),
             positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
             torch.get_num_threads(),
         )  # fmt: skip
-        return step, h, (x, beside, positions, capacities, addresses)
-
-    def _run(self, step: int, h: Tensor, visit: Visitor) -> Tensor:
-        """Every layer and the head: ``(B, V)``."""
-        run, before, routed, due = self._kernel.layer, None, None, None
-        routings = zip(*(t.unbind() for t in self._room(h.shape[0])), strict=True)
-        for layer, experts in self._layers:
-            if experts is None:
-                run(step, before, layer, due, 0, 0)
-                routed = due = None
-            else:
-                ids, weights = next(routings)
-                run(step, before, layer, due, ids.data_ptr(), weights.data_ptr())
-                own = experts.router
-                routing = (
-                    Routing(ids, weights)
-                    if isinstance(own, Router)
-                    else Routing.from_router(*own.forward(h), experts.num_experts)
-                )
-                routed = visit(experts.layer, h, routing).contiguous()
-                due = routed.data_ptr()
-            before = layer
-        logits = self._logits(h)
-        assert before is not None
-        norm, head = addressof(self._norm), addressof(self._head)
-        self._kernel.head(step, before, due, norm, head, logits.data_ptr())
-        return self._scaled(logits)
-
-    def _logits(self, h: Tensor) -> Tensor:
-        return torch.empty(h.shape[0], self._description.head.rows, dtype=torch.float32)
+        kept = x, beside, positions, capacities, addresses
+        sizes = description.head.rows, self._moe_layers[-1], self._top_k
+        return CompiledPass(self._kernel, record, h, *sizes, kept)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         scale, softcap = self._description.logit_scale, self._description.logit_softcap
         if scale != 1.0:
             logits *= scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
-        """For ids and weights of all MoE layers: new each step, so that they may be kept."""
-        shape = self._num_moe_layers, rows, self._top_k
-        return torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
 
     def _places(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each row its position, and its caches' capacities and ``(layers, 2)`` addresses."""

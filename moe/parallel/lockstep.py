@@ -19,6 +19,11 @@ class Pass:
         self._ahead = sorted(set(layers), reverse=True)
         self._join = join
 
+    @property
+    def left(self) -> int:
+        """Layers where the others have not been met yet."""
+        return len(self._ahead)
+
     def reach(self, layer: int) -> None:
         """Join the layers before this one, which the caller is about to visit.
 

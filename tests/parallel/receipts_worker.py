@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, nearest
+from experts.dispatch.at_once import AtOnce
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
@@ -52,7 +53,7 @@ class Ranks:
     def __init__(
         self, model: MoE, exchange: Exchange | None = None, extra: int = 0, how: str = "exact"
     ) -> None:
-        self.experts, self.halves = model.experts, how == "halves"
+        self.experts, self.halves, self.joint = model.experts, how == "halves", how == "joint"
         self.rank, self.size = (exchange.rank, exchange.size) if exchange else (0, 1)
         self.counts = [layer.num_experts for layer in self.experts.layers]
         self.dispatcher = None
@@ -62,9 +63,23 @@ class Ranks:
             if extra:
                 placements = self._random(extra, 0)
             combine: Any = "summed" if how == "summed" else "exact"
+            rows = 3 if self.halves or self.joint else None
             self.dispatcher = AllToAllDispatcher(
-                exchange, placements, combine=combine, buffer_rows=3 if self.halves else None
+                exchange, placements, combine=combine, buffer_rows=rows
             )
+        self.walked = 0
+        if self.dispatcher is not None and self.dispatcher.at_once is not None:
+            self._watch(self.dispatcher.at_once)
+
+    def _watch(self, at_once: AtOnce) -> None:
+        """Count layers that are met within a call for a whole step."""
+        own = at_once.walked
+
+        def noted(layers: int) -> Any:
+            self.walked += layers
+            return own(layers)
+
+        at_once.walked = noted  # type: ignore[method-assign]
 
     def _random(self, extra: int, seed: int) -> list[Placement]:
         return [random_placement(count, self.size, extra, seed + count) for count in self.counts]
@@ -85,8 +100,8 @@ class Ranks:
 def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
     """Logits of each own sequence's last tokens: of its prompt, then of greedy steps.
 
-    Each sequence is a lane of its own, so that only the experts see company; prompts are read in
-    two stages, as layered prefill does.
+    Each sequence is a lane of its own, so that only the experts see company, or (`joint`) all that
+    decode are one; prompts are read in two stages, as layered prefill does.
     """
     trunk, own = model.trunk, [s for s in range(len(PROMPTS)) if ranks.owns(s)]
     everywhere = range(len(ranks.counts))
@@ -97,7 +112,12 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
     tokens = {s: PROMPTS[s] for s in own}
     for step in range(STEPS):
         ranks.move(step)
-        lanes = {s: _lane(model, tokens[s], caches[s], step) for s in own}
+        joint = ranks.joint and step > 0 and bool(own)
+        if joint:
+            work = [Work(tokens[s], caches[s]) for s in own]
+            lanes = dict.fromkeys(own, trunk.lanes(work, "decode")[0])
+        else:
+            lanes = {s: _lane(model, tokens[s], caches[s], step) for s in own}
         stages: Sequence[int | None] = [1, None] if step == 0 else [None]
         first = 0
         for end in stages:
@@ -107,10 +127,11 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
                     both = list(lanes.values())
                     run_halves((both[::2], both[1::2]), model.experts, pauses)
                 else:
-                    run_lanes(list(lanes.values()), model.experts.run, pause_at=pauses)
+                    each = list(dict.fromkeys(lanes.values()))
+                    run_lanes(each, model.experts.run, pause_at=pauses)
             first = end or 0
         for s, lane in lanes.items():
-            found[s].append(lane.result()[0][-1])
+            found[s].append(lane.result()[own.index(s) if joint else 0][-1])
             tokens[s] = [int(found[s][-1].argmax())]
     return found
 
@@ -150,13 +171,15 @@ def main(directory: Path, rank: int) -> None:
         resident = MoE.from_pretrained(store, SETTINGS)
         local = read(resident, Ranks(resident))
         quarter = open_quarter(store, resident, bits)
-        cases = product((resident, quarter), exchanges, (0, 3), ("exact", "summed", "halves"))
+        ways = ("exact", "summed", "halves", "joint")
+        cases = product((resident, quarter), exchanges, (0, 3), ways)
         for model, size, extra, how in cases:
             residency = "resident" if model is resident else "quarter"
             ranks = Ranks(model, exchanges[size], extra, how)
             found = compare(read(model, ranks), local)
             assert ranks.dispatcher is not None
             found["travelled"] = ranks.dispatcher.statistics.pairs
+            found["walked"] = ranks.walked
             results[f"{bits}-{residency}-{size}-{extra}-{how}"] = found
     (directory / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

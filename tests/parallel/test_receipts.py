@@ -2,7 +2,8 @@
 
 Four processes joined by gloo read the same sequences; with and without copies of experts, with all
 experts in memory and with a quarter of them, before, at and after changes of placement, in halves
-that overlap and whole, prompts in two stages, and (on four ranks) with a rank that has no sequence.
+that overlap and whole, by a call a layer and one for all, prompts in two stages, and (on four
+ranks) with a rank that has no sequence.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kernels.cpu import choose_kernel
 from moe.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.parallel import receipts_worker
@@ -48,7 +50,8 @@ def expected_rows(size: int) -> int:
     return (len(PROMPTS) - (size == 4)) * STEPS
 
 
-CASES = list(product((8, 16), ("resident", "quarter"), (2, 4), (0, 3), ("exact", "halves")))
+WAYS = ("exact", "halves", "joint")
+CASES = list(product((8, 16), ("resident", "quarter"), (2, 4), (0, 3), WAYS))
 
 
 @pytest.mark.parametrize(("bits", "residency", "size", "copies", "how"), CASES)
@@ -59,6 +62,11 @@ def test_bits_do_not_depend_on_ranks(
     rows, equal, _ = summed_up(receipts, case)
     assert rows == equal == expected_rows(size)
     assert sum(rank[case]["travelled"] for rank in receipts if case in rank) > rows
+    walked = sum(rank[case]["walked"] for rank in receipts if case in rank)
+    if how != "joint" or bits == 8 or choose_kernel()[0] is None:  # sockets are used with 16
+        assert not walked
+    elif residency == "resident":
+        assert walked
 
 
 @pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,10 @@ def test_an_interrupt_between_layers_leaves_no_trace(
     call, done = kernel.decode._model, list[int]()
 
     def interrupted(*arguments: Any) -> int:
-        done.append(call(*arguments))
+        said: int = call(*arguments)
+        done.append(c_int64.from_address(arguments[3]).value)
         signal.raise_signal(signal.SIGINT)
-        return done[-1]
+        return said
 
     with monkeypatch.context() as patch:
         patch.setattr(kernel.decode, "_model", interrupted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.cpu import choose_kernel
 from moe.fused.description import Description, Experts
+from moe.fused.resident import Inside
 from moe.fused.step import FusedStep
 from moe.kv import SequenceKV, Work
 from routing import Routing
@@ -38,12 +41,21 @@ def some_experts(data: st.DataObject, hidden: int) -> Layer:
     return make_case(*sizes, dtype, activation=kind, biased=biased, seed=seed).experts
 
 
-def whole_step(description: Description, layers: list[Layer]) -> FusedStep:
+def whole_step(
+    description: Description, layers: list[Layer], slots: Sequence[Tensor | None] = ()
+) -> FusedStep:
+    """Runs these experts by itself.
+
+    Args:
+        slots: see `Inside`; none: all are in memory.
+    """
     kernel, _ = choose_kernel()
     assert kernel is not None
     rows = torch.empty(1, description.norm.weight.numel())
     inside = [kernel.at_once(rows, layer) for layer in layers]
-    return FusedStep(description, kernel.decode, [call for call in inside if call is not None])
+    calls = [call for call in inside if call is not None]
+    places = slots or [None] * len(calls)
+    return FusedStep(description, kernel.decode, list(map(Inside, calls, places)))
 
 
 @settings(max_examples=60)
@@ -61,7 +73,7 @@ def test_one_call_gives_the_bits_of_a_call_a_layer(data: st.DataObject, seed: in
     step, threads = whole_step(description, layers), torch.get_num_threads()
     description.embedding.weight[3] = torch.nan  # type: ignore[operator]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step._model, "patience", data.draw(st.sampled_from([60.0, -1.0])))
+        patch.setattr(step._whole, "patience", data.draw(st.sampled_from([60.0, -1.0])))
         try:
             torch.set_num_threads(data.draw(st.integers(1, 3)))
             for _ in range(2):
