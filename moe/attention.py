@@ -70,7 +70,7 @@ def packed_attention(
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
     queries = query.split(cache.sizes, dim=2)
     # Arranging the keys for the compiled attention does not pay for the few queries of a step.
-    attend = _attend if cache.decoding else _attend_prompt
+    attend = _attend_steps if cache.decoding else _attend_prompt
     outputs = [attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
     if cache.watched:
         pairs = zip(queries, keys_values, strict=True)
@@ -111,6 +111,17 @@ def _attend_prompt(
                 query[0], key[0], value[0], first, scale, softcap, sinks
             )[None]
     return _attend(query, key, value, rule, scaling, sinks, softcap)
+
+
+def _attend_steps(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+    """As `_attend`, a query at a time: torch attends several by other sums, and a step that reads
+    one token and a step that verifies drafts of it have to agree."""
+    ends = range(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1)
+    outputs = [
+        _attend(q, key[:, :, :end], value[:, :, :end], *how)
+        for q, end in zip(query.split(1, 2), ends, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _attend(

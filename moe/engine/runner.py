@@ -5,8 +5,8 @@ Prompts and decoding are separate lanes that meet at the MoE layers, so they sha
 need; the lanes of a layered wave stay asleep from one step to the next.
 
 A sequence that was preempted reads its prompt again as a prompt, and then what it had generated as
-steps read it, several tokens a step where these are fused: a prompt's pass would come to other last
-bits, and what others ask for must not show in an answer.
+steps read it, several tokens a step: a prompt's pass would come to other last bits, and what others
+ask for must not show in an answer.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Runner:
     def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
         """The tokens that a sequence reads in this step, drafted ones aside."""
         start = len(sequence.token_ids) - unread
-        most = SHORT if self.trunk.fused else 1  # torch multiplies one row otherwise than several
+        most = SHORT if self.trunk.packed else 1  # a state of its own wants them one by one
         return sequence.token_ids[start : start + most]
 
     def follow(self, wave: Wave | None) -> None:

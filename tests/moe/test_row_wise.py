@@ -3,7 +3,8 @@ batched, and while decoding. Shipped model, 4-bit experts, 8-bit trunk, whole ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import gelu, linear, silu
 
 from kernels import backend_status, row_linear
 from moe import MoE, SamplingParams
@@ -20,6 +21,7 @@ from moe.engine.prefix import PrefixCache
 from moe.engine.sequence import Delta, RunningSequence
 from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
+from moe.row_wise import RowWise
 from moe.sampling.sampler import Token
 from moe.seam import routing_modules
 from routing import Phase
@@ -132,6 +134,57 @@ def test_log_probabilities_do_not_depend_on_whether_an_answer_is_known(
     turn = [*first, *(token.id for token in answer), *further]
     assert _answers(engine, model, [turn]) == _answers(model.engine(), model, [turn])
     assert prefixes.hit_tokens == 32
+
+
+@pytest.mark.parametrize("model_type", ["afmoe", "qwen2_moe", "granitemoe_swa", "flint"])
+@settings(max_examples=6)
+@given(first=st.integers(1, 40), rest=st.integers(1, 40), other=st.integers(1, 40))
+def test_widths_that_are_no_whole_vectors_and_steps_without_description(
+    model_type: str, first: int, rest: int, other: int, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    """Rows of 24 columns, gates of one; steps read several tokens as they read one by one."""
+    model = _planes(tiny_checkpoint(model_type))
+    ids = [(7 * n) % 125 + 3 for n in range(first + rest)]
+    whole, cut, company = (model.trunk.new_cache(99) for _ in range(3))
+    (expected,) = _read(model, [(whole, ids)])
+    _read(model, [(cut, ids[:first])])
+    got = _read(model, [(company, ids[:other]), (cut, ids[first:])])[-1]
+    assert torch.equal(got, expected)
+    single = [_read(model, [(whole, [n])], "decode")[0] for n in (5, 6, 7)]
+    several = _read(model, [(company, [9]), (cut, [5, 6, 7])], "decode")[-1]
+    assert torch.equal(several, single[-1])
+
+
+@cache
+def _planes(path: Path) -> MoE:
+    return MoE.from_pretrained(
+        path, model={"expert_bits": 8, "trunk_bits": 8, "group_size": 32}, engine={"fused": "off"}
+    )
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 60),
+    kept=st.integers(1, 60),
+    width=st.sampled_from([1, 24, 63, 256, 1408]),
+    threads=st.sampled_from([1, 2, 3]),
+    curve=st.sampled_from(
+        [silu, gelu, partial(gelu, approximate="tanh"), torch.sigmoid, torch.Tensor.tanh]
+    ),
+)
+def test_a_curve_is_the_same_bits_wherever_a_row_stands(
+    rows: int, kept: int, width: int, threads: int, curve: Callable[[Tensor], Tensor]
+) -> None:
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with RowWise():
+            whole, some = curve(x), curve(x[-kept:])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(whole[-kept:], some)
+    torch.testing.assert_close(whole, curve(x))
 
 
 def test_routers_and_head_of_the_model_are_row_wise(model: MoE) -> None:
