@@ -13,7 +13,6 @@ run on). Lanes belong to the thread that made them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from enum import Enum
 from typing import Generic, TypeVar, cast
@@ -46,20 +45,13 @@ class Lane(Generic[Result]):
     Args:
         forward: takes no arguments; its return value is the lane's result.
         phase: what its tokens are read for; every `Visit` of the lane says so.
-        within: entered whenever the lane runs, and left whenever it sleeps or has ended.
 
     Attributes:
         lost: its rows whose numbers mean nothing, as an expert could not be had, and why.
     """
 
-    def __init__(
-        self,
-        forward: Callable[[], Result],
-        phase: Phase = "prefill",
-        within: AbstractContextManager[object] | None = None,
-    ) -> None:
+    def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
         self.phase = phase
-        self.within = within or nullcontext()
         self.state = LaneState.READY
         self.visit: Visit | None = None
         self.mode = GradMode.current()
@@ -82,7 +74,7 @@ class Lane(Generic[Result]):
         assert self.state is LaneState.READY, self.state
         token = _alone.set((self, run_experts))
         try:
-            with self.mode.active(), self.within:
+            with self.mode.active():
                 self._greenlet.run()
         finally:
             _alone.reset(token)
@@ -125,7 +117,7 @@ class Lane(Generic[Result]):
         # The lane's modes are restored on the way in and ours on the way out, so a `no_grad` block
         # that spans an MoE layer neither leaks to other lanes nor is lost over the sleep.
         self._greenlet.parent = getcurrent()
-        with self.mode.active(), self.within:
+        with self.mode.active():
             switch()
 
     def _finish(self, result: Result | None, error: Exception | None) -> None:

@@ -138,8 +138,9 @@ def _load(
     prefetcher, expect, blind = _look_ahead(offloaded, layers, path, planned.config, profile)
     experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
-    make_row_wise(network)
-    ready = _make_ready(Trunk(network), experts, policies, profile)
+    trunk = Trunk(network)
+    make_row_wise(trunk)
+    ready = _make_ready(trunk, experts, policies, profile)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes
     codec = TextCodec.from_directory(path, planned.config)

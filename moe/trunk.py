@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from moe.attention import PACKED, packed_pass
 from moe.kv import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
 from moe.lanes import Lane
-from moe.row_wise import RowWise
 from routing import Phase
 
 Forward = Callable[[Sequence[Work]], list[Tensor]]
@@ -79,14 +78,11 @@ class Trunk:
         if not work:
             return []
         forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
-        fused = None
         if phase == "decode" and all(map(_is_short, work)):
-            fused = self.fused
-            forward = fused or partial(self.forward_packed, decoding=True)
+            forward = self.fused or partial(self.forward_packed, decoding=True)
         if self.contrast is not None:
             forward = partial(self.contrast, forward)
-        row_wise = RowWise() if fused is None and self.device.type == "cpu" else None
-        return [Lane(partial(forward, work), phase, row_wise)]
+        return [Lane(partial(forward, work), phase)]
 
     def forward_packed(
         self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
