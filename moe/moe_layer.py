@@ -18,15 +18,7 @@ from moe.selection import Selector
 from moe.visit import Visit
 from offload.experts import LayerExperts
 from offload.prefetch import Prefetcher
-from routing import (
-    PHASES,
-    READERS,
-    Phase,
-    PolicyChain,
-    Reader,
-    Routing,
-    RoutingStatistics,
-)
+from routing import PHASES, READERS, Phase, PolicyChain, Reader, Routing, RoutingStatistics
 from routing.predict import NO_TOKEN, Forecast
 
 
