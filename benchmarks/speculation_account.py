@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from moe.sampling.sampler import Token
-from moe.speculate.control.controller import Controller
+from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Draft, Mode
@@ -39,6 +39,7 @@ class Costs:
     """What is measured of the shipped model (docs/results), in plain steps of one sequence.
 
     Attributes:
+        second: of any rows beyond one: passes of one row take a way of their own.
         sequence, row: of one more sequence in a step, of one more drafted row.
         a_pass: of drafting by the model.
         looking, drafting: beside a plain step, of one sequence: of looking for drafts and finding
@@ -51,6 +52,7 @@ class Costs:
         first: the first step that verifies takes so many times what it will take later.
     """
 
+    second: float
     sequence: float
     row: float
     a_pass: float
@@ -63,13 +65,14 @@ class Costs:
     first: float = 3.0
 
     def step(self, sequences: int, rows: int) -> float:
-        return 1 + self.sequence * (sequences - 1) + self.row * (rows - sequences)
+        more = self.sequence * (sequences - 1) + self.row * (rows - sequences)
+        return 1 + self.second * (rows > 1) + more
 
 
 COSTS = {
-    1.0: Costs(0.45, 0.2, 1.1, 0.08, 0.2, 0.4, (0.98, 0.92)),
-    0.5: Costs(0.7, 0.13, 0.45, 0.01, 0.03, 0.05, (0.66, 0.53), noise=0.4),
-    0.25: Costs(0.55, 0.1, 0.35, 0.01, 0.02, 0.04, (0.44, 0.33), noise=0.25),
+    1.0: Costs(0.35, 0.17, 0.115, 1.1, 0.08, 0.2, 0.4, (0.98, 0.92)),
+    0.5: Costs(0.0, 0.7, 0.13, 0.45, 0.01, 0.03, 0.05, (0.66, 0.53), noise=0.4),
+    0.25: Costs(0.0, 0.55, 0.1, 0.35, 0.01, 0.02, 0.04, (0.44, 0.33), noise=0.25),
 }
 """By the share of experts in memory."""
 
@@ -179,12 +182,12 @@ class World:
 
     start = read
 
-    def controller(self) -> Controller:
+    def controller(self) -> AutoController:
         free = [NGram.mode, Recycling.mode]
         sizes = Sizes(EXPERTS, VISITS, EXPERTS)
         costs = StepCosts(sizes, (1.0, 0.05, 1 / VISITS, 0.0), dict.fromkeys(MODES, 0.8))
         counter: Any = self
-        return Controller([*MODES, *free], MAX_DEPTH, costs, counter, self.thinks)
+        return AutoController([*MODES, *free], MAX_DEPTH, costs, counter, self.thinks)
 
     def auto(self) -> Speculator:
         return self._speculator(self.controller(), NGram(), Recycling())

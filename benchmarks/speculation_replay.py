@@ -24,7 +24,7 @@ from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
 from moe.engine.sequence import RunningSequence
 from moe.kv import Work
-from moe.speculate.draft import Controller, Draft, Mode
+from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round
 from moe.speculate.elastic import ElasticDrafts, GoesOn, _Pending
 from moe.speculate.layers import DraftLayers
 from moe.speculate.model_free import ModelFree
@@ -143,20 +143,26 @@ class ReplayedDrafts(ElasticDrafts):
         super()._pass(drafts)
 
 
-class WithoutConfidence:
+class WithoutConfidence(Controller):
     """A controller that is not asked about single tokens."""
 
     def __init__(self, controller: Controller) -> None:
-        self.plan, self.observe = controller.plan, controller.observe
-        self.rests, self.rested, self.took = controller.rests, controller.rested, controller.took
-        self.hear, self.figures = controller.hear, controller.figures
-        self.needs_offers, self.passed = controller.needs_offers, controller.passed
+        self._controller = controller
 
-    def goes_on(self, _mode: Mode, _confidence: Sequence[float]) -> bool:
-        return True
+    def plan(self, *step: Any) -> Sequence[Choice]:
+        return self._controller.plan(*step)
 
-    def keep(self, _mode: Mode, confidence: Sequence[float]) -> int:
-        return len(confidence)
+    def observe(self, round: Round) -> None:
+        self._controller.observe(round)
+
+    def rests(self, batch: int) -> int:
+        return self._controller.rests(batch)
+
+    def rested(self, *steps: Any) -> None:
+        self._controller.rested(*steps)
+
+    def figures(self) -> dict[str, Any] | None:
+        return self._controller.figures()
 
 
 class ReplayedSpeculator(Speculator):
@@ -169,19 +175,14 @@ class ReplayedSpeculator(Speculator):
         self._drafts = drafts
         self._starts: dict[RunningSequence, int] = {}
 
-    def is_plain(self, sequences: Sequence[RunningSequence]) -> bool:
+    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft] | None:
         self._starts = {s: self._starts.get(s, SPAN * i) for i, s in enumerate(sequences)}
         places = [self._starts[s] + len(s.token_ids) for s in sequences]
         self._drafts.places = {id(s.cache): p for s, p in zip(sequences, places, strict=True)}
-        self._drafts.replayed.rows = places
-        return super().is_plain(sequences)
-
-    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
-        places = list(self._drafts.places.values())
         drafts = super().propose(sequences, spare)
         self._drafts.replayed.rows = [
             place + index
-            for place, draft in zip(places, drafts, strict=True)
+            for place, draft in zip(places, drafts or [PLAIN] * len(places), strict=True)
             for index in range(len(draft.tokens) + 1)
         ]
         return drafts

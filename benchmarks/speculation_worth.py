@@ -69,12 +69,12 @@ def decode(
     sequences = cast(list[RunningSequence], spoken)
     while all(len(each.token_ids) < len(each.said) for each in spoken):
         before = world.now
-        if speculator.is_plain(sequences):
+        drafts = speculator.propose(sequences, float("inf"))
+        if drafts is None:
             kind = "rest" if speculator._resting else "look"
             world.step(len(spoken), 0, looks=not speculator._resting)
             made = [[each.sampler.sample(thoughts_V, None)] for each in spoken]
         else:
-            drafts = speculator.propose(sequences, float("inf"))
             drafted = sum(len(draft.tokens) for draft in drafts)
             kind = "draft" if drafted else "look"
             world.step(len(spoken), drafted, drafts=True)

@@ -59,23 +59,21 @@ class Runner:
         reading = self._reading
         unread = [_num_unread(sequence) for sequence in step.decode]
         speculator = self._speculator if max(unread, default=0) == 1 else None
-        drafting = speculator
-        if drafting is not None and drafting.is_plain(step.decode):
-            drafting = None
-        drafts = [PLAIN] * len(step.decode)
-        if drafting is not None:
-            drafts = drafting.propose(step.decode, step.spare_tokens)
+        proposed = None
+        if speculator is not None:
+            proposed = speculator.propose(step.decode, step.spare_tokens)
+        drafts = proposed or [PLAIN] * len(step.decode)
         tokens = [
             Work([*self._next(s, count), *draft.tokens], s.cache, all_logits=bool(draft.tokens))
             for s, count, draft in zip(step.decode, unread, drafts, strict=True)
             if s.cache is not None
         ]
         if wanted := self.experts.context:
-            told = None if drafting is None else drafting.forecast
+            told = None if speculator is None else speculator.forecast
             self.experts.begin(_contexts(step.decode, tokens, wanted), told)
         logits = self._read(tokens, reading, step.halves)
         outcomes: list[Outcome] = [
-            (sequence, _accept(drafting, sequence, draft, rows))
+            (sequence, _accept(speculator if proposed else None, sequence, draft, rows))
             for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
         ]
         if speculator is not None:
@@ -118,16 +116,16 @@ class Runner:
 
 
 def _accept(
-    drafting: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
+    verifying: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
 ) -> list[Token] | Exception:
     """The tokens that follow; the sequence's state holds what they follow and no more."""
     if not isinstance(rows, Exception) and _num_unread(sequence) > 0:
         return []
-    if drafting is None or isinstance(rows, Exception):
+    if verifying is None or isinstance(rows, Exception):
         return sample(sequence, rows)
     assert sequence.cache is not None
     try:
-        tokens = drafting.accept(sequence, draft, rows)
+        tokens = verifying.accept(sequence, draft, rows)
     except Exception as error:
         return error
     sequence.cache.length -= len(rows) - len(tokens)

@@ -5,10 +5,11 @@ Everything between those who draft, those who decide how far (`Controller`) and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from moe.engine.sequence import RunningSequence
 from moe.sampling.candidates import Proposal
@@ -115,14 +116,14 @@ class Trial(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A step that was speculated in.
+    """A step in which somebody looked for drafts.
 
     Attributes:
-        trials: of each sequence.
+        trials: of each sequence; fewer where the step failed for some.
         rows: of the verification: drafted tokens, and one more for each sequence.
         draft_rows: of each elastic draft pass, in their order.
-        draft_seconds: of all drafting.
-        verify_seconds: of the model's own pass, until its tokens were chosen.
+        draft_seconds: of all drafting, looking for drafts included.
+        verify_seconds: of the rest of the step.
         draft_bytes: of experts that draft passes read.
         alone: no prompt was read in this step.
     """
@@ -136,9 +137,19 @@ class Round(NamedTuple):
     alone: bool
 
 
-class Controller(Protocol):
-    """Decides how, and how far, to draft."""
+class Heard(NamedTuple):
+    """What a model-free mode would have drafted for a sequence while nobody asked, and what was
+    right."""
 
+    sequence: RunningSequence
+    mode: Mode
+    judged: Sequence[Judged]
+
+
+class Controller(ABC):
+    """Decides how, and how far, to draft. What is not abstract is of one that learns nothing."""
+
+    @abstractmethod
     def plan(
         self,
         sequences: Sequence[RunningSequence],
@@ -152,45 +163,28 @@ class Controller(Protocol):
             offers: what model-free modes have to say for each, where they say anything; a choice of
                 such a mode takes the first tokens of its offer.
         """
-        ...
-
-    def rests(self, batch: int) -> int:
-        """Steps of so many sequences to come that are plain, without any looking for drafts."""
-        ...
-
-    def rested(self, batch: int, seconds: Sequence[float]) -> None:
-        """Such steps took so long, nan those in which a prompt was read; maybe not all of them."""
-        ...
-
-    def needs_offers(self, batch: int) -> bool:
-        """Whether the next step, which does not rest, is plain where nothing is offered."""
-        ...
-
-    def passed(self, batch: int, seconds: float) -> None:
-        """Such a step, in which nothing was offered, took so long."""
-        ...
-
-    def took(self, batch: int, tokens: int, seconds: float) -> None:
-        """Another step without prompts took so long, whatever was done in it."""
-        ...
-
-    def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
-        """What a model-free mode would have drafted while the controller rested."""
-        ...
 
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
         """Whether an elastic draft with such confidence so far is worth another pass."""
-        ...
+        return True
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
         """Tokens of a finished elastic draft that are worth verifying. Only asked where nothing was
         left to chance: to drop one for what was drawn would change the chances of the others."""
-        ...
+        return len(confidence)
 
     def observe(self, round: Round) -> None:
-        """A step is over."""
-        ...
+        """A step is over that was planned."""
+        return None
+
+    def rests(self, batch: int) -> int:
+        """Steps of so many sequences to come that are plain, without any looking for drafts."""
+        return 0
+
+    def rested(self, batch: int, seconds: Sequence[float], heard: Sequence[Heard]) -> None:
+        """Such steps took so long, nan those in which a prompt was read; maybe not all of them."""
+        return None
 
     def figures(self) -> dict[str, Any] | None:
         """What it has learnt, for JSON; None where it does not learn."""
-        ...
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe.engine.sequence import RunningSequence
-from moe.speculate.draft import Controller
+from moe.speculate.draft import Controller, Heard
 from moe.speculate.model_free import ModelFree
 
 HEARD, JUDGED = 2, 16
@@ -30,9 +30,8 @@ class Rests:
         batch = len(sequences)
         if self._left == 0 or batch != self._batch:
             if self._seconds:
-                controller.rested(self._batch, self._seconds)
+                controller.rested(self._batch, self._seconds, self._judged(sequences))
                 self._seconds = []
-                self._judge(controller, sequences)
             self._left, self._batch = controller.rests(batch), batch
         if self._left == 0:
             return False
@@ -43,11 +42,12 @@ class Rests:
         """It took so long; nan where a prompt was read in it."""
         self._seconds.append(seconds)
 
-    def _judge(self, controller: Controller, sequences: Sequence[RunningSequence]) -> None:
+    def _judged(self, sequences: Sequence[RunningSequence]) -> list[Heard]:
         """Of some sequences, other ones each time."""
         self._turn += 1
         start = self._turn * HEARD % len(sequences)
-        for sequence in sequences[start : start + HEARD]:
-            for source in self._model_free:
-                judged = source.judge(sequence, self._max_depth, JUDGED)
-                controller.hear(sequence, source.mode, judged)
+        return [
+            Heard(sequence, source.mode, source.judge(sequence, self._max_depth, JUDGED))
+            for sequence in sequences[start : start + HEARD]
+            for source in self._model_free
+        ]

@@ -1,8 +1,8 @@
 """Speculation within a step: who drafts, how far, and what stands of it.
 
-The runner calls `is_plain` before a step's lanes and `finish` behind them; where a step is not
-plain, `propose` as well, and `accept` for each sequence with the logits that they gave. Whatever is
-drafted, tokens are those of the model itself (`verify`).
+The runner calls `propose` before a step's lanes and `finish` behind them; where there are drafts,
+`accept` as well, for each sequence with the logits that they gave. Whatever is drafted, tokens are
+those of the model itself (`verify`).
 """
 
 from __future__ import annotations
@@ -55,47 +55,42 @@ class Speculator:
         self.forecast: Forecast | None = None
         self._elastic, self._model_free = elastic, list(model_free)
         self._max_depth, self._clock = max_depth, clock
-        self._start = self._drafted = self._began = 0.0
-        self._batch = self._tokens = 0
+        self._start = self._began = 0.0
+        self._sequences: Sequence[RunningSequence] = ()
         self._rests = Rests(self._model_free, max_depth)
-        self._resting = self._plain = False
-        self._offered: list[list[Draft]] = []
+        self._resting = False
         self._draft_bytes, self._draft_rows = 0, list[int]()
-        self._trials: list[Trial] = []
+        self._trials: list[Trial] | None = None
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
 
-    def is_plain(self, sequences: Sequence[RunningSequence]) -> bool:
-        """Whether a step of these is plain decoding: nobody looks for drafts, or there are none.
-        Such steps are to cost what they would without speculation."""
-        self._start, self._batch = self._clock(), len(sequences)
-        self._resting = self._plain = self._rests.begin(self.controller, sequences)
-        if self._resting:
-            return True
-        self._offered = [self._offers(sequence) for sequence in sequences]
-        self._plain = not any(self._offered) and self.controller.needs_offers(self._batch)
-        return self._plain
+    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft] | None:
+        """A draft for each running sequence. None where the step is plain decoding: nobody looks
+        for drafts, or none are worth it. It is to cost what it would without speculation.
 
-    def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft]:
-        """A draft for each running sequence; ``spare``: tokens that keys and values have room for,
-        beyond one of each sequence."""
-        self.forecast, self._tokens = None, 0
-        self._trials, self._draft_rows = [], []
-        bytes_before = 0 if self._elastic is None else self._elastic.layers.bytes_read
-        limits = self._limits(sequences, spare)
-        choices = self.controller.plan(sequences, limits, self._offered)
-        drafts = [_taken(*own) for own in zip(choices, self._offered, strict=True)]
-        self._confidence = {}
+        Args:
+            spare: tokens that keys and values have room for, beyond one of each sequence.
+        """
+        self._start, self._sequences = self._clock(), sequences
+        self.forecast = self._trials = None
+        self._resting = self._rests.begin(self.controller, sequences)
+        if self._resting:
+            return None
+        self._confidence, self._draft_rows, self._draft_bytes = {}, [], 0
+        offered = [self._offers(sequence) for sequence in sequences]
+        choices = self.controller.plan(sequences, self._limits(sequences, spare), offered)
+        drafts = [_taken(*own) for own in zip(choices, offered, strict=True)]
         self._draft_elastically(sequences, choices, drafts)
         self._began = self._clock()
-        self._drafted = self._began - self._start
-        if self._elastic is not None:
-            self._draft_bytes = self._elastic.layers.bytes_read - bytes_before
+        if not self._draft_rows and not any(draft.tokens for draft in drafts):
+            return None
+        self._trials = []
         return drafts
 
     def accept(self, sequence: RunningSequence, draft: Draft, logits_TV: Tensor) -> list[Token]:
         """The next tokens of a sequence, at least one; see `verify`."""
+        assert self._trials is not None
         tokens = verify(sequence.sampler, draft, logits_TV)
-        self._tokens, accepted = self._tokens + len(tokens), len(tokens) - 1
+        accepted = len(tokens) - 1
         if draft.tokens:
             for source in self._model_free:
                 source.learn(sequence, draft, accepted, logits_TV)
@@ -106,25 +101,20 @@ class Speculator:
 
     def finish(self, alone: bool) -> None:
         """The step is over; ``alone`` if no prompt was read in it."""
-        if self._plain:
-            seconds = self._clock() - self._start
-            self.report.plain_step(self._batch, self._resting)
-            if self._resting:
-                self._rests.over(seconds if alone else nan)
-            elif alone:
-                self.controller.passed(self._batch, seconds)
+        now = self._clock()
+        if self._resting:
+            self.report.rest(len(self._sequences))
+            self._rests.over(now - self._start if alone else nan)
             return
-        self._tell(alone)
-        if alone and self._tokens >= self._batch:
-            self.controller.took(self._batch, self._tokens, self._clock() - self._start)
-
-    def _tell(self, alone: bool) -> None:
+        trials = self._trials
+        if trials is None:
+            trials = [Trial(sequence, None, 0, 0) for sequence in self._sequences]
         round = Round(
-            trials=tuple(self._trials),
-            rows=sum(trial.drafted + 1 for trial in self._trials),
+            trials=tuple(trials),
+            rows=sum(trial.drafted + 1 for trial in trials),
             draft_rows=tuple(self._draft_rows),
-            draft_seconds=self._drafted,
-            verify_seconds=self._clock() - self._began,
+            draft_seconds=self._began - self._start,
+            verify_seconds=now - self._began,
             draft_bytes=self._draft_bytes,
             alone=alone,
         )
@@ -174,6 +164,7 @@ class Speculator:
                 by_mode.setdefault(choice.mode, []).append(index)
         for mode, chosen in by_mode.items():
             assert self._elastic is not None
+            before = self._elastic.layers.bytes_read
             made = self._elastic.draft(
                 mode,
                 [sequences[index] for index in chosen],
@@ -181,6 +172,7 @@ class Speculator:
                 self.controller.goes_on,
             )
             self._draft_rows += self._elastic.rows
+            self._draft_bytes += self._elastic.layers.bytes_read - before
             if len(chosen) == len(sequences):
                 self.forecast = self._elastic.layers.forecast()
             for index, draft in zip(chosen, made, strict=True):

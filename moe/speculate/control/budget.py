@@ -65,7 +65,7 @@ class Budget:
         """Seconds that the least trial loses if nothing is accepted."""
         costs = self.search.costs
         passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
-        return min(passes, default=0.0) + costs.row(batch, batch)
+        return min(passes, default=0.0) + costs.row(batch)
 
     def _risk(self, plan: Plan) -> float:
         """Seconds that a plan loses against plain decoding if nothing is accepted."""

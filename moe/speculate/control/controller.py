@@ -21,16 +21,16 @@ from moe.speculate.control.figures import control_figures
 from moe.speculate.control.paper import Paper
 from moe.speculate.control.planner import Planner
 from moe.speculate.control.rest import OUTLIER, Rest, typical
-from moe.speculate.control.search import PLAIN, Plan, Search, Step
+from moe.speculate.control.search import Plan, Search, Step
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.control.upkeep import Upkeep
-from moe.speculate.draft import Choice, Draft, Judged, Mode, Round
+from moe.speculate.draft import Choice, Controller, Draft, Heard, Judged, Mode, Round
 
-LEARNING = 0.01
+LEARNING = 0.005
 """Share of the time that learning may take; then only some steps are learnt from."""
 
 
-class Controller:
+class AutoController(Controller):
     """Chooses how each step drafts. See `moe.speculate.draft.Controller`.
 
     Args:
@@ -59,21 +59,21 @@ class Controller:
         self._plan: Plan | None = None  # of this step
         self._wait = 0
         self._learning = Upkeep(LEARNING)
-        self._seen: tuple[int, Counts | None] = 0, None  # rows and experts of this step
-        self._passes = 0.0  # seconds of its passes
 
     def rests(self, batch: int) -> int:
         """Plain steps to come that need not be asked about."""
         poor = self.account.recovers(self.costs.verify(batch, batch))
-        if not poor and self._paper.pays(self._free):
+        if not poor and self._paper.pays():
             self._rest.wake()
         idle = self._planner.budget.steps_until_trial(batch) if self._idle else 0
-        steps = self._rest.steps(batch) or self._rest.piece(poor or idle)
+        steps = self._rest.steps(batch)
+        if steps == 0 or self._free:  # which are heard between pieces
+            steps = self._rest.piece(steps or poor or idle)
         if steps == 0 or self.costs.coverage.sizes.resident < 1:  # what rests visit says little
             self._count.start()
         return steps
 
-    def rested(self, batch: int, seconds: Sequence[float]) -> None:
+    def rested(self, batch: int, seconds: Sequence[float], heard: Sequence[Heard]) -> None:
         """Learn from plain steps."""
         self._rest.over(batch, len(seconds))
         if known := [each for each in seconds if not isnan(each)]:
@@ -81,38 +81,32 @@ class Controller:
             counts = self._count.read() if steps == len(seconds) else None
             self.costs.rested(batch, mean, counts, steps)
             self.account.earn(steps * mean, mean)
+        for each in heard:
+            self._hear(batch, *each)
 
-    def hear(self, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]) -> None:
-        """What a model-free mode would have drafted while nobody looked, and what was right."""
-        batch, saved = self._rest.batch, 0.0
-        step = self.costs.verify(batch, batch)
-        price = self._planner.prices[1] or self.costs.row(batch, batch) * batch / step
+    def _hear(
+        self, batch: int, sequence: RunningSequence, mode: Mode, judged: Sequence[Judged]
+    ) -> None:
+        step, saved = self.costs.verify(batch, batch), 0.0
         for confidence, right in judged:
             if drafted := len(confidence):
                 self.acceptance.observe(sequence, mode, drafted, confidence, drafted, right)
             depth = self.keep(mode, confidence)
-            gain = min(right, depth) - depth * price - (self.costs.overhead / step if depth else 0)
-            self._paper.note(mode, gain)
+            gain = min(right, depth) - self._price(batch, depth)
+            if mode == self._free[0]:  # what others bring is known where somebody looks
+                self._paper.note(gain)
             saved += gain * step  # one sequence stands for all
-        self.account.promise(saved, step)
+        if self._paper.pays():
+            self.account.promise(saved, step)
 
-    def needs_offers(self, batch: int) -> bool:
-        """Whether a step in which nothing is offered is plain: no search is due, no pass wanted."""
-        best = self._planner.best
-        return best is not None and best.mode is None and self._planner.stands(batch, self._idle)
-
-    def passed(self, batch: int, seconds: float) -> None:
-        """A step that was offered nothing took so long."""
-        self.acceptance.step += 1
-        self._wait, self._seen = self._wait - 1, (batch, self._count.read())
-        self.costs.follow(batch, *self._seen)
-        if self._wait < 0:  # as often as drafts are learnt from
-            for mode in self._free * batch:
-                self._paper.note(mode, 0.0)
-        step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, *self._seen)
-        seconds = min(seconds, OUTLIER * step)
-        self.account.settle(seconds, plain, step)
-        self._looked(seconds - plain, step)
+    def _price(self, batch: int, depth: int) -> float:
+        """Tokens of a sequence that plain decoding brings while so many drafted ones are read of
+        it, and of half of the others."""
+        if depth == 0:
+            return 0.0
+        step, half = self.costs.verify(batch, batch), (batch + 1) // 2
+        more = self.costs.verify(batch, batch + half * depth) - step + self.costs.overhead
+        return more * batch / (half * step)
 
     def plan(
         self,
@@ -138,40 +132,41 @@ class Controller:
 
     def observe(self, round: Round) -> None:
         """A step is over: learn from it, if learning has not taken too much time already."""
-        self._wait, self._seen = self._wait - 1, (round.rows, self._count.read())
-        self._passes = round.verify_seconds + (round.draft_seconds if round.draft_rows else 0.0)
-        if round.alone:
-            self.costs.follow(len(round.trials), *self._seen)
-        if self._wait >= 0 and self._plan is not None and not self._plan.trial:
-            return
-        start = self._clock()
-        self._learn(round)
-        self._learning.took(self._clock() - start)
-        self._wait = self._learning.steps(round.draft_seconds + round.verify_seconds)
-
-    def took(self, batch: int, tokens: int, seconds: float) -> None:
-        """A whole step took so long, this controller included."""
         assert self._plan is not None
-        assert self._planner.best is not None
-        step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, *self._seen)
-        if seconds > OUTLIER * step:
-            seconds = min(seconds, OUTLIER * self._planner.search.seconds(self._plan))
-        self.account.settle(seconds, tokens * plain / batch, step)
-        drafted = any(choice.depth for choice in self._plan.choices)
-        if drafted:
-            self.costs.besides(min(max(seconds - self._passes, 0.0), step))
-        if self._plan.trial:
-            self.account.tried(seconds - tokens / self._planner.best.option.goodput)
-        elif self._idle or not drafted:
-            self._looked(seconds - plain, step)
+        counts, seconds = self._count.read(), round.draft_seconds + round.verify_seconds
+        self._wait -= 1
+        if len(round.trials) != len(self._plan.choices):
+            return
+        if round.alone:
+            self.costs.follow(len(round.trials), round.rows, counts)
+        if self._wait < 0 or self._plan.trial:
+            start = self._clock()
+            self._learn(self._plan, round, counts)
+            learning = self._clock() - start
+            self._learning.took(learning)
+            self._wait = self._learning.steps(seconds)
+            seconds += learning
+        if round.alone:
+            self._settle(self._plan, round, counts, seconds)
 
-    def _looked(self, seconds: float, step: float) -> None:
-        """Looking for drafts took so long, and found none."""
-        if self._idle:
-            self._paper.looked(0.0)
-            self._rest.looked(max(seconds, 0.0), step)
-        else:
-            self._paper.looked(max(seconds, 0.0) / step)
+    def _settle(self, plan: Plan, round: Round, counts: Counts | None, seconds: float) -> None:
+        """A whole step took so long, this controller included."""
+        assert self._planner.best is not None
+        batch, tokens = len(round.trials), sum(1 + trial.accepted for trial in round.trials)
+        step, plain = self.costs.verify(batch, batch), self.costs.plainly(batch, round.rows, counts)
+        if seconds > OUTLIER * step:
+            seconds = min(seconds, OUTLIER * self._planner.search.seconds(plan))
+        instead, idle = tokens * plain / batch, self._idle
+        self.account.settle(seconds, instead, step)
+        if any(choice.depth for choice in plan.choices):
+            passes = round.verify_seconds + (round.draft_seconds if round.draft_rows else 0.0)
+            self.costs.besides(min(max(seconds - passes, 0.0), step))
+        if plan.trial:
+            self.account.tried(seconds - tokens / self._planner.best.option.goodput)
+        elif idle:
+            self._rest.looked(max(seconds - plain, 0.0), step)
+        elif plan.mode is None:
+            self._paper.note((instead - seconds) / step)
 
     def figures(self) -> dict[str, Any]:
         """What is known and what came of it, for JSON."""
@@ -181,19 +176,12 @@ class Controller:
     def _idle(self) -> bool:
         """Whether no drafts are in sight that would pay."""
         best = self._planner.best
-        return (best is None or best.way == PLAIN) and not self._paper.pays(self._free)
+        return (best is None or best.mode is None) and not self._paper.pays()
 
-    def _learn(self, round: Round) -> None:
-        plan = self._plan
-        if plan is None or len(round.trials) != len(plan.choices):
-            return
-        overhead = self.costs.overhead / self.costs.verify(len(round.trials), len(round.trials))
+    def _learn(self, plan: Plan, round: Round, counts: Counts | None) -> None:
         for trial, choice in zip(round.trials, plan.choices, strict=True):
             if choice.mode is not None:
                 own = trial.confidence, trial.drafted, trial.accepted
                 self.acceptance.observe(trial.sequence, choice.mode, choice.depth, *own)
-            for mode in self._free:
-                gain = trial.accepted - trial.drafted * self._planner.prices[1]
-                self._paper.note(mode, gain - overhead if mode == trial.mode else 0.0)
         if round.alone:
-            self.costs.observe(plan.mode, round, self._seen[1])
+            self.costs.observe(plan.mode, round, counts)

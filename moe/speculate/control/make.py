@@ -11,7 +11,7 @@ from kernels import QuantizedExperts
 from kernels.planes import PREFIX_BITS
 from moe.loading.hub import experts_per_token
 from moe.moe_layer import MoELayers
-from moe.speculate.control.controller import Controller
+from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Counts, Sizes
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Mode
@@ -28,7 +28,7 @@ SHARE = 0.001
 
 def make_controller(
     trunk: Trunk, experts: MoELayers, modes: Sequence[Mode], max_depth: int
-) -> Controller:
+) -> AutoController:
     """One that knows nothing yet but sizes."""
     layers = experts.layers
     top_k = float(experts_per_token(trunk.model.config))
@@ -51,7 +51,7 @@ def make_controller(
         if mode.source == "elastic"
     }
     costs = StepCosts(Sizes(total, visits, slots), prices, relative)
-    return Controller(modes, max_depth, costs, ExpertCounts(experts))
+    return AutoController(modes, max_depth, costs, ExpertCounts(experts))
 
 
 def trunk_bytes(trunk: Trunk) -> int:

@@ -11,7 +11,7 @@ from moe.speculate.control.upkeep import Upkeep
 
 CAUTION = 1.02
 """How much better than plain decoding drafting must look."""
-PLANNING = 0.005
+PLANNING = 0.0025
 """Share of the time that searching for the best plan may take; between searches plans stand."""
 
 

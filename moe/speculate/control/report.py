@@ -58,7 +58,7 @@ class Report:
     def reset(self) -> None:
         """Begin at zero."""
         self.steps = self.sequences = self.tokens = self.rows = 0
-        self.rested = self.looked = self.plain = 0  # steps without any drafts, and their tokens
+        self.rested = self.plain = 0  # steps in which nobody looked for drafts, and their tokens
         self.draft_seconds = self.verify_seconds = 0.0
         self.depths: Counter[int] = Counter()
         self.modes: dict[str, ModeRecord] = {}
@@ -81,10 +81,9 @@ class Report:
         for name in passes:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)
 
-    def plain_step(self, batch: int, rested: bool) -> None:
-        """A step of so many sequences without drafts; ``rested``: nobody looked for any."""
-        self.rested += rested
-        self.looked += not rested
+    def rest(self, batch: int) -> None:
+        """A step of so many sequences in which nobody looked for drafts."""
+        self.rested += 1
         self.plain += batch
 
     def figures(self) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class Report:
         modes = {name: record.as_dict() for name, record in sorted(self.modes.items())}
         depths, tokens = self.depths + Counter({0: self.plain}), self.tokens + self.plain
         return {
-            "steps": self.steps + self.looked + self.rested,
+            "steps": self.steps + self.rested,
             "tokens": tokens,
             "rows": self.rows + self.plain,
             "rested_steps": self.rested,

@@ -59,14 +59,20 @@ def plain(step: Step, costs: StepCosts) -> Plan:
 
 
 def prices(plan: Plan, goodput: float, costs: StepCosts) -> tuple[float, float]:
-    """What drafting one more token, and verifying one more, have to bring, in tokens."""
+    """What drafting one more token, and verifying one more, have to bring, in tokens.
+
+    Args:
+        goodput: of the best that is known, which counts where the model itself drafts; offers come
+            and go, so that whoever leaves one decodes plainly meanwhile.
+    """
     batch, depth = len(plan.choices), max(plan.option.depths)
-    rows = batch + sum(plan.option.depths)
     a_pass = 0.0
-    if plan.mode is not None:
+    if plan.mode is None:
+        goodput = batch / costs.verify(batch, batch)
+    else:
         drafted = depth * sum(choice.mode is plan.mode for choice in plan.choices)
         a_pass = costs.draft(plan.mode, depth, drafted) / drafted
-    return goodput * a_pass, goodput * costs.row(batch, (batch + rows) / 2)
+    return goodput * a_pass, goodput * costs.row(batch)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class Search:
         Args:
             row_price: tokens that reading one more has to bring.
         """
-        choices = []
+        choices, tokens = list[Choice](), float(len(step.sequences))
         for index, own in enumerate(zip(step.sequences, step.limits, step.offers, strict=True)):
             limit, before = own[1], last.choices[index]
             depth = min(before.depth, limit) if before.mode is last.mode else 0
@@ -121,7 +127,12 @@ class Search:
                 if sum(planned) >= sum(kept):
                     kept, mode = planned, before.mode
             choices.append(Choice(mode, len(kept)) if kept else NONE)
-        return Plan(last.mode, tuple(choices), last.option)
+            tokens += sum(kept)
+        again = Plan(last.mode, tuple(choices), last.option)
+        if last.mode is None:  # whether offers are worth the first rows, which cost most
+            without = plain(step, self.costs)
+            return again if tokens > without.option.goodput * self.seconds(again) else without
+        return again
 
     def seconds(self, plan: Plan) -> float:
         """Of a plan in which every planned token is drafted, without any hope."""

@@ -54,14 +54,18 @@ class StepCosts:
         self._relative = relative
         self._verify = Times(prices, pace)
         self._draft = {mode: Times((0.8, 0.2), pace) for mode in relative}
-        self._known: dict[object, float] = {}
+        self._known: dict[tuple[int, float], float] = {}  # by sequences and rows
 
     def verify(self, sequences: int, rows: float) -> float:
         """Seconds of the model's own pass over so many rows of so many sequences."""
-        low = int(rows)
-        first = self._verify_whole(sequences, low)
-        more = self._verify_whole(sequences, low + 1) if rows > low else first
-        return first + (rows - low) * (more - first)
+        known = self._known.get((sequences, rows))
+        if known is None:
+            low = int(rows)
+            known = self._verify_whole(sequences, low)
+            if rows > low:
+                known += (rows - low) * (self._verify_whole(sequences, low + 1) - known)
+            self._known[sequences, rows] = known
+        return known
 
     def follow(self, sequences: int, rows: int, counts: Counts | None, steps: int = 1) -> None:
         """What is in memory changes with the text; steps have missed so many experts."""
@@ -90,11 +94,11 @@ class StepCosts:
         near = self._verify.modelled((1.0, 1.0, self.coverage.sizes.visits, 0.0))
         return (HOPE if hopeful else self._relative[mode]) * near * (0.8 * passes + 0.2 * rows)
 
-    def row(self, sequences: int, rows: float) -> float:
-        """Seconds that one row more in the model's own pass costs, by the fitted prices."""
-        features = [self._features(sequences, at) for at in (rows, rows + sequences)]
-        fewer, more = map(self._verify.modelled, features)
-        return (more - fewer) / sequences
+    def row(self, sequences: int) -> float:
+        """Seconds that one row more in the model's own pass costs, where there are some already:
+        the first ones cost more."""
+        fewer, more = (self.verify(sequences, each * sequences) for each in (2, 4))
+        return max(more - fewer, 0.0) / (2 * sequences)
 
     def step(
         self,
@@ -178,12 +182,8 @@ class StepCosts:
         self._known.clear()
 
     def _verify_whole(self, sequences: int, rows: int) -> float:
-        alike = sequences, rows
-        if alike not in self._known:
-            features = self._features(sequences, rows)
-            point = _point(sequences, rows, features)
-            self._known[alike] = self._verify.predict(point, features)
-        return self._known[alike]
+        features = self._features(sequences, rows)
+        return self._verify.predict(_point(sequences, rows, features), features)
 
     def _features(self, sequences: int, rows: float) -> Features:
         distinct = self.coverage.distinct(sequences, rows)

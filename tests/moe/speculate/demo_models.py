@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.speculation_lossless import COUNT as PROMPTS
 from benchmarks.speculation_lossless import NEW_TOKENS
@@ -97,7 +97,8 @@ def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
         loaded.backend.forward,
     )
     assert made.speculator is not None, made.reason
-    watched = made.speculator.controller = Watched(made.speculator.controller)
+    watched = Watched(made.speculator.controller)
+    made.speculator.controller = cast(Controller, watched)
     engine.runner = Runner(loaded.trunk, loaded.experts, made.speculator)
     return engine, watched
 

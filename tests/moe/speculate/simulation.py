@@ -16,10 +16,10 @@ from typing import Any, cast
 import numpy as np
 
 from moe.engine.sequence import RunningSequence
-from moe.speculate.control.controller import Controller
+from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.draft import PLAIN, Choice, Draft, Mode, Round, Trial
+from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Heard, Mode, Round, Trial
 
 MAX_DEPTH = 6
 NGRAM = Mode("ngram")
@@ -140,7 +140,7 @@ class Simulation:
         distinct, missing = (before + now for before, now in pairs)
         self.counts = distinct, missing
 
-    def controller(self, max_depth: int = MAX_DEPTH) -> Controller:
+    def controller(self, max_depth: int = MAX_DEPTH) -> AutoController:
         """One that starts with no more knowledge than the real one."""
         world = self.world
         sizes = Sizes(world.experts, world.visits, int(world.resident * world.experts))
@@ -148,7 +148,7 @@ class Simulation:
         relative = {mode: 0.7 for mode in modes if mode.source == "elastic"}
         far = 20.0 if world.far else 0.0
         costs = StepCosts(sizes, (1.0, 0.05, 1.0 / world.visits, far / world.visits), relative)
-        return Controller(modes, max_depth, costs, self, self._clock)
+        return AutoController(modes, max_depth, costs, self, self._clock)
 
     def _clock(self) -> float:
         self.now += self.thinking
@@ -167,19 +167,16 @@ class Simulation:
         offers = [self._offers() for _ in self.sequences]
         if self.left == 0:
             if self.plain:
-                controller.rested(self.batch, self.plain)
-            while self.unheard:
-                sequence, draft = self.unheard.pop()
-                judged = [(draft.confidence, self._right(draft.confidence))]
-                controller.hear(sequence, NGRAM, judged)
-            self.plain, self.left = [], controller.rests(self.batch)
+                heard = [
+                    Heard(sequence, NGRAM, [(draft.confidence, self._right(draft.confidence))])
+                    for sequence, draft in reversed(self.unheard)
+                ]
+                controller.rested(self.batch, self.plain, heard)
+            self.plain, self.unheard = [], []
+            self.left = controller.rests(self.batch)
         if self.left:
             self.left -= 1
             self._rest(offers, outcome)
-            return
-        if not any(offers) and controller.needs_offers(self.batch):
-            seconds = self._pass(outcome, self.batch, self.world.looking)
-            controller.passed(self.batch, seconds)
             return
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
         chances: list[list[float]] = [[] for _ in choices]
@@ -194,15 +191,11 @@ class Simulation:
             trials.append(self._trial(controller, sequence, choice, own))
         rows = self.batch + sum(trial.drafted for trial in trials)
         drafting = sum(map(self.world.draft, draft_rows))
-        outcome.seconds += drafting
-        drafting *= self._noise()
+        outcome.seconds += drafting + self.world.looking
+        drafting = drafting * self._noise() + self.world.looking
         self.now += drafting
         verifying = self._pass(outcome, rows)
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
-        self.now += self.world.looking
-        outcome.seconds += self.world.looking
-        tokens = self.batch + sum(trial.accepted for trial in trials)
-        controller.took(self.batch, tokens, drafting + verifying + self.world.looking)
         for trial in trials:
             outcome.tokens += sum(accumulate(trial.confidence[: trial.drafted], mul))
 
@@ -213,13 +206,13 @@ class Simulation:
             self.unheard += [(s, next(iter(own), PLAIN)) for s, own in pairs]
         self.plain.append(self._pass(outcome, self.batch))
 
-    def _pass(self, outcome: Outcome, rows: int, looking: float = 0.0) -> float:
+    def _pass(self, outcome: Outcome, rows: int) -> float:
         """The model's own pass, and the tokens that it adds; seconds that are seen of it."""
         seconds = self.world.verify(self.batch, rows)
         outcome.tokens += self.batch
-        outcome.seconds += seconds + looking
+        outcome.seconds += seconds
         self._visit(rows)
-        seen = seconds * self._noise() + looking
+        seen = seconds * self._noise()
         self.now += seen
         return seen
 
@@ -273,7 +266,7 @@ class Simulation:
         return right
 
 
-class Always:
+class Always(Controller):
     """A fixed depth without any judgement."""
 
     def __init__(self, mode: Mode, depth: int) -> None:
@@ -282,24 +275,6 @@ class Always:
     def plan(self, sequences: Sequence[RunningSequence], *_: Any) -> list[Choice]:
         choice = Choice(self.mode, self.depth) if self.depth else Choice()
         return [choice] * len(sequences)
-
-    def rests(self, _: int) -> int:
-        return 0
-
-    def needs_offers(self, _: int) -> bool:
-        return False
-
-    def took(self, *_: Any) -> None:
-        """Nothing to learn."""
-
-    def goes_on(self, *_: Any) -> bool:
-        return True
-
-    def keep(self, _: Mode, confidence: Sequence[float]) -> int:
-        return len(confidence)
-
-    def observe(self, _: Round) -> None:
-        """Nothing to learn."""
 
 
 def best_fixed(world: World, batch: int) -> tuple[float, float]:

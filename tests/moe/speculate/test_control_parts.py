@@ -16,6 +16,7 @@ from moe.speculate.control.goodput import best_option
 from moe.speculate.control.paper import Paper
 from moe.speculate.control.rates import Calibration, PositionRates
 from moe.speculate.control.report import Report
+from moe.speculate.control.steps import StepCosts
 from moe.speculate.control.times import Times
 from moe.speculate.draft import Mode, Round, Trial
 
@@ -217,29 +218,38 @@ def test_gains_are_measured_and_may_be_lost_again_in_part() -> None:
     assert not account.affords_trial(1.5)  # whatever was gained
 
 
-def test_what_costs_nothing_is_judged_on_paper() -> None:
-    paper, other = Paper(), Mode("ngram")
-    assert not paper.pays([MODE, other])
+def test_looking_goes_on_while_it_has_paid() -> None:
+    paper = Paper()
+    assert not paper.pays()
     for gain in (1.0, -0.2, 0.3):
-        paper.note(MODE, gain)
-    assert paper.pays([MODE, other])
-    assert not paper.pays([other])
-    paper.looked(5.0)
-    assert not paper.pays([MODE])  # what it brings is less than what looking takes
-    for _ in range(10):
-        paper.looked(0.0)
-    assert paper.pays([MODE])
+        paper.note(gain)
+    assert paper.pays()
     for _ in range(300):
-        paper.note(MODE, -0.1)
-    assert not paper.pays([MODE])
+        paper.note(-0.1)
+    assert not paper.pays()
+    for _ in range(64):
+        paper.note(0.5)
+    assert paper.pays()
+
+
+def test_the_first_rows_of_a_verification_cost_more_than_others() -> None:
+    """As many as it takes to be worth it are drafted, or none."""
+    costs = StepCosts(Sizes(100, 10, 100), (1.0, 0.0, 0.01, 0.0), {})
+    for _ in range(40):
+        for drafted in range(7):
+            seconds = 1.0 + 0.5 * (drafted > 0) + 0.1 * drafted
+            trial = Trial(cast(RunningSequence, object()), None, drafted, 0)
+            costs.observe(None, Round([trial], 1 + drafted, (), 0.0, seconds, 0, True), None)
+    assert costs.row(1) == pytest.approx(0.1, rel=0.1)
+    assert costs.verify(1, 2) - costs.verify(1, 1) == pytest.approx(0.6, rel=0.1)
 
 
 def test_a_report_counts_by_mode_and_position() -> None:
     report, nobody = Report(), cast(RunningSequence, object())
     trials = [Trial(nobody, MODE, 3, 2), Trial(nobody, MODE, 1, 1), Trial(nobody, None, 0, 0)]
     report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
-    report.plain_step(3, rested=True)
-    report.plain_step(1, rested=False)
+    report.rest(3)
+    report.observe(Round([Trial(nobody, None, 0, 0)], 1, (), 0.0, 0.1, 0, True))
     figures = report.figures()
     assert figures["tokens"] == 3 + 2 + 1 + 3 + 1
     assert (figures["steps"], figures["rested_steps"]) == (3, 1)

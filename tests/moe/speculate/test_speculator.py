@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from moe.engine.sequence import RunningSequence
+from moe.speculate.draft import Choice, Round, Trial
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.model_free import NGram
 from moe.speculate.speculator import Speculator
@@ -23,12 +24,12 @@ class FakeSequence:
 def test_a_step_is_plain_where_nothing_is_offered() -> None:
     speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
     one, other = (cast(RunningSequence, FakeSequence(new)) for new in (4, 5))
-    assert speculator.is_plain([one, other])
+    assert speculator.propose([one, other], inf) is None
     speculator.finish(alone=True)
     one.token_ids += [2, 3]
-    assert not speculator.is_plain([one, other])
-    first, second = speculator.propose([one, other], inf)
-    assert (first.tokens, second.tokens) == ((4, 2, 3, 4), ())
+    drafts = speculator.propose([one, other], inf)
+    assert drafts is not None
+    assert [draft.tokens for draft in drafts] == [(4, 2, 3, 4), ()]
     figures = speculator.figures()
     assert (figures["steps"], figures["tokens"], figures["rested_steps"]) == (1, 2, 0)
 
@@ -38,22 +39,32 @@ def test_drafts_are_no_longer_than_there_is_room(spare: float, left: int, drafte
     speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
     one: Any = FakeSequence(4, 2, 3)
     one.max_new_tokens = len(one.token_ids) + left
-    if drafted:
-        assert not speculator.is_plain([one])
-        assert len(speculator.propose([one], spare)[0].tokens) == drafted
-    else:
-        assert speculator.is_plain([one])
+    drafts = speculator.propose([one], spare)
+    assert sum(len(draft.tokens) for draft in drafts or []) == drafted
+
+
+def test_a_step_is_plain_where_what_is_offered_is_not_worth_it() -> None:
+    class Declines(FixedDepth):
+        def plan(self, *step: Any) -> list[Choice]:
+            return [Choice()]
+
+    speculator = Speculator(Declines(NGram.mode, 4), None, [NGram()], 4)
+    assert speculator.propose([cast(RunningSequence, FakeSequence(4, 2, 3))], inf) is None
 
 
 def test_a_look_that_finds_nothing_is_charged() -> None:
-    simulation = Simulation(World({NGRAM: 0.9}, offers=0.9, noise=0.0), thinking=0.1)
+    simulation = Simulation(World({NGRAM: 0.9}, offers=0.9, noise=0.0), thinking=0.0)
     controller = simulation.controller()
     simulation.run(controller, 200)
-    assert controller.needs_offers(1)  # a search for plans is not due
-    room, step = controller.account.room, controller.costs.verify(1, 1)
+    room = controller.account.room
     for _ in range(3):
-        controller.passed(1, 1.5 * step)
-    assert controller.account.room == pytest.approx(room - 3 * (0.5 - 0.015) * step)
+        simulation.start()
+        step = controller.costs.verify(1, 1)
+        simulation.counts = simulation.world.visited(1, 1)
+        assert controller.plan(simulation.sequences, [4], [[]]) == (Choice(),)
+        trial = Trial(simulation.sequences[0], None, 0, 0)
+        controller.observe(Round([trial], 1, (), 0.5 * step, step, 0, True))
+    assert controller.account.room == pytest.approx(room - 3 * (0.5 - 0.015) * step, rel=0.01)
 
 
 def test_drafts_are_charged_with_what_a_step_takes_beside_its_passes() -> None:
