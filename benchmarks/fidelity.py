@@ -30,7 +30,9 @@ from moe.selection import find_selectors
 
 PROMPT_LENGTHS = (23, 9)
 NEW_TOKENS = 24
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
+"""Of a logit. Recurrences make much of last bits: with one of 13 prompts qwen3_next is 1.1e-4 from
+transformers, with the others both are some 1e-5 from float64."""
 SETTINGS = {"prefill": {"wave_tokens": 128}}
 """Some architectures read whole prompts with memory that grows with their square."""
 
