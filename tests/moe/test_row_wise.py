@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
@@ -173,6 +173,7 @@ def _planes(path: Path) -> MoE:
         [silu, gelu, partial(gelu, approximate="tanh"), torch.sigmoid, torch.Tensor.tanh]
     ),
 )
+@example(rows=19, kept=1, width=1408, threads=3, apart=1, curve=partial(gelu, approximate="tanh"))
 def test_a_curve_is_the_same_bits_wherever_a_row_stands(
     rows: int, kept: int, width: int, threads: int, apart: int, curve: Callable[[Tensor], Tensor]
 ) -> None:
