@@ -34,14 +34,14 @@ class Follower:
         try:
             return self._control.receive()
         except WireError as error:
-            raise RankLostError(f"rank 0 has ended or cannot be reached ({error})") from error
+            raise self._ended(error) from error
 
     def reply(self, message: Message) -> None:
         """Answer an order. Raises `RankLostError`."""
         try:
             self._control.send(message)
         except WireError as error:
-            raise RankLostError(f"rank 0 has ended or cannot be reached ({error})") from error
+            raise self._ended(error) from error
 
     def fail(self, error: BaseException) -> None:
         """Tell rank 0 that this rank cannot go on."""
@@ -50,6 +50,12 @@ class Follower:
     def close(self) -> None:
         self._watch.close()
         self._control.close()
+
+    def _ended(self, error: WireError) -> RankLostError:
+        # The same words as the watch's, which may notice first.
+        return RankLostError(
+            f"rank {self.rank} ends: rank 0 has ended or cannot be reached ({error})"
+        )
 
     def _on_message(self, rank: int, message: Message) -> None:
         end_now(f"rank {self.rank} ends: {message['end']}")
