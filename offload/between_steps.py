@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -79,6 +80,16 @@ def hot_set(filling: Filling) -> list[tuple[int, int]]:
     units = np.flatnonzero(filling.table.present)
     order = np.argsort(-filling.policy.values()[units], kind="stable")
     return [divmod(int(unit), filling.table.width) for unit in units[order]]
+
+
+def drop(filling: Filling, experts: Iterable[tuple[int, int]]) -> None:
+    """Free the slots of these, which nobody will ask for here."""
+    filling.settle_unpinned()
+    table, pinned = filling.table, set(chain(*filling.pins.values()))
+    for unit in (layer * table.width + expert for layer, expert in experts):
+        if table.present[unit] and unit not in pinned:
+            filling.lost(unit)
+            table.drop(unit)
 
 
 def warm(filling: Filling, experts: Iterable[tuple[int, int]]) -> int:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.between_steps import Room, affordable, hot_set, resize, warm
+from offload.between_steps import Room, affordable, drop, hot_set, resize, warm
 from offload.errors import OffloadError
 from offload.filling import Filling, Source
 from offload.held import Held
@@ -205,6 +205,10 @@ class ExpertCache:
     def hot_set(self) -> list[tuple[int, int]]:
         """(layer, expert) of what is there, most valuable first."""
         return hot_set(self._filling)
+
+    def drop(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Make room where these (layer, expert) are, which will not be asked for; between steps."""
+        drop(self._filling, experts)
 
     def warm(self, hot_set: Iterable[tuple[int, int]]) -> int:
         """Fill free slots with these, and wait for them; what fails is left out.

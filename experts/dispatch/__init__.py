@@ -4,7 +4,7 @@ from experts.dispatch.all_to_all import AllToAllDispatcher
 from experts.dispatch.base import Combined, Dispatched, Dispatcher, Failure
 from experts.dispatch.exchange import Exchange, ExchangeError, GroupExchange
 from experts.dispatch.local import LocalDispatcher
-from experts.dispatch.rooms import nearly_all_needed
+from experts.dispatch.rooms import rows_go_along
 from experts.dispatch.sockets import SocketExchange, nearest
 from experts.dispatch.statistics import DispatchStatistics
 
@@ -21,5 +21,5 @@ __all__ = [
     "LocalDispatcher",
     "SocketExchange",
     "nearest",
-    "nearly_all_needed",
+    "rows_go_along",
 ]

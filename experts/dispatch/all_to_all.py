@@ -72,13 +72,14 @@ class AllToAllDispatcher:
         buffer_rows: int | None = None,
     ) -> None:
         self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
-        self._rooms, self._ones = Rooms(exchange.size, buffer_rows), torch.ones(0, 1)
+        plain = self._exact and payload == "plain"
+        self._rooms = Rooms(exchange.size, buffer_rows, exchange.near and plain)
+        self._ones = torch.ones(0, 1)
         self.placements: list[Placement] = list(placements)
         self.statistics = DispatchStatistics(len(placements))
         self._together = Together(self.statistics)
-        plain = self._exact and payload == "plain" and exchange.line is not None
         shared = self._rooms, self._together, self.statistics
-        self.at_once = AtOnce(exchange, *shared) if plain else None
+        self.at_once = AtOnce(exchange, *shared) if plain and exchange.line else None
         self.place(0, dict(enumerate(placements)))
 
     def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:

@@ -52,12 +52,14 @@ class Exchange(Protocol):
         rank: of this process among them.
         size: how many they are.
         device: where the rows must be.
+        near: all ranks are processes of one machine and do without a process group.
         line: what carries it, where compiled code may use that while nothing else is on its way.
     """
 
     rank: int
     size: int
     device: torch.device
+    near: bool
     line: Line | None
 
     def start(
@@ -88,6 +90,7 @@ class GroupExchange:
         device: of the rows; the CPU for gloo, a CUDA device for NCCL.
     """
 
+    near = False
     line: Line | None = None
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:

@@ -62,7 +62,7 @@ class SocketExchange:
         timeout_s: most seconds without a byte from any rank that is waited for.
     """
 
-    device = torch.device("cpu")
+    device, near = torch.device("cpu"), True
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.size = rank, len(peers) + 1

@@ -31,7 +31,7 @@ class WatchedExchange:
     def __init__(self, exchange: Exchange, pulse: Pulse) -> None:
         self._exchange, self._pulse = exchange, pulse
         self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
-        line = exchange.line
+        self.near, line = exchange.near, exchange.line
         self.line = None if line is None else replace(line, run=self._run)
 
     def start(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class Station:
         self._leave()
         self.placements, self._exchange = list(placements), exchange
         if exchange is not None:
-            self._warm(exchange.rank)
+            self._hold(exchange.rank, dict(enumerate(placements)))
             self.dispatcher = AllToAllDispatcher(
                 exchange,
                 placements,
@@ -146,13 +146,15 @@ class Station:
             self._exchange.close()
         self._exchange = self.dispatcher = None
 
-    def _warm(self, rank: int) -> None:
-        """Read this rank's share of the experts, as far as there is room."""
-        layers = enumerate(zip(self._experts.layers, self.placements, strict=True))
-        for index, (layer, placement) in layers:
+    def _hold(self, rank: int, placements: Mapping[int, Placement]) -> None:
+        """Read this rank's share of the experts of some layers, as far as there is room. To the
+        cache, what it does not know is worth less than what others serve now: that has to go."""
+        for index, placement in placements.items():
+            layer = self._experts.layers[index]
             if isinstance(layer, OffloadedExperts):
-                mine = placement.copies_ER[:, rank].nonzero()[0].tolist()
-                layer.cache.warm((index, expert) for expert in mine)
+                mine_E = placement.copies_ER[:, rank] > 0
+                layer.cache.drop((index, int(expert)) for expert in np.flatnonzero(~mine_E))
+                layer.cache.warm((index, int(expert)) for expert in np.flatnonzero(mine_E))
 
     def _mirror(self, message: Message) -> Mirror:
         engine = message["engine"]
@@ -162,9 +164,11 @@ class Station:
 
     def _place(self, moves: Message) -> None:
         assert self.dispatcher is not None
+        assert self._exchange is not None
         changed = {
             int(layer): replace(self.placements[int(layer)], experts_P=tuple(experts_P))
             for layer, experts_P in moves["placements"].items()
         }
         self.dispatcher.place(moves["epoch"], changed)
         self.placements = self.dispatcher.placements
+        self._hold(self._exchange.rank, changed)

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experts.dispatch import nearly_all_needed
+from experts.dispatch import rows_go_along
 from experts.placement import slots_for
 from moe.plan.decode_speed import Locality
 from moe.plan.rank_plan import Machine, Needs, RankPlan
 from moe.plan.rank_traffic import Traffic
 
 
-def exchanges(ranks: int, slots: float) -> int:
+def exchanges(ranks: int, slots: float, near: bool) -> int:
     """Of a layer: ids, rows and results, or rows along with the ids."""
-    return 2 if nearly_all_needed(ranks, slots) else 3
+    return 2 if rows_go_along(ranks, slots, near) else 3
 
 
 @dataclass(frozen=True)
@@ -134,5 +134,5 @@ class RankForecast:
         near_s = (1 - far) * sent / link.bytes_per_s
         far_s = far * sent * on_node / network.bytes_per_s
         latency = network.seconds if far else link.seconds
-        latency *= exchanges(ranks, self.needs.sizes.top_k)
+        latency *= exchanges(ranks, self.needs.sizes.top_k, near=not far)
         return self.needs.sizes.layers * (latency + near_s + far_s)

@@ -52,7 +52,8 @@ class ParallelSettings(Settings):
     buffer_rows: int | None = Field(default=None, ge=0)
     """Static buffers: rows of so many tokens a rank go to all ranks in a layer's first message,
     which saves an exchange where they suffice and sends more bytes. 0: exact sizes. None: rows of
-    decode steps go along where 15 of 16 or more are needed on all ranks anyway."""
+    decode steps go along where 15 of 16 or more are needed on all ranks anyway; half of them
+    between processes of one machine."""
 
     overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
     """Steps in two halves, of which one computes while rows of the other travel. auto: where that

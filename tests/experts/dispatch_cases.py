@@ -32,7 +32,7 @@ class Switchboard:
 class ThreadExchange:
     """An `Exchange` over a switchboard; rows arrive when they are waited for."""
 
-    device = torch.device("cpu")
+    device, near = torch.device("cpu"), False
     line: Line | None = None
 
     def __init__(self, board: Switchboard, rank: int) -> None:

@@ -40,14 +40,21 @@ def drawn(
 
 
 def run(
-    steps: list[Step], placement: Placement, *, compiled: Callable[[int], bool], lost: int = -1
+    steps: list[Step],
+    placement: Placement,
+    *,
+    compiled: Callable[[int], bool] = lambda _: True,
+    lost: int = -1,
+    buffer_rows: int | None = 9,
+    **settings: Any,
 ) -> tuple[list[Any], list[AllToAllDispatcher]]:
     """Of each rank what came back from each step, and how many went at once."""
     exchanges = connected(len(steps[0]))
     for exchange in exchanges:
         if not compiled(exchange.rank):
             exchange.line = None
-    dispatchers = [AllToAllDispatcher(one, [placement], buffer_rows=9) for one in exchanges]
+    settings |= {"buffer_rows": buffer_rows}
+    dispatchers = [AllToAllDispatcher(one, [placement], **settings) for one in exchanges]
 
     def one(rank: int) -> tuple[list[Combined], int]:
         found, at_once = [], 0
@@ -55,7 +62,7 @@ def run(
             arrived = dispatchers[rank].dispatch(0, *step[rank])
             at_once += isinstance(arrived, ArrivedAtOnce)
             ids = arrived.routing.expert_ids
-            rows = arrived.hidden_states.float() * (1 + ids)
+            rows = arrived.hidden_states.float() * (1 + ids[:, :1])
             failed = (ids[:, 0] == lost).nonzero()[:, 0].tolist()
             failures = dict.fromkeys(failed, Failure("no such disk", True))
             found.append(dispatchers[rank].combine(arrived, rows, failures))
@@ -105,6 +112,25 @@ def test_the_bits_and_bytes_of_the_other_way(
             None if x is None else x.tolist() for x in before.take_loads()
         ]
         assert counted.as_dict() | {"seconds": 0} == before.as_dict() | {"seconds": 0}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "buffer_rows", "combine", "at_once"),
+    [
+        (3, 2, None, "exact", 3),  # 4 rows of 9 are not needed where they go
+        (3, 1, None, "exact", 0),  # 6 of 9
+        (3, 2, 0, "exact", 0),
+        (3, 2, None, "summed", 0),  # the least bytes
+    ],
+)
+def test_rows_that_some_do_not_need_go_along_on_one_machine(
+    ranks: int, slots: int, buffer_rows: int | None, combine: str, at_once: int
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    steps = [drawn([2] * ranks, slots, False, torch.float32, random) for _ in range(6)]
+    placement = random_placement(EXPERTS, ranks, 0, 0)
+    found, _ = run(steps, placement, buffer_rows=buffer_rows, combine=combine)
+    assert [went for _, went in found] == [at_once] * ranks
 
 
 def steady(hidden: int = 8) -> tuple[list[SocketExchange], list[AllToAllDispatcher], Any]:

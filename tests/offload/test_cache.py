@@ -221,6 +221,19 @@ def test_a_hot_set_is_restored_as_far_as_there_is_room() -> None:
     assert again.statistics.total.hits == 2
 
 
+def test_what_is_dropped_makes_room_and_is_read_again_when_it_is_asked_for() -> None:
+    cache, source = make(4, "lfu")
+    for expert in range(4):
+        walk(cache.acquire(0, [expert]), source, 0)
+    assert cache.warm([(0, 4)]) == 4
+    with cache.acquire(0, [3]):
+        cache.drop([(0, 1), (0, 3), (0, 5)])
+    assert cache.warm([(0, 4), (0, 5)]) == 4
+    assert cache.resident(0).nonzero().flatten().tolist() == [0, 2, 3, 4]
+    assert walk(cache.acquire(0, [1, 4]), source, 0) == [[1, 4]]
+    assert cache.statistics.total.evictions == 2
+
+
 def test_a_cache_holds_as_many_experts_as_their_bytes_allow() -> None:
     sizes = mixed([16] * 8)
     cache, source = make(64, "lfu", [16] * 8, sizes=sizes)

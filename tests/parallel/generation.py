@@ -87,14 +87,16 @@ class Restless:
 
 
 def moved(model: MoE) -> dict[str, Any]:
-    """What is said while experts move all the time."""
+    """What is said while experts move all the time. They are read where they go between steps."""
     leading = model._session
     assert isinstance(leading, Leading)
     assert leading._rebalancer is not None
     leading._rebalancer.close()
     restless = Restless(list(leading.station.placements))
     leading._rebalancer = restless  # type: ignore[assignment]
+    before = (model.stats()["offload"] or {}).get("misses")
     found = {name: said(model, PROMPTS, PARAMS[name]) for name in ("greedy", "seeded")}
+    assert (model.stats()["offload"] or {}).get("misses") == before
     assert restless.epoch > 10
     assert restless.loads > 0
     return found

@@ -118,8 +118,8 @@ def test_exchanges_take_their_latency_and_their_bytes() -> None:
     four = plans(Machine(Speeds(10e9), None, SLOW, SLOW))["4 ranks"]
     rows = 10 * (3 + 8) * 0.75 * 4096
     assert four.exchanged_bytes == pytest.approx(rows)
-    assert (exchanges(4, 8), exchanges(2, 8)) == (3, 2)
-    expected = 10 * 3 * 5e-3 + 4 * rows / 1e7
+    assert (exchanges(4, 8, False), exchanges(2, 8, False), exchanges(4, 8, True)) == (3, 2, 2)
+    expected = 10 * 2 * 5e-3 + 4 * rows / 1e7
     assert four.seconds[16]["exchange"] == pytest.approx(expected)
 
 
