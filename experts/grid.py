@@ -60,11 +60,14 @@ def _steps(groups: Tensor) -> Tensor:
     """``(R,)`` the largest grid step of each of ``(R, group)`` rows, 0 where there is none."""
     largest = groups.abs().amax(-1)
     found = torch.zeros_like(largest)
-    for count in range(1, MOST_STEPS + 1):
-        step = largest / count
-        # a wrong count rarely gives a float16: only the rows that pass are looked at in full
-        rows = ((found == 0) & (step > 0) & (step.half().float() == step)).nonzero().squeeze(1)
-        rows = rows[step[rows] * count == largest[rows]]
+    counts_C1 = torch.arange(1, MOST_STEPS + 1, device=groups.device)[:, None]
+    steps_CR = largest / counts_C1
+    # a wrong count rarely gives a float16: only the rows that pass are looked at in full
+    may_CR = (steps_CR > 0) & (steps_CR.half().float() == steps_CR)
+    may_CR &= steps_CR * counts_C1 == largest
+    for index in may_CR.any(1).nonzero().flatten().tolist():
+        step = steps_CR[index]
+        rows = (may_CR[index] & (found == 0)).nonzero().squeeze(1)
         for some in (groups[:, :_FEW], groups):  # a wrong count rarely outlives the first
             own = some[rows]
             off = own.div(step[rows, None]).round_().mul_(step[rows, None]).sub_(own)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
+from tests.launched import Launch, Launched, Nursery, free_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A process that a test starts compiles nothing that others have compiled: three seconds of it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Triton's kernels run in its interpreter, which Triton decides when a kernel is defined. For a GPU:
 # TRITON_INTERPRET=0 python -m pytest -m gpu
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,7 +37,7 @@ for name in list(os.environ):
 
 # A shared machine makes the time of a single example meaningless. In CI the examples are the same
 # each time, so that a failure there is about the change.
-settings.register_profile("moe", deadline=None, derandomize="CI" in os.environ)
+settings.register_profile("moe", deadline=None, max_examples=50, derandomize="CI" in os.environ)
 settings.load_profile("moe")
 
 
@@ -81,3 +88,35 @@ def tiny_moe(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], MoE]:
         return MoE.from_pretrained(tiny_checkpoint(model_type))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def launch(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Starts so many ranks of a command line of ``moe``, or of a script; one is a plain process."""
+
+    @contextmanager
+    def start(
+        ranks: int, argv: Sequence[object], fault: Any = None, **environ: str
+    ) -> Iterator[Launched]:
+        common = {
+            **os.environ,
+            **{"OMP_NUM_THREADS": "1", "TEST_FAULT": json.dumps(fault or {})},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)},
+            **environ,
+        }
+        environs = [common | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
+        launched = Launched(nursery, tmp_path_factory.mktemp("launch"), argv, environs)
+        try:
+            yield launched
+        finally:
+            launched.end()
+
+    return start

@@ -6,19 +6,19 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kernels.cpu import build
 from kernels.cpu.build import BuildError, load_library
+from tests.launched import Launch
 
 # Prints the backend, then one output of the experts and the reference's.
 _PROBE = """
 import logging, torch
-logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+logging.basicConfig(format="%(name)s %(levelname)s %(message)s", force=True)
 import kernels
 from kernels import reference
 experts = kernels.ExpertWeights(torch.ones(2, 4, 3), torch.ones(2, 3, 4), torch.tanh)
@@ -29,64 +29,75 @@ print(kernels.backend_status())
 """
 
 
-def _probe(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _PROBE],
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd(), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+Probe = Callable[..., tuple[int, str, str]]
 
 
-def test_without_a_working_compiler_the_reference_runs_and_says_so_once(tmp_path: Path) -> None:
-    done = _probe(tmp_path, CXX="/bin/false")
-    assert done.returncode == 0, done.stderr
-    assert "'name': 'reference'" in done.stdout
-    assert "`/bin/false --version` exited with 1" in done.stdout
-    assert done.stderr.count("moe WARNING CPU experts run on the slow reference kernel") == 1
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """Where the library of a process would be."""
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
 
 
-def test_a_forced_native_kernel_must_build(tmp_path: Path) -> None:
-    done = _probe(tmp_path, CXX="/bin/false", MOE_CPU_KERNEL="native")
-    assert done.returncode != 0
-    assert "BuildError: `/bin/false --version` exited with 1" in done.stderr
+@pytest.fixture
+def probe(launch: Launch, cache: Path, tmp_path: Path) -> Probe:
+    """The code and both outputs of a process that has chosen no kernel yet."""
+    script = tmp_path / "probe.py"
+    script.write_text(_PROBE)
+
+    def run(**environment: str) -> tuple[int, str, str]:
+        with launch(1, [script], XDG_CACHE_HOME=str(cache), **environment) as done:
+            (code,) = done.codes()
+            assert code is not None
+            return code, done.out(), done.errors()
+
+    return run
 
 
-def test_a_forced_reference_builds_nothing(tmp_path: Path) -> None:
-    done = _probe(tmp_path, MOE_CPU_KERNEL="reference")
-    assert "'name': 'reference', 'reason': 'MOE_CPU_KERNEL=reference'" in done.stdout
-    assert not list(tmp_path.iterdir())
+def test_without_a_working_compiler_the_reference_runs_and_says_so_once(probe: Probe) -> None:
+    code, out, errors = probe(CXX="/bin/false")
+    assert code == 0, errors
+    assert "'name': 'reference'" in out
+    assert "`/bin/false --version` exited with 1" in out
+    assert errors.count("moe WARNING CPU experts run on the slow reference kernel") == 1
 
 
-def test_an_unknown_kernel_is_refused(tmp_path: Path) -> None:
-    done = _probe(tmp_path, MOE_CPU_KERNEL="fast")
-    assert 'MOE_CPU_KERNEL must be "native" or "reference", got "fast"' in done.stderr
+def test_a_forced_native_kernel_must_build(probe: Probe) -> None:
+    code, _, errors = probe(CXX="/bin/false", MOE_CPU_KERNEL="native")
+    assert code != 0
+    assert "BuildError: `/bin/false --version` exited with 1" in errors
+
+
+def test_a_forced_reference_builds_nothing(probe: Probe, cache: Path) -> None:
+    _, out, _ = probe(MOE_CPU_KERNEL="reference")
+    assert "'name': 'reference', 'reason': 'MOE_CPU_KERNEL=reference'" in out
+    assert not list(cache.iterdir())
+
+
+def test_an_unknown_kernel_is_refused(probe: Probe) -> None:
+    _, _, errors = probe(MOE_CPU_KERNEL="fast")
+    assert 'MOE_CPU_KERNEL must be "native" or "reference", got "fast"' in errors
 
 
 # A compiler that takes its time and copies a library that is there: argv ends in "-o", where to.
 _COPYING = """#!/bin/sh
 [ "$1" = --version ] && exec echo copying
 echo "$*" >> {log}
-sleep 1
+sleep 0.1
 shift $(($# - 1))
 exec cp {library} "$1"
 """
 
 
 def test_of_processes_that_start_together_one_builds_into_a_private_directory(
-    tmp_path: Path,
+    launch: Launch, cache: Path, tmp_path: Path
 ) -> None:
-    cache, log, compiler = (tmp_path / name for name in ("cache", "log", "compiler"))
+    log, compiler, script = (tmp_path / name for name in ("log", "compiler", "script.py"))
     compiler.write_text(_COPYING.format(log=log, library=load_library()._name))
     compiler.chmod(0o700)
-    command = [sys.executable, "-c", "from kernels.cpu.build import load_library; load_library()"]
-    environment = {
-        **os.environ,
-        **{"XDG_CACHE_HOME": str(cache), "PYTHONPATH": os.getcwd(), "CXX": str(compiler)},
-    }
-    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
+    script.write_text("from kernels.cpu.build import load_library; load_library()")
+    with launch(2, [script], XDG_CACHE_HOME=str(cache), CXX=str(compiler)) as both:
+        assert both.codes() == [0, 0], both.everything()
     assert len(log.read_text().splitlines()) == len(build._sources()) + 1  # each once, and together
     root = cache / "moe-inference"
     (directory,) = root.iterdir()

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.architectures import tiny_model
 from experts.manifest import read_manifest
-from kernels import Backend
 from moe import MoE, SamplingParams
 from moe.convert.convert import convert
 from moe.errors import DoesNotFitError
@@ -242,18 +241,13 @@ def test_interpreted_triton_kernels_find_what_is_in_the_slots(
     if not pytest.importorskip("kernels.triton.language").INTERPRETED:
         pytest.skip("TRITON_INTERPRET=0: kernels need a GPU")
     triton = pytest.importorskip("kernels.triton.experts")
-    backend = Backend("triton", "interpreted", triton.experts_forward)
-    monkeypatch.setattr("moe.loader.choose_backend", lambda *_: backend)
     engine = {"max_batch_size": 8, "fused": "off"}
     expected = MoE.from_pretrained(store, SMALL | {"engine": engine})
     model = load(store, 8, 20, engine=engine)
-    short = SamplingParams(max_new_tokens=2, temperature=0.0)
-    found, wanted = (
-        [done.token_ids for done in either.generate([[5, 9], [7]], short)]
-        for either in (model, expected)
-    )
-    assert found == wanted
-    assert torch.equal(model.logits([5, 9, 2]), expected.logits([5, 9, 2]))
+    for either in (model, expected):  # once loaded, which reads some prompts
+        monkeypatch.setattr(either.experts, "forward", triton.experts_forward)
+    for ids in ([5, 9, 2], [7]):
+        assert torch.equal(model.logits(ids), expected.logits(ids))
     assert 0 < model.stats()["offload"]["hit_ratio"] < 1
 
 

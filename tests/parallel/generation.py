@@ -30,8 +30,8 @@ SETTINGS: dict[str, Any] = {
 }
 MODES: dict[str, Any] = {
     "whole": {"prefill.mode": "whole"},
-    "chunked": {"prefill.mode": "chunked", "prefill.chunk_tokens": 8},
-    "layered": {"prefill.mode": "layered", "prefill.group_tokens": 8, "prefill.wave_tokens": 48},
+    "chunked": {"prefill.mode": "chunked", "prefill.chunk_tokens": 16},
+    "layered": {"prefill.mode": "layered", "prefill.group_tokens": 16, "prefill.wave_tokens": 48},
 }
 PARAMS: dict[str, Any] = {
     "greedy": {"temperature": 0.0, "max_new_tokens": 9, "ignore_eos": True},
@@ -53,7 +53,7 @@ def run(model: MoE) -> dict[str, Any]:
         for name, params in PARAMS.items():
             found[f"{mode} {name}"] = said(model, PROMPTS, params)
     model.profile = load_profile(whole, MODES["chunked"] | {"memory.kv_tokens": 120})
-    found["preempted"] = said(model, PROMPTS, PARAMS["greedy"] | {"max_new_tokens": 30})
+    found["preempted"] = said(model, PROMPTS, PARAMS["greedy"] | {"max_new_tokens": 20})
     model.profile = whole
     found["known prefix"] = with_prefix(model)
     return found

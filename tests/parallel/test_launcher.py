@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from moe.cli import main
-from tests.parallel.conftest import PATIENCE_S, ROOT, free_port
+from tests.launched import PATIENCE_S, ROOT, free_port
 from tests.parallel.test_loss import ARGUMENTS, DEMO, LONG, url_of
 
 deepspeed = pytest.importorskip("deepspeed", reason="the launcher comes with DeepSpeed")
@@ -98,15 +98,6 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
         process.wait()
 
 
-def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with serving(tmp_path, *ARGUMENTS) as (process, _, _):
-        pids = children(process.pid)
-        assert len(pids) == 3, pids  # one for the machine, and two ranks
-        os.kill(pids[0], signal.SIGKILL)
-        process.wait(60)
-        wait_until_gone(pids)
-
-
 def test_all_end_in_peace_when_rank_0_is_told_to(launch: Any) -> None:
     """SIGTERM goes to everybody, as launchers send it: running requests are finished first. A rank
     that is only slow is not lost meanwhile."""
@@ -137,8 +128,9 @@ def rank_of(pid: int) -> str:
     return next((v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")), "")
 
 
-def test_the_launcher_lets_the_others_go_on(tmp_path: Path) -> None:
-    """kill -9 of a rank under load: all requests are answered, as if nothing had been."""
+def test_the_launcher_lets_the_others_go_on_and_nobody_outlives_it(tmp_path: Path) -> None:
+    """kill -9 of a rank under load: all requests are answered, as if nothing had been. Then of the
+    launcher: the rank that is left ends."""
     settings = ["--set", "parallel.on_rank_loss=continue"]
     question = LONG | {"max_tokens": 60, "temperature": 0}
     with serving(tmp_path, *ARGUMENTS, *settings) as (process, url, errors):
@@ -165,7 +157,6 @@ def test_the_launcher_lets_the_others_go_on(tmp_path: Path) -> None:
         assert process.poll() is None
         assert "rank 1 has ended" in errors.read_text()
         assert "going on without it" in errors.read_text()
-        process.send_signal(signal.SIGTERM)
-        os.kill(pids[0], signal.SIGTERM)
+        os.kill(pids[0], signal.SIGKILL)
         process.wait(60)
         wait_until_gone(pids)

@@ -15,7 +15,7 @@ from moe.parallel.roll import CONTROL, WATCH, Roll
 from moe.parallel.secret import SECRET
 from moe.parallel.start import come_together
 from moe.profile import load_profile
-from tests.parallel.conftest import free_port
+from tests.launched import free_port
 
 SAME = {"moe": "1", "setting lossless": "True"}
 

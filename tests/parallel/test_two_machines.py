@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.conftest import PATIENCE_S
+from tests.launched import PATIENCE_S
 from tests.parallel.test_launcher import ENVIRONMENT
 from tests.parallel.test_loss import ARGUMENTS, LONG, SLACK_S, TIMEOUT_S
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +147,7 @@ def content(store: Path) -> dict[str, bytes]:
 
 
 def test_a_killed_conversion_under_a_budget_goes_on(
-    path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, folder: Path, launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process itself is killed, by the system, between two layers."""
 
@@ -157,10 +155,10 @@ def test_a_killed_conversion_under_a_budget_goes_on(
         budget = ["--calibration", str(folder), "--target-bits", "5.5", "--group-size", "32"]
         return ["convert", str(path), str(tmp_path / out), *budget, "--repair-routers"]
 
-    killed = subprocess.run(
-        [sys.executable, "-c", DEADLY, *command("killed")], check=False, timeout=300
-    )
-    assert killed.returncode == -signal.SIGKILL
+    script = tmp_path / "deadly.py"
+    script.write_text(DEADLY)
+    with launch(1, [script, *command("killed")]) as killed:
+        assert killed.codes() == [-signal.SIGKILL], killed.everything()
     assert not (tmp_path / "killed").exists()
     assert main(command("whole")) == 0
     written: list[int] = []

@@ -133,7 +133,7 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[Group]:
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     requests=REQUESTS,
     mode=st.sampled_from(MODES),

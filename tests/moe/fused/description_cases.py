@@ -36,7 +36,13 @@ VOCABULARY = 50
 
 
 class Maker:
-    """Random parts of a description."""
+    """Random parts of a description.
+
+    Attributes:
+        most_heads: of latent attention, and of a head of keys.
+    """
+
+    most_heads = 11, 6
 
     def __init__(self, draw: st.DataObject, hidden: int, *, whole: bool = False) -> None:
         self.draw, self.hidden, self.dense = draw.draw, hidden, 0
@@ -79,7 +85,7 @@ class Maker:
         return HeadNorm(self.norm(size if per_head else heads * size), per_head, after)
 
     def grouped(self, layer: int) -> Attention:
-        kv_heads, group = self.draw(st.integers(1, 3)), self.draw(st.integers(1, 6))
+        kv_heads, group = (self.draw(st.integers(1, n)) for n in (3, self.most_heads[1]))
         size, value = self.draw(st.sampled_from([4, 8, 16, 20, 64])), self.draw(st.integers(1, 40))
         heads, after = kv_heads * group, self.draw(st.booleans())
         return Attention(
@@ -99,7 +105,7 @@ class Maker:
         )
 
     def latent(self, layer: int) -> LatentAttention:
-        heads, plain, value = (self.draw(st.integers(1, n)) for n in (11, 20, 20))
+        heads, plain, value = (self.draw(st.integers(1, n)) for n in (self.most_heads[0], 20, 20))
         size, rotated, low = self.draw(st.integers(1, 40)), 8, self.draw(st.sampled_from([0, 12]))
         return LatentAttention(
             layer=layer,

@@ -29,7 +29,7 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
             continue
 
         @settings(
-            max_examples=15,
+            max_examples=9,
             derandomize=True,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +18,27 @@ SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 URL = "/v1/completions"
 
 
-def start(checkpoint: Path, *options: str, **environ: str) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "moe", "serve", str(checkpoint), "--port", "0", *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environ
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.fullmatch(r"moe: serving tiny at (http://127\.0\.0\.1:\d+)\n", line)
-    assert found, (line, process.communicate())
-    return process, found[1]
-
-
-def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path) -> None:
-    process, url = start(text_checkpoint, MOE_API_KEY="k")
+def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, launch: Any) -> None:
     headers = {"authorization": "Bearer k"}
-    try:
-        with httpx.Client(base_url=url, headers=headers, timeout=60) as http:
+    command = ["serve", text_checkpoint, "--port", "0"]
+    with launch(1, command, MOE_API_KEY="k") as process:
+        line = process.wait_for("serving")
+        found = re.fullmatch(r"moe: serving tiny at (http://127\.0\.0\.1:\d+)", line)
+        assert found, process.everything()
+        with httpx.Client(base_url=found[1], headers=headers, timeout=60) as http:
             assert http.get("/ready", headers={"authorization": ""}).status_code == 200
             assert http.get("/v1/models", headers={"authorization": ""}).status_code == 401
             with http.stream("POST", URL, json={**LONG, "stream": True}) as answer:
                 lines = answer.iter_lines()
                 next(lines)
-                process.send_signal(signal.SIGTERM)
+                process.signal(0, signal.SIGTERM)
                 rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
         assert sum(line.startswith("data: {") for line in rest) >= 100
-        assert process.wait(30) == 0
-        out, err = process.communicate()
-        assert out == ""
-        assert err.startswith("moe: memory:\n  trunk ")
-        assert len(err.splitlines()) == 8, "the memory plan and nothing else"
-    finally:
-        process.kill()
+        assert process.codes() == [0]
+    assert process.out() == f"{line}\n"
+    assert process.errors().startswith("moe: memory:\n  trunk ")
+    assert len(process.errors().splitlines()) == 8, "the memory plan and nothing else"
 
 
 def test_draining_refuses_new_requests(wait_for: Any, serve: Any, gate: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,17 +29,18 @@ from tests.moe.speculate.demo_models import (
     tokens_of,
 )
 
+DEPTHS = (1, 4, 15)
 
-@pytest.mark.parametrize("depth", [1, 4, 15])
+
+@pytest.mark.parametrize(("residency", "depths"), [(1.0, DEPTHS), (0.5, (4,)), (0.25, DEPTHS)])
 @pytest.mark.parametrize("name", MODES)
-@pytest.mark.parametrize("residency", [1.0, 0.5, 0.25])
 def test_greedy_tokens_are_those_of_no_speculation(
-    models: Models, residency: float, name: str, depth: int
+    models: Models, residency: float, name: str, depths: tuple[int, ...]
 ) -> None:
     """All prompts in the end, by few for each way to speculate."""
     model = models.at(residency)
-    number = list(MODES).index(name) * 3 + (1, 4, 15).index(depth)
-    for batch, count in ((1, 2), (8, 9)):
+    for depth, (batch, count) in product(depths, ((1, 2), (8, 9))):
+        number = list(MODES).index(name) * len(DEPTHS) + DEPTHS.index(depth)
         places = [(number * 9 + index) % PROMPTS for index in range(count)]
         engine, watched = speculating(model, max_depth=depth, **MODES[name])
         settings = engine.scheduler.engine

@@ -1,4 +1,4 @@
-"""Ranks of tests: the ``moe`` command, or a script, with a fault if the environment asks.
+"""Processes of tests: the ``moe`` command, or a script, with a fault if the environment asks.
 
 This program has imported what ranks import, and forks one for each that it is asked for: so a rank
 costs what it does and not what its imports do. Ranks that a launcher starts are in `test_launcher`.

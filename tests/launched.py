@@ -1,4 +1,4 @@
-"""Launches of several ranks as processes, whatever becomes of them."""
+"""Processes that tests start: the ``moe`` command or a script, as one rank or several."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RANK = Path(__file__).with_name("rank.py")
 PATIENCE_S = 240
 """For what has no bound of its own: a shared machine starts processes slowly."""
@@ -79,6 +80,8 @@ class Launched:
         environs: list[dict[str, str]],
     ) -> None:
         self.folder = folder
+        for name, rank in product(("out", "err"), range(len(environs))):
+            (folder / f"{name}{rank}").touch()  # which may be read before a process begins
         self.processes = [
             Process(nursery, folder=str(folder), argv=[*map(str, argv)], environ=environ)
             for environ in environs
@@ -128,32 +131,3 @@ Launch = Callable[..., AbstractContextManager[Launched]]
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(scope="session")
-def launch(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Starts so many ranks of a command line of ``moe``, or of a script."""
-
-    @contextmanager
-    def start(ranks: int, argv: Sequence[object], fault: Any = None) -> Iterator[Launched]:
-        common = {
-            **os.environ,
-            **{"OMP_NUM_THREADS": "1", "TEST_FAULT": json.dumps(fault or {})},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)},
-        }
-        environs = [common | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
-        launched = Launched(nursery, tmp_path_factory.mktemp("launch"), argv, environs)
-        try:
-            yield launched
-        finally:
-            launched.end()
-
-    return start
