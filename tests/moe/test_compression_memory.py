@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,10 @@ def test_one_piece_is_in_memory_at_a_time(
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
-@pytest.mark.parametrize("room", [1 << 28, 100_000, 0])
 def test_versions_side_by_side_lose_what_they_lose_alone(
-    resident: MoE,
-    on_disk: MoE,
-    trace: Trace,
-    monkeypatch: pytest.MonkeyPatch,
-    layer: int,
-    room: int,
+    resident: MoE, on_disk: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     """Whether there is room for what the original's experts gave, for some of it, or none."""
-    monkeypatch.setattr(sensitivity, "KEPT_BYTES", room)
     monkeypatch.setattr(sensitivity, "TOGETHER", 600)
     versions = [pieces.take(resident.experts.layers[other], range(8)) for other in (1, 2)]
     windows = spread(trace, 300)
@@ -135,7 +129,8 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
         for window in windows:
             score.add(read(resident, window, {layer: version}), read(resident, window))
         expected.append(score.difference().kl)
-    for model in (resident, on_disk):
+    for room, model in product((1 << 28, 100_000, 0), (resident, on_disk)):
+        monkeypatch.setattr(sensitivity, "KEPT_BYTES", room)
         original = Original(model, windows)
         for _ in range(2):
             found = original.losses(layer, versions)

@@ -68,8 +68,8 @@ def test_whole_experts_in_slots_compute_what_the_layer_computes() -> None:
 
 def test_memory_is_taken_when_it_is_filled() -> None:
     shape = ExpertShape(1024, 512, 2, 64)
-    arena = plane_arena(shape, {8: 1}, 100_000, interleaved=False, activation=gated)  # 160 GB
-    arena.places(99_999)[0].fill_(1)
+    arena = plane_arena(shape, {8: 1}, 40_000, interleaved=False, activation=gated)  # 64 GB
+    arena.places(39_999)[0].fill_(1)
     arena.resize(10)
     assert arena.grains == 10
 

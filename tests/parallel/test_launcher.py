@@ -43,15 +43,16 @@ ENVIRONMENT = {
 }
 
 
-def test_the_command_says_the_same_under_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_the_same_on_two_ranks(
+    launch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [*GENERATE, "--profile", "expert-parallel"]
-    together = subprocess.run(
-        launcher(*command), env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert together.returncode == 0, together.stderr
-    assert main(command) == 0
-    said = json.loads(together.stdout[together.stdout.index("{") :])
+    with launch(2, command) as together:
+        assert main(command) == 0
+        assert together.codes() == [0, 0], together.everything()
+    said = json.loads(together.out())
     assert said["text"] == json.loads(capsys.readouterr().out)["text"]
+    assert together.out(1) == ""
 
 
 def children(pid: int) -> list[int]:

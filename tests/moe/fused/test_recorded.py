@@ -31,8 +31,8 @@ from tests.moe.fused.tape import Tape
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
-PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
-PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [1, 2]]
+PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [1, 2]]
 
 
 def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Trunk, MoELayers]:
@@ -46,9 +46,13 @@ def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Tru
 
 
 @pytest.fixture(autouse=True)
-def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter is slow."""
-    monkeypatch.setitem(architectures.TINY, "num_hidden_layers", 2)
+def two_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is slow: layers, heads with one of keys, and groups of two experts."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    for name, value in small.items():
+        monkeypatch.setitem(architectures.TINY, name, value)
+    monkeypatch.setitem(architectures.LATENT, "num_key_value_heads", 2)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.speculation_lossless import COUNT as PROMPTS
 from benchmarks.speculation_lossless import NEW_TOKENS
 from benchmarks.speculation_lossless import WAYS as MODES
 from experts.manifest import read_manifest
@@ -24,6 +23,7 @@ from offload.room import fixed_bytes, slot_bytes
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
 
 DEMO = Path("examples/demo-model")
+PROMPTS = 120
 MEMORY: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
 PROFILE: dict[str, Any] = {
     "prefill": {"wave_tokens": 64, "mode": "layered", "group_tokens": 32},
