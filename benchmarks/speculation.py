@@ -19,7 +19,9 @@
 Each part takes minutes: ``--parts``, ``--residency`` and ``--temperatures`` divide it.
 ``bytes_per_token`` is read from disk where experts are there, from memory elsewhere, drafts
 included. ``of best`` compares with the best of all fixed depths, none included, chosen in
-hindsight. ``noise`` is the standard error of a speed-up, from run to run. The last line is JSON.
+hindsight: the largest of several noisy rates, so it is on the low side. ``apart`` chooses the best
+on half of the rounds and compares on the others, both ways. ``noise`` is the standard error of a
+speed-up, from run to run. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Draft, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
 from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.model_free import ModelFree, NGram
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6
@@ -183,19 +183,18 @@ class World:
     start = read
 
     def controller(self) -> AutoController:
-        free = [NGram.mode, Recycling.mode]
         sizes = Sizes(EXPERTS, VISITS, EXPERTS)
         costs = StepCosts(sizes, (1.0, 0.05, 1 / VISITS, 0.0), dict.fromkeys(MODES, 0.8))
         counter: Any = self
-        return AutoController([*MODES, *free], MAX_DEPTH, costs, counter, self.thinks)
+        return AutoController(MODES, MAX_DEPTH, costs, counter, self.thinks)
 
     def auto(self) -> Speculator:
-        return self._speculator(self.controller(), NGram(), Recycling())
+        return self._speculator(self.controller(), NGram())
 
     def fixed(self, mode: Mode, depth: int) -> Speculator:
         free = [source for source in (NGram(),) if source.mode == mode]
         return self._speculator(FixedDepth(mode, depth), *free)
 
-    def _speculator(self, controller: Any, *free: ModelFree) -> Speculator:
+    def _speculator(self, controller: Any, *free: ModelFree[Any]) -> Speculator:
         drafts = cast(ElasticDrafts, Drawn(self))
         return Speculator(controller, drafts, free, MAX_DEPTH, lambda: self.now)

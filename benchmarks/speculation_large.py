@@ -31,7 +31,7 @@ from moe.selection import find_selectors
 from moe.speculate.control.make import make_controller
 from moe.speculate.draft import Controller, Mode
 from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.model_free import ModelFree, NGram
 from routing import PolicyChain
 
 TOKENS = 48
@@ -80,18 +80,16 @@ def contenders(
     model.experts.policies = PolicyChain((policy,))
     selectors = [found.selector for found in find_selectors(model.trunk)]
 
-    def made(controller: Controller, *model_free: ModelFree) -> ReplayedSpeculator:
+    def made(controller: Controller, *model_free: ModelFree[Any]) -> ReplayedSpeculator:
         layers = ReplayedLayers(model.experts.layers, model._loaded.backend.forward, selectors)
         layers.replayed = policy
         drafts = ReplayedDrafts(model, layers, says, rates)
         return ReplayedSpeculator(controller, drafts, model_free)
 
-    free = NGram(), Recycling()
-    modes = [*MODES, *(source.mode for source in free)]
-    auto = make_controller(model.trunk, model.experts, modes, MAX_DEPTH)
+    auto = make_controller(model.trunk, model.experts, MODES, MAX_DEPTH)
     return [
         Contender("none", made(FixedDepth(MODES[0], 0)), 0),
-        Contender("auto", made(auto, *free), None),
+        Contender("auto", made(auto, NGram()), None),
         Contender("ngram", made(FixedDepth(NGram.mode, MAX_DEPTH), NGram()), MAX_DEPTH),
         *(Contender(MODES[0].name, made(FixedDepth(MODES[0], depth)), depth) for depth in depths),
     ]

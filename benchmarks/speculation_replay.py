@@ -149,7 +149,7 @@ class WithoutConfidence(Controller):
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    def plan(self, *step: Any) -> Sequence[Choice]:
+    def plan(self, *step: Any) -> Sequence[Choice] | None:
         return self._controller.plan(*step)
 
     def observe(self, round: Round) -> None:
@@ -169,7 +169,7 @@ class ReplayedSpeculator(Speculator):
     """Follows the trace."""
 
     def __init__(
-        self, controller: Controller, drafts: ReplayedDrafts, model_free: Sequence[ModelFree]
+        self, controller: Controller, drafts: ReplayedDrafts, model_free: Sequence[ModelFree[Any]]
     ) -> None:
         super().__init__(WithoutConfidence(controller), drafts, model_free, MAX_DEPTH)
         self._drafts = drafts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
@@ -68,7 +69,8 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
             return each.a_token("disk_bytes")
         return each.a_token("memory_bytes") + each.a_token("draft_bytes")
 
-    best = max(each.rate for each in contenders if each.depth is not None)  # none is depth 0
+    fixed = [each for each in contenders if each.depth is not None]  # none is depth 0
+    best = max(each.rate for each in fixed)
     points_ = []
     for each in contenders[1:]:
         acceptance, length = each.drafted()
@@ -86,9 +88,30 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
                 "noise": _noise(each, plain),
                 "early_speedup": _early(each, plain),
                 "of_best": round(each.rate / best, 3),
+                "of_best_apart": of_best_apart(each, fixed),
             }
         )
     return points_
+
+
+def of_best_apart(each: Contender, fixed: Sequence[Contender]) -> float | None:
+    """Speed over that of the best fixed choice, which is chosen on half of the rounds and compared
+    with on the others, both ways: the largest of several noisy rates is luck in part, which the
+    other half does not share. None of one round."""
+    count = len(each.runs)
+    if count < 2:
+        return None
+    turns = 2 if count >= 4 else 1  # contenders go in one order, then in the other
+    half = [index // turns % 2 for index in range(count)]
+
+    def rate(own: Contender, which: int) -> float:
+        return rate_of([run for run, at in zip(own.runs, half, strict=True) if at == which])
+
+    ratios = []
+    for chosen in (0, 1):
+        best = max(fixed, key=partial(rate, which=chosen))
+        ratios.append(rate(each, 1 - chosen) / rate(best, 1 - chosen))
+    return round(fmean(ratios), 3)
 
 
 def _noise(each: Contender, plain: Contender) -> float | None:
@@ -105,7 +128,7 @@ def _early(each: Contender, plain: Contender) -> float | None:
 
 def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
     names = ("batch", "residency", "temperature", "mode", "depth", "acceptance", "accepted_length")
-    numbers = ("tokens_per_second", "speedup", "noise", "early_speedup", "of_best")
+    numbers = ("tokens_per_second", "speedup", "noise", "early_speedup", "of_best", "of_best_apart")
     rows = [
         [
             *(str("auto" if point[n] is None else point[n]) for n in names),
@@ -116,7 +139,7 @@ def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
         for point in points_
     ]
     columns = ("batch", "resident", "T", "mode", "depth", "accepted", "length", "MB", "plain MB")
-    print_table(title, (*columns, "tokens/s", "speed-up", "±", "early", "of best"), rows)
+    print_table(title, (*columns, "tokens/s", "speed-up", "±", "early", "of best", "apart"), rows)
 
 
 def show_grid(cells: Sequence[dict[str, Any]]) -> None:

@@ -71,8 +71,9 @@ def decode(
         before = world.now
         drafts = speculator.propose(sequences, float("inf"))
         if drafts is None:
-            kind = "rest" if speculator._resting else "look"
-            world.step(len(spoken), 0, looks=not speculator._resting)
+            resting = speculator._plain.resting
+            kind = "rest" if resting else "look"
+            world.step(len(spoken), 0, looks=not resting)
             made = [[each.sampler.sample(thoughts_V, None)] for each in spoken]
         else:
             drafted = sum(len(draft.tokens) for draft in drafts)

@@ -108,10 +108,10 @@ class Sampler:
         assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
         if self.is_argmax:
             (best,), (peak,) = peaks(logits_V[None])
-            _check_peak(peak)
+            check_peak(peak)
             return Token(best)
         raw_V = row_of(logits_V)
-        _check_peak(float(raw_V.max()))
+        check_peak(float(raw_V.max()))
         scores_V = self._penalise(raw_V)
         if self.params.temperature == 0:
             token_id = int(scores_V.argmax())
@@ -158,7 +158,7 @@ class Sampler:
         if self.params.temperature == 0 or self.params.seed is not None:
             return self.sample(logits_V).id, None
         raw_V = row_of(logits_V)
-        _check_peak(float(raw_V.max()))
+        check_peak(float(raw_V.max()))
         ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
         token_id = int(ids_C[draw(weights_C, self._random.random())])
         self._remember(token_id)
@@ -175,7 +175,7 @@ class Sampler:
         tokens = []
         for token_id, logits_V in zip(token_ids, logits_TV, strict=True):
             raw_V = row_of(logits_V)
-            _check_peak(float(raw_V.max()))
+            check_peak(float(raw_V.max()))
             tokens.append(_scored(token_id, raw_V, count))
         return tokens
 
@@ -202,7 +202,7 @@ class Sampler:
             if self._constraint.is_over:  # a draft asks for more
                 raise LogitsError("the text is complete, and its structure lets nothing follow")
             scores_V = np.where(self._constraint.allowed_V(), scores_V, -np.inf)
-            _check_peak(float(scores_V.max()))
+            check_peak(float(scores_V.max()))
         return scores_V
 
     def _remember(self, token_id: int) -> None:
@@ -224,7 +224,7 @@ def _scored(token_id: int, raw_V: np.ndarray, count: int) -> Token:
     return Token(token_id, float(raw_V[token_id] - normaliser), top)
 
 
-def _check_peak(peak: float) -> None:
+def check_peak(peak: float) -> None:
     # max and argmax hand a NaN on, so that the largest logit answers for the whole row.
     if peak != peak:
         raise LogitsError("the logits hold NaN")

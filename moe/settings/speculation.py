@@ -14,8 +14,8 @@ class SpeculationSettings(Settings):
 
     mode: Annotated[Literal["off", "auto", "elastic", "ngram", "recycling"], Off] = "off"
     """elastic: by the model itself with less of its experts. ngram: what followed the last tokens
-    before. recycling: what the model last thought follows a token. auto: whichever is predicted to
-    pay, where one does. off: one token at a time."""
+    before. recycling: what the model last thought follows a token. auto: whichever of elastic and
+    ngram is predicted to pay, where one does. off: one token at a time."""
 
     max_depth: int = Field(default=4, ge=1, le=15)
     """Most tokens of a draft."""

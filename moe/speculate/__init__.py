@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kernels import Forward, QuantizedExperts
 from kernels.planes import num_planes
@@ -77,15 +78,18 @@ def enable_speculation(
     if modes:
         layers = _draft_layers(mode, trunk, experts, forward)
         elastic = ElasticDrafts(trunk, layers, experts.foretell)
-    model_free: dict[str, ModelFree] = {"ngram": NGram(), "recycling": Recycling()}
-    sources = [source for name, source in model_free.items() if settings.mode in (name, "auto")]
-    modes += [source.mode for source in sources]
+    sources: list[ModelFree[Any]] = []
+    if settings.mode == "recycling":
+        sources = [Recycling()]
+    elif settings.mode in ("ngram", "auto"):
+        sources = [NGram()]
+    known = [*modes, *(source.mode for source in sources)]
     controller: Controller = (
         make_controller(trunk, experts, modes, settings.max_depth)
         if automatic
-        else FixedDepth(modes[0], settings.max_depth)
+        else FixedDepth(known[0], settings.max_depth)
     )
-    names = ", ".join(each.name for each in modes)
+    names = ", ".join(each.name for each in known)
     speculator = Speculator(controller, elastic, sources, settings.max_depth)
     return Speculation(speculator, f"drafts by {'one of ' * automatic}{names}")
 

@@ -16,8 +16,6 @@ from moe.sampling.candidates import Proposal
 
 Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]
-Judged = tuple[Sequence[float], int]
-"""Confidence of each token of a draft, and how many were right."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Trial(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A step in which somebody looked for drafts.
+    """A step that was not plain.
 
     Attributes:
         trials: of each sequence; fewer where the step failed for some.
@@ -137,13 +135,19 @@ class Round(NamedTuple):
     alone: bool
 
 
-class Heard(NamedTuple):
-    """What a model-free mode would have drafted for a sequence while nobody asked, and what was
-    right."""
+class Plain(NamedTuple):
+    """Plain steps of one number of sequences, maybe not all that there were.
 
-    sequence: RunningSequence
-    mode: Mode
-    judged: Sequence[Judged]
+    Attributes:
+        seconds: of each; nan where a prompt was read in it.
+        looks: in so many of them somebody looked for drafts, in vain.
+        looking: seconds that these took for it, beside those above.
+    """
+
+    batch: int
+    seconds: Sequence[float]
+    looks: int
+    looking: float
 
 
 class Controller(ABC):
@@ -155,8 +159,8 @@ class Controller(ABC):
         sequences: Sequence[RunningSequence],
         limits: Sequence[int],
         offers: Sequence[Sequence[Draft]],
-    ) -> Sequence[Choice]:
-        """One choice for each running sequence.
+    ) -> Sequence[Choice] | None:
+        """One choice for each running sequence; None where all are to be plain.
 
         Args:
             limits: tokens that each may draft at most.
@@ -174,15 +178,16 @@ class Controller(ABC):
         return len(confidence)
 
     def observe(self, round: Round) -> None:
-        """A step is over that was planned."""
+        """A step is over that was planned, and not plain."""
         return None
 
     def rests(self, batch: int) -> int:
-        """Steps of so many sequences to come that are plain, without any looking for drafts."""
+        """Steps of so many sequences to come that are plain, without any looking for drafts. Asked
+        before each step that would look."""
         return 0
 
-    def rested(self, batch: int, seconds: Sequence[float], heard: Sequence[Heard]) -> None:
-        """Such steps took so long, nan those in which a prompt was read; maybe not all of them."""
+    def rested(self, plain: Plain) -> None:
+        """Plain steps are over."""
         return None
 
     def figures(self) -> dict[str, Any] | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 
 LONGEST, SHORTEST = 4, 2
 """Last tokens that must have been seen before, tried in this order."""
-SIZES = (2, 3, 4, 8, 16, 32)
-"""Lengths of runs that are told apart. On greedy text of the shipped model 3.0 of 6 tokens are
-right behind a run of 4 to 7, 4.0 behind one of 8 to 15, and 5.9 behind 32 and more."""
+SIZES = (2, 3, 4, 6, 8, 12, 16, 32)
+"""Lengths of runs that are told apart."""
+MOST = 32
+"""Tokens of a draft at most."""
+KINDS = [bisect(SIZES, size) - 1 for size in range(SIZES[-1] + MOST)]
+"""Of a run by its length, the place in `SIZES`."""
 
 
 class History:
@@ -22,26 +26,30 @@ class History:
         self.size = 0
         self._tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}  # of each run, the place behind it
+        self._runs: list[tuple[int, ...]] = []  # at the end, longest first
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens to the end. A run becomes known when a token follows it."""
+        known, ends, runs = self._tokens, self._ends, self._runs
         for token in tokens:
-            known, end = self._tokens, len(self._tokens)
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
-                self._ends[tuple(known[-size:])] = end
+            end = len(known)
+            for run in runs:
+                ends[run] = end
             known.append(token)
+            last = tuple(known[-LONGEST:])
+            runs = [last[skip:] for skip in range(len(last) - SHORTEST + 1)]
+        self._runs = runs
 
     def following(self, limit: int) -> list[int]:
         """What followed the longest known run that the sequence ends with, where it was last.
 
         At the end of the sequence it goes round, as what repeats itself does.
         """
-        tokens = self._tokens
-        for size in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
-            start = self._ends.get(tuple(tokens[-size:]))
-            if start is not None:
-                self.size = self._reach(start, size)
-                found = tokens[start : start + limit]
+        for run in self._runs:
+            if run in self._ends:
+                start = self._ends[run]
+                self.size = self._reach(start, len(run))
+                found = self._tokens[start : start + limit]
                 return (found * limit)[:limit] if len(found) < limit else found
         return []
 

@@ -1,171 +1,195 @@
 """Drafts that need no model: what followed before (prompt lookup), or what the model last thought.
 
-Both are chains and by rule, so a draft costs a few look-ups. A tree of drafts would touch nearly
-every expert.
+Both are chains and by rule, so a draft costs a few look-ups; a tree of drafts would touch nearly
+every expert. How probable a token is they know from all tokens that came, drafted or not: each
+one says whether the guess before it was right.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from itertools import pairwise
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from moe.engine.sequence import RunningSequence
 from moe.sampling.candidates import peaks
-from moe.speculate.draft import PLAIN, Draft, Judged, Mode
-from moe.speculate.history import SIZES, History
+from moe.speculate.draft import PLAIN, Draft, Mode
+from moe.speculate.history import KINDS, SIZES, History
 
+JUDGED = 16
+"""Tokens of those that have come since nobody looked, the last ones, that guesses are judged on."""
+LEAST = 0.2
+"""Probability of the first token below which nobody wants a draft."""
 FIRST, FADE = 0.3, 0.25
 """How probably a token is followed as the time before: at first, and weight of each time."""
+BINS = 8
+"""In which that is compared with how often it was so."""
 
-Guess = tuple[list[int], list[float]]
-"""Tokens that may follow, and how probable each is."""
+
+class Chances:
+    """How often guesses of several kinds have been right, the last hundred or so of each.
+
+    Args:
+        known: by kind, before any has been seen.
+
+    Attributes:
+        known: by kind.
+    """
+
+    KEEP = 0.99
+
+    def __init__(self, known: Sequence[float]) -> None:
+        self.known = list(known)
+        self._right, self._all = [2.0 * each for each in known], [2.0] * len(known)
+
+    def count(self, kind: int, right: bool) -> None:
+        """One more."""
+        self._right[kind] = self.KEEP * self._right[kind] + right
+        self._all[kind] = self.KEEP * self._all[kind] + 1.0
+        self.known[kind] = self._right[kind] / self._all[kind]
 
 
-class ModelFree(ABC):
-    """Drafts for one sequence at a time, from the tokens that it has."""
+Own = TypeVar("Own")
+"""What is known of one sequence."""
+
+
+class ModelFree(ABC, Generic[Own]):
+    """Drafts for one sequence at a time, from the tokens that it has.
+
+    Attributes:
+        text: makes what is known of a sequence of which nothing has been read.
+    """
 
     mode: Mode
+    text: Callable[[], Own]
 
-    def __init__(self) -> None:
-        self._read: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
+    @abstractmethod
+    def take(self, own: Own, tokens: Sequence[int]) -> None:
+        """A sequence goes on with these tokens, those of its prompt at first."""
 
-    def offer(self, sequence: RunningSequence, limit: int) -> Draft:
+    @abstractmethod
+    def following(self, own: Own, limit: int) -> Draft:
         """At most ``limit`` tokens that may follow; `PLAIN` where it knows nothing."""
-        self._take(sequence, self._unread(sequence))
-        tokens, confidence = self._following(sequence, limit)
-        return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN
 
-    def judge(self, sequence: RunningSequence, limit: int, last: int) -> list[Judged]:
-        """What would have been drafted on the way through the tokens that have come since it was
-        last asked, verification by verification, and would have been right.
-
-        Args:
-            last: new tokens, the last ones, that are drafted; those before are taken in only.
-        """
-        came, judged = self._unread(sequence), list[Judged]()
-        place = max(0, len(came) - min(last, len(sequence.token_ids)))
-        self._take(sequence, came[:place])
-        while place < len(came):
-            tokens, confidence = self._following(sequence, min(limit, len(came) - place))
-            pairs = enumerate(zip(tokens, came[place:], strict=False))
-            right = next((index for index, (a, b) in pairs if a != b), len(tokens))
-            if tokens:
-                self._count(sequence, len(tokens), right)
-            judged.append((confidence, right))
-            self._take(sequence, came[place : place + right + 1])
-            place += right + 1
-        return judged
-
-    def learn(
-        self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
-    ) -> None:
+    def learn(self, draft: Draft, accepted: int, logits_TV: Tensor) -> None:
         """What the model made of a draft of any mode; its own tokens are taken in later.
 
         Args:
             logits_TV: of the sequence's last token and of each drafted one.
         """
-        if draft.mode == self.mode:
-            self._count(sequence, len(draft.tokens), accepted)
-
-    def _unread(self, sequence: RunningSequence) -> list[int]:
-        """Tokens, those of the prompt included, that have come since this was last asked."""
-        prompt, read = sequence.prompt_token_ids, self._read.get(sequence, 0)
-        self._read[sequence] = len(prompt) + len(sequence.token_ids)
-        if read >= len(prompt):
-            return sequence.token_ids[read - len(prompt) :]
-        return prompt[read:] + sequence.token_ids
-
-    @abstractmethod
-    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        """The sequence goes on with these tokens."""
-
-    @abstractmethod
-    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
-        """What may follow the tokens that have been taken in."""
-
-    @abstractmethod
-    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
-        """So many tokens of the last guess for a sequence were right."""
+        return None
 
 
-class NGram(ModelFree):
+Guess = tuple[Sequence[int], Sequence[int]]
+"""Tokens that were expected to come next, and of each the kind of the run behind it."""
+
+
+@dataclass
+class Past:
+    """Of a sequence."""
+
+    history: History = field(default_factory=History)
+    guess: Guess = (), ()
+
+
+class NGram(ModelFree[Past]):
     """Prompt lookup: what followed the last tokens when the sequence had them before.
 
-    Confidence is how often drafts behind runs of that length have proved right, per token.
+    Confidence is how often what followed a run of that length has followed again; with each right
+    token the run is longer by one.
     """
 
-    mode = Mode("ngram")
+    mode, text = Mode("ngram"), Past
 
     def __init__(self) -> None:
-        super().__init__()
-        self._histories: WeakKeyDictionary[RunningSequence, History] = WeakKeyDictionary()
-        self._right, self._tried = dict.fromkeys(SIZES, 1.0), dict.fromkeys(SIZES, 2.0)
+        self._chances = Chances([size / (size + 2) for size in SIZES])
 
-    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        history = self._histories.get(sequence)
-        if history is None:
-            history = self._histories[sequence] = History()
-        history.extend(tokens)
+    def take(self, own: Past, tokens: Sequence[int]) -> None:
+        place = max(len(tokens) - JUDGED, 0)
+        if place:
+            own.history.extend(tokens[:place])
+            self.following(own, JUDGED)
+        while place < len(tokens):
+            judged = self._judge(own.guess, tokens[place:])
+            own.history.extend(tokens[place : place + judged])
+            place += judged
+            if place < len(tokens):
+                self.following(own, JUDGED)
 
-    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
-        history = self._histories[sequence]
-        tokens = history.following(limit)
-        if not tokens:
-            return [], []
-        return tokens, [self._right[history.size] / self._tried[history.size]] * len(tokens)
+    def _judge(self, guess: Guess, came: Sequence[int]) -> int:
+        """Count what was right; tokens up to the first that was not foreseen, at least one."""
+        judged = 0
+        for token, kind, actual in zip(*guess, came, strict=False):
+            judged += 1
+            self._chances.count(kind, token == actual)
+            if token != actual:
+                break
+        return judged or 1
 
-    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
-        size = self._histories[sequence].size
-        self._right[size] += right
-        self._tried[size] += min(right + 1, drafted)
+    def following(self, own: Past, limit: int) -> Draft:
+        history, known = own.history, self._chances.known
+        tokens = history.following(limit) if limit > 0 else []
+        kinds = KINDS[history.size : history.size + len(tokens)]
+        own.guess = tokens, kinds
+        if not tokens or known[kinds[0]] < LEAST:
+            return PLAIN
+        return Draft.sure(self.mode, tokens, [known[kind] for kind in kinds])
 
 
-class Recycling(ModelFree):
+@dataclass
+class Last:
+    """Attributes:
+    token: the last one; None before any.
+    """
+
+    token: int | None = None
+
+
+class Recycling(ModelFree[Last]):
     """Token Recycling: what the model last thought would follow a token.
 
     The table is shared by all sequences. Confidence is how often a token has been followed as it
-    was the time before.
+    was the time before, and how often that has proved right.
     """
 
-    mode = Mode("recycling")
+    mode, text = Mode("recycling"), Last
 
     def __init__(self) -> None:
-        super().__init__()
-        self._last: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
         self._successor: dict[int, tuple[int, float]] = {}
+        self._chances = Chances([kind / BINS for kind in range(BINS + 1)])
 
-    def learn(
-        self, sequence: RunningSequence, draft: Draft, accepted: int, logits_TV: Tensor
-    ) -> None:
+    def learn(self, draft: Draft, accepted: int, logits_TV: Tensor) -> None:
         if accepted < len(draft.tokens):
             thought, _ = peaks(logits_TV[accepted + 1 :])
             for token, following in zip(draft.tokens[accepted:], thought, strict=True):
                 self._follow(token, following)
 
-    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        known = [self._last[sequence], *tokens] if sequence in self._last else list(tokens)
-        for token, following in pairwise(known):
-            self._follow(token, following)
-        if known:
-            self._last[sequence] = known[-1]
+    def take(self, own: Last, tokens: Sequence[int]) -> None:
+        last, said = own.token, own.token is not None  # a prompt is somebody else's text
+        for token in tokens:
+            if last is not None:
+                known = self._follow(last, token)
+                if said and known is not None:
+                    self._chances.count(int(known[1] * BINS), known[0] == token)
+            last = token
+        own.token = last
 
-    def _follow(self, token: int, following: int) -> None:
-        before, chance = self._successor.get(token, (None, FIRST))
-        if before is not None:
-            chance += FADE * ((before == following) - chance)
+    def _follow(self, token: int, following: int) -> tuple[int, float] | None:
+        """A token has been followed by another; what was known of it."""
+        known = self._successor.get(token)
+        chance = FIRST if known is None else known[1] + FADE * ((known[0] == following) - known[1])
         self._successor[token] = following, chance
+        return known
 
-    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
-        tokens, confidence, token = list[int](), list[float](), self._last[sequence]
+    def following(self, own: Last, limit: int) -> Draft:
+        tokens, confidence = list[int](), list[float]()
+        token, known = own.token, self._chances.known
         while len(tokens) < limit and token in self._successor:
             token, chance = self._successor[token]
             tokens.append(token)
-            confidence.append(chance)
-        return tokens, confidence
-
-    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
-        return None  # it is counted for each token, whoever drafts
+            confidence.append(known[int(chance * BINS)])
+            if confidence[0] < LEAST:
+                return PLAIN
+        return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN

@@ -20,12 +20,10 @@ from moe.speculate.control.report import Report
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Trial
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.model_free import ModelFree
-from moe.speculate.rests import Rests
+from moe.speculate.offers import Offers
+from moe.speculate.plain_steps import PlainSteps
 from moe.speculate.verify import verify
 from routing.predict import Forecast
-
-SURE = 0.5
-"""Confidence of a model-free draft with which nobody else is asked."""
 
 
 class Speculator:
@@ -34,7 +32,7 @@ class Speculator:
     Args:
         controller: decides.
         elastic: drafts by the model itself; None where no mode wants it.
-        model_free: drafts that cost nothing, all asked in every step.
+        model_free: drafts that need no model.
         max_depth: tokens of a draft at most.
 
     Attributes:
@@ -47,18 +45,17 @@ class Speculator:
         self,
         controller: Controller,
         elastic: ElasticDrafts | None,
-        model_free: Sequence[ModelFree],
+        model_free: Sequence[ModelFree[Any]],
         max_depth: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controller, self.report = controller, Report()
         self.forecast: Forecast | None = None
-        self._elastic, self._model_free = elastic, list(model_free)
+        self._elastic, self._offers = elastic, Offers(model_free)
         self._max_depth, self._clock = max_depth, clock
         self._start = self._began = 0.0
         self._sequences: Sequence[RunningSequence] = ()
-        self._rests = Rests(self._model_free, max_depth)
-        self._resting = False
+        self._plain = PlainSteps()
         self._draft_bytes, self._draft_rows = 0, list[int]()
         self._trials: list[Trial] | None = None
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
@@ -70,14 +67,17 @@ class Speculator:
         Args:
             spare: tokens that keys and values have room for, beyond one of each sequence.
         """
-        self._start, self._sequences = self._clock(), sequences
-        self.forecast = self._trials = None
-        self._resting = self._rests.begin(self.controller, sequences)
-        if self._resting:
+        self._began = self._start = self._clock()
+        self._sequences, self.forecast, self._trials = sequences, None, None
+        if self._plain.begin(self.controller, len(sequences)):
+            return None
+        limits = self._limits(sequences, spare)
+        offered = self._offers.of(sequences, limits)
+        choices = self.controller.plan(sequences, limits, offered)
+        if choices is None:
+            self._began = self._clock()
             return None
         self._confidence, self._draft_rows, self._draft_bytes = {}, [], 0
-        offered = [self._offers(sequence) for sequence in sequences]
-        choices = self.controller.plan(sequences, self._limits(sequences, spare), offered)
         drafts = [_taken(*own) for own in zip(choices, offered, strict=True)]
         self._draft_elastically(sequences, choices, drafts)
         self._began = self._clock()
@@ -92,8 +92,8 @@ class Speculator:
         tokens = verify(sequence.sampler, draft, logits_TV)
         accepted = len(tokens) - 1
         if draft.tokens:
-            for source in self._model_free:
-                source.learn(sequence, draft, accepted, logits_TV)
+            for source in self._offers.sources:
+                source.learn(draft, accepted, logits_TV)
         confidence = self._confidence.get(sequence, draft.confidence)
         drafted = len(draft.tokens)
         self._trials.append(Trial(sequence, draft.mode, drafted, accepted, confidence))
@@ -101,14 +101,11 @@ class Speculator:
 
     def finish(self, alone: bool) -> None:
         """The step is over; ``alone`` if no prompt was read in it."""
-        now = self._clock()
-        if self._resting:
-            self.report.rest(len(self._sequences))
-            self._rests.over(now - self._start if alone else nan)
-            return
-        trials = self._trials
+        now, trials = self._clock(), self._trials
         if trials is None:
-            trials = [Trial(sequence, None, 0, 0) for sequence in self._sequences]
+            self.report.plainly(len(self._sequences), self._plain.resting)
+            self._plain.over(now - self._began if alone else nan, self._began - self._start)
+            return
         round = Round(
             trials=tuple(trials),
             rows=sum(trial.drafted + 1 for trial in trials),
@@ -118,6 +115,7 @@ class Speculator:
             draft_bytes=self._draft_bytes,
             alone=alone,
         )
+        self._plain.drafted()
         self.report.observe(round)
         self.controller.observe(round)
 
@@ -125,31 +123,14 @@ class Speculator:
         """What came of it, and what decides, for JSON."""
         return {**self.report.figures(), "control": self.controller.figures()}
 
-    def _offers(self, sequence: RunningSequence) -> list[Draft]:
-        """What model-free modes have to say."""
-        limit = self._limit(sequence)
-        if limit <= 0:
-            return []
-        offers = []
-        for source in self._model_free:
-            draft = source.offer(sequence, limit)
-            if draft.tokens:
-                offers.append(draft)
-                if draft.confidence[0] >= SURE:
-                    break
-        return offers
-
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:
         """Tokens that each sequence may draft: the one behind them is the model's own."""
         limits = []
         for sequence in sequences:
-            limits.append(int(max(0, min(self._limit(sequence), spare))))
+            left = sequence.max_new_tokens - len(sequence.token_ids) - 1
+            limits.append(int(max(0, min(self._max_depth, left, spare))))
             spare -= limits[-1]
         return limits
-
-    def _limit(self, sequence: RunningSequence) -> int:
-        left = sequence.max_new_tokens - len(sequence.token_ids) - 1
-        return min(self._max_depth, left)
 
     def _draft_elastically(
         self,

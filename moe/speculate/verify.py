@@ -8,10 +8,13 @@ each accepted token, and log-probabilities are the model's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from moe.errors import StructureError
-from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.candidates import peaks
+from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak
 from moe.speculate.draft import Draft
 
 
@@ -27,6 +30,8 @@ def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
             ends what is accepted before it, and is met again as the first one.
     """
     assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
+    if sampler.is_argmax:
+        return _likeliest(draft.tokens, logits_TV)
     tokens: list[Token] = []
     guesses, proposals = (*draft.tokens, None), (*draft.proposals, None)
     for row, guess, proposal in zip(logits_TV, guesses, proposals, strict=True):
@@ -37,5 +42,22 @@ def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
                 raise
             break
         if tokens[-1].id != guess:
+            break
+    return tokens
+
+
+def _likeliest(guesses: Sequence[int], logits_TV: Tensor) -> list[Token]:
+    """The same where tokens are largest logits: of all rows at once."""
+    tokens: list[Token] = []
+    best, values = peaks(logits_TV)
+    for token, peak, guess in zip(best, values, (*guesses, None), strict=True):
+        try:
+            check_peak(peak)
+        except LogitsError:
+            if not tokens:
+                raise
+            break
+        tokens.append(Token(token))
+        if token != guess:
             break
     return tokens

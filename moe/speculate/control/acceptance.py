@@ -1,8 +1,9 @@
 """How likely the tokens of a draft are to be accepted, learnt from what became of earlier ones.
 
-Of each mode there is one estimate a position (given that all positions before were accepted), one
-factor a sequence, and one table that turns the draft's own confidence into a probability
-(SpecDec++'s stopping rule without its trained head).
+Of each mode that drafts with passes of the model there is one estimate a position (given that all
+positions before were accepted), one factor a sequence, and one table that turns the draft's own
+confidence into a probability (SpecDec++'s stopping rule without its trained head). Model-free
+drafts know their chances themselves (`moe.speculate.model_free`).
 """
 
 from __future__ import annotations
@@ -85,23 +86,13 @@ class Acceptance:
         rates = self.positions[mode].rates(self.step, optimism)
         return _products(rates, self.factor(sequence))
 
-    def drafted(
-        self,
-        sequence: Hashable | None,
-        mode: Mode,
-        confidence: Sequence[float],
-        optimism: float = 0.0,
-    ) -> list[float]:
+    def drafted(self, mode: Mode, confidence: Sequence[float]) -> list[float]:
         """The same of tokens that have been drafted, with such confidence."""
-        own = self._probabilities(mode, confidence, optimism)
-        return _products(own, 1.0 if sequence is None else self.factor(sequence))
+        return _products(self._probabilities(mode, confidence), 1.0)
 
-    def _probabilities(
-        self, mode: Mode, confidence: Sequence[float], optimism: float = 0.0
-    ) -> list[float]:
+    def _probabilities(self, mode: Mode, confidence: Sequence[float]) -> list[float]:
         """Of each token, that it is accepted if all before it are."""
-        rates = self.positions[mode]
-        known = rates.rates(self.step, optimism) if optimism else rates.verified_rates()
+        known = self.positions[mode].verified_rates()
         return self._calibrated[mode].probabilities(confidence, known)
 
 

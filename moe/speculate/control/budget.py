@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe.speculate.control.account import UNSPENT, Account
-from moe.speculate.control.search import LOYALTY, PLAIN, Plan, Search, Step, plain
+from moe.speculate.control.search import LOYALTY, PLAIN, Plan, Search, Step
 from moe.speculate.draft import Choice
 
 OPTIMISM = 2.0
@@ -25,7 +25,7 @@ class Budget:
         """Something else than the best that is known, where luck could make it better; the search
         for it takes time, too, and waits until there is room."""
         batch = len(best.choices)
-        if not self.may_try(batch):
+        if self.steps_until_trial(batch) > 0:
             return None
         least = LOYALTY * best.option.goodput
         short = step._replace(limits=[min(limit, 1) for limit in step.limits])
@@ -39,17 +39,13 @@ class Budget:
                 return hope._replace(trial=True)
         return None
 
-    def may_try(self, batch: int) -> bool:
-        """Whether there is room for the least trial."""
-        affords = self.account.affords_trial(self._least_risk(batch))
-        return affords and self.steps_until_trial(batch) == 0
-
     def steps_until_trial(self, batch: int) -> int:
-        """Plain steps after which there is room for a trial; 0 if there is now."""
-        step = self.search.costs.verify(batch, batch)
-        return self.account.steps_until(min(self._least_risk(batch) / step + KEPT, UNSPENT), step)
+        """Plain steps after which there is room for the least trial; 0 if there is now."""
+        step, least = self.search.costs.verify(batch, batch), self._least_risk(batch)
+        room = min(least / step + KEPT, UNSPENT)
+        return max(self.account.steps_until(room, step), self.account.until_trial(least, step))
 
-    def within(self, step: Step, plan: Plan) -> Plan:
+    def within(self, plan: Plan) -> Plan | None:
         """A plan, or the beginning of it for which there is room."""
         deepest = max(choice.depth for choice in plan.choices)
         while deepest and not self.account.affords(self._risk(plan)):
@@ -59,13 +55,14 @@ class Budget:
                 for choice in plan.choices
             )
             plan = plan._replace(choices=choices)
-        return plan if deepest else plain(step, self.search.costs)
+        return plan if deepest else None
 
     def _least_risk(self, batch: int) -> float:
         """Seconds that the least trial loses if nothing is accepted."""
         costs = self.search.costs
         passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
-        return min(passes, default=0.0) + costs.row(batch)
+        row = costs.verify(batch, batch + 1) - costs.verify(batch, batch)
+        return min(passes, default=0.0) + max(row, 0.0)
 
     def _risk(self, plan: Plan) -> float:
         """Seconds that a plan loses against plain decoding if nothing is accepted."""

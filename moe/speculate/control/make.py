@@ -46,9 +46,7 @@ def make_controller(
     )
     whole = others + visits * size
     relative = {
-        mode: (others + visits * size * _share(mode, layers, top_k)) / whole
-        for mode in modes
-        if mode.source == "elastic"
+        mode: (others + visits * size * _share(mode, layers, top_k)) / whole for mode in modes
     }
     costs = StepCosts(Sizes(total, visits, slots), prices, relative)
     return AutoController(modes, max_depth, costs, ExpertCounts(experts))
@@ -108,7 +106,8 @@ class ExpertCounts:
         if self._cache is None:
             statistics = self._experts.statistics
             layers = range(len(self._experts.layers))
-            return float(sum(statistics.expert_loads(layer) for layer in layers)), 0.0
+            loads = [statistics.expert_loads_by(layer)["decode"] for layer in layers]
+            return float(sum(loads)), 0.0
         layers_ = self._cache.statistics.layers
         missing = sum(layer.misses for layer in layers_)
         return float(missing + sum(layer.hits for layer in layers_)), float(missing)

@@ -58,7 +58,7 @@ class Report:
     def reset(self) -> None:
         """Begin at zero."""
         self.steps = self.sequences = self.tokens = self.rows = 0
-        self.rested = self.plain = 0  # steps in which nobody looked for drafts, and their tokens
+        self.rested = self.plain = 0  # steps in which nobody looked; tokens of plain ones
         self.draft_seconds = self.verify_seconds = 0.0
         self.depths: Counter[int] = Counter()
         self.modes: dict[str, ModeRecord] = {}
@@ -81,9 +81,10 @@ class Report:
         for name in passes:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)
 
-    def rest(self, batch: int) -> None:
-        """A step of so many sequences in which nobody looked for drafts."""
-        self.rested += 1
+    def plainly(self, batch: int, resting: bool) -> None:
+        """A plain step of so many sequences; ``resting``: nobody looked for drafts."""
+        self.steps += 1
+        self.rested += resting
         self.plain += batch
 
     def figures(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Report:
         modes = {name: record.as_dict() for name, record in sorted(self.modes.items())}
         depths, tokens = self.depths + Counter({0: self.plain}), self.tokens + self.plain
         return {
-            "steps": self.steps + self.rested,
+            "steps": self.steps,
             "tokens": tokens,
             "rows": self.rows + self.plain,
             "rested_steps": self.rested,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from moe.engine.sequence import RunningSequence
@@ -19,8 +21,16 @@ LOYALTY = 1.02
 Way = tuple[Mode | None, int]
 """Mode and depth of a plan, that of the sequence that drafts most."""
 PLAIN: Way = (None, 0)
-Taken = tuple[list[float], Mode | None]
 NONE = Choice()
+CAUTION = 1.02
+"""How much better than plain decoding drafting must look."""
+
+
+class Taken(NamedTuple):
+    """Of a sequence: the probability of each token that it and all before it are right."""
+
+    chain: list[float]
+    mode: Mode | None
 
 
 class Plan(NamedTuple):
@@ -95,10 +105,7 @@ class Search:
             caution: how much better than plain decoding drafting must look.
             optimism: standard deviations by which acceptance may be better than is known.
         """
-        free = [
-            self._offer(*own, optimism)
-            for own in zip(step.sequences, step.limits, step.offers, strict=True)
-        ]
+        free = [_likeliest(*own) for own in zip(step.offers, step.limits, strict=True)]
         best = plain(step, self.costs)
         score = best.option.goodput * caution
         for mode in (None, *self.modes):
@@ -116,23 +123,18 @@ class Search:
         Args:
             row_price: tokens that reading one more has to bring.
         """
-        choices, tokens = list[Choice](), float(len(step.sequences))
-        for index, own in enumerate(zip(step.sequences, step.limits, step.offers, strict=True)):
-            limit, before = own[1], last.choices[index]
+        choices = list[Choice]()
+        for index, sequence in enumerate(step.sequences):
+            limit, before = step.limits[index], last.choices[index]
             depth = min(before.depth, limit) if before.mode is last.mode else 0
-            chain, mode = self._offer(*own, 0.0)
+            chain, mode = _likeliest(step.offers[index], limit)
             kept = [survival for survival in chain if survival >= row_price]
             if depth and before.mode is not None:
-                planned = self.acceptance.planned(own[0], before.mode)[:depth]
+                planned = self.acceptance.planned(sequence, before.mode)[:depth]
                 if sum(planned) >= sum(kept):
                     kept, mode = planned, before.mode
             choices.append(Choice(mode, len(kept)) if kept else NONE)
-            tokens += sum(kept)
-        again = Plan(last.mode, tuple(choices), last.option)
-        if last.mode is None:  # whether offers are worth the first rows, which cost most
-            without = plain(step, self.costs)
-            return again if tokens > without.option.goodput * self.seconds(again) else without
-        return again
+        return Plan(last.mode, tuple(choices), last.option)
 
     def seconds(self, plan: Plan) -> float:
         """Of a plan in which every planned token is drafted, without any hope."""
@@ -162,15 +164,12 @@ class Search:
         with_passes = mode is not None and any(choice.mode is mode for choice in choices)
         return Plan(mode if with_passes else None, choices, option)
 
-    def _offer(
-        self, sequence: RunningSequence, limit: int, offers: Sequence[Draft], optimism: float
-    ) -> Taken:
-        """Survival of the tokens of the likeliest offer, and its mode."""
-        best: Taken = ([], None)
-        for offer in offers:
-            if offer.mode is not None:
-                confidence = offer.confidence[:limit]
-                own = self.acceptance.drafted(sequence, offer.mode, confidence, optimism)
-                if sum(own) > sum(best[0]):
-                    best = own, offer.mode
-        return best
+
+def _likeliest(offers: Sequence[Draft], limit: int) -> Taken:
+    """Survival of the tokens of the offer of which most are expected to be right, and its mode."""
+    best, most = Taken([], None), 0.0
+    for offer in offers:
+        own = list(accumulate(offer.confidence[:limit], mul))
+        if (expected := sum(own)) > most:
+            best, most = Taken(own, offer.mode), expected
+    return best

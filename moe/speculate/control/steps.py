@@ -17,6 +17,8 @@ from moe.speculate.draft import Mode, Round
 HOPE = 0.1
 """Least that a draft pass may cost beside a plain one."""
 FOLLOW = 0.1
+ROWS = 7
+"""Of a sequence in a long draft."""
 
 Features = tuple[float, float, float, float]
 """Of a pass: one, its rows, distinct experts, and those of them to be fetched."""
@@ -95,10 +97,10 @@ class StepCosts:
         return (HOPE if hopeful else self._relative[mode]) * near * (0.8 * passes + 0.2 * rows)
 
     def row(self, sequences: int) -> float:
-        """Seconds that one row more in the model's own pass costs, where there are some already:
-        the first ones cost more."""
-        fewer, more = (self.verify(sequences, each * sequences) for each in (2, 4))
-        return max(more - fewer, 0.0) / (2 * sequences)
+        """Seconds that a drafted row costs in the model's own pass, on average of a long draft:
+        that and a plain pass are what is measured most."""
+        plain, deep = (self.verify(sequences, each * sequences) for each in (1, ROWS))
+        return max(deep - plain, 0.0) / ((ROWS - 1) * sequences)
 
     def step(
         self,
@@ -168,6 +170,8 @@ class StepCosts:
             self.errors.together(self.verify(sequences, sequences), seconds)
         if counts is not None:
             counts = counts[0] / steps, counts[1] / steps
+            if counts[0] > 1.001 * sequences * self.coverage.sizes.visits:
+                counts = None  # somebody else has been between them
         self.follow(sequences, sequences, counts, steps)
         self._learn(sequences, sequences, counts, seconds, steps)
 

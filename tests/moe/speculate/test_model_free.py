@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from moe.engine.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
-from moe.speculate.history import LONGEST, SHORTEST, SIZES, History
-from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.history import KINDS, LONGEST, SHORTEST, SIZES, History
+from moe.speculate.model_free import JUDGED, Chances, NGram, Recycling
+from moe.speculate.offers import Offers
 
 VOCABULARY = 8
 
@@ -36,6 +37,16 @@ class FakeSequence:
 
 def sequence(prompt: list[int], *new: int) -> Any:
     return cast(RunningSequence, FakeSequence(prompt, list(new)))
+
+
+class Asked:
+    """One source."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self._offers = source, Offers([source])
+
+    def offer(self, one: Any, limit: int) -> Draft:
+        return next(iter(self._offers.of([one], [limit])[0]), PLAIN)
 
 
 def oracle(tokens: list[int], limit: int) -> tuple[list[int], int]:
@@ -63,7 +74,7 @@ def test_history_finds_what_looking_everywhere_finds(
 
 
 def test_ngram_reads_prompt_and_new_tokens() -> None:
-    source = NGram()
+    source = Asked(NGram())
     one = sequence([1, 2, 3, 4, 5], 6, 2, 3)
     assert source.offer(one, 2).tokens == (4, 5)
     one.token_ids += [4, 7]
@@ -73,26 +84,76 @@ def test_ngram_reads_prompt_and_new_tokens() -> None:
 
 
 def test_ngram_goes_round_what_repeats_itself() -> None:
-    assert NGram().offer(sequence([1, 2, 3, 1, 2, 3]), 7).tokens == (1, 2, 3, 1, 2, 3, 1)
+    assert Asked(NGram()).offer(sequence([1, 2, 3, 1, 2, 3]), 7).tokens == (1, 2, 3, 1, 2, 3, 1)
 
 
-def test_ngram_is_as_sure_as_it_has_been_right() -> None:
-    source, one = NGram(), sequence([1, 2, 3, 1, 2])
-    before = source.offer(one, 3)
-    for _ in range(20):
-        source.learn(one, before, 0, torch.zeros(4, VOCABULARY))
-    assert max(source.offer(one, 3).confidence) < 0.1 < before.confidence[0]
-    for _ in range(400):
-        source.learn(one, before, 3, torch.zeros(4, VOCABULARY))
-    assert source.offer(one, 3).confidence[0] > 0.9
+def test_ngram_is_as_sure_as_runs_of_that_length_have_been_followed_alike() -> None:
+    """Whoever drafted, or nobody; with right tokens the run is longer, and known by itself."""
+    source, one = Asked(NGram()), sequence([1, 2, 3, 1, 2])
+    assert source.offer(one, 3).confidence == (2 / 4, 3 / 5, 4 / 6)
+    for new in range(10, 200):  # 1, 2 is never followed by the same again
+        one.token_ids += [new, 1, 2]
+        source.offer(one, 1)
+    assert source.offer(one, 3) is PLAIN
+    for _ in range(60):  # and what is longer always
+        one.token_ids += [5, 6, 7, 8, 9]
+        source.offer(one, 1)
+    assert min(source.offer(one, 4).confidence) > 0.9
+
+
+def oracle_of_chances(tokens: list[int], steps: list[int], limit: int) -> list[float]:
+    """Of runs by length: each step's guess, and behind each wrong token of those that came in a
+    step another one, judged token by token."""
+    chances, place = Chances([size / (size + 2) for size in SIZES]), 0
+    guess: list[tuple[int, int]] = []
+    for step in steps:
+        for end in range(place, place + step):
+            if guess:
+                (token, kind), *guess = guess
+                chances.count(kind, tokens[end] == token)
+            else:
+                token = -1
+            if token != tokens[end] or not guess:
+                found, size = oracle(tokens[: end + 1], JUDGED)
+                guess = [(t, KINDS[size + i]) for i, t in enumerate(found)]
+        place += step
+        found, size = oracle(tokens[:place], limit)
+        guess = [(token, KINDS[size + i]) for i, token in enumerate(found)]
+    return chances.known
+
+
+@given(repeating, st.integers(1, 9), st.data())
+def test_every_token_that_came_judges_the_guess_before_it(
+    tokens: list[int], limit: int, data: st.DataObject
+) -> None:
+    source, steps = NGram(), list[int]()
+    own = source.text()
+    while sum(steps) < len(tokens):
+        steps.append(data.draw(st.integers(1, min(JUDGED, len(tokens) - sum(steps)))))
+        source.take(own, tokens[sum(steps[:-1]) : sum(steps)])
+        source.following(own, limit)
+    assert source._chances.known == pytest.approx(oracle_of_chances(tokens, steps, limit))
+
+
+@given(repeating, st.integers(1, 9), st.data())
+def test_what_is_offered_depends_on_the_tokens_and_not_on_when_it_was_asked(
+    tokens: list[int], limit: int, data: st.DataObject
+) -> None:
+    one, asked = sequence(tokens[:3]), Asked(NGram())
+    for token in tokens[3:]:
+        one.token_ids.append(token)
+        if data.draw(st.booleans()):
+            asked.offer(one, limit)
+    offer, (expected, _) = asked.offer(one, limit), oracle(tokens, limit)
+    assert list(offer.tokens) in (expected, [])
 
 
 def test_recycling_says_what_was_thought_last() -> None:
-    source, one = Recycling(), sequence([], 1)
+    source, one = Asked(Recycling()), sequence([], 1)
     assert source.offer(one, 3) is PLAIN
     logits = torch.zeros(3, VOCABULARY)
     logits[0, 2] = logits[1, 5] = logits[2, 1] = 9.0
-    source.learn(one, Draft.sure(source.mode, [3, 5], [1.0, 1.0]), 0, logits)
+    source.source.learn(Draft.sure(source.source.mode, [3, 5], [1.0, 1.0]), 0, logits)
     one.token_ids.append(2)  # 3 was wrong, and 5 would have followed it, and 1 that
     assert source.offer(one, 4) is PLAIN
     one.token_ids.append(3)
@@ -100,47 +161,22 @@ def test_recycling_says_what_was_thought_last() -> None:
 
 
 def test_recycling_is_as_sure_as_a_token_has_been_followed_alike() -> None:
-    source, one = Recycling(), sequence([1, 2, 1, 3])
+    source, one = Asked(Recycling()), sequence([1, 2, 1, 3])
     source.offer(one, 1)
     one.token_ids += [1]
-    unsure = source.offer(one, 1)
+    assert source.offer(one, 1) is PLAIN
     one.token_ids += [3, 1] * 12
     sure = source.offer(one, 1)
-    assert (unsure.tokens, sure.tokens) == ((3,), (3,))
-    assert unsure.confidence[0] < 0.3 < 0.9 < sure.confidence[0]
+    assert sure.tokens == (3,)
+    assert sure.confidence[0] > 0.9
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
-def test_drafts_are_judged_as_if_they_had_been_verified(
-    tokens: list[int], limit: int, recycling: bool
-) -> None:
-    """Tokens that came while nobody looked: the same drafts, and the same of them right, as a
-    sequence would have seen that was offered each of them."""
-    sources = [Recycling(), Recycling()] if recycling else [NGram(), NGram()]
-    judged_one, offered_one = sequence([1, 2, 1]), sequence([1, 2, 1])
-    for source, one in zip(sources, (judged_one, offered_one), strict=True):
-        source.offer(one, limit)
-    judged_one.token_ids += tokens
-    judged = sources[0].judge(judged_one, limit, len(tokens))
-    came, expected = tokens, []
-    while came:
-        draft = sources[1].offer(offered_one, min(limit, len(came)))
-        right = 0
-        while right < len(draft.tokens) and draft.tokens[right] == came[right]:
-            right += 1
-        expected.append((list(draft.confidence), right))
-        if not recycling and draft.tokens:
-            sources[1].learn(offered_one, draft, right, torch.zeros(0, VOCABULARY))
-        offered_one.token_ids += came[: right + 1]
-        came = came[right + 1 :]
-    assert judged == expected
-    assert sources[0].offer(judged_one, 3) == sources[1].offer(offered_one, 3)
-
-
-@pytest.mark.parametrize("source", [NGram(), Recycling()])
-def test_a_short_sequence_that_nobody_has_looked_at_is_judged_behind_its_prompt(
-    source: ModelFree,
-) -> None:
-    """It came and went on while nobody looked, and is shorter than what is judged."""
-    judged = source.judge(sequence([1, 2, 1], 2, 1), 4, 8)
-    assert sum(right + 1 for _, right in judged) in (2, 3)
+@given(st.lists(st.booleans(), max_size=400))
+def test_chances_follow_what_came_last(seen: list[bool]) -> None:
+    chances = Chances([0.5, 0.5])
+    for right in seen:
+        chances.count(1, right)
+    weights = [Chances.KEEP**age for age in range(len(seen))]
+    first = Chances.KEEP ** len(seen)
+    good = first + sum(w for w, right in zip(weights, reversed(seen), strict=True) if right)
+    assert chances.known == [0.5, pytest.approx(good / (2 * first + sum(weights)))]

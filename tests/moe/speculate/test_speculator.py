@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from moe.engine.sequence import RunningSequence
-from moe.speculate.draft import Choice, Round, Trial
+from moe.speculate.control.account import SHARE
+from moe.speculate.draft import Choice, Plain
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.model_free import NGram
 from moe.speculate.speculator import Speculator
@@ -52,19 +53,12 @@ def test_a_step_is_plain_where_what_is_offered_is_not_worth_it() -> None:
     assert speculator.propose([cast(RunningSequence, FakeSequence(4, 2, 3))], inf) is None
 
 
-def test_a_look_that_finds_nothing_is_charged() -> None:
-    simulation = Simulation(World({NGRAM: 0.9}, offers=0.9, noise=0.0), thinking=0.0)
-    controller = simulation.controller()
-    simulation.run(controller, 200)
+def test_looks_that_find_nothing_are_charged() -> None:
+    controller = Simulation(World({NGRAM: 0.9})).controller()
+    controller.rested(Plain(1, [1.0] * 8, 0, 0.0))
     room = controller.account.room
-    for _ in range(3):
-        simulation.start()
-        step = controller.costs.verify(1, 1)
-        simulation.counts = simulation.world.visited(1, 1)
-        assert controller.plan(simulation.sequences, [4], [[]]) == (Choice(),)
-        trial = Trial(simulation.sequences[0], None, 0, 0)
-        controller.observe(Round([trial], 1, (), 0.5 * step, step, 0, True))
-    assert controller.account.room == pytest.approx(room - 3 * (0.5 - 0.015) * step, rel=0.01)
+    controller.rested(Plain(1, [1.0] * 8, 3, 1.5))
+    assert controller.account.room == pytest.approx(room - 1.5 * (1 - SHARE))
 
 
 def test_drafts_are_charged_with_what_a_step_takes_beside_its_passes() -> None:
