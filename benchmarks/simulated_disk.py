@@ -45,7 +45,7 @@ class Coming:
     def __init__(self, disk: Disk, urgent: bool) -> None:
         self.disk, self.urgent, self.asked = disk, urgent, disk.clock.now
         self.failed: Exception | None = None
-        self.seconds, self.begun, self.end = disk.read_s, False, float("inf")
+        self.begun, self.end = False, float("inf")
 
     @property
     def done(self) -> bool:

@@ -123,7 +123,7 @@ class Nowhere:
 class Done:
     """A transfer that has ended."""
 
-    done, failed, seconds = True, None, 0.0
+    done, failed = True, None
 
     def wait(self) -> float:
         return 0.0

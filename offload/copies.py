@@ -52,8 +52,7 @@ class Copy:
         self.loan: Loan | None = None
         self.batch: Batch | None = None
         self.failed: Exception | None = None
-        self.seconds = 0.0
-        self._source, self._began = source, time.perf_counter()
+        self._source = source
 
     @property
     def done(self) -> bool:
@@ -77,7 +76,6 @@ class Copy:
 
     def end(self, *, unused: bool = False) -> None:
         """Its bytes have come, or will never come."""
-        self.seconds = time.perf_counter() - self._began
         if self.loan is not None:
             self.loan.give_back(unused=unused)
             self.loan = None

@@ -13,8 +13,8 @@ from offload.experts import OffloadedExperts
 from offload.governor import LayerRecord as Record
 from offload.hot_set import save_hot_set
 from offload.prefetch import Prefetcher
-from offload.readers import ThreadedReader
 from offload.tiers import Tier, bytes_in
+from offload.transfer import Reader
 from routing.predict import Predictor
 
 SLOWEST = 1e8
@@ -36,7 +36,7 @@ class Offloaded:
 
     layers: list[OffloadedExperts]
     tiers: Sequence[Tier]
-    reader: ThreadedReader
+    reader: Reader
     load_seconds: float
     hot_set_file: Path | None
     closing: ExitStack

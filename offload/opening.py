@@ -23,11 +23,12 @@ from offload.hot_set import HotSet, hot_set_file, load_hot_set
 from offload.late import LateExperts, measure
 from offload.offloaded import SLOWEST, Offloaded
 from offload.policies import POLICIES, Policy
-from offload.readers import ThreadedReader, choose_reader
+from offload.readers import choose_reader
 from offload.room import Capacity, arena_for, sizes_of
 from offload.slots import Sizes
 from offload.streams import Streams, open_streams
 from offload.tiers import HOST, MEMORY, HostValues, Tier
+from offload.transfer import Reader
 
 
 def open_offloaded(
@@ -91,7 +92,7 @@ class _Opening:
         bits: int,
         late_bits: int | None,
         like: Sequence[ExpertWeights],
-        reader: ThreadedReader,
+        reader: Reader,
         policy: Policy,
     ) -> None:
         self._store, self._bits, self._late_bits, self._like = store, bits, late_bits, like

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Bytes of an open file, and where they go.
 
     Attributes:
@@ -48,11 +46,6 @@ class Transfer(Protocol):
         """Why it ended badly, if it did."""
         ...
 
-    @property
-    def seconds(self) -> float:
-        """From its first byte's request to its last byte's arrival; 0 until it is done."""
-        ...
-
     def wait(self) -> float:
         """Block until the bytes are there; returns the seconds waited.
 
@@ -71,7 +64,15 @@ class Transfer(Protocol):
 
 
 class Reader(Protocol):
-    """Reads files in the background."""
+    """Reads files in the background.
+
+    Attributes:
+        reason: why it was chosen, with figures.
+        bytes_per_second: what it read of the model's own files when it was tried; 0 before.
+    """
+
+    reason: str
+    bytes_per_second: float
 
     @property
     def name(self) -> str:
@@ -79,8 +80,8 @@ class Reader(Protocol):
         ...
 
     @property
-    def reason(self) -> str:
-        """Why this reader was chosen, with figures."""
+    def throughput(self) -> float:
+        """Bytes a second while anything is read, of late; as measured at the start before."""
         ...
 
     def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> Transfer:

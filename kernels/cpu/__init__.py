@@ -25,6 +25,7 @@ from kernels.cpu.linear import NativeLinear
 from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
+from kernels.cpu.reading import NativeReads
 from kernels.plane_weights import QuantizedExperts
 from kernels.reference import AnyExperts
 
@@ -79,6 +80,10 @@ class NativeKernels:
     def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
         """What a cache of experts learns; see NativeLearner."""
         return NativeLearner(self.library, *arguments, **options)
+
+    def reads(self, most: int) -> NativeReads:
+        """Files read in the background; see NativeReads."""
+        return NativeReads(self.library, most)
 
     def weighted_sum(
         self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype, more_BH: Tensor

@@ -6,7 +6,7 @@ Shape legend as in kernels/reference.py; A is the number of rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
     for name, (result, arguments) in (*_SIGNATURES.items(), *signatures.items()):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+
+
+def integers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Of 64 bits, for C++; where somebody waits, numpy's array and its address take longer."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def check_done(done: int, experts: AnyExperts | None = None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.assign import address
-from kernels.cpu.calls import POINTER, SIZE, declare
+from kernels.cpu.calls import POINTER, SIZE, declare, integers
 
 Floats = NDArray[np.float64]
 
@@ -114,7 +114,7 @@ class NativeLearner:
         told: list[int] = []
         for call, ahead, units in news:
             told += (call, *ahead, len(units), *units)
-        numbers = np.array(told, np.int64)
+        numbers = integers(told)
         record, values = self._places
-        self._call(record, address(numbers), len(news), layer, values)
+        self._call(record, ctypes.addressof(numbers), len(news), layer, values)
         return self._values

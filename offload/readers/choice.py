@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
+from kernels.cpu import choose_kernel
 from offload.errors import OffloadError
 from offload.readers.deepspeed import DeepSpeedReads, load_deepspeed
+from offload.readers.native import NativeReader
 from offload.readers.threads import ThreadedReader
 from offload.readers.ways import Buffered, Direct, DirectFiles, Way
-from offload.transfer import Read
+from offload.transfer import Read, Reader
 
 MEASURE_S = 0.08
 """For each reader."""
@@ -36,7 +38,7 @@ KINDS = {
 
 def choose_reader(
     file: Path, kind: str = "auto", threads: int = 4, patience_s: float = 60.0
-) -> ThreadedReader:
+) -> Reader:
     """The reader that reads this file fastest; the caller closes it.
 
     Args:
@@ -52,16 +54,13 @@ def choose_reader(
         fd = os.open(file, os.O_RDONLY)
     except OSError as error:
         raise OffloadError(f"cannot read {file}: {error.strerror}") from error
-    readers: list[ThreadedReader] = []
+    readers: list[Reader] = []
     try:
         ways, notes = _ways(kind, fd, threads)
         if not ways:
             raise OffloadError(f"the reader {kind!r} is not to be had: {notes}; use 'auto'")
         for name, make in ways.items():
-            files = DirectFiles()
-            reader = ThreadedReader(KINDS[name], partial(make, files), threads, patience_s)
-            reader.on_close(files.close)
-            readers.append(reader)
+            readers.append(_open(name, make, threads, patience_s))
         _measure(readers, fd, file)
         readers.sort(key=lambda reader: -reader.bytes_per_second)  # stable: the preferred one first
         figures = [f"{r.name} {r.bytes_per_second / 1e9:.2f} GB/s" for r in readers]
@@ -71,6 +70,16 @@ def choose_reader(
         for reader in readers:
             reader.close()
         os.close(fd)
+
+
+def _open(name: str, make: Callable[[DirectFiles], Way], threads: int, patience_s: float) -> Reader:
+    """A reader by a way, compiled where there is one."""
+    files, native = DirectFiles(), choose_kernel()[0]
+    if name == "direct" and native is not None:
+        return NativeReader(KINDS[name], native, files, threads, patience_s)
+    reader = ThreadedReader(KINDS[name], partial(make, files), threads, patience_s)
+    reader.on_close(files.close)
+    return reader
 
 
 def _ways(kind: str, fd: int, threads: int) -> tuple[dict[str, Callable[[DirectFiles], Way]], str]:
@@ -92,7 +101,7 @@ def _deepspeed(kind: str, threads: int) -> tuple[Any, str]:
     return (None, "") if kind == "direct" else load_deepspeed(threads, build=kind == "deepspeed")
 
 
-def _measure(readers: list[ThreadedReader], fd: int, file: Path) -> None:
+def _measure(readers: list[Reader], fd: int, file: Path) -> None:
     samples = os.fstat(fd).st_size // SAMPLE_BYTES
     order = random.sample(range(samples), min(samples, 4096))
     for index, reader in enumerate(readers):
@@ -100,7 +109,7 @@ def _measure(readers: list[ThreadedReader], fd: int, file: Path) -> None:
         reader.bytes_per_second = _bytes_per_second(reader, fd, file, own)
 
 
-def _bytes_per_second(reader: ThreadedReader, fd: int, file: Path, samples: list[int]) -> float:
+def _bytes_per_second(reader: Reader, fd: int, file: Path, samples: list[int]) -> float:
     places = [torch.empty(SAMPLE_BYTES + 4096, dtype=torch.uint8) for _ in range(BATCH)]
     aligned: list[Any] = [place[-place.data_ptr() % 4096 :][:SAMPLE_BYTES] for place in places]
     start, done = time.perf_counter(), 0

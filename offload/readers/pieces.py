@@ -37,10 +37,22 @@ class Piece:
             return
         now, before = os.fstat(self.fd), self.status
         if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise OffloadError(
-                f"{self.path} was changed while it was in use ({before.st_size} bytes when it was "
-                f"opened, {now.st_size} now); put the file back and load the model again"
-            )
+            raise self.changed()
+
+    def changed(self) -> OffloadError:
+        """The file was rewritten since it was opened."""
+        assert self.status is not None
+        return OffloadError(
+            f"{self.path} was changed while it was in use ({self.status.st_size} bytes when it was "
+            f"opened, {os.fstat(self.fd).st_size} now); put the file back and load the model again"
+        )
+
+    def truncated(self) -> OffloadError:
+        """The file ends before it does."""
+        return OffloadError(
+            f"{self.path} is truncated: {os.fstat(self.fd).st_size} bytes, needed up to byte "
+            f"{self.offset + self.nbytes}; copy or convert the model again"
+        )
 
 
 def cut(reads: Sequence[Read]) -> list[Piece]:

@@ -9,15 +9,13 @@ one thread, which wakes the next when it has taken something.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from threading import Condition, Thread
 
-from offload.errors import OffloadError
-from offload.readers.job import Job
+from offload.readers.job import Job, cancelled, closed
 from offload.readers.meter import Meter
 from offload.readers.pieces import Piece, cut, explain
 from offload.readers.ways import Way
@@ -71,12 +69,12 @@ class ThreadedReader:
         return self._meter.throughput or self.bytes_per_second
 
     def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> Job:
-        job = Job(self, cut(reads), what)
+        job = Job(self, cut(reads), what, urgent)
         with self._changed:
             if self._closed:
-                job.fail(OffloadError(f"cannot read {what or 'weights'}: the reader was closed"))
+                job.fail(closed(what))
             elif job.waiting:
-                (self._urgent if urgent else self._prefetch).append(job)
+                self._queue_of(job).append(job)
                 self._wake()
             else:
                 job.finish()
@@ -89,7 +87,7 @@ class ThreadedReader:
             self._closed = True
             for job in (*self._urgent, *self._prefetch):
                 job.waiting.clear()
-                job.fail(OffloadError(f"cannot read {job.what or 'weights'}: the reader closed"))
+                job.fail(closed(job.what))
             self._urgent.clear()
             self._prefetch.clear()
             self._changed.notify_all()
@@ -107,13 +105,14 @@ class ThreadedReader:
         with self._changed:
             if job.begun or job.done:
                 return False
-            (self._prefetch if job in self._prefetch else self._urgent).remove(job)
-            job.fail(OffloadError(f"the read of {job.what or 'weights'} was cancelled"))
+            self._queue_of(job).remove(job)
+            job.fail(cancelled(job.what))
             return True
 
     def hasten(self, job: Job) -> None:
         with self._changed:
-            if job in self._prefetch:
+            waits, job.urgent = job in self._prefetch, True
+            if waits:
                 self._prefetch.remove(job)
                 self._urgent.append(job)
                 self._wake()
@@ -156,6 +155,10 @@ class ThreadedReader:
         self._wake()
         return job, piece, urgent
 
+    def _queue_of(self, job: Job) -> deque[Job]:
+        """Where it is as long as pieces of it wait."""
+        return self._urgent if job.urgent else self._prefetch
+
     def _next_queue(self) -> deque[Job] | None:
         """The one that a thread should serve now, if any."""
         if self._meter.in_flight >= IN_FLIGHT_BYTES:
@@ -174,7 +177,7 @@ class ThreadedReader:
         """The rest of a job that has failed is not worth reading."""
         job.failed = job.failed or failure
         if job.waiting:
-            (self._urgent if job in self._urgent else self._prefetch).remove(job)
+            self._queue_of(job).remove(job)
             job.waiting.clear()
 
 
@@ -183,7 +186,4 @@ def read_whole(way: Way, piece: Piece) -> None:
     got = way.read(piece.fd, piece.offset, piece.views, piece.status)
     piece.check_unchanged()
     if got < piece.nbytes:
-        raise OffloadError(
-            f"{piece.path} is truncated: {os.fstat(piece.fd).st_size} bytes, needed up to byte "
-            f"{piece.offset + piece.nbytes}; copy or convert the model again"
-        )
+        raise piece.truncated()

@@ -183,8 +183,11 @@ def scatter(source: memoryview, views: Sequence[memoryview]) -> int:
 
 
 def is_aligned(view: memoryview) -> bool:
-    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-    return address % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0
+    return address_of(view) % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def round_down(offset: int) -> int:

@@ -77,18 +77,37 @@ def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterato
     source._reader = reader
 
 
-class Broken:
-    """A transfer that fails in the end; until then its bytes still come."""
+class Slow:
+    """A transfer that is waited for a little longer."""
 
-    seconds = 0.0
-
-    def __init__(self, transfer: Transfer, what: str) -> None:
-        self._transfer = transfer
-        self._failure = OffloadError(f"cannot read {what}: Input/output error")
+    def __init__(self, transfer: Transfer, seconds: float = 0.0) -> None:
+        self._transfer, self._seconds = transfer, seconds
 
     @property
     def done(self) -> bool:
         return self._transfer.done
+
+    @property
+    def failed(self) -> Exception | None:
+        return self._transfer.failed
+
+    def wait(self) -> float:
+        time.sleep(self._seconds)
+        return self._transfer.wait()
+
+    def cancel(self) -> bool:
+        return self._transfer.cancel()
+
+    def hasten(self) -> None:
+        self._transfer.hasten()
+
+
+class Broken(Slow):
+    """A transfer that fails in the end; until then its bytes still come."""
+
+    def __init__(self, transfer: Transfer, what: str) -> None:
+        super().__init__(transfer)
+        self._failure = OffloadError(f"cannot read {what}: Input/output error")
 
     @property
     def failed(self) -> Exception | None:
@@ -97,12 +116,6 @@ class Broken:
     def wait(self) -> float:
         self._transfer.wait()
         raise self._failure
-
-    def cancel(self) -> bool:
-        return self._transfer.cancel()
-
-    def hasten(self) -> None:
-        self._transfer.hasten()
 
 
 def outcomes(model: MoE, prompts: Sequence[list[int]]) -> list[list[int] | Exception]:
@@ -134,14 +147,7 @@ def test_slow_reads_in_any_order_change_nothing(offloaded: MoE, resident: MoE) -
     random = Random(0)
 
     def delay(transfer: Transfer, _: str) -> Transfer:
-        wait = transfer.wait
-
-        def slowly() -> float:
-            time.sleep(random.choice((0.0, 0.001)))
-            return wait()
-
-        transfer.wait = slowly  # type: ignore[method-assign]
-        return transfer
+        return Slow(transfer, random.choice((0.0, 0.001)))
 
     with meddling(offloaded, delay):
         assert outcomes(offloaded, PROMPTS) == outcomes(resident, PROMPTS)

@@ -76,7 +76,6 @@ class FakeTransfer:
     begun: bool = False
     done: bool = False
     failed: Exception | None = None
-    seconds: float = 0.0
 
     @property
     def row(self) -> Tensor:

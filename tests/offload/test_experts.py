@@ -39,7 +39,6 @@ class Arriving:
     fails: bool
     ended: bool = False
     failed: Exception | None = None
-    seconds: float = 0.0
 
     @property
     def done(self) -> bool:

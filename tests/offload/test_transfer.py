@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.cpu import NativeKernels, choose_kernel
 from offload.errors import OffloadError
 from offload.readers import ThreadedReader, ways
+from offload.readers.native import NativeReader
 from offload.readers.pieces import PIECE_BYTES, cut
 from offload.readers.ways import Buffered, Direct, DirectFiles
-from offload.transfer import Read
+from offload.transfer import Read, Reader
 
 SIZE = 3 * PIECE_BYTES + 5000
 CONTENT = torch.arange(SIZE, dtype=torch.int32).mul(2654435761 % 251).to(torch.uint8)
@@ -38,17 +40,30 @@ def fd(file: Path) -> Iterator[int]:
     os.close(fd)
 
 
-@pytest.fixture(scope="module", params=["direct", "buffered", "no O_DIRECT"])
-def reader(request: pytest.FixtureRequest) -> Iterator[ThreadedReader]:
+@pytest.fixture(
+    scope="module",
+    params=["direct", "buffered", "no O_DIRECT", "compiled", "compiled, no O_DIRECT"],
+)
+def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
     files = DirectFiles()
-    if request.param == "no O_DIRECT":
+    if request.param.endswith("no O_DIRECT"):
         files.get = lambda *_: None  # type: ignore[method-assign]
+    if request.param.startswith("compiled"):
+        compiled = NativeReader("r", native(), files, threads=3)
+        yield compiled
+        compiled.close()
+        return
     reader = ThreadedReader(
         "r", Buffered if request.param == "buffered" else lambda: Direct(files), threads=3
     )
     reader.on_close(files.close)
     yield reader
     reader.close()
+
+
+def native() -> NativeKernels:
+    kernels, why_not = choose_kernel()
+    return kernels or pytest.skip(why_not)
 
 
 def place(nbytes: int, misaligned: int = 0) -> Tensor:
@@ -58,7 +73,7 @@ def place(nbytes: int, misaligned: int = 0) -> Tensor:
 
 @given(st.data())
 def test_every_read_brings_its_bytes(
-    reader: ThreadedReader, file: Path, fd: int, data: st.DataObject
+    reader: Reader, file: Path, fd: int, data: st.DataObject
 ) -> None:
     blocks = st.integers(0, SIZE // 4096 - 1).map(lambda block: block * 4096)
     reads: list[Read] = []
@@ -227,7 +242,7 @@ def test_closing_fails_what_has_not_begun_and_ends_the_threads(gate: Gate) -> No
     reader.close()
 
 
-def test_a_truncated_file_is_an_error(reader: ThreadedReader, file: Path, fd: int) -> None:
+def test_a_truncated_file_is_an_error(reader: Reader, file: Path, fd: int) -> None:
     transfer = reader.submit([Read(fd, file, SIZE - 100, place(101))], urgent=True, what="expert 7")
     with pytest.raises(
         OffloadError, match=rf"truncated: {SIZE} bytes, needed up to byte {SIZE + 1}"
@@ -235,7 +250,7 @@ def test_a_truncated_file_is_an_error(reader: ThreadedReader, file: Path, fd: in
         transfer.wait()
 
 
-def test_a_file_written_under_us_is_an_error(reader: ThreadedReader, tmp_path: Path) -> None:
+def test_a_file_written_under_us_is_an_error(reader: Reader, tmp_path: Path) -> None:
     path = tmp_path / "experts.bin"
     path.write_bytes(bytes(8192))
     fd = os.open(path, os.O_RDONLY)
@@ -248,7 +263,7 @@ def test_a_file_written_under_us_is_an_error(reader: ThreadedReader, tmp_path: P
     os.close(fd)
 
 
-def test_a_file_replaced_under_us_is_read_as_it_was(reader: ThreadedReader, tmp_path: Path) -> None:
+def test_a_file_replaced_under_us_is_read_as_it_was(reader: Reader, tmp_path: Path) -> None:
     path, other = tmp_path / "experts.bin", tmp_path / "other.bin"
     path.write_bytes(b"a" * 8192)
     other.write_bytes(b"b" * 8192)
@@ -297,12 +312,15 @@ def test_short_reads_are_continued(
     files.close()
 
 
-def test_nothing_stays_open(file: Path, fd: int) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_stays_open(file: Path, fd: int, compiled: bool) -> None:
     before = len(os.listdir("/proc/self/fd"))
     files = DirectFiles()
-    reader = ThreadedReader("direct", lambda: Direct(files))
-    reader.on_close(files.close)
+    threaded = ThreadedReader("direct", lambda: Direct(files))
+    threaded.on_close(files.close)
+    reader: Reader = NativeReader("direct", native(), files) if compiled else threaded
     reader.submit([Read(fd, file, 0, place(4096))], urgent=True).wait()
     assert len(os.listdir("/proc/self/fd")) > before
     reader.close()
+    threaded.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,155 @@
+"""Compiled threads that read with O_DIRECT, in the order of `ThreadedReader`.
+
+They need no lock of Python's: a read begins when it is asked for and the next one when it ends,
+whatever the step loop is doing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import weakref
+from collections.abc import Sequence
+
+from kernels.cpu import NativeKernels
+from kernels.cpu.reading import (
+    CANCELLED,
+    CHANGED,
+    CLOSED,
+    TRUNCATED,
+    NativeReads,
+    ReadJob,
+)
+from offload.errors import OffloadError
+from offload.readers.job import cancelled, closed, hangs
+from offload.readers.pieces import PIECE_BYTES, Piece, cut, explain
+from offload.readers.threads import IN_FLIGHT_BYTES
+from offload.readers.ways import DirectFiles, address_of
+from offload.transfer import Read
+
+LOOK_S = 0.5
+"""How often whoever waits hears of interrupts."""
+_MANY = 64
+
+
+class NativeReader:
+    """See `offload.transfer.Reader`.
+
+    Args:
+        name: what it is, in words.
+        files: that have been opened with O_DIRECT; closed with it.
+        threads, patience_s: as of `ThreadedReader`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kernels: NativeKernels,
+        files: DirectFiles,
+        threads: int = 4,
+        patience_s: float = 60.0,
+    ) -> None:
+        self.name, self.patience_s = name, patience_s
+        self.reason, self.bytes_per_second = "", 0.0
+        self.reads, self.files = kernels.reads(IN_FLIGHT_BYTES), files
+        self.reads.start(threads)
+        # Threads must not write to memory that goes with the process, or with whoever forgot them.
+        weakref.finalize(self, self.reads.close, LOOK_S)
+        self._asked: list[NativeJob] = []  # kept until they are done: threads write to their places
+        self._many, self._closed = _MANY, False
+
+    @property
+    def throughput(self) -> float:
+        return self.reads.throughput or self.bytes_per_second
+
+    def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> NativeJob:
+        job = NativeJob(self, reads, what, urgent)
+        self._asked.append(job)
+        if len(self._asked) > self._many:
+            self._asked = [job for job in self._asked if not job.done]
+            self._many = _MANY + 2 * len(self._asked)
+        self.reads.begin(job.record)
+        return job
+
+    def close(self) -> None:
+        if not self._closed and self.reads.close(self.patience_s):
+            self.files.close()
+        self._closed = True
+
+
+class NativeJob:
+    """See `offload.transfer.Transfer`.
+
+    Attributes:
+        record: what the threads are told, and tell.
+    """
+
+    __slots__ = ("_reader", "_reads", "_what", "record")
+
+    def __init__(
+        self, reader: NativeReader, reads: Sequence[Read], what: str, urgent: bool
+    ) -> None:
+        self._reader, self._reads, self._what = reader, reads, what
+        if len(reads) == 1 and (size := reads[0].place.numel()) <= PIECE_BYTES:
+            only = reads[0]  # most are, and then nothing need be cut
+            numbers = [*self._request(only, only.offset, size), 1, only.place.data_ptr(), size]
+            self.record = ReadJob(min(size, 1), numbers, urgent)
+            return
+        numbers, pieces = list[int](), cut(reads)
+        for piece in pieces:
+            numbers += (*self._request(piece, piece.offset, piece.nbytes), len(piece.views))
+            for view in piece.views:
+                numbers += (address_of(view), len(view))
+        self.record = ReadJob(len(pieces), numbers, urgent)
+
+    def _request(self, of: Read | Piece, offset: int, nbytes: int) -> tuple[int, ...]:
+        direct, status = self._reader.files.get(of.fd, of.status), of.status
+        file = of.fd, -1 if direct is None else direct, offset, nbytes
+        return (*file, -1, 0) if status is None else (*file, status.st_size, status.st_mtime_ns)
+
+    @property
+    def reads(self) -> NativeReads:
+        """Whose threads serve it."""
+        return self._reader.reads
+
+    @property
+    def done(self) -> bool:
+        return bool(self.record.done)
+
+    @property
+    def failed(self) -> Exception | None:
+        return self._failure() if self.record.done and self.record.error else None
+
+    def wait(self) -> float:
+        start, record, reader = time.perf_counter(), self.record, self._reader
+        if not record.done:
+            self.hasten()
+            while not reader.reads.wait(record, min(LOOK_S, reader.patience_s)):
+                if time.perf_counter() - start >= reader.patience_s:
+                    raise hangs(self._what, reader.patience_s)
+        if record.refused:
+            refusal = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            for fd in {read.fd for read in self._reads}:
+                reader.files.refuse(fd, refusal)
+        if record.error:
+            raise self._failure()
+        return time.perf_counter() - start
+
+    def cancel(self) -> bool:
+        return self._reader.reads.cancel(self.record)
+
+    def hasten(self) -> None:
+        if not self.record.urgent:
+            self._reader.reads.hasten(self.record)
+
+    def _failure(self) -> OffloadError:
+        error = self.record.error
+        if error in (CANCELLED, CLOSED):
+            return (cancelled if error == CANCELLED else closed)(self._what)
+        piece = cut(self._reads)[self.record.failed]
+        if error == CHANGED:
+            return explain(piece.changed(), piece, self._what)
+        if error == TRUNCATED:
+            return explain(piece.truncated(), piece, self._what)
+        return explain(OSError(error, os.strerror(error)), piece, self._what)
