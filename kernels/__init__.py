@@ -108,7 +108,9 @@ def row_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 
 def _needs_grad(hidden_TH: Tensor, weights_TK: Tensor, experts: AnyExperts) -> bool:
+    if not torch.is_grad_enabled():
+        return False
     inputs = [hidden_TH, weights_TK, experts.gate_up_bias_EG, experts.down_bias_EH]
     if isinstance(experts, ExpertWeights):
         inputs += [experts.gate_up_EGH, experts.down_EHF]
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return any(x is not None and x.requires_grad for x in inputs)

@@ -77,6 +77,11 @@ class MoELayers:
                 row[self.context - len(ids) :] = torch.tensor(ids)
             self._prefetcher.start(tokens, told)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether somebody wants to hear of every layer as it is visited."""
+        return self._prefetcher is not None and self._prefetcher.awake
+
     def foretell(self, told: Forecast) -> None:
         """What the next step will need, as far as a draft of it that goes on has found."""
         if self._prefetcher is not None and self.dispatcher.local:
@@ -150,6 +155,8 @@ class MoELayers:
 
     def _prefetcher_for(self, visits: Sequence[Visit]) -> Prefetcher | None:
         """Forecasts are for the sequences of `begin` alone."""
+        if self._prefetcher is None:
+            return None
         tokens = sum(len(visit.hidden_states) for visit in visits)
         decode = all(visit.phase == "decode" for visit in visits)
         return self._prefetcher if decode and tokens == self._decoding else None
@@ -182,7 +189,7 @@ class MoELayers:
 
 def _by_phase(routing: Routing, visits: Sequence[Visit]) -> dict[Phase, Routing]:
     """The joint routing of the visits, taken apart again by phase."""
-    if len({visit.phase for visit in visits}) == 1:
+    if len(visits) == 1 or len({visit.phase for visit in visits}) == 1:
         return {visits[0].phase: routing}
     parts = routing.split([visit.hidden_states.shape[0] for visit in visits])
     return {

@@ -145,7 +145,7 @@ class ExpertCache:
         self.policy.touch(layer, sorted(units + apart) if apart else units)
         if filling.busy:
             filling.poll()
-        prefixes = {start + expert for expert in light}
+        prefixes = {start + expert for expert in light} if light else ()
         if self.prefixed:
             filling.drop_prefixes(unit for unit in units if unit not in prefixes)
         missing = [unit for unit in units if not there[unit]]
@@ -153,9 +153,10 @@ class ExpertCache:
         self.statistics.layers[layer].misses += len(apart)
         return Held(filling, layer, experts, units, missing, prefixes)
 
-    def found(self, layer: int, experts: NDArray[np.int64]) -> None:
-        """Experts of a layer, in any order, have been run where they were."""
-        units = (layer * self._table.width + np.unique(experts)).tolist()
+    def found(self, layer: int, experts: Sequence[int]) -> None:
+        """Experts of a layer, ascending and distinct, have been run where they were."""
+        start = layer * self._table.width
+        units = [start + expert for expert in experts]
         self.policy.touch(layer, units)
         self._filling.asked(layer, units, [])
 

@@ -6,11 +6,17 @@ Legend as in kernels/reference.py; a slot is an expert to the kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+import torch
 from torch import Tensor
 
-from kernels import ExpertWeights, Forward
+from kernels import ExpertWeights, Forward, experts_forward
+from kernels.cpu import choose_kernel
+from kernels.cpu.arriving import Rows
+from kernels.cpu.layer import AtOnce
 from kernels.reference import AnyExperts, sum_dtype
+from offload.arriving import run_arriving
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.host import HostSource
@@ -53,6 +59,7 @@ class OffloadedExperts:
         )
         self._copies, self.late = copies, late
         self.whole_share: float | None = None
+        self._how: AtOnce | None = None
 
     @property
     def plain(self) -> bool:
@@ -87,8 +94,9 @@ class OffloadedExperts:
         Raises:
             OffloadError: an expert cannot be read; the cache goes on.
         """
-        ids_TK, copies = expert_ids_TK.cpu(), self._copies
-        wanted = sorted(set(ids_TK.flatten().tolist()) - {UNUSED})
+        copies = self._copies
+        ids_TK = expert_ids_TK if copies is None else expert_ids_TK.cpu()
+        wanted = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
         total_TH = add_to_TH
         if copies is not None:  # the compute stream is here: it has waited for what it had to
             for layer, seconds in copies.take_delays():
@@ -108,6 +116,12 @@ class OffloadedExperts:
             if prefetcher is not None:
                 routing = Routing(expert_ids_TK, weights_TK)
                 prefetcher.visit(self.layer, asked, hidden_TH, routing)
+            how = self._compiled(hidden_TH) if forward is experts_forward else None
+            if how is not None and add_to_TH is None:
+                out_TH = torch.empty_like(hidden_TH)
+                rows = Rows.of(hidden_TH, ids_TK, weights_TK, out_TH)
+                if run_arriving(held, how, self.slots, rows):
+                    return out_TH
             for wave in held.waves:
                 slot_ids_TK = wave.slot_ids.take(ids_TK)
                 if copies is not None:
@@ -121,6 +135,36 @@ class OffloadedExperts:
         if late is not None:
             total_TH += late.compute().to(total_TH.device)
         return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
+
+    def run(
+        self, wanted: Sequence[int], how: AtOnce, rows: Rows, hidden_TH: Tensor, routing: Routing
+    ) -> Tensor | None:
+        """As `forward`, for a compiled step, and where the slots are `plain`.
+
+        Args:
+            wanted: the experts of the routing, ascending and distinct.
+            how: what runs the slots.
+            rows: of the same tensors.
+
+        Returns:
+            None: ``rows.out_TH`` has been filled.
+        """
+        with self.cache.acquire(self.layer, wanted) as held:
+            if run_arriving(held, how, self.slots, rows):
+                return None
+            total_TH = torch.zeros_like(hidden_TH)
+            for wave in held.waves:
+                ids_TK = wave.slot_ids.take(routing.expert_ids)
+                experts_forward(hidden_TH, ids_TK, routing.weights, self.slots, total_TH)
+            return total_TH
+
+    def _compiled(self, hidden_TH: Tensor) -> AtOnce | None:
+        """What runs rows like these without Python, where nobody else is in between."""
+        if not self.plain or hidden_TH.dtype != torch.float32 or torch.is_grad_enabled():
+            return None
+        if self._how is None and (native := choose_kernel()[0]) is not None:
+            self._how = native.at_once(hidden_TH, self.slots)
+        return self._how
 
     def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:
         """Those that cannot be had, and why; the others are tried for too."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from offload.errors import OffloadError
 from offload.policies import Policy
@@ -38,8 +36,7 @@ class Source(Protocol):
         ...
 
 
-@dataclass
-class _Fetch:
+class _Fetch(NamedTuple):
     transfer: Transfer
     generation: int
     cause: str
@@ -68,7 +65,7 @@ class Filling:
         self._flying: dict[int, _Fetch] = {}
         self._unasked: dict[int, int] = {}  # prefetched and asked for by nobody yet: bytes
         self.lost_count, self.lost_at = 0, [-math.inf] * len(table.slot)
-        self.victims = Victims(table, policy, lambda: chain(self._flying, *self.pins.values()))
+        self.victims = Victims(table, policy, self._flying, self.pins)
 
     def counters(self, unit: int) -> LayerStatistics:
         return self.statistics.layers[unit // self.table.width]
@@ -111,7 +108,7 @@ class Filling:
         table = self.table
         layer, expert = divmod(unit, table.width)
         urgent = cause in ("demand", "streamed")
-        slot, counters = table.slot[unit], self.counters(unit)
+        slot, counters = table.slot[unit], self.statistics.layers[layer]
         try:
             transfer = self._source.fetch(layer, expert, slot, urgent=urgent)
         except OffloadError:
@@ -120,7 +117,7 @@ class Filling:
             raise
         self._flying[unit] = _Fetch(transfer, table.generation[slot], cause)
         counters.prefetches += cause == "prefetch"
-        self._count(unit, cause, table.sizes.kinds[table.grains[unit]])
+        self._count(counters, unit, cause, table.sizes.kinds[table.grains[unit]])
 
     def arrive(self, unit: int) -> None:
         """Wait until a unit with a slot is there.
@@ -216,18 +213,18 @@ class Filling:
         if fetch is None or pinned or not fetch.transfer.cancel():
             return False
         del self._flying[unit]
-        self.counters(unit).cancelled += 1
-        self._count(unit, fetch.cause, -self.table.sizes.kinds[self.table.grains[unit]])
+        counters = self.counters(unit)
+        counters.cancelled += 1
+        self._count(counters, unit, fetch.cause, -self.table.sizes.kinds[self.table.grains[unit]])
         self.table.drop(unit)
         return True
 
-    def _count(self, unit: int, cause: str, nbytes: int) -> None:
+    def _count(self, counters: LayerStatistics, unit: int, cause: str, nbytes: int) -> None:
         if cause == "prefetch" and (nbytes > 0 or unit in self._unasked):
             self._unasked[unit] = self._unasked.get(unit, 0) + nbytes
             return
         # A prefetch that is taken back after somebody asked for it was counted as useful by then.
         name = f"{'useful' if cause == 'prefetch' else cause}_bytes"
-        counters = self.counters(unit)
         setattr(counters, name, getattr(counters, name) + nbytes)
 
     def _settle(self, unit: int) -> None:

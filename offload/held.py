@@ -8,8 +8,8 @@ the experts outnumber the slots, those a wave is done with make room for those t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from offload.errors import OffloadError
 from offload.filling import Filling
-
-T = TypeVar("T")
+from offload.transfer import Transfer
+from routing.routing import UNUSED
 
 RING = 8
 """Transfers that one call may have in hand at the cost of units worth more than what they bring."""
@@ -73,7 +73,11 @@ class Held:
         self._queue = deque(missing)
         self._now = not filling.victims.late or len(missing) > RING
         if missing:
-            self._guarded(self._feed)
+            try:
+                self._feed()
+            except OffloadError:
+                self.release()
+                raise
             if not self._now:
                 filling.victims.prepare()
 
@@ -90,15 +94,47 @@ class Held:
             yield Wave(self._experts, filling.table.slot_ids(self._layer))
             return
         start = 0
-        while start < len(units):
-            end = self._guarded(lambda: self._next(start))  # noqa: B023
-            self._count_prefixes(units[start:end])
-            yield self._wave(start, end)
-            self._fetched.difference_update(units[start:end])
-            start = end
-            if self._queue:
-                filling.pins[self] = units[start:]
-                self._guarded(self._feed)
+        try:
+            while start < len(units):
+                end = self._next(start)
+                self._count_prefixes(units[start:end])
+                yield self._wave(start, end)
+                self._fetched.difference_update(units[start:end])
+                start = end
+                if self._queue:
+                    filling.pins[self] = units[start:]
+                    self._feed()
+        except OffloadError:
+            self.release()
+            raise
+
+    def coming(self) -> list[tuple[int, int, Transfer | None]] | None:
+        """All experts, each with its slot and what brings it, if it is not there; None where one
+        has no slot yet, or may be a prefix."""
+        filling, found = self._filling, list[tuple[int, int, Transfer | None]]()
+        if self._queue or self._light:
+            return None
+        table = filling.table
+        for expert, unit in zip(self._experts, self._units, strict=True):
+            there, slot = table.there[unit], table.slot[unit]
+            if not there and not filling.is_flying(unit):
+                return None
+            found.append((expert, slot, None if there else filling.coming(unit)))
+        return found
+
+    def arrive(self, number: int) -> None:
+        """Wait for one of the experts.
+
+        Raises:
+            OffloadError: it cannot be had.
+        """
+        self._filling.arrive(self._units[number])
+
+    def arrived(self, waited: float) -> None:
+        """All are there, after so many seconds."""
+        if self._fetched:
+            self._filling.poll()
+            self._filling.statistics.layers[self._layer].stall_seconds += waited
 
     def release(self) -> None:
         """Unpin. What is still on its way will be there for others."""
@@ -109,13 +145,6 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    def _guarded(self, step: Callable[[], T]) -> T:
-        try:
-            return step()
-        except OffloadError:
-            self.release()
-            raise
 
     def _feed(self, most: int | None = None) -> None:
         """Begin to fetch what is missing, in order, as far as there is room for it.
@@ -196,6 +225,7 @@ class Held:
 
     def _wave(self, start: int, end: int) -> Wave:
         table, experts = self._filling.table, self._experts[start:end]
-        ids = np.full(table.experts[self._layer] + 1, -1)
+        ids = np.empty(table.experts[self._layer] + 1, np.int64)
+        ids.fill(UNUSED)
         ids[experts] = [table.slot[unit] for unit in self._units[start:end]]
         return Wave(experts, torch.from_numpy(ids))

@@ -43,6 +43,7 @@ class Prefetcher:
 
     Attributes:
         governors: of each layer; whether its bids are placed, and what became of them.
+        awake: it hears of this step's layers.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Prefetcher:
         self._trust = Trust(experts)
         self._spent = [0.0] * len(experts)  # seconds, on this step's bids for each layer
         self._asked: set[int] = set()  # layers that were forecast in this step
-        self._step, self._awake, self._foretold = 0, False, False
+        self._step, self.awake, self._foretold = 0, False, False
         self._wait = 0.0  # for reads of the layer that the step loop is at
 
     @property
@@ -90,10 +91,10 @@ class Prefetcher:
         if not self._foretold:
             self._begin()
         self._guide = self.predictor if told is None else Told(told)
-        followed, wanted = self._awake, any(map(self._bids_on, self._layers))
+        followed, wanted = self.awake, any(map(self._bids_on, self._layers))
         silent = isinstance(self._guide, Told) and self._guide.silent
-        self._awake, self._foretold = wanted and (self._foretold or not silent), False
-        if self._awake:
+        self.awake, self._foretold = wanted and (self._foretold or not silent), False
+        if self.awake:
             self.measures.start(self._clock(), followed)
             self._guide.start(tokens)
             self._bid(-1)
@@ -110,7 +111,7 @@ class Prefetcher:
             hidden_states: rows ``(T, H)`` that they read.
             routing: what the router decided for these.
         """
-        if self._awake:
+        if self.awake:
             self._settle(layer, wanted)
             self._guide.observe(layer, hidden_states, routing)
             self._bid(layer)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, dtype
 
 from kernels.cpu import calls
+from kernels.cpu.arriving import ArrivingCall, declare_arriving
 from kernels.cpu.assign import NativeAssign
 from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
@@ -81,6 +82,10 @@ class NativeKernels:
         """What a cache of experts learns; see NativeLearner."""
         return NativeLearner(self.library, *arguments, **options)
 
+    def arriving(self, *arguments: Any) -> ArrivingCall:
+        """A call of a layer whose experts are still coming; see ArrivingCall."""
+        return ArrivingCall(self.library, *arguments)
+
     def reads(self, most: int) -> NativeReads:
         """Files read in the background; see NativeReads."""
         return NativeReads(self.library, most)
@@ -121,6 +126,7 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
         NativeAttention(library),
         NativeAssign(library),
     )
+    declare_arriving(library)
     return native, "compiled for this CPU" + (", with AMX" if library.moe_uses_amx() else "")
 
 

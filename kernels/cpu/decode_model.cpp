@@ -4,10 +4,21 @@
 #include "meeting.h"
 
 #include <chrono>
+#include <vector>
 
 namespace {
 
 enum : int32_t { NO_MEMORY = 0, ALL = 1, LATER = 2, WAITS = 3 };
+
+// Where `count` experts are, in `places` if they are not where their numbers say; null: not all of
+// them are in memory.
+const int64_t* find(const decode::Experts& experts, const int64_t* ids, int64_t count,
+                    int64_t* places) {
+  if (!experts.slots) return ids;
+  for (int64_t i = 0; i < count; ++i)
+    if ((places[i] = experts.slots[ids[i]]) < 0) return nullptr;
+  return places;
+}
 
 // routed (B, H) = the experts' rows for those of the step; false: the caller has to see to it.
 bool run_experts(const decode::Step& step, const decode::Experts& experts, int64_t top_k,
@@ -18,7 +29,12 @@ bool run_experts(const decode::Step& step, const decode::Experts& experts, int64
                            slots, to, nullptr, step.threads) == 1;
   };
   if (!experts.forward) return false;
-  if (!meeting) return run(step.h, ids, weights, step.rows, top_k, routed);
+  if (!meeting) {
+    thread_local std::vector<int64_t> places;
+    places.resize(step.rows * top_k);
+    const int64_t* chosen = find(experts, ids, step.rows * top_k, places.data());
+    return chosen && run(step.h, chosen, weights, step.rows, top_k, routed);
+  }
   int32_t said = moe_dispatch(meeting, experts.index, ids, step.h);
   if (said != DONE) {
     meeting->had = said == LOST ? NOTHING : TOLD;
@@ -26,12 +42,8 @@ bool run_experts(const decode::Step& step, const decode::Experts& experts, int64
   }
   meeting->had = TOLD;
   const Serving serving(*meeting);
-  const int64_t* chosen = serving.experts;
-  if (experts.slots) {
-    for (int64_t i = 0; i < serving.count; ++i)
-      if ((meeting->chosen[i] = experts.slots[serving.experts[i]]) < 0) return false;
-    chosen = meeting->chosen;
-  }
+  const int64_t* chosen = find(experts, serving.experts, serving.count, meeting->chosen);
+  if (!chosen) return false;
   if (serving.count &&
       !run(meeting->served, chosen, meeting->ones, serving.count, 1, meeting->results))
     return false;

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import decode as native
+from kernels.cpu.arriving import Rows
 from routing import Routing
 
 
@@ -39,13 +40,18 @@ class CompiledPass:
         top_k: int,
         kept: object,
     ) -> None:
-        rows = len(h_BH)
+        count = len(h_BH)
         self._kernel, self._record, self._kept = kernel, record, kept
-        self.h_BH, self._routed_BH = h_BH, torch.empty_like(h_BH)
-        self.logits_BV = torch.empty(rows, logits_size, dtype=torch.float32)
-        self._ids = torch.empty(moe_layers, rows, top_k, dtype=torch.int64)
-        self._weights = torch.empty(moe_layers, rows, top_k, dtype=torch.float32)
+        self.h_BH, self._h = h_BH, h_BH.data_ptr()
+        self._routed_BH = torch.empty_like(h_BH)
+        self.logits_BV = torch.empty(count, logits_size, dtype=torch.float32)
+        self._ids = torch.empty(moe_layers, count, top_k, dtype=torch.int64)
+        self._weights = torch.empty(moe_layers, count, top_k, dtype=torch.float32)
+        self._asked = self._ids.numpy()
+        self._ids_of, self._weights_of = self._ids.unbind(), self._weights.unbind()
         self._done = c_int64(0)
+        rows = (self._routed_BH, self._ids, self._weights, self.logits_BV)
+        self._addresses = [tensor.data_ptr() for tensor in rows]
 
     @property
     def done(self) -> int:
@@ -57,15 +63,27 @@ class CompiledPass:
         Args:
             meeting: see `NativeDecode.model`.
         """
-        rows = (self._routed_BH, self._ids, self._weights, self.logits_BV)
-        addresses = [tensor.data_ptr() for tensor in rows]
-        return self._kernel.model(addressof(self._record), model, meeting, self._done, *addresses)
+        record, own = addressof(self._record), self._addresses
+        return self._kernel.model(record, model, meeting, self._done, *own)
 
-    def bring(self, rows_BH: Tensor) -> None:
-        """The rows that are waited for."""
-        self._routed_BH = rows_BH.contiguous()
+    def bring(self, rows_BH: Tensor | None) -> None:
+        """The rows that are waited for; None: they are where `rows` has said."""
+        if rows_BH is not None:
+            self._routed_BH = rows_BH.contiguous()
+            self._addresses[0] = self._routed_BH.data_ptr()
         self._done.value += 1
+
+    def rows(self, moe_layer: int) -> Rows:
+        """What the experts of a layer are called with, if its router is known to C++."""
+        routed, ids, weights, _ = self._addresses
+        (_, rows, top_k), first = self._ids.shape, moe_layer * self._ids_of[0].numel()
+        addresses = self._h, ids + 8 * first, weights + 4 * first, routed
+        return Rows(*addresses, rows, top_k, self.h_BH.shape[1], self)
+
+    def asked(self, moe_layer: int) -> list[int]:
+        """The experts of its routing, ascending and distinct."""
+        return sorted(set(self._asked[moe_layer].ravel().tolist()))
 
     def routing(self, moe_layer: int) -> Routing:
         """Of a router known to C++."""
-        return Routing(self._ids[moe_layer], self._weights[moe_layer])
+        return Routing(self._ids_of[moe_layer], self._weights_of[moe_layer])

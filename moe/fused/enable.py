@@ -76,7 +76,7 @@ def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
     resident, inside = _resident(description, experts, kernel)
     step = FusedStep(description, kernel.decode, inside)
     reason = prove(trunk, description, step)
-    whole = ResidentStep(step, resident, experts, step.together)
+    whole = ResidentStep(step, resident, experts, step.nearby, step.together)
     return whole, f"{reason}; {whole.where}"
 
 
@@ -94,15 +94,15 @@ def _resident(
     resident = Resident(experts, takes)
     feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
     known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
-    if not resident.why_not_shared and known != list(range(len(experts.layers))):
-        resident.why_not_shared = "not every router follows a rule that is known here"
-        resident.why_not = resident.why_not or resident.why_not_shared
-    if resident.why_not_shared:
+    if not resident.why_not and known != list(range(len(experts.layers))):
+        resident.why_not = "not every router follows a rule that is known here"
+    if resident.why_not:
         return resident, []
-    return resident, [
+    resident.inside = [
         Inside(call, layer.cache.slot_ids(index) if isinstance(layer, OffloadedExperts) else None)
         for index, (call, layer) in enumerate(zip(calls, experts.layers, strict=True))
     ]
+    return resident, resident.inside
 
 
 def _recorded(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:

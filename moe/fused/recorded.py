@@ -55,7 +55,7 @@ def recorded_step(
     resident = Resident(experts, partial(reads_nothing_back, rows))
     step = GraphStep(description, trunk.device, dtype, resident.run, capture)
     reason = _prove_recorded(shadow, description, step)
-    if not resident.why_not:
+    if not resident.why_not and not resident.cached:
         try:
             _prove_alone(trunk, step, resident.run, dtype)
         except NotDescribed as error:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher
 from experts.dispatch.at_once import AtOnce
 from kernels import experts_forward
 from kernels.cpu import layer as native
+from kernels.cpu.arriving import Rows
 from kernels.reference import AnyExperts
 from moe.fused.reference import Visitor, visitor
 from moe.kv import Work
@@ -46,7 +48,8 @@ class Resident:
 
     Attributes:
         why_not: what forbids that a step runs them by itself at any time; empty if nothing does.
-        why_not_shared: the same, where other ranks have their part of them.
+        cached: layers of which some experts are in memory at a time.
+        inside: how the step runs each layer; set by who makes the step.
 
     Args:
         experts: the model's MoE layers.
@@ -55,13 +58,11 @@ class Resident:
 
     def __init__(self, experts: MoELayers, takes: Callable[[AnyExperts], bool]) -> None:
         self._experts, self._layers, self._runner = experts, list(experts.layers), experts.run
-        self._cached = [one for one in experts.layers if isinstance(one, OffloadedExperts)]
-        held, self.why_not_shared = map(held_experts, experts.layers), ""
+        self.cached = [one for one in experts.layers if isinstance(one, OffloadedExperts)]
+        self.inside: Sequence[Inside] = ()
+        held, self.why_not = map(held_experts, experts.layers), ""
         if experts.forward is not experts_forward or not all(map(takes, held)):
-            self.why_not_shared = "their kernel needs Python"
-        self.why_not = self.why_not_shared
-        if self._cached:
-            self.why_not = "not all of them are in memory"
+            self.why_not = "their kernel needs Python"
 
     def run(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
         """``(B, H)``: each row's weighted sum of its experts."""
@@ -73,8 +74,7 @@ class Resident:
         """What the running lane reads for, if it can do without the host; None if it cannot."""
         experts = self._experts
         changed = experts.policies.policies or experts.weaken is not None
-        why_not = self.why_not if experts.dispatcher.local else self.why_not_shared
-        if why_not or changed:
+        if self.why_not or changed:
             return None
         if experts.layers != self._layers or experts.forward is not experts_forward:
             return None  # not what the step has been made with
@@ -83,7 +83,24 @@ class Resident:
     def count(self, routings: Sequence[Routing], phase: Phase) -> None:
         """Statistics of a step that has run the experts of every layer by itself."""
         for layer, routing in enumerate(routings):
-            self._experts.statistics.record(layer, {phase: routing})
+            self.record(layer, routing, phase)
+
+    def near(self, phase: Phase) -> Near | None:
+        """The experts where some are in memory and nobody else has to act at a layer: their slots
+        are kernels' own, and nobody looks ahead from the rows."""
+        everywhere = len(self.cached) == len(self._layers)
+        if self._experts.looks_ahead or not self.plain or not everywhere:
+            return None
+        return Near(self.cached, self.inside, partial(self.record, phase=phase))
+
+    def record(self, layer: int, routing: Routing, phase: Phase) -> None:
+        """Statistics of a layer."""
+        self._experts.statistics.record(layer, {phase: routing})
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels run what is in a cache as it is."""
+        return all(layer.plain for layer in self.cached)
 
     def company(self, phase: Phase) -> Company | None:
         """The other ranks, where each may meet them at all layers of a pass without Python."""
@@ -92,7 +109,7 @@ class Resident:
         at_once = way.at_once if isinstance(way, AllToAllDispatcher) else None
         if at_once is None or everybody is None or everybody.left != len(self._layers):
             return None
-        if not all(layer.plain for layer in self._cached):
+        if not self.plain:
             return None
         return Company(at_once, everybody, experts.layers, partial(self.count, phase=phase))
 
@@ -127,8 +144,35 @@ class Company:
             self.everybody.reach(index)
             layer = self.layers[index]
             if isinstance(layer, OffloadedExperts):
-                layer.cache.found(layer.layer, served)
+                layer.cache.found(layer.layer, np.unique(served).tolist())
         self.count(routings)
+
+
+@dataclass(frozen=True)
+class Near:
+    """Experts in a cache, in a step of a lane that is alone.
+
+    Attributes:
+        layers: where some of them are in memory.
+        inside: how each is run.
+        record: hears of what was routed.
+    """
+
+    layers: Sequence[OffloadedExperts]
+    inside: Sequence[Inside]
+    record: Callable[[int, Routing], None]
+
+    def passed(self, layer: int, asked: Sequence[int], routing: Routing) -> None:
+        """All experts that an MoE layer has asked for were there, and have been run."""
+        self.record(layer, routing)
+        self.layers[layer].cache.found(layer, asked)
+
+    def run(
+        self, layer: int, asked: Sequence[int], rows: Rows, rows_BH: Tensor, routing: Routing
+    ) -> Tensor | None:
+        """As `OffloadedExperts.run`."""
+        self.record(layer, routing)
+        return self.layers[layer].run(asked, self.inside[layer].call, rows, rows_BH, routing)
 
 
 class Step(Protocol):
@@ -146,18 +190,25 @@ class ResidentStep:
     """Runs experts within the step where it can.
 
     Attributes:
+        nearby: how, with experts in a cache; None: it cannot.
         together: how, with other ranks; None: it cannot.
     """
 
     step: Step
     resident: Resident
     experts: MoELayers
+    nearby: Callable[[Sequence[Work], Near], list[Tensor]] | None = None
     together: Callable[[Sequence[Work], Visitor, Company], list[Tensor]] | None = None
 
     def __call__(self, work: Sequence[Work]) -> list[Tensor]:
         phase, visit = self.resident.phase(), visitor(self.experts.run)
         if phase is None:
             return self.step(work, visit)
+        if self.experts.dispatcher.local and self.resident.cached:
+            near = self.resident.near(phase)
+            if near is None or self.nearby is None:
+                return self.step(work, visit)
+            return self.nearby(work, near)
         if self.experts.dispatcher.local:
             logits, visited = self.step.alone(work)
             self.resident.count(visited, phase)
@@ -170,7 +221,9 @@ class ResidentStep:
     @property
     def where(self) -> str:
         """Whether experts are run within the step, and why not, for people."""
-        why_not, shared = self.resident.why_not, self.resident.why_not_shared
-        if self.together is not None and why_not and not shared:
-            return f"experts outside: {why_not}; inside where ranks share them"
-        return f"experts outside: {why_not}" if why_not else "experts inside"
+        why_not, cached = self.resident.why_not, self.resident.cached
+        if cached and self.nearby is None:
+            why_not = why_not or "not all of them are in memory"
+        if why_not:
+            return f"experts outside: {why_not}"
+        return "experts inside"

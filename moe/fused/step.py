@@ -20,7 +20,7 @@ from moe.fused.compiled import CompiledPass
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
 from moe.fused.reference import Visitor, read_by
-from moe.fused.resident import Company, Inside
+from moe.fused.resident import Company, Inside, Near
 from moe.kv import SequenceKV, Work
 from routing import Routing
 
@@ -84,6 +84,22 @@ class FusedStep:
         """Logits as of `moe.trunk.Trunk.lanes`; the sequences grow by the tokens read."""
         going = self._begin(work)
         return self._finish(work, going, visit, going.go(self._asking))
+
+    def nearby(self, work: Sequence[Work], near: Near) -> list[Tensor]:
+        """The same, of experts in a cache: layers that lack none are passed, and told of before
+        any behind them; at the others it waits for what they lack."""
+        assert self._inside
+        going, waits = self._begin(work), True
+        while waits:
+            first = self._moe_layers[going.done]
+            waits = going.go(self._whole)
+            at = self._moe_layers[going.done]
+            for layer in range(first, at):
+                near.passed(layer, going.asked(layer), going.routing(layer))
+            if waits:
+                asked, routing = going.asked(at), going.routing(at)
+                going.bring(near.run(at, asked, going.rows(at), going.h_BH, routing))
+        return read_by(work, self._scaled(going.logits_BV))
 
     def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
         """Logits, the same bits, and of each MoE layer what was visited: nobody is asked to run

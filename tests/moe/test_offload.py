@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.architectures import tiny_model
 from experts.manifest import read_manifest
+from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.commands.terminal import run
 from moe.convert.convert import convert
@@ -74,6 +76,31 @@ def test_any_cache_gives_the_bits_of_a_resident_model(
     model = MoE.from_pretrained(store, budget(store, resident, share, prefill=prefill))
     assert model.memory_plan.expert_slots == round(32 * share)
     check_equal(model, resident)
+
+
+def test_layers_without_a_miss_are_passed_and_counted(store: Path, resident: MoE) -> None:
+    """What is decided does not depend on whether Python was asked at a layer."""
+    found, asked = list[Any](), list[int]()
+    long = SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True)
+    for forward in (experts_forward, partial(experts_forward)):  # the latter is asked everywhere
+        model = MoE.from_pretrained(store, budget(store, resident, 0.75))
+        model.experts.forward, bring = forward, model.experts.bring
+        calls = list[int]()
+
+        def noted(layer: int, visits: Any, bring: Any = bring, calls: list[int] = calls) -> Any:
+            calls.append(layer)
+            return bring(layer, visits)
+
+        model.experts.bring = noted  # type: ignore[method-assign]
+        (done,) = model.generate([PROMPTS[0]], long)
+        stats = model.stats()
+        for one in (stats["offload"], *stats["offload"]["layers"], *stats["offload"]["tiers"]):
+            del one["stall_seconds"]  # the disk's
+        cache = model.experts.layers[0].cache  # type: ignore[union-attr]
+        found.append((done.token_ids, stats["offload"], stats["layers"], cache.hot_set()))
+        asked.append(len(calls))
+    assert found[0] == found[1]
+    assert asked[0] < asked[1]
 
 
 def test_threads_take_turns(store: Path, resident: MoE) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import c_float
+from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import torch
@@ -12,8 +16,9 @@ from torch import Tensor
 
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.cpu import choose_kernel
+from kernels.cpu.arriving import Rows
 from moe.fused.description import Description, Experts
-from moe.fused.resident import Inside
+from moe.fused.resident import Inside, Near
 from moe.fused.step import FusedStep
 from moe.kv import SequenceKV, Work
 from routing import Routing
@@ -105,6 +110,73 @@ def check_both(
         assert same(ours.weights, theirs.weights)
     for item, cache in zip(work, others, strict=True):
         assert item.cache.length == cache.length
+
+
+@dataclass
+class Noted:
+    """In the place of `moe.fused.resident.Near`: who was told of what."""
+
+    layers: list[Layer]
+    slots: list[Tensor]
+    told: list[tuple[int, Routing]] = field(default_factory=list)
+
+    def passed(self, layer: int, asked: Sequence[int], routing: Routing) -> None:
+        assert asked == sorted(set(routing.expert_ids.flatten().tolist()))
+        assert all(self.slots[layer][expert] >= 0 for expert in asked)
+        self.told.append((layer, routing))
+
+    def run(
+        self, layer: int, asked: Sequence[int], rows: Rows, rows_BH: Tensor, routing: Routing
+    ) -> Tensor | None:
+        assert any(self.slots[layer][expert] < 0 for expert in asked)
+        self.told.append((layer, routing))
+        own = self.layers[layer]
+        found = experts_forward(rows_BH, routing.expert_ids, routing.weights, own)
+        if layer % 2:  # as compiled calls do
+            address(found.shape, rows.out_TH)[:] = found
+            return None
+        return found
+
+
+def address(shape: Sequence[int], at: int) -> Tensor:
+    """Float32 memory."""
+    size = math.prod(shape)
+    return torch.frombuffer((c_float * size).from_address(at), dtype=torch.float32).view(shape)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_only_layers_that_lack_an_expert_are_asked(data: st.DataObject, seed: int) -> None:
+    """The others are passed and told of, in their order; bits are those of a call a layer."""
+    torch.manual_seed(seed)
+    description = Maker(data, 24).description(4)
+    routed = [layer for layer in description.layers if isinstance(layer.feed, Experts)]
+    layers = [some_experts(data, 24) for _ in routed]
+    slots = [torch.arange(EXPERTS + 1) for _ in layers]
+    for own in slots:
+        own[data.draw(st.lists(st.integers(0, EXPERTS - 1), max_size=3))] = -1
+    caches = filled(description, [1] * data.draw(st.integers(1, 3)), 3)
+    others = [sequence.fork(sequence.capacity, sequence.length) for sequence in caches]
+    step, visits, told = whole_step(description, layers, slots), dict[int, Routing](), list[int]()
+
+    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        visits[layer] = routing
+        told.append(layer)
+        return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
+
+    work = [Work(own.token_ids, cache, True) for own, cache in zip(
+        new_work(data, caches), others, strict=True
+    )]  # fmt: skip
+    logits = step(work, visit)
+    assert told == list(range(len(layers)))
+    told.clear()
+    again = [Work(own.token_ids, cache, True) for own, cache in zip(work, caches, strict=True)]
+    near = Noted(layers, slots)
+    assert all(map(same, step.nearby(again, cast(Near, near)), logits))
+    assert [layer for layer, _ in near.told] == list(range(len(layers)))
+    for layer, found in near.told:
+        assert torch.equal(found.expert_ids, visits[layer].expert_ids)
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:

@@ -65,7 +65,10 @@ class Rank:
 
         self.experts.bring = noted  # type: ignore[method-assign]
         whole = ResidentStep(
-            self.step, Resident(self.experts, lambda _: True), self.experts, self.step.together
+            self.step,
+            Resident(self.experts, lambda _: True),
+            self.experts,
+            together=self.step.together,
         )
         with torch.inference_mode():
             return [self.one(whole, number) for number in range(STEPS)]

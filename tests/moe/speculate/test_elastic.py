@@ -150,7 +150,7 @@ def test_what_a_draft_foresees_is_read_ahead(models: Models) -> None:
 class Listener:
     """In place of a prefetcher: bytes that verifications find absent, and those told before."""
 
-    predictor = Told()
+    predictor, awake = Told(), True
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache, self.absent, self.useful, self.foretold = cache, 0, 0, 0

@@ -1,0 +1,73 @@
+// A layer whose experts come while it is computed: each is run as soon as it and those before it are
+// there, so that the bits are those of one call. Letters as in grouped.h.
+#include <chrono>
+
+#include "calls.h"
+#include "curves.h"
+#include "reading.h"
+
+extern "C" {
+
+struct Coming {  // an expert that a call asks for
+  int64_t expert, slot;
+  files::Job* job;  // what brings it; null: it is there
+};
+
+struct ArrivingCall {  // filled by arriving.py
+  int32_t (*forward)(const void* layer, const Activation*, const void* hidden, int32_t dtype,
+                     const int64_t* ids, const float* weights, int64_t tokens, int64_t slots,
+                     void* out, float* so_far, int32_t threads);
+  const void* layer;
+  const Activation* activation;
+  const float* hidden;   // (T, H)
+  const int64_t* ids;    // (T, K) experts, -1 where a slot is not used
+  const float* weights;  // (T, K)
+  float* out;            // (T, H)
+  int64_t tokens, slots, width;  // T, K, H
+  const Coming* coming;  // (count,) all experts of the ids, ascending
+  int64_t count;
+  void* reader;
+  double patience, waited;  // seconds: of a wait at most, and of all
+  int64_t begun, waves;     // experts that have been run, and in how many calls
+  int32_t threads;
+};
+
+enum : int32_t { FAILED = 2, LATER = 3 };  // of expert `begun`; beside what `forward` says
+
+// From `begun` on.
+int32_t moe_forward_arriving(ArrivingCall* call) {
+  thread_local std::vector<int64_t> places;
+  const Coming* const all = call->coming;
+  const int64_t size = call->tokens * call->slots;
+  const auto there = [&](int64_t i) {
+    return !all[i].job || (all[i].job->done && !all[i].job->error);
+  };
+  places.resize(size);
+  if (!call->begun) std::fill(call->out, call->out + call->tokens * call->width, 0.0f);
+  while (call->begun < call->count) {
+    const int64_t first = call->begun;
+    if (!there(first)) {
+      const auto start = std::chrono::steady_clock::now();
+      const bool done = moe_read_wait(call->reader, all[first].job, call->patience);
+      call->waited +=
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      if (!done) return LATER;
+      if (all[first].job->error) return FAILED;
+    }
+    int64_t end = first + 1;
+    while (end < call->count && there(end)) ++end;
+    const auto before = [](const Coming& one, int64_t id) { return one.expert < id; };
+    for (int64_t i = 0; i < size; ++i) {
+      const Coming* own = std::lower_bound(all + first, all + end, call->ids[i], before);
+      places[i] = own < all + end && own->expert == call->ids[i] ? own->slot : -1;
+    }
+    const int32_t said = call->forward(call->layer, call->activation, call->hidden, FP32,
+                                       places.data(), call->weights, call->tokens, call->slots,
+                                       call->out, call->out, call->threads);
+    if (said != 1) return said;
+    call->begun = end;
+    ++call->waves;
+  }
+  return 1;
+}
+}
