@@ -80,6 +80,8 @@ COSTS = {
 class Replay:
     """A sampler that draws what was said."""
 
+    is_argmax = False
+
     def __init__(self, said: Sequence[int]) -> None:
         self._said, self._next = said, 1
 

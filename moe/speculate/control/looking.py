@@ -11,10 +11,10 @@ FIRST = 8
 """Plain steps before looking begins with a new number of sequences."""
 EVERY, BURST = 128, 2
 """Steps with drafts, and none without, after which so many plain ones are measured again."""
-HOPE, MEMORY = 0.1, 64
+HOPE, MEMORY = 0.18, 64
 """Plain steps that looking gains before anything has been seen; steps that are remembered."""
-LEAST = 0.03
-"""Gain from which looking pays."""
+LEAST = 0.08
+"""Gain from which looking pays: what it takes of the machine's caches is not seen."""
 SHARE, LONGEST = 0.005, 128
 """Of the time that looking may take where it does not pay; steps between two looks at most."""
 OUTLIER = 2.0
