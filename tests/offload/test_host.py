@@ -116,7 +116,7 @@ def tiers(seed: int = 0, slots: int = 5, host_slots: int = 9, **changed: Any) ->
     return Tiers(layers, slots, host_slots, changed.get("policy", "lru"), random)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     quantized=st.booleans(),

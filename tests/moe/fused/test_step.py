@@ -31,7 +31,7 @@ def compiled(description: Description, target: str = "-march=native") -> FusedSt
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(st.data(), st.integers(0, 2**31))
 @torch.inference_mode()
 def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: int) -> None:

@@ -52,7 +52,7 @@ def network(layers: Layers | None, visited: list[int], seed: int, fails_at: int 
     return rows
 
 
-@hypothesis_settings(max_examples=30)
+@hypothesis_settings(max_examples=20)
 @given(seed=st.integers(0, 9999), ranks=st.integers(1, 3))
 def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
     """Any lanes in either half on any rank, some that visit few layers, fail or pause."""
