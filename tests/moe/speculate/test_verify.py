@@ -20,7 +20,7 @@ from moe.speculate.verify import verify
 
 MODE = Mode("elastic")
 VOCABULARY = 6
-ROUNDS = 8_000
+ROUNDS = 20_000
 
 
 def sampler(**params: Any) -> Sampler:
