@@ -100,7 +100,7 @@ def online(
             moved += int(((new.copies_ER > 0) & (current[layer].copies_ER == 0)).sum())
             current = [*current[:layer], new, *current[layer + 1 :]]
         found.append(current)
-        rebalancer.observe(list(tokens_LE), STEP_S)
+        rebalancer.observe(tokens_LE, STEP_S)
         if reader is not None:
             reader.end()
     return [list(own) for own in zip(*found, strict=True)], moved / trace[:, :, 0].size

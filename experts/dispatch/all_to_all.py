@@ -76,7 +76,7 @@ class AllToAllDispatcher:
         self._rooms = Rooms(exchange.size, buffer_rows, exchange.near and plain)
         self._ones = torch.ones(0, 1)
         self.placements: list[Placement] = list(placements)
-        self.statistics = DispatchStatistics(len(placements))
+        self.statistics = DispatchStatistics([one.num_experts for one in placements])
         self._together = Together(self.statistics)
         shared = self._rooms, self._together, self.statistics
         self.at_once = AtOnce(exchange, *shared) if plain and exchange.line else None
@@ -139,7 +139,8 @@ class AllToAllDispatcher:
             received, wait = self._together.start(exchange, message, to_R, from_R)
             coming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
         self.statistics.add(
-            *(layer, part.loads_E, part.tokens, part.pairs, part.served),
+            *(range(layer, layer + 1), part.loads_E[None]),
+            *(part.tokens, part.pairs, part.served),
             *(sent_bytes, hidden * dtype.itemsize, agreed.sent_bytes),
         )
         return Sent(layer, part, weights, hidden, dtype, agreed.rows, coming)

@@ -22,7 +22,7 @@ from experts.dispatch.statistics import DispatchStatistics
 from experts.dispatch.together import Together
 from experts.placement import Placement
 from kernels.cpu import choose_kernel
-from kernels.cpu.assign import Assigned, Ints, bad_id
+from kernels.cpu.assign import Assigned, bad_id
 from kernels.cpu.meeting import BAD_ID, LOST, OTHERWISE
 from routing import Routing
 
@@ -84,14 +84,12 @@ class AtOnce:
         self._together.check()
         return self._line.run(act)
 
-    def walked(self, layers: int) -> list[Ints]:
-        """So many layers, from the first on, have been met by a walk: the expert of each slot that
-        this rank has served in them."""
-        parts = [self._meeting.assigned(layer) for layer in range(layers)]
-        for layer, part in enumerate(parts):
-            self._count(layer, part)
+    def walked(self, layers: int) -> list[list[int]]:
+        """So many layers, from the first on, have been met by a walk: the experts of each of them
+        that this rank has served, ascending."""
+        self._count(range(layers))
         self._statistics.seconds += self._meeting.record.seconds
-        return [part.experts_A for part in parts]
+        return self._meeting.experts(range(layers))
 
     def dispatch(self, layer: int, hidden: Tensor, routing: Routing) -> ArrivedAtOnce | list[Bytes]:
         """What this rank serves; or what the ranks told, where some are not where they were.
@@ -110,7 +108,7 @@ class AtOnce:
         if done == OTHERWISE:
             return meeting.messages
         part = meeting.assigned(layer)
-        self._count(layer, part)
+        self._count(range(layer, layer + 1))
         served = len(part.token_A)
         own = Routing(torch.from_numpy(part.experts_A)[:, None], meeting.ones[:served])
         rows = meeting.served[:served].view(hidden.dtype)
@@ -140,16 +138,16 @@ class AtOnce:
             record = self._meeting.record
             raise self._line.lost(record.lost, record.error)
 
-    def _count(self, layer: int, part: Assigned) -> None:
-        meeting, own, served = self._meeting, len(part.position_TK), len(part.token_A)
+    def _count(self, layers: range) -> None:
+        meeting, counted = self._meeting, self._meeting.counted(layers)
+        room = len(meeting.messages[self._rank]) - IDS.stop
         self._statistics.add(
-            *(layer, part.loads_E, own, part.pairs, served),
-            (len(meeting.messages[self._rank]) - IDS.stop) * self._others,
-            meeting.width,
-            IDS.stop * self._others,
+            *(layers, counted.loads_LE, meeting.own_tokens * len(layers)),
+            *(counted.pairs, counted.served, room * self._others * len(layers)),
+            *(meeting.width, IDS.stop * self._others * len(layers)),
         )
         result_bytes = meeting.returned.shape[1] * meeting.returned.element_size()
-        self._statistics.bytes_back += (served - part.served_R[self._rank]) * result_bytes
+        self._statistics.bytes_back += counted.sent_back * result_bytes
 
     def _goes_on(self, hidden: tuple[int, ...], dtype: torch.dtype, ids: tuple[int, ...]) -> bool:
         met = self._rooms.steady

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
 
 from experts.dispatch.assignment import Ints
 
@@ -12,7 +15,7 @@ class DispatchStatistics:
     """Counters of one rank since the last reset.
 
     Attributes:
-        layers: MoE layers of the model.
+        experts_L: of each MoE layer of the model.
         exchanges: layers that were met with the other ranks.
         tokens: that this rank brought, summed over layers.
         pairs: distinct (token, other rank that serves it).
@@ -23,7 +26,7 @@ class DispatchStatistics:
         seconds: spent waiting for other ranks.
     """
 
-    layers: int
+    experts_L: Sequence[int]
     exchanges: int = 0
     tokens: int = 0
     pairs: int = 0
@@ -33,12 +36,14 @@ class DispatchStatistics:
     bytes_back: int = 0
     meta_bytes: int = 0
     seconds: float = 0.0
-    _loads: dict[int, Ints] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._loads_LE = np.zeros((len(self.experts_L), max(self.experts_L, default=0)), np.int64)
 
     def add(
         self,
-        layer: int,
-        loads_E: Ints,
+        layers: range,
+        loads_LE: Ints,
         tokens: int,
         pairs: int,
         served: int,
@@ -46,34 +51,36 @@ class DispatchStatistics:
         row_bytes: int,
         meta_bytes: int,
     ) -> None:
-        """Tokens have left for a layer.
+        """Tokens have left for successive layers; numbers are of all of these together.
 
         Args:
-            loads_E, tokens, pairs, served: as `Assignment` has them.
+            loads_LE: tokens of all ranks that visit each expert.
+            tokens, pairs, served: as `Assignment` has them.
             sent_bytes: of their rows.
             row_bytes: of one row of hidden states.
             meta_bytes: of ids.
         """
-        self.exchanges += 1
+        self.exchanges += len(layers)
         self.tokens += tokens
         self.pairs += pairs
         self.served += served
         self.lower_bound_bytes += 2 * pairs * row_bytes
         self.bytes_out += sent_bytes
         self.meta_bytes += meta_bytes
-        seen = self._loads.get(layer)
-        self._loads[layer] = loads_E.copy() if seen is None else seen + loads_E
+        self._loads_LE[layers.start : layers.stop, : loads_LE.shape[1]] += loads_LE
 
-    def take_loads(self) -> list[Ints | None]:
-        """Tokens of all ranks that visited each expert of each layer since this was last called."""
-        taken, self._loads = self._loads, {}
-        return [taken.get(layer) for layer in range(self.layers)]
+    def take_loads(self) -> Ints:
+        """``(L, E)`` tokens of all ranks that visited each expert of each layer since this was last
+        called; zeros behind a layer's last expert."""
+        taken = self._loads_LE.copy()
+        self._loads_LE[:] = 0
+        return taken
 
     def reset(self) -> None:
-        self.__init__(self.layers)  # type: ignore[misc]
+        self.__init__(self.experts_L)  # type: ignore[misc]
 
     def as_dict(self) -> dict[str, float]:
         """The counters, for JSON."""
         counters = asdict(self)
-        del counters["layers"], counters["_loads"]
+        del counters["experts_L"]
         return counters

@@ -5,7 +5,7 @@ will be used: the mean over observed steps of the heaviest rank's load after `sh
 greedy start (no rank gets two copies of one expert) is improved by exchanges between two ranks and
 by giving a copy's slot to another expert: on few ranks by `cuts`, on more as long as that lowers
 the mean. `repack` starts from where experts are and takes a change only if it also pays for what it
-moves.
+moves, which it must show on steps that it was not made from: any change can be fitted to chance.
 
 Legend: S steps, E experts, R ranks, P slots.
 """
@@ -33,6 +33,8 @@ TRIALS = 24
 """Most promising changes of each kind that are judged exactly before the search ends."""
 WORTH = 2e-4
 """Least share by which a change must lower the mean of the heaviest load."""
+SURE = 2.0
+"""Standard errors that a gain must be above nothing, on the steps that it is proven by."""
 
 
 def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
@@ -63,9 +65,13 @@ def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Placement:
         price_E: what it costs to bring an expert to a rank that lacks it, spread over the steps in
             which that must pay: a load a step.
     """
-    if current.copies_ER.max() > 1:
+    home_ER, costs_SE = current.copies_ER, _judged(costs_SE)
+    if home_ER.max() > 1:
         return current
-    copies_ER = _improve(current.copies_ER, _judged(costs_SE), price_E)
+    by_half_ER = _improve(home_ER, costs_SE[::2], price_E)
+    if not _proven(by_half_ER, home_ER, costs_SE[1::2], price_E):
+        return current
+    copies_ER = _improve(home_ER, costs_SE, price_E)
     return fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
 
 
@@ -76,9 +82,22 @@ def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
 
 def heaviest(costs_SE: Floats, copies_ER: Ints) -> float:
     """Mean over the steps of the heaviest rank's load when copies share by price."""
+    return float(_heaviest_S(costs_SE, copies_ER).mean())
+
+
+def _heaviest_S(costs_SE: Floats, copies_ER: Ints) -> Floats:
     if copies_ER.shape[1] <= MOST_RANKS:
-        return float(heaviest_by_cuts(costs_SE, copies_ER).mean())
-    return float(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1).mean())
+        return heaviest_by_cuts(costs_SE, copies_ER)
+    return np.asarray(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1))
+
+
+def _proven(copies_ER: Ints, home_ER: Ints, costs_SE: Floats, price_E: Floats) -> bool:
+    """Whether a change surely pays in these steps; there must be two to tell."""
+    if copies_ER is home_ER or len(costs_SE) < 2:
+        return False
+    saved_S = _heaviest_S(costs_SE, home_ER) - _heaviest_S(costs_SE, copies_ER)
+    doubt = SURE * saved_S.std(ddof=1) / len(saved_S) ** 0.5
+    return bool(saved_S.mean() - doubt > fee(copies_ER, home_ER, price_E))
 
 
 def _judged(costs_SE: Floats) -> Floats:

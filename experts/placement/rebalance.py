@@ -2,8 +2,9 @@
 
 Rank 0 tells what every step routed, and asks before each step. One layer at a time is repacked in
 the background for the loads that are forecast, and only where the time that levelled ranks save
-within the horizon is more than reading the moved experts takes. Each answer has an epoch: all ranks
-apply it before the same step. Ranks are those of the present group, so none that was lost is named.
+within the horizon is more than reading the moved experts takes; while that changes nothing, it is
+tried ever more rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks are
+those of the present group, so none that was lost is named.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from experts.placement.placement import Floats, Ints, Placement, step_costs
 
 LEAST_STEPS = 8
 """Steps of a layer before it is first repacked, and between two times."""
+MOST_PAUSE = 63
+"""Steps without a question behind an answer that changed nothing, after several of these: on a full
+machine even a process as nice as can be is in the ranks' way."""
 RATE_HALF_LIFE = 64.0
 
 _log = logging.getLogger(__name__)
@@ -109,25 +113,23 @@ class Rebalancer:
     def reset(self, placements: Sequence[Placement]) -> None:
         """Begin anew with these, for a new group of ranks: what is being computed is dropped."""
         self._placements = list(placements)
-        self._forecasts = [LoadForecast(one.num_experts) for one in placements]
+        self._forecast = LoadForecast([one.num_experts for one in placements])
         self._asked_at = [0] * len(placements)
         self._asked: tuple[int, Placement] | None = None
         self._rate = StepRate()
-        self._next = 0
+        self._next = self._steps = self._pause = self._paused_until = 0
 
-    def observe(self, tokens_LE: Sequence[Ints | None], seconds: float) -> None:
+    def observe(self, tokens_LE: Ints, seconds: float) -> None:
         """Add a step.
 
         Args:
-            tokens_LE: of each expert on all ranks together; None for layers that nobody visited.
+            tokens_LE: of each expert on all ranks together, zeros for layers that nobody visited
+                and behind a layer's last expert.
             seconds: that the step took.
         """
-        served = 0
-        for forecast, tokens_E in zip(self._forecasts, tokens_LE, strict=True):
-            if tokens_E is not None:
-                forecast.observe(tokens_E)
-                served += int(tokens_E.sum())
-        if served:
+        self._steps += 1
+        if served := int(tokens_LE.sum()):
+            self._forecast.observe(tokens_LE)
             self._rate.observe(served / self._placements[0].ranks, seconds)
 
     def poll(self) -> Moves | None:
@@ -142,11 +144,13 @@ class Rebalancer:
         if found is not None and self._asked is not None:
             layer, before = self._asked
             self._asked = None
+            self._pause = min(2 * self._pause + 1, MOST_PAUSE) if found == before else 0
+            self._paused_until = self._steps + self._pause
             if self._placements[layer] is before and found != before:
                 self._placements[layer] = found
                 self.epoch += 1
                 moves = Moves(self.epoch, {layer: found})
-        if not self._repacker.busy and not self._ended:
+        if not (self._repacker.busy or self._ended or self._steps < self._paused_until):
             self._ask()
         return moves
 
@@ -157,11 +161,11 @@ class Rebalancer:
         """Have the next layer repacked that has seen enough steps since it last was."""
         layers = len(self._placements)
         for layer in [*range(self._next, layers), *range(self._next)]:
-            forecast = self._forecasts[layer]
-            turn = forecast.steps - self._asked_at[layer]
+            seen = int(self._forecast.steps_L[layer])
+            turn = seen - self._asked_at[layer]
             if turn < LEAST_STEPS:
                 continue
-            self._asked_at[layer], self._next = forecast.steps, (layer + 1) % layers
+            self._asked_at[layer], self._next = seen, (layer + 1) % layers
             steps = max(self._horizon_s / self._rate.seconds_a_step, 1.0)
             read_E = self._seconds_LE[layer] / self._rate.seconds_a_token
             # Where moves cost nothing, what comes after the layer's next turn is of no concern.
@@ -169,6 +173,6 @@ class Rebalancer:
             foreseen = None if self._foreseen is None else self._foreseen(layer, ahead)
             missing = 0.0 if self._missing is None else self._missing(layer)
             self._asked = layer, self._placements[layer]
-            costs_SE = step_costs(forecast.steps_SE(foreseen, ahead), missing * read_E)
+            costs_SE = step_costs(self._forecast.steps_SE(layer, foreseen, ahead), missing * read_E)
             self._repacker.submit(Job(costs_SE, self._placements[layer], read_E / steps))
             return

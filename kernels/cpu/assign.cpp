@@ -196,11 +196,11 @@ void deal(const Ints& places, const Ints& source, const int64_t* part, int64_t r
 extern "C" {
 
 // Each rank r brings `tokens[r]` tokens with `width[r]` ids each, `tables[r]`; -1: an unused slot.
-// Ranks `holders[begin[e]:begin[e + 1]]` hold expert e. Writes, one after the other: tokens of each
-// expert (E), ids of the tokens of all ranks and who serves each slot (T, K; K the largest width), its
-// own slots' token and expert (T K each, as many as it serves), how many of them are of each rank's
-// tokens (R), slots of its own tokens on each rank (R), pairs and served; then in 32 bits where the
-// results of its own slots are (its tokens, K).
+// Ranks `holders[begin[e]:begin[e + 1]]` hold expert e. Writes, one after the other: ids of the tokens
+// of all ranks and who serves each slot (T, K; K the largest width), its own slots' token and expert
+// (T K each, as many as it serves), how many of them are of each rank's tokens (R), slots of its own
+// tokens on each rank (R), pairs and served; in 32 bits where the results of its own slots are (its
+// tokens, K); and tokens of each expert (E), last, so that all else is at one place in all layers.
 // See `experts.dispatch.assignment`. 0: done, -1: an id outside [-1, E).
 int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const int64_t* width,
                    const int64_t* begin, int64_t ranks, int64_t slots, int64_t experts,
@@ -209,11 +209,11 @@ int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const in
   Ints starts(ranks + 1, 0);
   for (int64_t r = 0; r < ranks; ++r) starts[r + 1] = starts[r] + tokens[r] * slots;
   const int64_t size = starts[ranks];
-  int64_t *loads = out, *ids = loads + experts, *serving = ids + size, *token = serving + size,
-          *expert_of = token + size, *served_R = expert_of + size, *returned_R = served_R + ranks,
-          *pairs = returned_R + ranks, *served = pairs + 1;
+  int64_t *ids = out, *serving = ids + size, *token = serving + size, *expert_of = token + size,
+          *served_R = expert_of + size, *returned_R = served_R + ranks, *pairs = returned_R + ranks,
+          *served = pairs + 1, *loads = served + 1 + (tokens[rank] * slots + 1) / 2;
   int32_t* position = reinterpret_cast<int32_t*>(served + 1);
-  std::fill(out, ids, 0);
+  std::fill(loads, loads + experts, 0);
   for (int64_t r = 0, i = 0; r < ranks; ++r)
     for (int64_t t = 0; t < tokens[r]; ++t)
       for (int64_t k = 0; k < slots; ++k, ++i) {

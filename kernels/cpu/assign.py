@@ -72,30 +72,43 @@ class NativeAssign:
 
 def numbers(shapes: Shapes, own: int, experts: int) -> int:
     """That `moe_assign` writes, for the ``(tokens, slots)`` of all ranks and the tokens of one."""
-    slots = max(slots for _, slots in shapes)
-    size = sum(tokens for tokens, _ in shapes) * slots
-    return experts + 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
+    return loads_at(shapes, own) + experts
+
+
+def loads_at(shapes: Shapes, own: int) -> int:
+    """Where tokens of each expert begin in it, behind all else."""
+    size, slots = _size(shapes)
+    return 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
+
+
+def counts_at(shapes: Shapes) -> int:
+    """Where numbers of slots begin in it: `served_R`, `returned_R`, pairs and served."""
+    return 4 * _size(shapes)[0]
 
 
 def assigned(out: Ints, shapes: Shapes, own: int, experts: int) -> Assigned:
     """What it has written."""
-    ranks, slots = len(shapes), max(slots for _, slots in shapes)
-    size = sum(tokens for tokens, _ in shapes) * slots
-    token, counts = experts + 2 * size, experts + 4 * size
-    ends = counts + 2 * ranks + 2
-    *told, pairs, served = out[counts:ends].tolist()
-    ids_TK, serving_TK = out[experts:token].reshape(2, -1, slots)
+    (size, slots), ranks, at = _size(shapes), len(shapes), counts_at(shapes)
+    ends, loads = at + 2 * ranks + 2, loads_at(shapes, own)
+    *told, pairs, served = out[at:ends].tolist()
+    ids_TK, serving_TK = out[: 2 * size].reshape(2, -1, slots)
     return Assigned(
-        loads_E=out[:experts],
+        loads_E=out[loads : loads + experts],
         ids_TK=ids_TK,
         serving_TK=serving_TK,
-        token_A=out[token : token + served],
-        experts_A=out[token + size : token + size + served],
+        token_A=out[2 * size : 2 * size + served],
+        experts_A=out[3 * size : 3 * size + served],
         served_R=told[:ranks],
         returned_R=told[ranks:],
-        position_TK=out[ends:].view(np.int32)[: own * slots].reshape(-1, slots),
+        position_TK=out[ends:loads].view(np.int32)[: own * slots].reshape(-1, slots),
         pairs=pairs,
     )
+
+
+def _size(shapes: Shapes) -> tuple[int, int]:
+    """T K and K of all ranks together."""
+    slots = max(slots for _, slots in shapes)
+    return sum(tokens for tokens, _ in shapes) * slots, slots
 
 
 def bad_id(experts: int) -> IndexError:

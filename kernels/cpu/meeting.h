@@ -61,7 +61,7 @@ struct Serving {
     const MeetingLayer& layer = m.layers[m.layer];
     int64_t size = 0;
     for (int64_t r = 0; r < m.ranks; ++r) size += m.tokens[r] * m.slots;
-    token = layer.assigned + layer.experts + 2 * size;
+    token = layer.assigned + 2 * size;
     experts = token + size;
     served_R = experts + size;
     returned_R = served_R + m.ranks;

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu.assign import Assigned, Ints, address, assigned, numbers
+from kernels.cpu.assign import Assigned, Ints, address, assigned, counts_at, loads_at, numbers
 from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, declare
 
 LOST, BAD_ID, DONE, OTHERWISE = -2, -1, 0, 1
@@ -51,6 +51,21 @@ class _Layer(ctypes.Structure):
     )
 
 
+class Counted(NamedTuple):
+    """Of layers, what `moe_assign` has counted.
+
+    Attributes:
+        loads_LE: tokens of each expert, on all ranks; zeros behind a layer's last one.
+        pairs, served: as `experts.dispatch.assignment.Assignment` has them, of all layers.
+        sent_back: of those served, whose results go to other ranks.
+    """
+
+    loads_LE: Ints
+    pairs: int
+    served: int
+    sent_back: int
+
+
 class NativeMeeting:
     """What ranks exchange as long as all bring what they brought before.
 
@@ -67,6 +82,7 @@ class NativeMeeting:
             and how many they are.
 
     Attributes:
+        own_tokens: that this rank brings.
         width: W.
         address: for compiled callers, who meet at all layers by themselves.
         messages: that the ranks told in the last dispatch.
@@ -93,21 +109,23 @@ class NativeMeeting:
     ) -> None:
         declare(library, _SIGNATURES)
         self._dispatch, self._return = library.moe_dispatch, library.moe_return
-        self._shapes, self._own, self.width = list(shapes), shapes[rank], width
+        self._shapes, self.width = list(shapes), width
+        self.own_tokens = shapes[rank][0]
         self._slots = max(slots for _, slots in shapes)
         self.messages = [np.zeros(size, np.uint8) for size in message_bytes]
         most = sum(tokens for tokens, _ in shapes) * self._slots
         self.served = torch.empty(most, width, dtype=torch.uint8)
-        self.returned = torch.empty(self._own[0] * self._slots, hidden, dtype=torch.float32)
+        self.returned = torch.empty(self.own_tokens * self._slots, hidden, dtype=torch.float32)
         self._chosen = torch.empty(most, dtype=torch.int64)
         self._results = torch.empty(most, hidden, dtype=torch.float32)
         self.ones = torch.ones(most, 1)
         self._experts = [experts for _, experts in layers]
-        own = self._own[0]
-        self._out = [np.empty(numbers(shapes, own, count), np.int64) for count in self._experts]
+        most_numbers = numbers(shapes, self.own_tokens, max(self._experts, default=0))
+        self._out_LN = np.zeros((len(layers), most_numbers), np.int64)
+        self._rank, self._at = rank, counts_at(shapes)
         records = [
             _Layer(address(holders), experts, address(out))
-            for (holders, experts), out in zip(layers, self._out, strict=True)
+            for (holders, experts), out in zip(layers, self._out_LN, strict=True)
         ]
         self._layers = (_Layer * len(records))(*records)
         tokens_R, slots_R = np.array(self._shapes, np.int64).T.copy()
@@ -147,7 +165,24 @@ class NativeMeeting:
 
     def assigned(self, layer: int) -> Assigned:
         """Of the last dispatch of a layer; the next one writes over it."""
-        return assigned(self._out[layer], self._shapes, self._own[0], self._experts[layer])
+        return assigned(self._out_LN[layer], self._shapes, self.own_tokens, self._experts[layer])
+
+    def counted(self, layers: range) -> Counted:
+        """Of the last dispatches of successive layers."""
+        out_LN, ranks, at = self._out_LN[layers.start : layers.stop], len(self._shapes), self._at
+        counts_N = out_LN[:, at : at + 2 * ranks + 2].sum(0).tolist()
+        served = counts_N[-1]
+        loads_LE = out_LN[:, loads_at(self._shapes, self.own_tokens) :]
+        return Counted(loads_LE, counts_N[-2], served, served - counts_N[self._rank])
+
+    def experts(self, layers: range) -> list[list[int]]:
+        """That this rank has served in the last dispatches of successive layers, ascending."""
+        out_LN, at = self._out_LN[layers.start : layers.stop], self._at
+        size, served_L = at // 4, out_LN[:, at + 2 * len(self._shapes) + 1]
+        layer, slot = np.nonzero(np.arange(size) < served_L[:, None])
+        found_LE = np.zeros((len(layers), max(self._experts)), bool)
+        found_LE[layer, out_LN[layer, 3 * size + slot]] = True
+        return [np.flatnonzero(found_E).tolist() for found_E in found_LE]
 
     def combine(self, rows: Tensor, weights_TK: Tensor, out_TH: Tensor) -> int:
         """One of the codes; DONE or OTHERWISE: ``out`` holds the sums; OTHERWISE: some are NaN."""

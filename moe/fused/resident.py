@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher
@@ -144,7 +143,7 @@ class Company:
             self.everybody.reach(index)
             layer = self.layers[index]
             if isinstance(layer, OffloadedExperts):
-                layer.cache.found(layer.layer, np.unique(served).tolist())
+                layer.cache.found(layer.layer, served)
         self.count(routings)
 
 

@@ -106,8 +106,9 @@ class Leading:
         seconds = time.perf_counter() - began
         self._overlap.observe(seconds)
         self.traffic = {rank: reply.get("traffic") for rank, reply in replies.items()}
-        if self._rebalancer is not None:
-            self._rebalancer.observe(self.station.take_loads(), seconds)
+        loads_LE = self.station.take_loads()
+        if self._rebalancer is not None and loads_LE is not None:
+            self._rebalancer.observe(loads_LE, seconds)
         return replies
 
     def tell(self, rank: int, message: Message) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import Placement, first_placement, slots_for, without_ranks
+from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
 from moe.moe_layer import MoELayers
 from moe.parallel.arrivals import Arrivals
@@ -129,12 +129,10 @@ class Station:
             foreseen=None if arrivals is None else arrivals.of_layer,
         )
 
-    def take_loads(self) -> list[Any]:
-        """Tokens of each expert on all ranks in the last step, ``(E,)`` for each layer; None for
-        layers that nobody visited."""
-        if self.dispatcher is None:
-            return [None] * self.num_layers
-        return self.dispatcher.statistics.take_loads()
+    def take_loads(self) -> Ints | None:
+        """``(L, E)`` tokens of each expert of each layer on all ranks in the last step; None for a
+        rank that is alone."""
+        return None if self.dispatcher is None else self.dispatcher.statistics.take_loads()
 
     def prepare(self, message: Message) -> None:
         """Free what an engine has given up, without a step."""
