@@ -37,8 +37,8 @@ def contained(directory: Path, name: str) -> Path:
     """The real path of `name`, refused outside `directory` (the hub cache's own blobs excepted)."""
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise HeaderError("points outside the model directory; use plain file names")
-    root = directory.resolve()
     try:
+        root = directory.resolve()
         real = (root / name).resolve()
     except RuntimeError as error:  # a loop of links, before Python 3.13
         raise HeaderError("is a loop of links") from error

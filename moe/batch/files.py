@@ -15,7 +15,8 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from moe.errors import RequestError
-from moe.server.fields import Json, RequestBody
+from moe.server.base import RequestBody
+from moe.server.fields import Json
 
 DUPLICATE = "duplicate_custom_id"
 _ID = "batch_req_"

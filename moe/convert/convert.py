@@ -87,10 +87,10 @@ def convert(
     except HeaderError as error:
         raise CheckpointError(f"a file of {source} {error}") from error
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write {error.filename or work}: {error.strerror or error}; what is finished "
-            f"is kept in {work}, and the same command goes on from there"
-        ) from error
+        what, then = f"cannot write {error.filename or work}: {error.strerror or error}", ""
+        if (work / JOURNAL_NAME).exists():
+            then = f"; what is finished is kept in {work}, and the same command goes on from there"
+        raise CheckpointError(what + then) from error
     return target
 
 

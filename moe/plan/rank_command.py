@@ -25,6 +25,7 @@ from moe.plan.rank_traffic import Traffic, drawn_steps, loads_of, traffic
 from moe.plan.traced_routing import TracedRouting, known_routing
 from moe.profile import LoadedProfile, Profile
 
+MAX_RANKS = 256  # each takes the plan a second and more
 NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")
 
 
@@ -86,6 +87,10 @@ def plan_many(
         raise ProfileError(
             f"--ranks is {ranks} and --nodes {nodes}: both must be at least 1, and the ranks a "
             "multiple of the nodes"
+        )
+    if ranks > MAX_RANKS:
+        raise ProfileError(
+            f"--ranks is {ranks}, and plans are made for {MAX_RANKS} at most; give a smaller number"
         )
     settings = profile.profile
     device, path = choose_device(settings), resolve_model(name)

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from moe.errors import RequestError, StructureError
 from moe.sampling.grammar import LIMITS, fault, grammar_of
 from moe.sampling.params import SamplingParams
-from moe.sampling.structure import KINDS, Structure
+from moe.sampling.structure import Structure
 
 if TYPE_CHECKING:
     from moe.text.prompts import TextCodec
@@ -98,7 +98,10 @@ class Structures:
         if structure.kind == "grammar":  # which special tokens there are is for `constraint` to see
             source = _SPECIAL.sub("<[0]>", source)
         if why := fault(structure.kind, source):
-            raise _refusal(structure, why)
+            for name, part in structure.parts:
+                if its_own := fault(part.kind, part.source):
+                    raise _refusal(name, its_own, part.source)
+            raise _refused(structure, why)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The beginning of a text, where it has to be something; that has been checked.
@@ -113,7 +116,7 @@ class Structures:
         grammar = grammar_of(structure.kind, structure.source)
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise _refusal(structure, matcher.get_error())
+            raise _refused(structure, matcher.get_error())
         goes_on = params.ignore_eos or not self._codec.eos_token_ids
         return Constraint(matcher, self._vocab_size, tokens.eos_tokens if goes_on else ())
 
@@ -140,7 +143,15 @@ class Structures:
             )
 
 
-def _refusal(structure: Structure, why: str) -> RequestError:
+def _refused(structure: Structure, why: str) -> RequestError:
+    if not structure.parts:
+        return _refusal(structure.name, why, structure.source)
+    names = ", ".join(name for name, _ in structure.parts)
+    return _refusal(f"what is made of {names[:200]}", why, "")
+
+
+def _refusal(name: str, why: str, source: str) -> RequestError:
     why = " ".join(why.split())
-    shown = structure.source if len(structure.source) <= 80 else f"{structure.source[:77]}..."
-    return RequestError(f"the {KINDS[structure.kind]} cannot be followed: {why[:300]}; got {shown}")
+    shown = source if len(source) <= 80 else f"{source[:77]}..."
+    got = f"; got {shown}" if source else "; make it simpler"
+    return RequestError(f"{name} cannot be followed: {why[:300]}{got}")

@@ -6,8 +6,8 @@ Only the wish is here; `moe.sampling.constraint` makes a sequence follow it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe.errors import RequestError
@@ -31,10 +31,12 @@ class Structure:
     Attributes:
         kind: one of `KINDS`.
         source: what is to be followed; JSON of a schema or of a list of choices.
+        parts: where we have made it of what others wrote, that, and what they call it.
     """
 
     kind: str
     source: str
+    parts: tuple[tuple[str, Structure], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,9 +68,11 @@ class Structure:
             tree = json.loads(schema) if isinstance(schema, str) else schema
             source = json.dumps(tree)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"a JSON schema must be JSON ({error}), got {schema!r}") from None
+            raise RequestError(
+                f"a JSON schema must be JSON ({error}), got {schema!r:.100}"
+            ) from None
         if not isinstance(tree, Mapping):
-            raise RequestError(f"a JSON schema must be an object, got {schema!r}")
+            raise RequestError(f"a JSON schema must be an object, got {schema!r:.100}")
         return cls("json_schema", source)
 
     @classmethod
@@ -81,16 +85,21 @@ class Structure:
         """One of these texts."""
         rule = "choices must be a list of texts, at least one and none of them empty"
         if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
-            raise RequestError(f"{rule}, got {texts!r}")
+            raise RequestError(f"{rule}, got {texts!r:.100}")
         for text in texts:
             if not isinstance(text, str) or not text or not _is_unicode(text):
-                raise RequestError(f"{rule}, got {text!r}")
+                raise RequestError(f"{rule}, got {text!r:.100}")
         return cls("choice", json.dumps(list(texts)))
 
     @classmethod
-    def grammar(cls, text: str) -> Structure:
+    def grammar(cls, text: str, parts: Iterable[tuple[str, Structure]] = ()) -> Structure:
         """A sentence of a context-free grammar: Lark's syntax as llguidance has it, or GBNF."""
-        return cls("grammar", text)
+        return cls("grammar", text, tuple(parts))
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"the {KINDS[self.kind]}"
 
 
 def _is_unicode(text: str) -> bool:

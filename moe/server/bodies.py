@@ -6,8 +6,9 @@ FastAPI's own reading is not used: it has no limit on size or depth, and takes N
 from __future__ import annotations
 
 import asyncio
+import re
 import reprlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -20,6 +21,7 @@ from moe.server.unsupported import CODES
 from moe.settings import ServerSettings
 
 _REFERENCE = "#/components/schemas/{model}"
+_MOST_PROBLEMS = 64  # that are looked at
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -51,14 +53,21 @@ def parse(model: type[Body], data: bytes) -> Body:
     try:
         return model.model_validate({key: v for key, v in tree.items() if v is not None})
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, tree) from None
 
 
-def _refusal(error: ValidationError) -> APIError:
-    """The first problem, with the field's name as clients write it."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(map(str, problem["loc"]))
-    rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+def _refusal(error: ValidationError, tree: Any) -> APIError:
+    """The first problem, with the field's name as clients write it.
+
+    Where a field may be one of several things there is one with each: what came furthest is told.
+    """
+    problems = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
+    places = [_place(problem["loc"], problem["type"], tree) for problem in problems]
+    ways = [place for place in places if place[: len(places[0])] == places[0]]
+    furthest = max(ways, key=len)
+    problem = problems[places.index(furthest)]
+    where = ".".join(map(str, furthest))
+    rule = _rule(p["msg"] for p, place in zip(problems, places, strict=True) if place == furthest)
     if problem["type"] == "extra_forbidden":
         return APIError(400, f"unknown field {where[:100]!r}; remove it", param=where[:100])
     if problem["type"] == "not_supported":
@@ -66,8 +75,30 @@ def _refusal(error: ValidationError) -> APIError:
         return APIError(400, rule, param=name, code=CODES.get(name))
     if problem["type"] == "missing":
         return APIError(400, f"the field {where!r} is missing", param=where)
-    got = f"; got {reprlib.repr(problem['input'])}" if problem["loc"] else ""
+    got = f"; got {reprlib.repr(problem['input']):.200}" if problem["loc"] else ""
     return APIError(400, f"{where}: {rule}{got}" if where else rule, param=where or None)
+
+
+def _place(loc: tuple[int | str, ...], kind: str, tree: Any) -> tuple[int | str, ...]:
+    """Where in a body that is, without the names that pydantic has for the ways of a choice."""
+    place: list[int | str] = []
+    for depth, step in enumerate(loc):
+        if isinstance(tree, dict) and (key := str(step)) in tree:
+            tree = tree[key]
+        elif isinstance(tree, list) and isinstance(step, int) and step < len(tree):
+            tree = tree[step]
+        elif kind != "missing" or depth != len(loc) - 1:
+            continue
+        place.append(step)
+    return tuple(place) or loc
+
+
+def _rule(messages: Iterable[str]) -> str:
+    """What a field should be, of all that it may be."""
+    first, *others = dict.fromkeys(messages)
+    first = first.removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    rule = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    return re.sub(r"valid dictionary( or instance of \w+)?", "JSON object", rule)
 
 
 async def _read(request: Request, limit: int, timeout_s: float) -> bytes:

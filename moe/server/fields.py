@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
+    FailFast,
     Field,
     StringConstraints,
     WithJsonSchema,
-    model_validator,
 )
 
-from moe.engine.sequence import MAX_PRIORITY
 from moe.sampling.params import MAX_SEQUENCES
 
 Json = dict[str, Any]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], FailFast()]
+"""A list of any length, whose first fault is the only one looked for: two million fit in a body."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
@@ -94,9 +94,21 @@ def text_or(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "string"}, {name: schema.pop(name) for name in names}]
 
 
+def at_most(count: int) -> BeforeValidator:
+    """Of an object: it has no more entries. ``max_length`` looks at each of them first."""
+    return BeforeValidator(lambda value: check_size(value, count))
+
+
+def check_size(value: Any, most: int) -> Any:
+    """Each entry that is not valid is a problem of its own, and a body has room for a million."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"this object may have {most} entries, and has {len(value)}; send fewer")
+    return value
+
+
 def _token_keys(value: Any) -> Any:
     """A JSON object's keys are strings; here they are token ids."""
-    if not isinstance(value, dict):
+    if not isinstance(check_size(value, MAX_BIASES), dict):
         return value
     for key in value:
         if type(key) is not int and not re.fullmatch(r"0|[1-9][0-9]{0,9}", str(key)):
@@ -122,8 +134,8 @@ PromptList = Annotated[
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopList = Annotated[
     list[StopString],
-    BeforeValidator(_as_list),
     Field(max_length=MAX_STOPS),
+    BeforeValidator(_as_list),
     WithJsonSchema(
         {
             "anyOf": [
@@ -153,48 +165,5 @@ LogitBias = Annotated[
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
+    at_most(16),
 ]
-
-
-class RequestBody(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class Returned(RequestBody):
-    """What clients send back as they got it, with fields that are null or empty."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nothing(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: v for key, v in value.items() if v is not None and (v or v != [])}
-        return value
-
-
-class StreamOptions(RequestBody):
-    include_usage: bool = False
-    """End the stream with a chunk that has the token counts."""
-
-
-class Labels(RequestBody):
-    """Fields that change nothing about the answer."""
-
-    user: str | None = Field(default=None, max_length=512)
-    """A name for the end user. Not stored, not logged."""
-    metadata: Metadata = Field(default_factory=dict)
-    """Labels. Not stored, not logged."""
-    safety_identifier: str | None = Field(default=None, max_length=512)
-    """Another name for the end user. Not stored, not logged."""
-    prompt_cache_key: str | None = Field(default=None, max_length=512)
-    """A hint. Known prefixes are found by their tokens; `cache_salt` keeps tenants apart."""
-
-
-class Sharing(RequestBody):
-    """How a request shares the server with others; additions, named as in vLLM."""
-
-    cache_salt: str = Field(default="", max_length=512)
-    """Requests share known prefixes of their prompts only with requests of the same salt."""
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Of the requests that wait, lower numbers go first."""

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from moe.model import MoE
+from moe.server.base import RequestBody
 from moe.server.bodies import json_body, schema_of
-from moe.server.fields import MAX_MESSAGES, RequestBody
+from moe.server.fields import MAX_MESSAGES, Items
 from moe.server.generation import check_model
 from moe.server.openai.messages import Message, conversation
 from moe.server.runner import Runner
@@ -34,7 +35,7 @@ class TokenizeRequest(RequestBody):
 
 class DetokenizeRequest(RequestBody):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))

@@ -177,7 +177,7 @@ class TextCodec(TemplateFormats):
             if number is None or not 0 <= number < self.vocab_size:
                 raise RequestError(
                     f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (vocabulary "
-                    f"of {self.vocab_size}), got {token_id!r} at position {position}"
+                    f"of {self.vocab_size}), got {token_id!r:.80} at position {position}"
                 )
             checked.append(number)
         if not checked:

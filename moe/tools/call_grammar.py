@@ -108,6 +108,8 @@ class CallGrammar:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
             raise _unsaid("more than properties")
+        if not _texts(required):
+            raise _unsaid("a required that is no list of names")
         if unknown := [key for key in required if key not in properties]:
             raise _unsaid(f"required argument {unknown[0]!r}, which is no property,")
         rules, parts = [], list(begin)
@@ -131,7 +133,9 @@ class CallGrammar:
         if given.keys() - _OF_STRINGS:
             raise _unsaid(f"argument {key!r} that is not any string")
         if "enum" in given:
-            choices = " | ".join(quoted(str(choice)) for choice in given["enum"])
+            if not _texts(given["enum"]) or not given["enum"]:
+                raise _unsaid(f"argument {key!r} whose enum is no list of strings")
+            choices = " | ".join(map(quoted, given["enum"]))
             return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
         end = close.rstrip()
         return [
@@ -206,6 +210,10 @@ def _definitions(schema: Schema) -> dict[str, Any]:
 def _without_definitions(schema: Schema) -> dict[str, Any]:
     kept = schema.keys() - _definitions(schema).keys()
     return {key: value for key, value in schema.items() if key in kept}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
 
 
 def _unsaid(what: str) -> RequestError:

@@ -35,7 +35,8 @@ def after_reasoning(
     if not inside:
         start += f" | {written(format.lead, special)} answer"
     blank = r"BLANK: /[ \n]{1,4}/"
-    return Structure.grammar("\n".join([start, thought, blank, _answer(structure)]) + "\n")
+    text = "\n".join([start, thought, blank, _answer(structure)]) + "\n"
+    return Structure.grammar(text, structure.parts or [(structure.name, structure)])
 
 
 def _answer(structure: Structure) -> str:

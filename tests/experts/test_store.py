@@ -282,6 +282,12 @@ def test_what_is_left_of_a_store_is_told_from_what_never_was_one(tmp_path: Path,
         read_manifest(tmp_path)
 
 
+def test_a_store_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StoreError, match=r"cannot be used: .*(loop of links|symbolic links)"):
+        read_manifest(tmp_path / "loop")
+
+
 def test_a_link_out_of_the_store(made: Path, tmp_path: Path) -> None:
     store = make_store(tmp_path / "x")
     (store / FILE).unlink()

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from moe.server.anthropic.turns import BlockText, Turn, conversation
+from moe.server.base import RequestBody, Sharing
 from moe.server.fields import (
     MAX_MESSAGES,
     MAX_STOPS,
     Json,
-    RequestBody,
-    Sharing,
     StopString,
     TokenCount,
 )

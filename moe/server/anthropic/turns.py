@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
 
-from moe.server.fields import Json, Returned, by_type, text_of, text_or
+from moe.server.base import Returned
+from moe.server.fields import Items, Json, by_type, text_of, text_or
 from moe.server.openai.tools import MAX_CALLS, CallId, ToolName, call_of
 from moe.tools.reasoning import KEY
 
@@ -69,7 +70,7 @@ def _blocks(value: Any) -> Any:
 
 class Turn(Returned):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[ContentBlock], BeforeValidator(_blocks)] = Field(
+    content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)] = Field(
         min_length=1, json_schema_extra=text_or
     )
 

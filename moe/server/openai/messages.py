@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from moe.server.fields import Returned, Text
+from moe.server.base import Returned
+from moe.server.fields import Text
 from moe.server.openai.tools import MAX_CALLS, CallId, ToolCall
 from moe.tools.reasoning import KEY
 

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints
 from moe.sampling.structure import Structure
 from moe.server.answers import AnswerReader
 from moe.server.errors import APIError
+from moe.server.fields import at_most
 from moe.server.openai.structured import StructuredBody
 from moe.server.openai.tools import ToolBody
 from moe.text.prompts import TextCodec
@@ -23,7 +24,7 @@ TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | No
 
 
 class ReasoningBody(ToolBody, StructuredBody):
-    chat_template_kwargs: dict[TemplateName, TemplateValue] = Field(
+    chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], at_most(16)] = Field(
         default_factory=dict, max_length=16
     )
     """Variables that the model's chat template reads, such as ``enable_thinking``."""

@@ -13,15 +13,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from moe.server.base import Labels, Sharing, StreamOptions
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,
-    Labels,
     LogitBias,
     PromptList,
-    Sharing,
     StopList,
-    StreamOptions,
     TokenCount,
     TokenIds,
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, model_validator
 
 from moe.sampling.structure import MAX_SOURCE, Structure
-from moe.server.fields import RequestBody
+from moe.server.base import RequestBody
 
 Source = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
 
@@ -50,7 +50,7 @@ class StructuredOutputs(RequestBody):
     """A JSON schema, as it is or as text."""
     regex: Source | None = None
     """What the answer matches as a whole, in the syntax of Rust's ``regex``."""
-    choice: list[Source] | None = Field(default=None, min_length=1)
+    choice: list[Source] | None = Field(default=None, min_length=1, max_length=MAX_SOURCE)
     """What the answer is one of."""
     grammar: Source | None = None
     """A grammar in Lark's syntax (as llguidance has it) or GBNF."""

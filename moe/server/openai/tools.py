@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from moe.sampling.structure import Structure
-from moe.server.fields import Json, RequestBody
+from moe.server.base import RequestBody
+from moe.server.fields import Json
 from moe.text.prompts import TextCodec
-from moe.tools.call_grammar import ANY, CallGrammar
+from moe.tools.call_grammar import ANY, CallGrammar, Schema
 from moe.tools.call_parser import CallParser
 
 MAX_TOOLS = 128
@@ -129,12 +131,13 @@ class ToolBody(RequestBody):
             if not any(function.strict for function in functions):
                 return None
             strict = {f.name: (f.strict and f.parameters) or ANY for f in functions}
-            return Structure.grammar(grammar.text_or_calls(strict, several=several))
+            text = grammar.text_or_calls(strict, several=several)
+            return Structure.grammar(text, _parts(strict))
         if isinstance(self.tool_choice, NamedChoice):
             functions = [f for f in functions if f.name == self.tool_choice.function.name]
             several = False
         schemas = {function.name: function.parameters or ANY for function in functions}
-        return Structure.grammar(grammar.calls(schemas, several=several))
+        return Structure.grammar(grammar.calls(schemas, several=several), _parts(schemas))
 
     def call_parser(self, codec: TextCodec) -> CallParser | None:
         """Reads calls out of one answer; None where there can be none."""
@@ -143,3 +146,11 @@ class ToolBody(RequestBody):
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         most = None if self.parallel_tool_calls else 1
         return CallParser(codec.tools.format, schemas, most)
+
+
+def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
+    """What is said of the grammar of calls, to people who wrote schemas."""
+    return [
+        (f"tools: the schema of {name!r}", Structure.json_schema(schema))
+        for name, schema in schemas.items()
+    ]

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from moe.server.fields import Json, Returned, by_type, text_of
+from moe.server.base import Returned
+from moe.server.fields import Json, by_type, text_of
 from moe.server.openai.tools import MAX_CALLS, Arguments, CallId, ToolName, call_of
 from moe.tools.reasoning import KEY
 

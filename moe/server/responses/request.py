@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from moe.server.base import Labels, RequestBody, Sharing
 from moe.server.fields import (
     MAX_MESSAGES,
+    Items,
     Json,
-    Labels,
-    RequestBody,
-    Sharing,
     TokenCount,
+    at_most,
     text_or,
 )
 from moe.server.openai.reasoning import Effort
@@ -112,12 +112,14 @@ class ResponsesRequest(Labels, Sharing):
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    include: list[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
     """Reasoning comes in the open, so that it can be sent back without."""
     truncation: Literal["disabled"] = "disabled"
     store: bool = True
     """Nothing is stored, and every answer says so."""
-    client_metadata: dict[str, str] = Field(default_factory=dict, max_length=64)
+    client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
+        default_factory=dict, max_length=64
+    )
     """Labels. Not stored, not logged."""
 
     _chat: ChatRequest = PrivateAttr()

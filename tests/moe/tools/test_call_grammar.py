@@ -141,6 +141,11 @@ def test_what_tags_cannot_say_is_refused(name: str) -> None:
         ({"properties": {}, "required": ["a"]}, "required argument 'a', which is no property"),
         ({"properties": {"a": {"type": ["string", "null"]}}}, "'a' of several types"),
         ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'a' that is not any string"),
+        ({"properties": {"a": {}}, "required": 5}, "required that is no list of names"),
+        ({"properties": {"a": {}}, "required": [["a"]]}, "required that is no list of names"),
+        ({"properties": {"a": {"type": "string", "enum": 5}}}, "enum is no list of strings"),
+        ({"properties": {"a": {"type": "string", "enum": [None]}}}, "enum is no list of strings"),
+        ({"properties": {"a": {"type": "string", "enum": []}}}, "enum is no list of strings"),
     ):
         with pytest.raises(RequestError, match=f"{what}.* cannot be enforced"):
             grammar.calls({"f": schema}, several=False)

@@ -1,0 +1,113 @@
+"""What is said of a body that does not fit, and how many of its faults are looked for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from moe.server.anthropic.request import MessagesRequest
+from moe.server.bodies import parse
+from moe.server.errors import APIError
+from moe.server.openai.request import ChatRequest, CompletionRequest
+from moe.server.responses.request import ResponsesRequest
+from moe.server.texts import DetokenizeRequest
+
+TURN = {"role": "user", "content": "x"}
+CHAT = {"model": "m", "messages": [TURN]}
+TEXT = {"model": "m", "prompt": "x"}
+MESSAGES = {"model": "m", "max_tokens": 1, "messages": [TURN]}
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "param", "message"),
+    [
+        (
+            ChatRequest,
+            CHAT | {"tool_choice": "x"},
+            "tool_choice",
+            "Input should be 'none', 'auto' or 'required' or a JSON object; got 'x'",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"tool_choice": {"type": "function", "function": {"name": 1}}},
+            "tool_choice.function.name",
+            "Input should be a valid string; got 1",
+        ),
+        (
+            ChatRequest,
+            CHAT | {"chat_template_kwargs": {"a": [1]}},
+            "chat_template_kwargs.a",
+            "Input should be a valid boolean or a valid integer or a valid number or a valid "
+            "string; got [1]",
+        ),
+        (
+            CompletionRequest,
+            TEXT | {"logit_bias": {"5": 101}},
+            "logit_bias.5",
+            "Input should be less than or equal to 100; got 101",
+        ),
+        (
+            MessagesRequest,
+            MESSAGES | {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages.0.content.0.text",
+            "Input should be a valid string; got 1",
+        ),
+        (
+            ResponsesRequest,
+            {"model": "m", "input": [{"type": "function_call_output", "call_id": 5}]},
+            "input.0.call_id",
+            "Input should be a valid string; got 5",
+        ),
+    ],
+)
+def test_faults_are_named_as_clients_write_them(
+    model: type[BaseModel], body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(APIError) as info:
+        parse(model, json.dumps(body).encode())
+    assert info.value.param == param
+    assert str(info.value) == f"{param}: {message}"
+
+
+def test_missing_parts_of_a_choice_are_named() -> None:
+    thought = {"role": "assistant", "content": [{"type": "thinking"}]}
+    with pytest.raises(APIError, match=r"^the field 'messages.0.content.0.thinking' is missing$"):
+        parse(MessagesRequest, json.dumps(MESSAGES | {"messages": [thought, TURN]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (DetokenizeRequest, {"tokens": ["x"] * MANY}),
+        (CompletionRequest, TEXT | {"prompt": [["x"]] * MANY}),
+        (CompletionRequest, TEXT | {"stop": [1] * MANY}),
+        (CompletionRequest, TEXT | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "x")}),
+        (CompletionRequest, TEXT | {"metadata": dict.fromkeys(map(str, range(MANY)), 1)}),
+        (CompletionRequest, TEXT | dict.fromkeys(map(str, range(MANY)), 1)),
+        (CompletionRequest, TEXT | {"structured_outputs": {"choice": [1] * 5 * MANY}}),
+        (ChatRequest, CHAT | {"messages": [1] * MANY}),
+        (ChatRequest, CHAT | {"messages": [TURN | dict.fromkeys(map(str, range(MANY)), 1)]}),
+        (ChatRequest, CHAT | {"chat_template_kwargs": {str(i): [] for i in range(MANY)}}),
+        (ChatRequest, CHAT | {"tools": [{}] * MANY}),
+        (MessagesRequest, MESSAGES | {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ResponsesRequest, {"model": "m", "input": "x", "include": ["x"] * MANY}),
+        (
+            ResponsesRequest,
+            {"model": "m", "input": "x"}
+            | {"client_metadata": dict.fromkeys(map(str, range(MANY)), 1)},
+        ),
+    ],
+)
+def test_a_body_full_of_faults_is_refused_for_few_of_them(
+    model: type[BaseModel], body: dict[str, Any]
+) -> None:
+    """Each takes a kilobyte, and a body has room for two million: three gigabytes once."""
+    with pytest.raises(ValidationError) as info:
+        model.model_validate(body)
+    assert info.value.error_count() < 10
+    with pytest.raises(APIError, match=r"^.{1,400}$"):
+        parse(model, json.dumps(body).encode())
