@@ -245,7 +245,7 @@ def test_wrong_types_never_break_the_server(server: Any) -> None:
     [
         ("input", [], "input: List should have at least 1 item"),
         ("input", [{"type": "web_search_call"}], "the type may be message, reasoning"),
-        ("input", [{"role": "user"}], r"'input.0.message.content' is missing"),
+        ("input", [{"role": "user"}], r"'input.0.content' is missing"),
         ("input", [{"type": "reasoning", "encrypted_content": "x"}], "encrypted_content'; remove"),
         ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "only text is supp"),
         ("input", [{"type": "function_call_output", "output": "x"}], "call_id' is missing"),

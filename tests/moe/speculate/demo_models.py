@@ -48,15 +48,21 @@ class Models:
         self.expected = [c.token_ids for c in whole.generate(self.prompts, greedy())]
 
     def at(self, residency: float) -> MoE:
+        """With this share of its experts in memory: which, depends on what tests did before."""
         if residency not in self._loaded:
-            manifest, plan = read_manifest(self._store), self._loaded[1.0].memory_plan
-            slots = round(residency * sum(layer.experts for layer in manifest.layers))
-            rest = sum(line.bytes for line in plan.lines if line.name != "experts")
-            room = rest + slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
-            memory = MEMORY | {"device_gib": room / GIB}
-            self._loaded[residency] = MoE.from_pretrained(self._store, PROFILE, memory=memory)
-            assert self._loaded[residency].memory_plan.expert_slots == slots
+            self._loaded[residency] = self.fresh(residency)
         return self._loaded[residency]
+
+    def fresh(self, residency: float) -> MoE:
+        """One of the test's own, that has read nothing yet."""
+        manifest, plan = read_manifest(self._store), self._loaded[1.0].memory_plan
+        slots = round(residency * sum(layer.experts for layer in manifest.layers))
+        rest = sum(line.bytes for line in plan.lines if line.name != "experts")
+        room = rest + slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
+        memory = MEMORY | {"device_gib": room / GIB}
+        model = MoE.from_pretrained(self._store, PROFILE, memory=memory)
+        assert model.memory_plan.expert_slots == slots
+        return model
 
 
 def greedy(**params: Any) -> SamplingParams:

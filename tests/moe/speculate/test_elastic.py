@@ -174,15 +174,15 @@ def test_verifications_are_told_what_their_drafts_wanted(
     models: Models, mode: str, share: float
 ) -> None:
     """Before they ask for it, in part while drafts go on: much of what is absent, where drafts were
-    passes of the model: how much depends on what earlier tests left in memory (.24 to .70 of it, in
-    40 runs)."""
-    loaded = models.at(0.5)._loaded
+    passes of the model (.39 to .70 of it in 8 runs: who goes, depends on when reads end)."""
+    model = models.fresh(0.5)
+    loaded = model._loaded
     assert loaded.offloaded is not None
     listener = Listener(loaded.offloaded.cache)
     before, loaded.experts._prefetcher = loaded.experts._prefetcher, cast(Prefetcher, listener)
     try:
-        engine, _ = speculating(models.at(0.5), mode=mode, bits=4, max_depth=3)
-        groups = [models.at(0.5).request(prompt, greedy()) for prompt in models.prompts[:12]]
+        engine, _ = speculating(model, mode=mode, bits=4, max_depth=3)
+        groups = [model.request(prompt, greedy()) for prompt in models.prompts[:12]]
         assert tokens_of(engine, groups) == models.expected[:12]
     finally:
         loaded.experts._prefetcher = before
