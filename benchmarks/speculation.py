@@ -1,10 +1,11 @@
 """Does drafting pay: how much is accepted, what does it read, how fast is it, and who chose best?
 
-    python -m benchmarks.speculation [--quick] [--parts grid account real replayed]
+    python -m benchmarks.speculation [--quick] [--parts grid account steps real replayed]
 
 - grid: what the shipped model accepts of drafts by a part of it (`benchmarks.speculation_grid`);
 - account: what the controller decides against every fixed choice, on texts of the shipped model,
   with times that are drawn (`benchmarks.speculation_worth`): no load of this machine's in it;
+- steps: what of the time steps took that look, rest and draft (`benchmarks.speculation_steps`);
 - real: the shipped model end to end, all in memory and with a half and a quarter of its experts,
   greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller,
   n-grams wherever there are any, and fixed depths of the elastic mode, in turns on the same
@@ -36,6 +37,7 @@ from benchmarks.speculation_contenders import Contender, median_errors, take_tur
 from benchmarks.speculation_grid import Grid, points
 from benchmarks.speculation_large import replayed
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, fixed, load, speculator
+from benchmarks.speculation_steps import show_steps, steps
 from benchmarks.speculation_tables import (
     choices,
     describe,
@@ -48,7 +50,7 @@ from benchmarks.speculation_worth import account, show_account
 from moe import MoE
 from moe.speculate.draft import Mode
 
-PARTS = ("grid", "account", "real", "replayed")
+PARTS = ("grid", "account", "steps", "real", "replayed")
 BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -138,6 +140,9 @@ def main() -> None:
         decided = account(MoE.from_pretrained(target.store), options)
         show_account(decided)
         result["account"] = decided
+    if "steps" in options.parts:
+        result["steps"] = steps(target, options)
+        show_steps(result["steps"])
     if "real" in options.parts:
         points_, same, errors = real(target, options)
         show("The shipped model, end to end", points_)

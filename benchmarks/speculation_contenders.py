@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -66,23 +67,27 @@ def take_turns(
     seconds: float,
     *,
     early: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+    seeded: bool = False,
 ) -> bool:
     """Each contender decodes the same prompts, in turns, until the first has had so many seconds;
-    whether greedy tokens were the same.
+    whether tokens that leave nothing to chance were the same.
 
     Args:
         early: these are the first runs; they count by themselves.
+        seeded: draws are those of a seed, so that texts are the same at any temperature.
     """
     order, same, first = list(contenders), True, contenders[0]
     if early:  # the first pass of a process is not like others
         decode(model, first.drafts, prompts.take(batch), WARM, temperature)
     while sum(run.seconds for run in first.runs) < seconds or len(first.runs) < ROUNDS:
-        given = prompts.take(batch)
+        given, seed = prompts.take(batch), len(first.runs) if seeded else None
         texts = []
         for each in order:
-            each.runs.append(decode(model, each.drafts, given, new_tokens, temperature))
-            texts.append(each.runs[-1].tokens)
-        if temperature == 0:
+            run = decode(model, each.drafts, given, new_tokens, temperature, clock, seed)
+            each.runs.append(run)
+            texts.append(run.tokens)
+        if temperature == 0 or seeded:
             same &= all(tokens == texts[0] for tokens in texts)
         order.reverse()
     if early:

@@ -111,6 +111,7 @@ class Run:
         memory_bytes: of experts that the model's own passes read then.
         draft_bytes: that draft passes read.
         disk_bytes: read from disk.
+        steps: in ``seconds``: of each its kind (`kind_of`), tokens and seconds.
     """
 
     tokens: list[list[int]]
@@ -119,6 +120,7 @@ class Run:
     memory_bytes: float = 0.0
     draft_bytes: float = 0.0
     disk_bytes: float = 0.0
+    steps: list[tuple[str, int, float]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -129,6 +131,7 @@ def decode(
     new_tokens: int,
     temperature: float,
     clock: Callable[[], float] = time.perf_counter,
+    seed: int | None = None,
 ) -> Run:
     """Decode until the first sequence ends; the rest, for the comparison of tokens, untimed."""
     engine = model.engine()
@@ -136,7 +139,9 @@ def decode(
     engine.runner._speculator = drafts  # type: ignore[attr-defined]
     if (offloaded := model._loaded.offloaded) is not None:  # nobody looks ahead without drafts
         model.experts._prefetcher = None if drafts is None else offloaded.prefetcher
-    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+    params = SamplingParams(
+        max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True, seed=seed
+    )
     groups = [model.request(prompt, params) for prompt in prompts]
     for group in groups:
         engine.submit(group)
@@ -146,12 +151,14 @@ def decode(
     if drafts is not None:
         drafts.report.reset()
     run = Run([])
-    start = clock()
+    last = clock()
     while len(engine.scheduler.running) == len(groups):
-        run.counted += sum(
-            isinstance(getattr(event, "token", None), Token) for _, event in engine.step()
-        )
-    run.seconds = clock() - start
+        events = engine.step()
+        before, last = last, clock()
+        tokens = sum(isinstance(getattr(event, "token", None), Token) for _, event in events)
+        run.steps.append((kind_of(drafts), tokens, last - before))
+    run.counted = sum(tokens for _, tokens, _ in run.steps)
+    run.seconds = sum(seconds for _, _, seconds in run.steps)
     stats = model.stats()
     run.memory_bytes = stats["expert_bytes_read"]
     run.disk_bytes = 0.0 if stats["offload"] is None else stats["offload"]["bytes_read"]
@@ -162,3 +169,12 @@ def decode(
         engine.step()
     run.tokens = [group.sequences[0].token_ids for group in groups]
     return run
+
+
+def kind_of(drafts: Speculator | None) -> str:
+    """Of the last step."""
+    if drafts is None:
+        return "plain"
+    if drafts._trials is None:
+        return "rest" if drafts._plain.resting else "look"
+    return "elastic" if drafts._draft_rows else "offered"

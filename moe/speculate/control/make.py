@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from torch import nn
@@ -22,8 +21,6 @@ MEMORY, DISK = 12e9, 1e9
 """Bytes a second that are assumed until steps have been measured; their proportion matters."""
 OPERATIONS = 1e11
 """The same of multiplications."""
-SHARE = 0.001
-"""Of the time that counting experts may take."""
 
 
 def make_controller(
@@ -73,41 +70,26 @@ def _share(mode: Mode, layers: Sequence[object], top_k: float) -> float:
 
 
 class ExpertCounts:
-    """Distinct experts of steps, and the missing ones among them.
-
-    A cache of experts counts them anyway. Where all are in memory routing statistics do, many steps
-    at a time, and counting a single one takes time: there it is done as seldom as it has to be.
+    """Distinct experts of steps, and the missing ones among them, as a cache of experts counts
+    them. Where all are in memory nothing is counted: what steps took says enough, and to count
+    what routing statistics have put off takes longer than a step.
     """
 
     def __init__(self, experts: MoELayers) -> None:
-        self._experts = experts
         caches = [layer.cache for layer in experts.layers if isinstance(layer, OffloadedExperts)]
-        self._cache = caches[0] if caches else None
-        self._again = 0.0  # when counting is due
-        self._before: Counts | None = None
+        self._layers = caches[0].statistics.layers if caches else ()
+        self._before = 0.0, 0.0
 
     def start(self) -> None:
         """A step begins, or several that are counted together."""
-        now, self._before = time.perf_counter(), None
-        if self._cache is not None or now >= self._again:
-            self._before = self._total()
-            self._again = now + (time.perf_counter() - now) / SHARE
+        self._before = self._total()
 
     def read(self) -> Counts | None:
         """What has been visited since; None where it was not counted, or statistics began anew."""
-        if self._before is None:
-            return None
         pairs = zip(self._total(), self._before, strict=True)
         distinct, missing = (now - before for now, before in pairs)
-        self._before = None
         return (distinct, missing) if distinct > 0 <= missing else None
 
     def _total(self) -> Counts:
-        if self._cache is None:
-            statistics = self._experts.statistics
-            layers = range(len(self._experts.layers))
-            loads = [statistics.expert_loads_by(layer)["decode"] for layer in layers]
-            return float(sum(loads)), 0.0
-        layers_ = self._cache.statistics.layers
-        missing = sum(layer.misses for layer in layers_)
-        return float(missing + sum(layer.hits for layer in layers_)), float(missing)
+        missing = sum(layer.misses for layer in self._layers)
+        return float(missing + sum(layer.hits for layer in self._layers)), float(missing)
