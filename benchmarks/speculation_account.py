@@ -23,7 +23,7 @@ from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Draft, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
 from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree, NGram
+from moe.speculate.model_free import ModelFree, NGram, Past
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6
@@ -42,8 +42,9 @@ class Costs:
         second: of any rows beyond one: passes of one row take a way of their own.
         sequence, row: of one more sequence in a step, of one more drafted row.
         a_pass: of drafting by the model.
-        looking, drafting: beside a plain step, of one sequence: of looking for drafts and finding
-            none, and of proposing, verifying and telling where some are drafted.
+        looking: for drafts, of one sequence; half of it, if in vain, in the pass behind, whose
+            caches it has emptied.
+        drafting: beside that, of proposing, verifying and telling where some are drafted.
         thinking: of one search for a plan, and of learning from one step.
         accepts: share of tokens drafted by the model itself that are right, at temperature 0, else.
         noise: standard deviation of the logarithm of times.
@@ -70,7 +71,7 @@ class Costs:
 
 
 COSTS = {
-    1.0: Costs(0.35, 0.17, 0.115, 1.1, 0.08, 0.2, 0.4, (0.98, 0.92)),
+    1.0: Costs(0.35, 0.38, 0.115, 1.1, 0.1, 0.2, 0.4, (0.98, 0.92)),
     0.5: Costs(0.0, 0.7, 0.13, 0.45, 0.01, 0.03, 0.05, (0.66, 0.53), noise=0.4),
     0.25: Costs(0.0, 0.55, 0.1, 0.35, 0.01, 0.02, 0.04, (0.44, 0.33), noise=0.25),
 }
@@ -98,6 +99,18 @@ class Spoken:
         self.token_ids = self.said[:1]
         self.max_new_tokens = len(self.said)
         self.sampler = Replay(self.said)
+
+
+class Asked(NGram):
+    """N-grams that take their time."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def take(self, own: Past, tokens: Sequence[int]) -> None:
+        self._world.now += self._world.costs.looking / 2
+        super().take(own, tokens)
 
 
 class Drawn:
@@ -162,7 +175,7 @@ class World:
             seconds *= costs.first if self.verified == 1 else 1.0
         if looks or drafts:
             seconds *= 3 if self.rng.random() < costs.peaks else 1
-            seconds += (costs.drafting if drafts else costs.looking) * sequences**0.5
+            seconds += costs.drafting * sequences**0.5 if drafts else costs.looking / 2 * sequences
         self.pass_by(seconds)
 
     def pass_by(self, seconds: float) -> None:
@@ -191,10 +204,10 @@ class World:
         return AutoController(MODES, MAX_DEPTH, costs, counter, self.thinks)
 
     def auto(self) -> Speculator:
-        return self._speculator(self.controller(), NGram())
+        return self._speculator(self.controller(), Asked(self))
 
     def fixed(self, mode: Mode, depth: int) -> Speculator:
-        free = [source for source in (NGram(),) if source.mode == mode]
+        free = [source for source in (Asked(self),) if source.mode == mode]
         return self._speculator(FixedDepth(mode, depth), *free)
 
     def _speculator(self, controller: Any, *free: ModelFree[Any]) -> Speculator:
