@@ -42,10 +42,11 @@ FIXED: dict[str, Callable[[World], Speculator]] = {
 def texts_of(
     model: MoE, temperature: float, count: int = TEXTS, tokens: int = TOKENS
 ) -> list[Said]:
-    """What a model says behind held-out prompts."""
+    """What a model says behind held-out prompts, the same each time."""
     prompts, said = Prompts(model).take(count), list[list[int]]()
     for start in range(0, count, AT_ONCE):
-        said += say(model, None, prompts[start : start + AT_ONCE], tokens, temperature).tokens
+        given = prompts[start : start + AT_ONCE]
+        said += say(model, None, given, tokens, temperature, seed=start).tokens
     return list(zip(prompts, said, strict=True))
 
 

@@ -13,8 +13,6 @@ EVERY, BURST = 128, 2
 """Steps with drafts, and none without, after which so many plain ones are measured again."""
 HOPE, MEMORY = 0.18, 64
 """Plain steps that looking gains before anything has been seen; steps that are remembered."""
-LEAST = 0.08
-"""Gain from which looking pays: what it takes of the machine's caches is not seen."""
 SHARE, LONGEST = 0.005, 128
 """Of the time that looking may take where it does not pay; steps between two looks at most."""
 OUTLIER = 2.0
@@ -32,6 +30,7 @@ class Looking:
         self.gain = HOPE
         self._known = set[int]()  # numbers of sequences
         self._drafted = self._left = self._rest = self._longest = 0
+        self._least = 0.0
         self._upkeep = Upkeep(SHARE)
 
     def rests(self, batch: int) -> int:
@@ -53,8 +52,9 @@ class Looking:
 
     def missed(self) -> None:
         """Nothing was drafted. Where looking does not pay, each rest is twice as long as the one
-        before, up to where looking takes its share of the time."""
-        if self.gain <= LEAST:
+        before, up to where looking takes its share of the time. It has to gain what a look takes:
+        as much again, unseen, the pass behind it takes, whose caches it has emptied."""
+        if self.gain <= self._least:
             self._left = self._rest = min(2 * self._rest + 1, self._longest)
 
     def plainly(self, step: float, looks: int, looking: float) -> None:
@@ -64,7 +64,7 @@ class Looking:
         if looks:
             self._note(-looking / looks / step, looks)
             self._upkeep.took(looking / looks)
-        self._longest = min(self._upkeep.steps(step), LONGEST)
+        self._longest, self._least = min(self._upkeep.steps(step), LONGEST), self._upkeep.seconds / step
 
     def _note(self, gain: float, steps: int) -> None:
         self.gain += (1 - (1 - 1 / MEMORY) ** steps) * (gain - self.gain)
