@@ -22,7 +22,7 @@ Phase = Literal["prefill", "decode"]
 Reader = Literal["prefill", "decode", "both"]
 """Whose tokens visited an expert in one step of a layer; each read expert has exactly one."""
 
-_MAX_STEPS, _MAX_SLOTS = 64, 1 << 14
+_MAX_STEPS, _MAX_SLOTS = 256, 1 << 14
 """Most steps of a layer, and most ids of them, that wait to be counted."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -76,21 +76,22 @@ class RoutingStatistics:
             self._slots[layer] = 0
             if not steps:
                 return
-            counts = {phase: self._count_phase(layer, steps, phase) for phase in PHASES}
+            present = [phase for phase in PHASES if any(phase in step for step in steps)]
+            counts = {phase: self._count_phase(layer, steps, phase) for phase in present}
             touched = {phase: count > 0 for phase, count in counts.items()}
-            shared = touched["prefill"] & touched["decode"]
-            self._add_loads(layer, "both", shared)
-            for phase in PHASES:
-                self._add_loads(layer, phase, touched[phase] & ~shared)
-                total = self._tokens_per_expert[layer].to(counts[phase].device)
+            if len(present) > 1:
+                shared = touched["prefill"] & touched["decode"]
+                self._add_loads(layer, "both", shared)
+                touched = {phase: own & ~shared for phase, own in touched.items()}
+            for phase, own in touched.items():
+                self._add_loads(layer, phase, own)
+                total = self._tokens_per_expert[layer].to(own.device)
                 self._tokens_per_expert[layer] = total + counts[phase].sum(0)
 
     def _count_phase(self, layer: int, steps: list[dict[Phase, Tensor]], phase: Phase) -> Tensor:
         """``(steps, E)`` int64: tokens of a phase that visited each expert in each step."""
         num_experts, device = self.num_experts[layer], next(iter(steps[0].values())).device
         ids = [step[phase].flatten() for step in steps if phase in step]
-        if not ids:
-            return torch.zeros(len(steps), num_experts, dtype=torch.int64, device=device)
         sizes = torch.tensor([step[phase].numel() if phase in step else 0 for step in steps])
         places = torch.arange(len(steps)).repeat_interleave(sizes) * (num_experts + 1) + 1
         slots = torch.cat(ids) + places.to(device)

@@ -141,7 +141,7 @@ class Plain(NamedTuple):
     Attributes:
         seconds: of each; nan where a prompt was read in it.
         looks: in so many of them somebody looked for drafts, in vain.
-        looking: seconds that these took for it, beside those above.
+        looking: seconds that these cost for it, beside those above.
     """
 
     batch: int

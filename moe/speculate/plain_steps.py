@@ -8,6 +8,10 @@ TOLD = 4, 256
 """Steps that are told of together: twice as many each time, while the number of sequences stays and
 nothing is drafted."""
 
+LOOK = 2.0
+"""Times what a look takes itself that it costs: the pass behind it, whose caches it has emptied, is
+slower by about as much."""
+
 
 class PlainSteps:
     """Collects them for a controller.
@@ -38,7 +42,7 @@ class PlainSteps:
         """One took so long, nan where a prompt was read in it, and looking for drafts before."""
         self._seconds.append(seconds)
         if not self.resting:
-            self._looks, self._looking = self._looks + 1, self._looking + looking
+            self._looks, self._looking = self._looks + 1, self._looking + LOOK * looking
 
     def drafted(self) -> None:
         """A step was not plain: what plain ones take is wanted soon, to compare."""

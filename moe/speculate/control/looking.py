@@ -52,8 +52,8 @@ class Looking:
 
     def missed(self) -> None:
         """Nothing was drafted. Where looking does not pay, each rest is twice as long as the one
-        before, up to where looking takes its share of the time. It has to gain what a look takes:
-        as much again, unseen, the pass behind it takes, whose caches it has emptied."""
+        before, up to where looking takes its share of the time. It has to gain what a look
+        costs beside: luck is a part of what it has gained."""
         if self.gain <= self._least:
             self._left = self._rest = min(2 * self._rest + 1, self._longest)
 
@@ -64,7 +64,8 @@ class Looking:
         if looks:
             self._note(-looking / looks / step, looks)
             self._upkeep.took(looking / looks)
-        self._longest, self._least = min(self._upkeep.steps(step), LONGEST), self._upkeep.seconds / step
+        self._longest = min(self._upkeep.steps(step), LONGEST)
+        self._least = self._upkeep.seconds / step
 
     def _note(self, gain: float, steps: int) -> None:
         self.gain += (1 - (1 - 1 / MEMORY) ** steps) * (gain - self.gain)
