@@ -75,6 +75,7 @@ def by_kind(contenders: Sequence[Contender]) -> list[dict[str, Any]]:
                 {
                     "mode": each.name,
                     "speedup": each.rate * a_token,
+                    "disk_bytes_per_token": each.a_token("disk_bytes"),
                     "kind": name,
                     "steps": len(own),
                     "tokens": tokens / len(own),
@@ -93,6 +94,7 @@ def show_steps(found: Sequence[dict[str, Any]]) -> None:
         [
             *(str(each[name]) for name in names),
             f"{each['speedup']:.2f}",
+            f"{each['disk_bytes_per_token'] / 1e6:.2f}",
             each["kind"],
             str(each["steps"]),
             f"{each['tokens']:.2f}",
@@ -101,6 +103,6 @@ def show_steps(found: Sequence[dict[str, Any]]) -> None:
         ]
         for each in found
     ]
-    columns = ["batch", "resident", "T", "mode", "of none", "steps that", "steps", "tokens each"]
-    columns += ["us, median", "us, mean", "of the time", "lost"]
+    columns = ["batch", "resident", "T", "mode", "of none", "disk MB a token"]
+    columns += ["steps that", "steps", "tokens each", "us, median", "us, mean", "of all", "lost"]
     print_table("What steps were, and took", columns, rows)
