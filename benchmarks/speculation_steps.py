@@ -52,8 +52,8 @@ def steps(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
 def timed(model: MoE, mode: str, clock: Callable[[], float]) -> Speculator:
     """What drafts, and decides by this clock."""
     made: Any = speculator(model, mode)
-    planner = getattr(made.controller, "_planner", None)
-    for each in (made, made.controller, planner):
+    parts: list[Any] = [made, made.controller, getattr(made.controller, "_planner", None)]
+    for each in parts:
         if hasattr(each, "_clock"):
             each._clock = clock
     return made
