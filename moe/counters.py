@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe.loader import LoadedModel
+from moe.loaded import LoadedModel
 from moe.parallel.following import Following
 from moe.parallel.leading import Leading
 from routing import READERS

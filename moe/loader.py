@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,12 +15,13 @@ from moe.engine.borrowing import borrowing_notice
 from moe.errors import ProfileError
 from moe.freed_memory import keep_freed_memory
 from moe.fused.enable import FUSED_OFF, Fused, enable_fused
+from moe.loaded import LoadedModel
 from moe.loading.generation_config import OwnSampling
 from moe.loading.hub import resolve_model
-from moe.loading.load import LoadReport
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
 from moe.moe_layer import MoELayers
+from moe.notices import late_notices, notices
 from moe.packing import Packing, enable_packing
 from moe.plan.fit import check_fit
 from moe.plan.memory import MemoryPlan
@@ -41,47 +42,6 @@ from offload.experts import LayerExperts, held_experts
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
-
-
-@dataclass
-class LoadedModel:
-    """Everything that belongs to one loaded model.
-
-    Attributes:
-        trunk: the model without its experts.
-        experts: its MoE layers.
-        backend: what runs them.
-        codec: tokenizer and vocabulary rules.
-        structures: what a request may want its text to be like.
-        packing: whether sequences share a forward pass, and why.
-        fused: whether decode steps bypass transformers' forward, and why.
-        speculation: what drafts tokens for the model to verify, if anything does.
-        memory_plan: what was planned before loading.
-        weight_bytes: memory of all weights.
-        logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
-        context_length: most tokens of a sequence, None where nothing limits it.
-        offloaded: the experts that are not all in memory; None where they are.
-        expect: what a prompt needs, where requests may be grouped by it.
-        sampling: how the model itself wants its tokens sampled.
-        notices: what fell back or was turned off, one sentence each.
-    """
-
-    trunk: Trunk
-    experts: MoELayers
-    backend: Backend
-    codec: TextCodec
-    structures: Structures
-    packing: Packing
-    fused: Fused
-    speculation: Speculation
-    memory_plan: MemoryPlan
-    weight_bytes: int
-    logits_size: int
-    context_length: int | None
-    offloaded: Offloaded | None
-    expect: Expect | None = None
-    sampling: OwnSampling = field(default_factory=OwnSampling)
-    notices: list[str] = field(default_factory=list)
 
 
 def load_model(
@@ -163,12 +123,12 @@ def _load(
         sampling=sampling,
         notices=[
             *sampling.notices,
-            *_notices(ready.packing, ready.fused, codec, loaded),
+            *notices(ready.packing, ready.fused, codec, loaded),
             *ready.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, ready.mended),
             *filter(None, [*blind, borrowing_notice(offloaded, profile)]),
-            *_late_notices(offloaded, profile),
+            *late_notices(offloaded, profile),
         ],
     )
 
@@ -237,37 +197,3 @@ def _check_backend(backend: Backend, layers: Sequence[LayerExperts]) -> None:
         backend.check([held_experts(layer) for layer in layers])
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}") from error
-
-
-def _late_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
-    bits = profile.offload.late_bits
-    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
-        return []
-    if offloaded is None:
-        return ["offload.late: prefix changes nothing: all experts are in memory"]
-    return [
-        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
-        "(offload.late_bits)"
-    ]
-
-
-def _notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
-    notices = []
-    if not packing.enabled:
-        notices.append(
-            f"each sequence runs in a pass of its own and prompts are not cut: {packing.reason}"
-        )
-    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
-        notices.append(f"decode steps run through transformers' own layers: {fused.reason}")
-    if codec.tokenizer is None:
-        notices.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
-    for names, what in (
-        (report.ignored, "in the checkpoint are not used by this architecture"),
-        (
-            report.computed,
-            "are not in the checkpoint and were filled by the architecture's own rule",
-        ),
-    ):
-        if names:
-            notices.append(f"{len(names)} tensors {what} (the first: {names[0]})")
-    return notices

@@ -28,7 +28,8 @@ from moe.engine.wave import Group
 from moe.errors import RankLostError, RequestError
 from moe.kv import Work
 from moe.lanes import run_lanes
-from moe.loader import LoadedModel, load_model
+from moe.loaded import LoadedModel
+from moe.loader import load_model
 from moe.loading.progress import Report
 from moe.parallel.engine import ParallelEngine
 from moe.parallel.following import Following

@@ -179,5 +179,7 @@ def _parse(text: str | bytes, source: str) -> Any:
         raise ProfileError(f"{source}: {line}{error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ProfileError(f"{source}: not valid YAML: {error}") from None
+    except (LookupError, AttributeError):  # what PyYAML raises of `!!bool x`
+        raise ProfileError(f"{source}: not valid YAML: its tag does not suit a value") from None
     except RecursionError:
         raise ProfileError(f"{source}: not valid YAML: nested too deeply") from None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from moe.engine.sequence import RunningSequence, check_priority
 from moe.engine.wave import Group
 from moe.errors import ContextError, RequestError
-from moe.loader import LoadedModel
+from moe.loaded import LoadedModel
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
 from moe.text.prompts import Prompt

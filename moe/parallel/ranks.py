@@ -14,7 +14,7 @@ import torch
 
 from moe.engine.borrowing import borrowed_room
 from moe.engine.runner import Runner
-from moe.loader import LoadedModel
+from moe.loaded import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.machine import memory_available
 from moe.parallel.arrivals import arrivals_of

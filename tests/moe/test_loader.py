@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moe.fused.enable import FUSED_OFF
-from moe.loader import _notices
 from moe.loading.load import LoadReport
+from moe.notices import notices
 from moe.packing import Packing
 from moe.text.prompts import TextCodec
 
@@ -23,7 +23,7 @@ def test_tensors_left_out_or_filled_in_are_said(
 ) -> None:
     report = LoadReport(ignored, computed)
     codec = TextCodec(None, vocab_size=10, no_tokenizer_reason="none was given")
-    packing, tokenizer, tensors = _notices(Packing(False, "a reason"), FUSED_OFF, codec, report)
+    packing, tokenizer, tensors = notices(Packing(False, "a reason"), FUSED_OFF, codec, report)
     assert packing.endswith("prompts are not cut: a reason")
     assert tokenizer == "prompts can only be token ids: none was given"
     assert tensors.startswith(expected)

@@ -78,6 +78,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
         ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         ("a: 2024-99-99", "not valid YAML: month must be in 1..12"),
         ("a: " + "[" * 1000, "not valid YAML: nested too deeply"),
+        *(
+            (f"a: {tagged}", "its tag does not suit a value")
+            for tagged in ("!!bool x", "!!int ''", "!!timestamp x")
+        ),
         ("#" * MAX_FILE_BYTES + "#", "a profile has at most 65536 bytes; this one has more"),
     ],
 )

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from offload.cache import ExpertCache
 from offload.errors import OffloadError
+from offload.held import Held
+from offload.policies import POLICIES
 from offload.slots import Sizes
 
 EXPERT_BYTES = 12
+EXPERTS = [6, 4, 8]
 
 
 def content(layer: int, expert: int, grains: int = 1) -> Tensor:
@@ -138,3 +143,38 @@ class FakeSource:
         if self.at_once:
             transfer.finish()
         return transfer
+
+
+def make(
+    slots: int,
+    policy: str = "lru",
+    experts: Sequence[int] = EXPERTS,
+    capacity: int = 0,
+    sizes: Sizes | None = None,
+) -> tuple[ExpertCache, FakeSource]:
+    sizes = sizes or Sizes.equal(experts, EXPERT_BYTES)
+    room = FakeRoom(sizes.grains_for(capacity or slots), sizes.kinds)
+    source = FakeSource(room)
+    chosen = POLICIES[policy](len(experts), max(experts))
+    return ExpertCache(sizes, slots, room, source, chosen), source
+
+
+def check_bytes(source: FakeSource, slot: int, layer: int, expert: int) -> None:
+    row = source.room.rows[slot]
+    assert torch.equal(row, content(layer, expert, len(row) // EXPERT_BYTES)), expert
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def walk(held: Held, source: FakeSource, layer: int) -> list[list[int]]:
+    """The experts of each wave, after a look at every byte."""
+    waves = []
+    with held:
+        for wave in held.waves:
+            for expert in wave.experts:
+                check_bytes(source, int(wave.slot_ids[expert]), layer, expert)
+            assert wave.slot_ids[-1].item() == -1
+            waves.append(list(wave.experts))
+    return waves
