@@ -10,6 +10,7 @@ those of the present group, so none that was lost is named.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,9 +23,9 @@ from experts.placement.placement import Floats, Ints, Placement, step_costs
 
 LEAST_STEPS = 8
 """Steps of a layer before it is first repacked, and between two times."""
-MOST_PAUSE = 63
-"""Steps without a question behind an answer that changed nothing, after several of these: on a full
-machine even a process as nice as can be is in the ranks' way."""
+MOST_REST = 16
+"""How many times as long as the last question took nothing is asked, at most, where answers change
+nothing: on a full machine even a process as nice as can be is in the ranks' way."""
 RATE_HALF_LIFE = 64.0
 
 _log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class Rebalancer:
         missing: Callable[[int], float] | None = None,
         foreseen: Callable[[int, float], Foreseen | None] | None = None,
         repacker: Repacker | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -102,10 +104,12 @@ class Rebalancer:
             missing: of a layer, share of the experts visited that have to be read, in [0, 1].
             foreseen: of a layer and so many steps to come, what tokens that are known let expect;
                 asked when the layer is about to be repacked.
+            clock: seconds.
         """
         self.epoch = 0
         self._ended = False
         self._repacker = Background() if repacker is None else repacker
+        self._clock = clock
         self._seconds_LE, self._missing = list(seconds_LE), missing
         self._horizon_s, self._foreseen = horizon_s, foreseen
         self.reset(placements)
@@ -117,7 +121,8 @@ class Rebalancer:
         self._asked_at = [0] * len(placements)
         self._asked: tuple[int, Placement] | None = None
         self._rate = StepRate()
-        self._next = self._steps = self._pause = self._paused_until = 0
+        self._next = self._rest = 0
+        self._asked_s = self._rests_until_s = 0.0
 
     def observe(self, tokens_LE: Ints, seconds: float) -> None:
         """Add a step.
@@ -127,7 +132,6 @@ class Rebalancer:
                 and behind a layer's last expert.
             seconds: that the step took.
         """
-        self._steps += 1
         if served := int(tokens_LE.sum()):
             self._forecast.observe(tokens_LE)
             self._rate.observe(served / self._placements[0].ranks, seconds)
@@ -144,18 +148,23 @@ class Rebalancer:
         if found is not None and self._asked is not None:
             layer, before = self._asked
             self._asked = None
-            self._pause = min(2 * self._pause + 1, MOST_PAUSE) if found == before else 0
-            self._paused_until = self._steps + self._pause
+            self._rest_after(changed=found != before)
             if self._placements[layer] is before and found != before:
                 self._placements[layer] = found
                 self.epoch += 1
                 moves = Moves(self.epoch, {layer: found})
-        if not (self._repacker.busy or self._ended or self._steps < self._paused_until):
+        if not (self._repacker.busy or self._ended or self._clock() < self._rests_until_s):
             self._ask()
         return moves
 
     def close(self) -> None:
         self._repacker.close()
+
+    def _rest_after(self, *, changed: bool) -> None:
+        """Ask nothing for a while, the longer the more answers have changed nothing."""
+        now_s = self._clock()
+        self._rest = self._rest // 4 if changed else min(2 * self._rest + 1, MOST_REST)
+        self._rests_until_s = now_s + self._rest * (now_s - self._asked_s)
 
     def _ask(self) -> None:
         """Have the next layer repacked that has seen enough steps since it last was."""
@@ -172,7 +181,7 @@ class Rebalancer:
             ahead = steps if read_E.any() else float(turn)
             foreseen = None if self._foreseen is None else self._foreseen(layer, ahead)
             missing = 0.0 if self._missing is None else self._missing(layer)
-            self._asked = layer, self._placements[layer]
+            self._asked, self._asked_s = (layer, self._placements[layer]), self._clock()
             costs_SE = step_costs(self._forecast.steps_SE(layer, foreseen, ahead), missing * read_E)
             self._repacker.submit(Job(costs_SE, self._placements[layer], read_E / steps))
             return
