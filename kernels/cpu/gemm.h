@@ -64,17 +64,6 @@ constexpr int QUAD = 4;             // weight rows a tile
 constexpr int MAX_PANEL = 128;      // weight rows a task
 constexpr long BLOCK_BYTES = 4096;  // of an activation row at a time: a tile's rows stay in L1
 
-// Keeps a loaded vector in a register; compilers would rather load it again for every use.
-#if defined(__AVX512F__)
-#define IN_REGISTER(v) __asm__("" : "+v"(v))
-#elif defined(__x86_64__)
-#define IN_REGISTER(v) __asm__("" : "+x"(v))
-#elif defined(__aarch64__)
-#define IN_REGISTER(v) __asm__("" : "+w"(v))
-#else
-#define IN_REGISTER(v)
-#endif
-#define UNROLL _Pragma("GCC unroll 16")
 
 // Activation rows as memory has them: element [begin, end) of row i at rows[i].
 template <class From>

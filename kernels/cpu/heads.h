@@ -45,6 +45,7 @@ static inline void scores_of(const float* q, const float* k, long stride, long c
 
 // Scores to e^(score - high), after scale and soft cap (0: none).
 static inline Partial exponents(float* score, long count, float scale, float softcap) {
+  constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // as many as the registers hold
   vf highest = splat(-FLT_MAX);
   for (long t = count; t % LANES; ++t) score[t] = -FLT_MAX / scale;
   for (long t = 0; t < count; t += LANES) {
@@ -53,15 +54,24 @@ static inline Partial exponents(float* score, long count, float scale, float sof
     highest = s > highest ? s : highest;
     store(score + t, s);
   }
-  float high = -FLT_MAX;
-  for (int i = 0; i < LANES; ++i) high = highest[i] > high ? highest[i] : high;
+  const float high = largest_lane(highest);
   vf sum = {};
-  for (long t = 0; t < count; t += LANES) {
-    vf e = exp_lanes(load<vf>(score + t) - high);
-    if (count - t < LANES)
-      for (int i = count - t; i < LANES; ++i) e[i] = 0;
+  long t = 0;
+  for (; t + TOGETHER * LANES <= count; t += TOGETHER * LANES) {
+    vf e[TOGETHER];
+    UNROLL for (int i = 0; i < TOGETHER; ++i) e[i] = load<vf>(score + t + i * LANES) - high;
+    exp_each(e);
+    UNROLL for (int i = 0; i < TOGETHER; ++i) store(score + t + i * LANES, e[i]), sum += e[i];
+  }
+  for (; t + LANES <= count; t += LANES) {
+    const vf e = exp_lanes(load<vf>(score + t) - high);
     store(score + t, e);
     sum += e;
+  }
+  if (t < count) {
+    store(score + t, exp_lanes(load<vf>(score + t) - high));
+    for (long end = (count + LANES - 1) / LANES * LANES; count < end; ++count) score[count] = 0;
+    sum += load<vf>(score + t);
   }
   return {high, total(sum)};
 }

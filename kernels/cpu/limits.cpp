@@ -1,5 +1,6 @@
 // What this CPU can multiply at most: the yardstick beside a benchmark's figures.
 #include "amx.h"
+#include "planes.h"
 
 extern "C" {
 
@@ -12,7 +13,7 @@ int64_t moe_dot_products(int64_t rounds, int32_t threads, int32_t* sink) {
   if (amx::ready) {
 #pragma omp parallel num_threads(threads)
     amx::multiply_only(rounds);
-    return rounds * threads * amx::ROWS * BLOCK_ROWS * amx::MOST_COLUMNS;
+    return rounds * threads * amx::ROWS * amx::ROWS * amx::ROW_BYTES;
   }
 #pragma omp parallel num_threads(threads)
   {

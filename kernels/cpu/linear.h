@@ -8,7 +8,7 @@
 //
 // A result depends on its own row alone, neither on other rows nor on the number of threads.
 #pragma once
-#include "amx.h"
+#include "amx_planes.h"
 #include "grouped.h"
 #include "rows.h"
 

@@ -31,6 +31,18 @@ typedef float v4 __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
+// Keeps a loaded vector in a register; compilers would rather load it again for every use.
+#if defined(__AVX512F__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#elif defined(__x86_64__)
+#define IN_REGISTER(v) __asm__("" : "+x"(v))
+#elif defined(__aarch64__)
+#define IN_REGISTER(v) __asm__("" : "+w"(v))
+#else
+#define IN_REGISTER(v)
+#endif
+#define UNROLL _Pragma("GCC unroll 16")
+
 constexpr long aligned(long bytes) { return (bytes + 63) / 64 * 64; }
 
 template <class V, class T>
@@ -86,6 +98,20 @@ static inline v4 sum_lanes(vf a, vf b, vf c, vf d) {
 #undef PAIR_HIGH
 }
 
+static inline float largest_lane(vf v) {
+#if defined(__AVX512F__)
+  const vf upper = SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  v = upper > v ? upper : v;
+  const vf other = SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
+  v = other > v ? other : v;
+#elif defined(__AVX__)
+  const vf upper = SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  v = upper > v ? upper : v;
+#endif
+  const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+
 static inline vf from_bf16(vh h) { return bits<vf>(__builtin_convertvector(h, vu) << 16); }
 
 static inline vh to_bf16(vf x) {  // round to nearest, ties to even; NaN stays NaN
@@ -111,20 +137,36 @@ static inline vf from_fp16(vh h) {
 #endif
 }
 
-// e^x to about 1 ulp: x = n ln2 + r, a polynomial in r (Cephes' expf), scaled by 2^n.
+// e^x to about 1 ulp: x = n ln2 + r, a polynomial in r (Cephes' expf), scaled by 2^n. Each step waits
+// for the one before it, so N vectors take it side by side.
+template <int N>
+static inline void exp_each(vf (&x)[N]) {
+  const float to_int = 12582912.0f;  // 1.5 * 2^23
+  vf high = splat(88.0f), low = splat(-87.0f);
+  IN_REGISTER(high);  // constants would take a comparison and a move
+  IN_REGISTER(low);
+  vf shifted[N], r[N], p[N];
+#define EACH UNROLL for (int i = 0; i < N; ++i)
+  EACH x[i] = high < x[i] ? high : x[i];
+  EACH x[i] = low > x[i] ? low : x[i];
+  EACH shifted[i] = x[i] * 1.44269504088896341f + to_int;
+  EACH r[i] = shifted[i] - to_int;
+  EACH x[i] = x[i] - r[i] * 0.693359375f;
+  EACH r[i] = x[i] + r[i] * 2.12194440e-4f;
+  EACH p[i] = 1.9875691500e-4f * r[i] + 1.3981999507e-3f;
+  EACH p[i] = p[i] * r[i] + 8.3334519073e-3f;
+  EACH p[i] = p[i] * r[i] + 4.1665795894e-2f;
+  EACH p[i] = p[i] * r[i] + 1.6666665459e-1f;
+  EACH p[i] = p[i] * r[i] + 5.0000001201e-1f;
+  EACH p[i] = p[i] * r[i];
+  EACH p[i] = p[i] * r[i] + r[i];
+  EACH p[i] = p[i] + 1.0f;
+  EACH x[i] = p[i] * bits<vf>((bits<vi>(shifted[i]) - 0x4b400000 + 127) << 23);
+#undef EACH
+}
+
 static inline vf exp_lanes(vf x) {
-  const float high = 88.0f, low = -87.0f, to_int = 12582912.0f;  // 1.5 * 2^23
-  x = x > high ? splat(high) : x;
-  x = x < low ? splat(low) : x;
-  vf shifted = x * 1.44269504088896341f + to_int;
-  vf n = shifted - to_int;
-  vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * bits<vf>((bits<vi>(shifted) - 0x4b400000 + 127) << 23);
+  vf each[1] = {x};
+  exp_each(each);
+  return each[0];
 }

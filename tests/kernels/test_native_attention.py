@@ -69,6 +69,27 @@ def test_attention_is_what_float64_says_and_rows_do_not_mix(
     assert torch.equal(alone, actual[cut : cut + 1])
 
 
+# Two bf16 parts of a number would make it 9e-7.
+def test_it_is_as_exact_as_float32(native: NativeAttention) -> None:
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 300, size, generator=random) for size in (64, 64, 48))
+    how = torch.zeros(300, dtype=torch.long), 64**-0.5, None, None
+    error = native.attend(q, k, v, *how).double() - expected(q, k, v, *how)
+    assert error.square().mean().sqrt() < 1e-7
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_row(native: NativeAttention, bad: float) -> None:
+    q, k, v = torch.randn(2, 40, 24), torch.randn(1, 40, 24), torch.randn(1, 40, 40)
+    how = torch.zeros(40, dtype=torch.long), 0.2
+    clean = native.attend(q, k, v, *how)
+    q[1, 7, 3] = bad
+    actual = native.attend(q, k, v, *how)
+    assert not actual[7, 1].isfinite().any()
+    clean[7, 1] = actual[7, 1] = 0
+    assert torch.equal(actual, clean)
+
+
 def test_threads_change_nothing(native: NativeAttention) -> None:
     q, k, v = torch.randn(4, 300, 32), torch.randn(2, 400, 32), torch.randn(2, 400, 16)
     first, threads = torch.zeros(300, dtype=torch.long), torch.get_num_threads()

@@ -1,0 +1,132 @@
+// Query rows of one key head through all splits of its keys, with a running softmax. How they meet
+// keys and values is said by `Products` (attention_floats.h, attention_parts.h):
+//
+//   TILE                             rows that share every load
+//   unit_bytes(a)                    of PANEL_KEYS keys and values as they are packed,
+//   pack(a, kv_head, first, to)      and how; zeros lie beyond the last
+//   task_bytes(a)                    memory for the rows of a task
+//   take(i, row)                     row i of the task is this query
+//   scores(i, split, count, score)   of the tile that begins at row i, for `count` keys
+//   weigh(i, count, score)           row i of the tile has these weights
+//   sums(used, split, count, score, join)   join(row, column, sum) for all columns of the values
+//
+// Splits begin at multiples of KEYS_A_SPLIT in the sequence, so a row's bits depend neither on which
+// other rows are read with it nor on the number of threads. Letters: D key size, V value size.
+#pragma once
+#include "grouped.h"
+#include "heads.h"
+
+extern "C" struct Attend {
+  const float *q, *k, *v;
+  float* out;            // (queries, heads, V)
+  const int64_t* begin;  // (queries,) the first key that each sees
+  const float* sinks;    // (heads,) or null
+  int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // elements from one to the next
+  int64_t heads, kv_heads, key_size, value_size, queries, keys;
+  float scale, softcap;  // softcap 0: none
+};
+
+constexpr long KEYS_A_SPLIT = 256, ROWS_A_TASK = 64, PANEL_KEYS = 32;
+constexpr long VALUE_STEP = 32;  // columns of values that may be written at once
+
+struct alignas(64) Score {  // of a row: exponents fill their last vector
+  float key[KEYS_A_SPLIT + LANES];
+};
+
+// Query rows `first` to `end` of a key head, counted with its group's heads in turn.
+template <class Products>
+class Rows {
+ public:
+  static long task_bytes(const Attend& a) {
+    return Products::task_bytes(a) + ROWS_A_TASK * wide(a) * long(sizeof(float));
+  }
+
+  Rows(const Attend& a, const char* packed, char* memory, long kv_head, long first, long end)
+      : a_(a), kv_head_(kv_head), first_(first), end_(end),
+        sums_(reinterpret_cast<float*>(memory + Products::task_bytes(a))),
+        products_(a, kv_head, packed, memory) {
+    for (long m = first; m < end; ++m) {
+      high_[m - first] = a.sinks ? a.sinks[head(m)] : -FLT_MAX;
+      total_[m - first] = a.sinks ? 1 : 0;
+      products_.take(m - first, a.q + head(m) * a.q_head + m / group() * a.q_row);
+    }
+    memset(sums_, 0, (end - first) * wide(a) * sizeof(float));
+  }
+
+  void run() {
+    long split = begin(first_);
+    for (long m = first_; m < end_; ++m) split = begin(m) < split ? begin(m) : split;
+    split = split / KEYS_A_SPLIT * KEYS_A_SPLIT;
+    for (; split < length(end_ - 1); split += KEYS_A_SPLIT)
+      for (long m = first_; m < end_; m += Products::TILE) tile(m, split);
+    for (long m = first_; m < end_; ++m) {
+      float* out = a_.out + (m / group() * a_.heads + head(m)) * a_.value_size;
+      for (long c = 0; c < a_.value_size; c += LANES)
+        store_fp32_as(out + c, load<vf>(sum(m - first_) + c) / total_[m - first_],
+                      a_.value_size - c);
+    }
+  }
+
+ private:
+  static long wide(const Attend& a) {
+    return (a.value_size + VALUE_STEP - 1) / VALUE_STEP * VALUE_STEP;
+  }
+  long group() const { return a_.heads / a_.kv_heads; }
+  long head(long m) const { return kv_head_ * group() + m % group(); }
+  long length(long m) const { return a_.keys - a_.queries + m / group() + 1; }
+  long begin(long m) const { return a_.begin[m / group()]; }
+  float* sum(long i) const { return sums_ + i * wide(a_); }
+
+  // The rows of a tile from m on, and one split of the keys.
+  void tile(long m, long split) {
+    constexpr int TILE = Products::TILE;
+    const long used = end_ - m < TILE ? end_ - m : TILE, first = m - first_;
+    const long left = length(m + used - 1) - split;
+    const long count = left < KEYS_A_SPLIT ? left : KEYS_A_SPLIT;
+    if (count <= 0) return;
+    products_.scores(first, split, count, score_);
+    alignas(64) float high[WHOLE] = {}, total[WHOLE] = {}, keep[WHOLE], add[WHOLE];
+    for (long i = 0; i < used; ++i) {
+      const decode::Partial part = exponents(m + i, split, count, score_[i].key);
+      high[i] = part.high, total[i] = part.sum;
+      products_.weigh(i, count, score_[i]);
+    }
+    for (long i = 0; i < WHOLE; i += LANES) {  // how they join what came before
+      const vf so_far = load<vf>(high_ + first + i), own = load<vf>(high + i);
+      const vf both = own > so_far ? own : so_far;
+      const vf k = exp_lanes(so_far - both), a = exp_lanes(own - both);
+      store(keep + i, k), store(add + i, a), store(high + i, both);
+      store(total + i, load<vf>(total_ + first + i) * k + load<vf>(total + i) * a);
+    }
+    memcpy(high_ + first, high, used * sizeof(float));
+    memcpy(total_ + first, total, used * sizeof(float));
+    products_.sums(used, split, count, score_, [&](long i, long c, vf own) {
+      float* to = sum(first + i) + c;
+      store(to, load<vf>(to) * keep[i] + own * add[i]);
+    });
+  }
+
+  // A row's scores to weights, 0 for what it does not see.
+  decode::Partial exponents(long m, long split, long count, float* score) const {
+    const long first = begin(m) > split ? begin(m) - split : 0;
+    const long end = length(m) - split < count ? length(m) - split : count;
+    const long whole = (count + PANEL_KEYS - 1) / PANEL_KEYS * PANEL_KEYS;
+    if (first >= end) {
+      memset(score, 0, whole * sizeof(float));
+      return {-FLT_MAX, 0};
+    }
+    const decode::Partial part =
+        decode::exponents(score + first, end - first, a_.scale, a_.softcap);
+    if (first) memset(score, 0, first * sizeof(float));
+    if (whole > end) memset(score + end, 0, (whole - end) * sizeof(float));
+    return part;
+  }
+
+  static constexpr long WHOLE = (Products::TILE + LANES - 1) / LANES * LANES;
+  const Attend& a_;
+  const long kv_head_, first_, end_;
+  float* const sums_;  // of the weighted values so far, for each row
+  Products products_;
+  float high_[ROWS_A_TASK + LANES] = {}, total_[ROWS_A_TASK + LANES] = {};
+  Score score_[Products::TILE];
+};

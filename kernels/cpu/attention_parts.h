@@ -1,0 +1,161 @@
+// Query rows times keys and values by AMX's registers of bf16; attention.h says what for. A float is
+// the sum of three bf16 numbers, 8 bits of its 24 each. Of the nine products of two such sums six are
+// made, and added in float32; the other three come to less than float32 rounds off.
+#pragma once
+#include "amx.h"
+#include "attention_floats.h"
+
+#if defined(USES_AMX)
+
+class Parts {
+ public:
+  static constexpr int TILE = 2 * amx::ROWS;
+
+  // For each STEP of D the keys as columns, then for each SIDE of V the values as rows.
+  static long unit_bytes(const Attend& a) { return unit_operands(a) * long(sizeof(Operand)); }
+  static void pack(const Attend& a, long kv_head, long first, char* to) {
+    const long count = a.keys - first < PANEL_KEYS ? a.keys - first : PANEL_KEYS;
+    auto* operand = reinterpret_cast<Operand*>(to);
+    memset(to, 0, unit_bytes(a));
+    const float* k = a.k + kv_head * a.k_head + first * a.k_row;
+    for (long d = 0; d < a.key_size; d += STEP, ++operand)
+      for (long t = 0; t < count; ++t) put_column(k + t * a.k_row + d, a.key_size - d, t, *operand);
+    const float* v = a.v + kv_head * a.v_head + first * a.v_row;
+    for (long c = 0; c < a.value_size; c += LANES) {
+      const auto row = [&](long t) {
+        return t < count ? load_as_fp32(v + t * a.v_row + c, a.value_size - c) : vf{};
+      };
+      for (int t = 0; t < LANES; ++t) put_pairs(row(t), row(t + LANES), c / LANES % 2, t, *operand);
+      operand += c / LANES % 2;
+    }
+  }
+
+  static long task_bytes(const Attend& a) {
+    return ROWS_A_TASK / TILE * steps(a) * long(sizeof(Operand));
+  }
+  Parts(const Attend& a, long, const char* packed, char* memory)
+      : a_(a), packed_(reinterpret_cast<const Operand*>(packed)),
+        queries_(reinterpret_cast<Operand*>(memory)) {}
+
+  void take(long i, const float* row) {
+    for (long step = 0; step < steps(a_); ++step)
+      put_row(row + step * STEP, a_.key_size - step * STEP, i % TILE,
+              queries_[i / TILE * steps(a_) + step]);
+  }
+
+  void scores(long i, long split, long count, Score* score) const {
+    for (long t = 0; t < count; t += PANEL_KEYS)
+      multiply(steps(a_), queries_ + i / TILE * steps(a_), unit(split + t), 1, score->key + t,
+               sizeof(Score));
+  }
+
+  void weigh(long i, long count, const Score& score) {
+    for (long t = 0; t < count; t += STEP) put_row(score.key + t, STEP, i, weights_[t / STEP]);
+  }
+
+  template <class Join>
+  void sums(long used, long split, long count, const Score*, const Join& join) const {
+    for (long c = 0; c < a_.value_size; c += SIDE) {
+      alignas(64) float sum[TILE][SIDE];
+      multiply((count + STEP - 1) / STEP, weights_, unit(split) + steps(a_) + c / SIDE,
+               unit_operands(a_), sum[0], sizeof sum[0]);
+      for (long i = 0; i < used; ++i)
+        UNROLL for (int w = 0; w < SIDE; w += LANES) join(i, c + w, load<vf>(sum[i] + w));
+    }
+  }
+
+ private:
+  static constexpr int STEP = 2 * LANES, SIDE = 2 * LANES, PARTS = 3;
+  static_assert(LANES == amx::ROWS && STEP == PANEL_KEYS && SIDE <= VALUE_STEP, "whole registers");
+
+  // STEP numbers of TILE rows or SIDE columns, part by part; the numbers i and i + LANES are a pair.
+  // Rows lie one after the other; of columns, the same pair side by side.
+  struct alignas(64) Operand {
+    uint16_t number[PARTS][2][amx::ROWS][STEP];
+  };
+
+  static long steps(const Attend& a) { return (a.key_size + STEP - 1) / STEP; }
+  static long unit_operands(const Attend& a) {
+    return steps(a) + (a.value_size + SIDE - 1) / SIDE;
+  }
+  const Operand* unit(long key) const { return packed_ + key / PANEL_KEYS * unit_operands(a_); }
+
+  // What is next of x as bf16 in the upper halves, rounded to nearest; x keeps the rest.
+  static vu next_part(vf& x) {
+    const vu part = (bits<vu>(x) + 0x8000) & 0xffff0000;
+    x -= bits<vf>(part);
+    return part;
+  }
+
+  static void pairs(vf low, vf high, vu (&pair)[PARTS]) {
+    UNROLL for (int p = 0; p < PARTS; ++p) pair[p] = next_part(low) >> 16 | next_part(high);
+  }
+  static void pairs(const float* from, long n, vu (&pair)[PARTS]) {  // zeros after n numbers
+    pairs(n > 0 ? load_as_fp32(from, n) : vf{},
+          n > LANES ? load_as_fp32(from + LANES, n - LANES) : vf{}, pair);
+  }
+
+  static void put_row(const float* from, long n, long row, Operand& to) {
+    vu pair[PARTS];
+    pairs(from, n, pair);
+    UNROLL for (int p = 0; p < PARTS; ++p)
+      store(to.number[p][row / amx::ROWS][row % amx::ROWS], pair[p]);
+  }
+
+  static void put_column(const float* from, long n, long column, Operand& to) {
+    vu pair[PARTS];
+    pairs(from, n, pair);
+    for (int p = 0; p < PARTS; ++p)
+      for (int i = 0; i < LANES; ++i)
+        store(to.number[p][column / LANES][i] + column % LANES * 2, uint32_t(pair[p][i]));
+  }
+
+  // The pairs `i` of half of the columns.
+  static void put_pairs(vf low, vf high, long half, int i, Operand& to) {
+    vu pair[PARTS];
+    pairs(low, high, pair);
+    UNROLL for (int p = 0; p < PARTS; ++p) store(to.number[p][half][i], pair[p]);
+  }
+
+  // out (TILE, SIDE) = the sum of `steps` products, of which the least are added first.
+  __attribute__((noinline)) static void multiply(long steps, const Operand* left,
+                                                 const Operand* right, long right_stride,
+                                                 float* out, long stride) {
+    amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
+    for (; steps; --steps, ++left, right += right_stride) {
+      load_left(*left, 0), load_right(*right, 2), add();
+      load_right(*right, 1), add();
+      load_left(*left, 1), add();
+      load_right(*right, 0), add();
+      load_left(*left, 2), add();
+      load_left(*left, 0), add();
+    }
+    amx::store_tile<0>(out, stride), amx::store_tile<1>(out + LANES, stride);
+    out += amx::ROWS * stride / long(sizeof(float));
+    amx::store_tile<2>(out, stride), amx::store_tile<3>(out + LANES, stride);
+  }
+
+  // Registers 0 to 3 are sums, 4 and 5 rows, 6 and 7 columns.
+  static void load_left(const Operand& from, int part) {
+    amx::load_tile<4>(from.number[part][0], amx::ROW_BYTES);
+    amx::load_tile<5>(from.number[part][1], amx::ROW_BYTES);
+  }
+  static void load_right(const Operand& from, int part) {
+    amx::load_tile<6>(from.number[part][0], amx::ROW_BYTES);
+    amx::load_tile<7>(from.number[part][1], amx::ROW_BYTES);
+  }
+  static void add() {
+    amx::multiply_bf16<0, 4, 6>(), amx::multiply_bf16<1, 4, 7>();
+    amx::multiply_bf16<2, 5, 6>(), amx::multiply_bf16<3, 5, 7>();
+  }
+
+  const amx::Shapes shapes_;
+  const Attend& a_;
+  const Operand* const packed_;
+  Operand* const queries_;
+  Operand weights_[KEYS_A_SPLIT / STEP];
+};
+
+#else
+typedef Floats Parts;
+#endif
