@@ -3,10 +3,11 @@
     python -m benchmarks.kernels [--quick]
 
 One MoE layer at 8, 4 and 2 bits against our kernels on whole weights and the plain reference; one
-linear layer against torch's own int8 and int4 operators and its float ones. Both limits are
-measured in the same run: a call can be no faster than its bytes at the memory's speed (torch.sum's,
-a yardstick), nor than its products at the multipliers'. Weights take turns, so that few tokens read
-memory and not the cache. `--quick` takes under 50 seconds on two cores.
+linear layer against torch's own int8 and int4 operators and its float ones; how fast 1 to 8 rows
+read a matrix. Both limits are measured in the same run: a call can be no faster than its bytes at
+the memory's speed (torch.sum's, a yardstick), nor than its products at the multipliers'. Weights
+take turns, so that few tokens read memory and not the cache. `--quick` takes under a minute on two
+cores.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.kernel_layers import (
     whole_experts,
 )
 from benchmarks.kernels_peers import LINEAR_PEERS
+from benchmarks.kernels_rows import few_rows
 from kernels import backend_status, experts_forward, linear_forward, reference
 from kernels.planes import PREFIX_BITS, num_planes
 
@@ -159,13 +161,14 @@ def print_points(title: str, points: list[dict[str, Any]]) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="under 50 seconds on two cores")
+    parser.add_argument("--quick", action="store_true", help="under a minute on two cores")
     seconds = 0.5 if parser.parse_args().quick else 5.0
     started = time.perf_counter()
     header = environment() | {"kernel": backend_status()["name"]}
     read, products = read_bandwidth(), measure_products()
     layers = [p for size in SIZES for p in layer_points(size, seconds)]
     linear = linear_points(seconds)
+    rows = few_rows(seconds)
     # Before and after, the better of the two: a neighbour may have been busy.
     limits = Limits(max(read, read_bandwidth()) * 1e9, max(products, measure_products()))
     header |= {
@@ -177,9 +180,15 @@ def main() -> None:
         p["of_limit"] = of_limit(p, limits)
     print_points("One MoE layer, microseconds a call (median)", layers)
     print_points("One linear layer, microseconds a call (median)", linear)
+    print_table(
+        "One matrix, GB/s of weights (median)",
+        ("rows", *(f"{bits} bits" for bits in rows["1"])),
+        [(count, *by_bits.values()) for count, by_bits in rows.items()],
+    )
     print_json(
         {
             "points": layers + linear,
+            "few_rows": rows,
             "seconds": round(time.perf_counter() - started, 1),
             "environment": header,
         }
