@@ -10,6 +10,10 @@ from pydantic_core import PydanticCustomError
 from moe.settings.base import Off, Settings
 
 
+_MOST_GIB = 1 << 20
+"""More than any machine has, and few enough that bytes fit 64 bits."""
+
+
 class MemorySettings(Settings):
     """What may be held in memory."""
 
@@ -17,23 +21,23 @@ class MemorySettings(Settings):
     """Most tokens of all sequences whose keys and values are in memory at once.
     null: as many as kv_gib holds, or else as fit beside the weights."""
 
-    kv_gib: float | None = Field(default=None, gt=0.0)
+    kv_gib: float | None = Field(default=None, gt=0.0, le=_MOST_GIB)
     """The same limit in GiB; give one of the two."""
 
-    reserve_gib: float | None = Field(default=None, ge=0.0)
+    reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free.
     null: a twentieth of what is available, at most 1 GiB."""
 
-    device_gib: float | None = Field(default=None, gt=0.0)
+    device_gib: float | None = Field(default=None, gt=0.0, le=_MOST_GIB)
     """GiB of the device (main memory on a CPU) that the memory plan may fill with everything.
     null: what is free. Experts of a store that do not fit stay on disk, and the rest is a cache."""
 
-    host_gib: float | None = Field(default=None, gt=0.0)
+    host_gib: float | None = Field(default=None, gt=0.0, le=_MOST_GIB)
     """GiB of main memory for experts that a GPU does not hold. null: what is free but a tenth, at
     most all experts, which are read from disk once then. Without a GPU there is no such tier, and
     this changes nothing."""
 
-    pinned_gib: float | None = Field(default=None, ge=0.0)
+    pinned_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB of those that may be page-locked, from where copies to the GPU run beside its computing.
     null: at most half of main memory."""
 

@@ -58,6 +58,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
         ("routing: 3", "routing is a section: write its keys below it"),
         ("device: tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:N'; got 'tpu'"),
         ("threads: 0", "threads must be greater than or equal to 1; got 0"),
+        (
+            "memory: {reserve_gib: 1e+300}",
+            "memory.reserve_gib must be less than or equal to 1048576; got 1e+300",
+        ),
         ("threads: two", "threads must be a valid integer; got 'two'"),
         ("lossless: 1", "lossless must be a valid boolean; got 1"),
         ("generation: {top_p: 1.5}", "generation.top_p must be less than or equal to 1; got 1.5"),
