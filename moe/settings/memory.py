@@ -9,7 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from moe.settings.base import Off, Settings
 
-
 _MOST_GIB = 1 << 20
 """More than any machine has, and few enough that bytes fit 64 bits."""
 
