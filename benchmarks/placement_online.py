@@ -84,14 +84,16 @@ def online(
     layers, _, experts = trace.shape
     current = [first_placement("packed", experts, ranks, replicas)] * layers
     foreseen = None if reader is None else reader.arrivals.of_layer
+    found: list[list[Placement]] = []
+    moved = 0
     rebalancer = Rebalancer(
         current,
         seconds_LE=[np.zeros(experts)] * layers,
         horizon_s=1.0,
         foreseen=foreseen,
         repacker=AtOnce(),
+        clock=lambda: len(found) * STEP_S,
     )
-    found, moved = [], 0
     for tokens_LE in trace.swapaxes(0, 1):
         if reader is not None:
             reader.begin()

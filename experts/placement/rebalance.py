@@ -23,9 +23,9 @@ from experts.placement.placement import Floats, Ints, Placement, step_costs
 
 LEAST_STEPS = 8
 """Steps of a layer before it is first repacked, and between two times."""
-MOST_REST = 16
-"""How many times as long as the last question took nothing is asked, at most, where answers change
-nothing: on a full machine even a process as nice as can be is in the ranks' way."""
+PATIENCE, MOST_REST = 8, 4
+"""Answers that change nothing before the next question waits twice as long as the last took, and
+doublings of that. On a full machine even a process as nice as can be is in the ranks' way."""
 RATE_HALF_LIFE = 64.0
 
 _log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Rebalancer:
         self._asked_at = [0] * len(placements)
         self._asked: tuple[int, Placement] | None = None
         self._rate = StepRate()
-        self._next = self._rest = 0
+        self._next = self._in_vain = 0
         self._asked_s = self._rests_until_s = 0.0
 
     def observe(self, tokens_LE: Ints, seconds: float) -> None:
@@ -162,9 +162,11 @@ class Rebalancer:
 
     def _rest_after(self, *, changed: bool) -> None:
         """Ask nothing for a while, the longer the more answers have changed nothing."""
+        most = PATIENCE + MOST_REST
+        self._in_vain = self._in_vain // 2 if changed else min(self._in_vain + 1, most)
+        times = 2 ** (self._in_vain - PATIENCE) if self._in_vain > PATIENCE else 0
         now_s = self._clock()
-        self._rest = self._rest // 4 if changed else min(2 * self._rest + 1, MOST_REST)
-        self._rests_until_s = now_s + self._rest * (now_s - self._asked_s)
+        self._rests_until_s = now_s + times * (now_s - self._asked_s)
 
     def _ask(self) -> None:
         """Have the next layer repacked that has seen enough steps since it last was."""
