@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from benchmarks.predict import calibration_text
 from experts.placement import Placement, first_placement, repack
 from experts.placement.background import Job
+from experts.placement.packing import Repacked
 from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
 from moe.calibrate.calibrate import windows
@@ -36,7 +37,7 @@ class AtOnce:
     def submit(self, job: Job) -> None:
         self.busy, self._found = True, repack(job.costs_SE, job.current, job.price_E)
 
-    def result(self) -> Placement | None:
+    def result(self) -> Repacked | None:
         found = self._found if self.busy else None
         self.busy = False
         return found

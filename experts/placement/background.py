@@ -20,7 +20,7 @@ from threading import Thread
 import numpy as np
 
 import experts
-from experts.placement.packing import repack
+from experts.placement.packing import Repacked, repack
 from experts.placement.placement import Floats, Placement
 
 NICEST = 19
@@ -58,7 +58,7 @@ class Background:
 
     def __init__(self) -> None:
         self._asking = ThreadPoolExecutor(1, "repack")
-        self._answer: Future[Placement] | None = None
+        self._answer: Future[Repacked] | None = None
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -80,7 +80,7 @@ class Background:
             )
         self._answer = self._asking.submit(_ask, self._process, job)
 
-    def result(self) -> Placement | None:
+    def result(self) -> Repacked | None:
         """The answer, once; None while there is none.
 
         Raises:
@@ -106,7 +106,7 @@ class Background:
                 pipe.close()
 
 
-def _ask(process: subprocess.Popen[str], job: Job) -> Placement:
+def _ask(process: subprocess.Popen[str], job: Job) -> Repacked:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(job.to_json() + "\n")
@@ -114,7 +114,10 @@ def _ask(process: subprocess.Popen[str], job: Job) -> Placement:
     line = process.stdout.readline()
     if not line:
         raise OSError(f"the process that repacks experts ended with status {process.wait()}")
-    return Placement(tuple(json.loads(line)), job.current.num_experts, job.current.ranks)
+    experts_P, sure = json.loads(line)
+    return Repacked(
+        Placement(tuple(experts_P), job.current.num_experts, job.current.ranks), bool(sure)
+    )
 
 
 def main() -> None:
@@ -127,7 +130,7 @@ def main() -> None:
             while True:
                 job = Job.from_json(jobs.get())
                 found = repack(job.costs_SE, job.current, job.price_E)
-                print(json.dumps(found.experts_P), flush=True)
+                print(json.dumps([found.placement.experts_P, found.sure]), flush=True)
         finally:
             os._exit(1)
 

@@ -13,6 +13,7 @@ Legend: S steps, E experts, R ranks, P slots.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,18 @@ from experts.placement.sharing import share_by_price
 Change = tuple[tuple[int, int, int], ...]
 """Experts, ranks, and copies more or less there."""
 
+
+class Repacked(NamedTuple):
+    """A placement to go over to, or the current one where no change pays.
+
+    Attributes:
+        sure: that it pays; by luck a change may seem to.
+    """
+
+    placement: Placement
+    sure: bool
+
+
 MAX_STEPS = 64
 """Steps that a placement is judged by; evenly spaced ones of those observed."""
 SWEEPS = 20
@@ -34,8 +47,8 @@ TRIALS = 24
 WORTH = 2e-4
 """Least share by which a change must lower the mean of the heaviest load."""
 SURE = 1.0
-"""Standard errors that a gain must be above nothing, on the steps that it is proven by: with two,
-traces whose favourites change are followed too late."""
+"""Standard errors by which a gain is above nothing that is no luck. A change need not be that sure,
+else favourites that change are followed too late; but who only sees luck need not look often."""
 
 
 def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
@@ -57,23 +70,28 @@ def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
     return Placement.from_held(min(found, key=lambda one: heaviest(costs_SE, one)) > 0)
 
 
-def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Placement:
-    """The placement to go over to, or the current one where no change pays.
+def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Repacked:
+    """What to do with a placement for steps like these.
 
     Args:
-        costs_SE: what each expert is expected to cost in each of some coming steps.
+        costs_SE: what each expert is expected to cost in each of some coming steps; of one alone
+            nothing can be proven.
         current: no rank may hold two copies of one expert, else it is kept.
         price_E: what it costs to bring an expert to a rank that lacks it, spread over the steps in
             which that must pay: a load a step.
     """
     home_ER, costs_SE = current.copies_ER, _judged(costs_SE)
-    if home_ER.max() > 1:
-        return current
-    by_half_ER = _improve(home_ER, costs_SE[::2], price_E)
-    if not _proven(by_half_ER, home_ER, costs_SE[1::2], price_E):
-        return current
+    kept = Repacked(current, sure=False)
+    if home_ER.max() > 1 or len(costs_SE) < 4:
+        return kept
+    by_half_ER, other_SE = _improve(home_ER, costs_SE[::2], price_E), costs_SE[1::2]
+    saved_S = _heaviest_S(other_SE, home_ER) - _heaviest_S(other_SE, by_half_ER)
+    gain = float(saved_S.mean()) - fee(by_half_ER, home_ER, price_E)
+    if gain <= 0:
+        return kept
     copies_ER = _improve(home_ER, costs_SE, price_E)
-    return fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
+    new = fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
+    return Repacked(new, gain > SURE * float(saved_S.std(ddof=1)) / len(saved_S) ** 0.5)
 
 
 def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
@@ -90,15 +108,6 @@ def _heaviest_S(costs_SE: Floats, copies_ER: Ints) -> Floats:
     if copies_ER.shape[1] <= MOST_RANKS:
         return heaviest_by_cuts(costs_SE, copies_ER)
     return np.asarray(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1))
-
-
-def _proven(copies_ER: Ints, home_ER: Ints, costs_SE: Floats, price_E: Floats) -> bool:
-    """Whether a change surely pays in these steps; there must be two to tell."""
-    if copies_ER is home_ER or len(costs_SE) < 2:
-        return False
-    saved_S = _heaviest_S(costs_SE, home_ER) - _heaviest_S(costs_SE, copies_ER)
-    doubt = SURE * saved_S.std(ddof=1) / len(saved_S) ** 0.5
-    return bool(saved_S.mean() - doubt > fee(copies_ER, home_ER, price_E))
 
 
 def _judged(costs_SE: Floats) -> Floats:

@@ -2,9 +2,9 @@
 
 Rank 0 tells what every step routed, and asks before each step. One layer at a time is repacked in
 the background for the loads that are forecast, and only where the time that levelled ranks save
-within the horizon is more than reading the moved experts takes; while that changes nothing, it is
-tried ever more rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks are
-those of the present group, so none that was lost is named.
+within the horizon is more than reading the moved experts takes; while nothing surely pays, ever more
+rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks
+are those of the present group, so none that was lost is named.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import numpy as np
 
 from experts.placement.background import Background, Job
 from experts.placement.forecast import Foreseen, LoadForecast
+from experts.placement.packing import Repacked
 from experts.placement.placement import Floats, Ints, Placement, step_costs
 
 LEAST_STEPS = 8
 """Steps of a layer before it is first repacked, and between two times."""
 PATIENCE, MOST_REST = 8, 4
-"""Answers that change nothing before the next question waits twice as long as the last took, and
+"""Answers that bring nothing for sure before the next question waits twice as long as one, and
 doublings of that. On a full machine even a process as nice as can be is in the ranks' way."""
 RATE_HALF_LIFE = 64.0
 
@@ -47,7 +48,7 @@ class Repacker(Protocol):
 
     def submit(self, job: Job) -> None: ...
 
-    def result(self) -> Placement | None: ...
+    def result(self) -> Repacked | None: ...
 
     def close(self) -> None: ...
 
@@ -148,11 +149,11 @@ class Rebalancer:
         if found is not None and self._asked is not None:
             layer, before = self._asked
             self._asked = None
-            self._rest_after(changed=found != before)
-            if self._placements[layer] is before and found != before:
-                self._placements[layer] = found
+            self._rest_after(in_vain=not found.sure)
+            if self._placements[layer] is before and found.placement != before:
+                self._placements[layer] = found.placement
                 self.epoch += 1
-                moves = Moves(self.epoch, {layer: found})
+                moves = Moves(self.epoch, {layer: found.placement})
         if not (self._repacker.busy or self._ended or self._clock() < self._rests_until_s):
             self._ask()
         return moves
@@ -160,10 +161,10 @@ class Rebalancer:
     def close(self) -> None:
         self._repacker.close()
 
-    def _rest_after(self, *, changed: bool) -> None:
-        """Ask nothing for a while, the longer the more answers have changed nothing."""
+    def _rest_after(self, *, in_vain: bool) -> None:
+        """Ask nothing for a while, the longer the more answers have brought nothing for sure."""
         most = PATIENCE + MOST_REST
-        self._in_vain = self._in_vain // 2 if changed else min(self._in_vain + 1, most)
+        self._in_vain = min(self._in_vain + 1, most) if in_vain else self._in_vain // 2
         times = 2 ** (self._in_vain - PATIENCE) if self._in_vain > PATIENCE else 0
         now_s = self._clock()
         self._rests_until_s = now_s + times * (now_s - self._asked_s)

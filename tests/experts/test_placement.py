@@ -100,7 +100,7 @@ def test_renamed_ranks_move_nothing(case: tuple[Floats, int, int], chance: objec
 
 def test_level_loads_leave_everything_where_it_is() -> None:
     current = linear(8, 8, 4)
-    assert repack(np.full((3, 8), 5.0), current, np.zeros(8)) == current
+    assert repack(np.full((4, 8), 5.0), current, np.zeros(8)) == (current, False)
 
 
 def test_reading_is_part_of_the_load() -> None:
