@@ -2,9 +2,9 @@
 
 Rank 0 tells what every step routed, and asks before each step. One layer at a time is repacked in
 the background for the loads that are forecast, and only where the time that levelled ranks save
-within the horizon is more than reading the moved experts takes; while nothing surely pays, ever more
-rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks
-are those of the present group, so none that was lost is named.
+within the horizon is more than reading the moved experts takes; while nothing surely pays, that is
+tried ever more rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks are
+those of the present group, so none that was lost is named.
 """
 
 from __future__ import annotations
