@@ -5,7 +5,7 @@ will be used: the mean over observed steps of the heaviest rank's load after `sh
 greedy start (no rank gets two copies of one expert) is improved by exchanges between two ranks and
 by giving a copy's slot to another expert: on few ranks by `cuts`, on more as long as that lowers
 the mean. `repack` starts from where experts are and takes a change only if it also pays for what it
-moves, which it must show on steps that it was not made from: any change can be fitted to chance.
+moves, on steps that it was not made from: any change can be fitted to chance.
 
 Legend: S steps, E experts, R ranks, P slots.
 """
@@ -26,18 +26,6 @@ from experts.placement.sharing import share_by_price
 Change = tuple[tuple[int, int, int], ...]
 """Experts, ranks, and copies more or less there."""
 
-
-class Repacked(NamedTuple):
-    """A placement to go over to, or the current one where no change pays.
-
-    Attributes:
-        sure: that it pays; by luck a change may seem to.
-    """
-
-    placement: Placement
-    sure: bool
-
-
 MAX_STEPS = 64
 """Steps that a placement is judged by; evenly spaced ones of those observed."""
 SWEEPS = 20
@@ -49,6 +37,17 @@ WORTH = 2e-4
 SURE = 1.0
 """Standard errors by which a gain is above nothing that is no luck. A change need not be that sure,
 else favourites that change are followed too late; but who only sees luck need not look often."""
+
+
+class Repacked(NamedTuple):
+    """The placement to go over to, or the current one where no change pays.
+
+    Attributes:
+        sure: it is another one, and pays for sure; by luck a change may seem to.
+    """
+
+    placement: Placement
+    sure: bool
 
 
 def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
@@ -91,7 +90,8 @@ def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Repacked:
         return kept
     copies_ER = _improve(home_ER, costs_SE, price_E)
     new = fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
-    return Repacked(new, gain > SURE * float(saved_S.std(ddof=1)) / len(saved_S) ** 0.5)
+    doubt = SURE * float(saved_S.std(ddof=1)) / len(saved_S) ** 0.5
+    return Repacked(new, new != current and gain > doubt)
 
 
 def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
