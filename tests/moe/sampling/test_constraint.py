@@ -116,11 +116,15 @@ SCHEMAS = st.recursive(
 def test_json_is_valid_by_another_validator(
     codec: TextCodec, structures: Structures, schema: Any, seed: int, temperature: float
 ) -> None:
-    bias = {5: 100.0, 90: 100.0}
     sampler = make(
-        structures, Structure.json_schema(schema), temperature=temperature, logit_bias=bias
+        structures,
+        Structure.json_schema(schema),
+        temperature=temperature,
+        seed=seed,
+        logit_bias={5: 100.0, 90: 100.0},
     )
-    drawn, ended = draw(sampler, random.Random(seed))
+    # Sixteen items in nine parts each, with twenty blanks before every part.
+    drawn, ended = draw(sampler, random.Random(seed), 10 * LONGEST)
     assert ended
     assert jsonschema_rs.is_valid(schema, json.loads(codec.decode(drawn)))
 
@@ -142,9 +146,8 @@ PATTERNS = st.recursive(
 def test_matches_are_matches_of_another_library(
     codec: TextCodec, structures: Structures, pattern: str, seed: int
 ) -> None:
-    drawn, ended = draw(
-        make(structures, Structure.regex(pattern)), random.Random(seed), 3 * LONGEST
-    )
+    sampler = make(structures, Structure.regex(pattern), seed=seed)
+    drawn, ended = draw(sampler, random.Random(seed), 3 * LONGEST)
     assert ended
     assert re.fullmatch(pattern, codec.decode(drawn), re.DOTALL), pattern
 
@@ -152,20 +155,22 @@ def test_matches_are_matches_of_another_library(
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=5))
 @settings(max_examples=25)
 def test_choices(codec: TextCodec, structures: Structures, texts: list[str]) -> None:
-    drawn, ended = draw(make(structures, Structure.choice(texts)), random.Random(1), 10 * LONGEST)
+    drawn, ended = draw(
+        make(structures, Structure.choice(texts), seed=1), random.Random(1), 10 * LONGEST
+    )
     assert ended
     assert codec.decode(drawn) in texts
 
 
 def test_any_object_and_a_grammar(codec: TextCodec, structures: Structures) -> None:
     for seed in range(5):
-        sampler = make(structures, Structure.json_object(), logit_bias={0: 50.0})
+        sampler = make(structures, Structure.json_object(), seed=seed, logit_bias={0: 50.0})
         drawn, ended = draw(sampler, random.Random(seed))
         text = codec.decode(drawn)
         assert text.startswith("{")
         assert not ended or isinstance(json.loads(text), dict)
     for text in ('start: "(" start ")" | "x"', 'root ::= "(" root ")" | "x"'):
-        drawn, ended = draw(make(structures, Structure.grammar(text)), random.Random(0))
+        drawn, ended = draw(make(structures, Structure.grammar(text), seed=0), random.Random(0))
         depth = codec.decode(drawn).index("x")
         assert ended
         assert codec.decode(drawn) == "(" * depth + "x" + ")" * depth
@@ -326,6 +331,6 @@ def test_what_becomes_too_complex_while_it_is_followed_ends_with_the_reason(
 ) -> None:
     structure = Structure.regex(".*a.{50}b.{50}c.{50}")
     structures.check(structure)
-    sampler, noise = make(structures, structure), random.Random(0)
+    sampler, noise = make(structures, structure, seed=0), random.Random(0)
     with pytest.raises(StructureError, match=r"cannot be followed any further: .*too many"):
         draw(sampler, noise, 1000)
