@@ -9,8 +9,8 @@
 - real: the shipped model end to end, all in memory and with a half and a quarter of its experts,
   greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller,
   n-grams wherever there are any, and fixed depths of the elastic mode, in turns on the same
-  prompts. Greedy tokens must be equal. The controller begins with knowing nothing: ``early`` is its
-  speed-up in its first seconds;
+  prompts. All must say the same, at temperature 0.8 by seeds. The controller begins with knowing
+  nothing: ``early`` is its speed-up in its first seconds;
 - replayed: the store of 30 billion parameters, a half and a quarter resident, with routing of
   published locality, saying what the shipped model says, and taking as much of the drafts by the
   model itself as that does at the same share of residents: times are real, what is accepted is the
@@ -73,7 +73,7 @@ def cells_of(grid: Grid, options: argparse.Namespace) -> list[dict[str, Any]]:
 def real(
     target: Target, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], bool, dict[str, float | None]]:
-    """Points of the shipped model, whether greedy tokens were equal, and the errors of times."""
+    """Points of the shipped model, whether all said the same, and the errors of times."""
     found, same, ours = [], True, list[Contender]()
     for residency in options.residency:
         model = load(target, residency)

@@ -68,27 +68,27 @@ def take_turns(
     *,
     early: bool = False,
     clock: Callable[[], float] = time.perf_counter,
-    seeded: bool = False,
 ) -> bool:
     """Each contender decodes the same prompts, in turns, until the first has had so many seconds;
-    whether tokens that leave nothing to chance were the same.
+    whether all said the same.
+
+    A round has a seed, so that texts, and with them what there is to draft and what experts they
+    read, are the same at any temperature.
 
     Args:
         early: these are the first runs; they count by themselves.
-        seeded: draws are those of a seed, so that texts are the same at any temperature.
     """
     order, same, first = list(contenders), True, contenders[0]
     if early:  # the first pass of a process is not like others
         decode(model, first.drafts, prompts.take(batch), WARM, temperature)
     while sum(run.seconds for run in first.runs) < seconds or len(first.runs) < ROUNDS:
-        given, seed = prompts.take(batch), len(first.runs) if seeded else None
+        given, seed = prompts.take(batch), len(first.runs)
         texts = []
         for each in order:
             run = decode(model, each.drafts, given, new_tokens, temperature, clock, seed)
             each.runs.append(run)
             texts.append(run.tokens)
-        if temperature == 0 or seeded:
-            same &= all(tokens == texts[0] for tokens in texts)
+        same &= all(tokens == texts[0] for tokens in texts)
         order.reverse()
     if early:
         for each in contenders:

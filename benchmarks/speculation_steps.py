@@ -2,8 +2,7 @@
 `benchmarks.speculation`.
 
 No drafts, the controller and n-grams wherever there are any say the same texts in turns, from the
-first token on, at temperature 0.8 by seeds (drafts by the model itself are then its likeliest
-tokens). With everything in memory a step counts with its thread's processor time, controller
+first token on. With everything in memory a step counts with its thread's processor time, controller
 included, which other work on the machine disturbs less; else waiting for a disk is most of it, and
 the clock on the wall is asked.
 """
@@ -42,7 +41,7 @@ def steps(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
             how = Prompts(model), batch, options.tokens, temperature, options.seconds
             warm = options.tokens / 1000
             take_turns(model, contenders[:1], *how[:-1], warm, early=True)
-            assert take_turns(model, contenders, *how, clock=clock, seeded=True)
+            assert take_turns(model, contenders, *how, clock=clock)
             where = {"batch": batch, "residency": residency, "temperature": temperature}
             found += [{**where, **each} for each in by_kind(contenders)]
         model.close()
