@@ -70,7 +70,7 @@ class Run:
         began, processor = self.clock.now, self.clock.processor_s
         for _ in range(count):
             if self.prefetcher is not None:
-                self.prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+                self.prefetcher.start([[0]])
             for layer in range(LAYERS):
                 self._visit(layer)
         done = self.cache.statistics.total

@@ -19,7 +19,7 @@ from moe.visit import Visit
 from offload.experts import LayerExperts
 from offload.prefetch import Prefetcher
 from routing import PHASES, READERS, Phase, PolicyChain, Reader, Routing, RoutingStatistics
-from routing.predict import NO_TOKEN, Forecast
+from routing.predict import Forecast
 
 
 class MoELayers:
@@ -72,10 +72,7 @@ class MoELayers:
             contexts = [*contexts, *contexts]  # each token's weak reading, behind all others
         self._decoding = len(contexts)
         if self._prefetcher is not None and contexts and self.dispatcher.local:
-            tokens = torch.full((len(contexts), self.context), NO_TOKEN)
-            for row, ids in zip(tokens, contexts, strict=True):
-                row[self.context - len(ids) :] = torch.tensor(ids)
-            self._prefetcher.start(tokens, told)
+            self._prefetcher.start(contexts, told)
 
     @property
     def looks_ahead(self) -> bool:

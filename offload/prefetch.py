@@ -22,7 +22,7 @@ from offload.governor import Governor, LayerRecord
 from offload.measures import Measures
 from offload.trust import Trust
 from routing import Routing
-from routing.predict import Forecast, Predictor, Told
+from routing.predict import Forecast, Predictor, Told, padded
 
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
@@ -86,8 +86,14 @@ class Prefetcher:
         if targets := set(filter(self._bids_on, self._layers)):
             self._bid_on(told, targets, -1 - len(self._layers), self._clock())
 
-    def start(self, tokens: Tensor, told: Forecast | None = None) -> None:
-        """A step begins: tokens as of `Predictor.start`, and what is told by who knows better."""
+    def start(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
+        """A step begins.
+
+        Args:
+            contexts: of each token that it decodes, the last ones of its sequence up to it:
+                ``predictor.context``, or fewer.
+            told: what it will need, by who knows better than the predictor.
+        """
         if not self._foretold:
             self._begin()
         self._guide = self.predictor if told is None else Told(told)
@@ -96,7 +102,7 @@ class Prefetcher:
         self.awake, self._foretold = wanted and (self._foretold or not silent), False
         if self.awake:
             self.measures.start(self._clock(), followed)
-            self._guide.start(tokens)
+            self._guide.start(padded(contexts, self._guide.context))
             self._bid(-1)
 
     def visit(

@@ -7,7 +7,7 @@ Legend: T rows (tokens) of the step, W tokens of context, H hidden, E experts, F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -142,3 +142,10 @@ def contexts(token_ids: Tensor, width: int) -> Tensor:
     """``(T, width)`` contexts of all tokens ``(T,)`` of one sequence read from its start."""
     padded = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
     return padded.unfold(0, width, 1)
+
+
+def padded(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
+    """The last ``width`` tokens of each: ``(T, width)``, with `NO_TOKEN` before those that have
+    fewer."""
+    rows = [[NO_TOKEN] * (width - len(ids)) + list(ids[-width:]) for ids in contexts]
+    return torch.tensor(rows)

@@ -52,7 +52,7 @@ class Run:
     def _step(self, layers: np.ndarray) -> None:
         prefetcher = self.prefetcher
         if prefetcher:
-            prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+            prefetcher.start([[0]])
         for layer, chosen in enumerate(layers):
             self.clock.now += self.layer_s / 2
             self.visit(layer, sorted(set(chosen.tolist())))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from routing.predict import Forecast, Told
 from tests.offload.simulated_disk import LOAD_S, Run
@@ -130,7 +129,7 @@ def test_what_the_router_contradicts_is_taken_back() -> None:
     )
     prefetcher.measures.layer_seconds = 1.0  # time enough for both
     before, reads = prefetcher.records[0].cancelled, run.disk.reads
-    prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+    prefetcher.start([[0]])
     run.visit(0, [absent[0]])
     run.clock.now += 1
     assert cache.resident(0)[absent[0]] == 1
@@ -165,13 +164,13 @@ def test_what_is_foretold_is_read_before_its_step_begins() -> None:
     prefetcher.foretell(foretold(absent, layer))  # again, and more: one bid for each
     assert prefetcher.records[layer].placed == before + 3
     run.clock.now += 4 * LOAD_S
-    prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))  # nothing is told: it follows its bids
+    prefetcher.start([[0]])  # nothing is told: it follows its bids
     useful, wasted = prefetcher.records[layer].useful, prefetcher.records[layer].wasted
     run.visit(layer, absent[:2])
     assert all(cache.has(layer, expert) for expert in absent)
     assert prefetcher.records[layer].useful == useful + 2
     assert prefetcher.records[layer].wasted == wasted + 1
-    prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+    prefetcher.start([[0]])
     run.visit(layer, absent[:2])  # it sleeps: nothing was foretold
     assert prefetcher.records[layer].useful == useful + 2
 
@@ -186,7 +185,7 @@ def test_what_was_foretold_of_a_draft_that_is_thrown_away_is_taken_back() -> Non
     prefetcher.foretell(foretold(absent, 0))
     assert record.placed == placed + 3
     prefetcher.predictor = Told()
-    prefetcher.start(torch.zeros(1, 1, dtype=torch.int64))
+    prefetcher.start([[0]])
     run.visit(0, [])
     assert record.cancelled == cancelled + 2  # one had begun
     run.clock.now += 9 * LOAD_S
