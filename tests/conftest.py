@@ -1,18 +1,22 @@
-"""What holds for every test: no network, no caller's settings, no deadlines."""
+"""What holds for every test: no network, no caller's settings, no deadlines, the same chances."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from hypothesis import settings
+import torch
+from hypothesis import HealthCheck, register_random, settings
 
 from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 from tests.launched import Launch, Launched, Nursery, free_port
@@ -37,8 +41,43 @@ for name in list(os.environ):
 
 # A shared machine makes the time of a single example meaningless. In CI the examples are the same
 # each time, so that a failure there is about the change.
-settings.register_profile("moe", deadline=None, max_examples=50, derandomize="CI" in os.environ)
+settings.register_profile(
+    "moe",
+    deadline=None,
+    max_examples=50,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("moe")
+
+
+class TorchRandom:
+    """Torch's own generator, for hypothesis to begin each example with it in the same state."""
+
+    seed = staticmethod(torch.default_generator.manual_seed)
+    getstate = staticmethod(torch.default_generator.get_state)
+    setstate = staticmethod(torch.default_generator.set_state)
+
+
+TORCH_RANDOM = TorchRandom()
+register_random(TORCH_RANDOM)
+
+
+def begin_chances() -> None:
+    """What is drawn without a seed depends on no test that ran before in this process."""
+    random.seed(0)
+    np.random.seed(0)
+    TORCH_RANDOM.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    begin_chances()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    begin_chances()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,6 +127,18 @@ def tiny_moe(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], MoE]:
         return MoE.from_pretrained(tiny_checkpoint(model_type))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[Callable[[], object], str], None]:
+    def wait(condition: Callable[[], object], what: str) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            time.sleep(0.01)
+        pytest.fail(f"waited in vain for {what}")
+
+    return wait
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from itertools import product
+from contextlib import AbstractContextManager, suppress
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,12 @@ class Launched:
 Launch = Callable[..., AbstractContextManager[Launched]]
 
 
+# Below the ports that the system gives away by itself: nobody gets one before its user listens.
+PORTS = count(10_000 + os.getpid() * 64 % 20_000)
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    for port in PORTS:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")

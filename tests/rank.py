@@ -3,7 +3,8 @@
 This program has imported what ranks import, and forks one for each that it is asked for: so a rank
 costs what it does and not what its imports do. Ranks that a launcher starts are in `test_launcher`.
 
-``TEST_FAULT`` is JSON: ``{"rank": 1, "kind": "raise", "step": 40}``; rank "01" is both.
+``TEST_FAULT`` is JSON: ``{"rank": 1, "kind": "raise", "step": 40}``; rank "01" is both. Steps of a
+rank that raises, stalls or is "slow" take so long that requests of a test are still under way.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ MODULES = (
 )
 
 FAULT: dict[str, Any] = {}
-NAPS = {"stall": 1000.0, "slow": 0.05}
+STALL_S, SLOW_S = 1000.0, 0.05
 
 
 def break_steps() -> None:
-    """In one step of this rank; slow ones go on being slow."""
+    """All take a while, and one raises or never ends."""
     from moe.parallel.mirror import Mirror
 
     steps, run = 0, Mirror.run
@@ -35,9 +36,10 @@ def break_steps() -> None:
     def broken(self: Mirror, *arguments: Any) -> Any:
         nonlocal steps
         steps += 1
-        if steps == FAULT["step"] or (FAULT["kind"] == "slow" and steps > FAULT["step"]):
+        time.sleep(SLOW_S)
+        if steps == FAULT.get("step"):
             assert FAULT["kind"] != "raise", "broken on purpose"
-            time.sleep(NAPS[FAULT["kind"]])
+            time.sleep(STALL_S)
         return run(self, *arguments)
 
     Mirror.run = broken  # type: ignore[assignment, method-assign]
@@ -70,7 +72,7 @@ def stay_in_loading() -> None:
 
     def share(*_: Any) -> Any:
         print("loading", flush=True)
-        time.sleep(NAPS["stall"])
+        time.sleep(STALL_S)
 
     Ranks.share = share  # type: ignore[assignment, method-assign]
 

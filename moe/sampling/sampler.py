@@ -57,7 +57,9 @@ class Sampler:
     `index` says which of the request's `n` sequences this is. A seed fixes the output: sequence 0
     uses the seed itself, sequence i one derived from (seed, i). Python's generator is used
     because it takes all bits of the seed (torch's CPU generator drops all but 32) and documents
-    that its stream stays the same over versions; a token costs one uniform number.
+    that its stream stays the same over versions; a token costs one uniform number. Without a seed
+    the numbers follow from that generator's global state: other ones in each process, unless the
+    caller seeds it.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Sampler:
         self._constraint = constraint
         self._vocab_size = vocab_size
         seed = params.seed
-        self._random = random.Random(seed if seed is None or index == 0 else f"{seed}:{index}")
+        self._random = _unforeseen()
+        if seed is not None:
+            self._random.seed(f"{seed}:{index}" if index else seed)
         self._counts_V: np.ndarray | None = None
         self._seen_V: np.ndarray | None = None
         self._bias_V: np.ndarray | None = None
@@ -144,7 +148,7 @@ class Sampler:
         twin._seen_V = None if self._seen_V is None else self._seen_V.copy()
         twin._constraint = None if self._constraint is None else self._constraint.fork()
         if self.params.temperature > 0:
-            twin._random = random.Random()
+            twin._random = _unforeseen()
             if self.params.seed is not None:
                 twin._random.setstate(self._random.getstate())
         return twin
@@ -232,3 +236,8 @@ def check_peak(peak: float) -> None:
         raise LogitsError("the logits hold +inf")
     if peak == float("-inf"):
         raise LogitsError("every token is masked: all logits are -inf")
+
+
+def _unforeseen() -> random.Random:
+    """Random numbers of its own; who has seeded Python's generator, gets the same again."""
+    return random.Random(random.getrandbits(128))

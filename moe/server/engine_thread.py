@@ -87,9 +87,10 @@ class EngineThread:
         self._look(engine)
         self._post(self._listener.on_loaded, model)
         while self._obey(engine):
-            if not engine.idle:
-                self._step(engine)
-            self._look(engine)
+            outcomes = [] if engine.idle else self._step(engine)
+            self._look(engine)  # before anybody hears of the step, and asks
+            if outcomes:
+                self._post(self._listener.on_step, outcomes)
 
     def _look(self, engine: StepLoop) -> None:
         limit = engine.kv_tokens
@@ -111,7 +112,7 @@ class EngineThread:
             command(engine)
             block = False
 
-    def _step(self, engine: StepLoop) -> None:
+    def _step(self, engine: StepLoop) -> Outcomes:
         outcomes: Outcomes = []
         for sequence, outcome in engine.step():
             if sequence not in self._places:  # its job has failed in this step
@@ -125,8 +126,7 @@ class EngineThread:
             outcomes.append((job, event))
             if outcome.finish_reason is not None:
                 del self._places[sequence]
-        if outcomes:
-            self._post(self._listener.on_step, outcomes)
+        return outcomes
 
     def _take(self, engine: StepLoop, job: Job) -> None:
         try:

@@ -50,6 +50,7 @@ def blobs(layer: object, slot: int) -> list[Tensor]:
 def test_experts_that_come_late_give_the_same_bits(
     seed: int, quantized: bool, broken: int, native: NativeKernels, folder: Path
 ) -> None:
+    torch.manual_seed(seed)
     random, tokens = Random(seed), Random(seed).choice([1, 1, 3])
     sizes = (tokens, EXPERTS, TOP_K, HIDDEN, WIDTH)
     case = make_layer(*sizes, 32, seed=seed) if quantized else make_case(*sizes, torch.float32)

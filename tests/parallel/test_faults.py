@@ -37,7 +37,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.parallel.test_loss import ARGUMENTS, LONG, ask, first_token, url_of
+from tests.parallel.test_loss import ARGUMENTS, LONG, SLOW, ask, first_token, url_of
 
 PATIENT = [*ARGUMENTS, "--set", "parallel.timeout_s=60"]
 """Nobody is lost for being slow here."""
@@ -65,7 +65,7 @@ def test_a_signal_while_loading_ends_everybody(
 
 
 def test_a_second_signal_does_not_wait_for_streams(launch: Any) -> None:
-    with launch(2, PATIENT, {"rank": 1, "kind": "slow", "step": 1}) as launched:
+    with launch(2, PATIENT, SLOW) as launched:
         where, question = f"{url_of(launched)}/v1/completions", LONG | {"stream": True}
         with httpx.stream("POST", where, json=question, timeout=60) as stream:
             lines = stream.iter_lines()

@@ -19,7 +19,7 @@ import pytest
 
 from moe.cli import main
 from tests.launched import PATIENCE_S, ROOT, free_port
-from tests.parallel.test_loss import ARGUMENTS, DEMO, LONG, url_of
+from tests.parallel.test_loss import ARGUMENTS, DEMO, LONG, SLOW, url_of
 
 deepspeed = pytest.importorskip("deepspeed", reason="the launcher comes with DeepSpeed")
 GENERATE = [
@@ -59,8 +59,9 @@ def children(pid: int) -> list[int]:
     """Of a process, and theirs."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
+        with suppress(OSError):  # it has ended meanwhile
+            for child in map(int, task.read_text().split()):
+                found += [child, *children(child)]
     return found
 
 
@@ -102,7 +103,7 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
 def test_all_end_in_peace_when_rank_0_is_told_to(launch: Any) -> None:
     """SIGTERM goes to everybody, as launchers send it: running requests are finished first. A rank
     that is only slow is not lost meanwhile."""
-    with launch(2, ARGUMENTS, {"rank": 1, "kind": "slow", "step": 1}) as launched:
+    with launch(2, ARGUMENTS, SLOW) as launched:
         url = url_of(launched)
         question, where = LONG | {"stream": True, "max_tokens": 200}, f"{url}/v1/completions"
         with httpx.stream("POST", where, json=question, timeout=60) as stream:

@@ -14,7 +14,7 @@ import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 TIMEOUT_S = 6.0
-SLACK_S = 6.0
+SLACK_S = 15.0
 """Beyond the bound, on a machine that others use too."""
 ARGUMENTS = [
     *("serve", str(DEMO), "--profile", "expert-parallel", "--port", "0"),
@@ -22,6 +22,7 @@ ARGUMENTS = [
 ]
 LONG = {"model": "demo-model", "prompt": "import os", "max_tokens": 400, "ignore_eos": True}
 KILLED = -signal.SIGKILL
+SLOW = {"rank": 1, "kind": "slow"}
 
 
 def url_of(launched: Any) -> str:
@@ -41,13 +42,19 @@ def ask(url: str, **changes: Any) -> tuple[int, Any]:
         return 0, json.loads(events[-1])
 
 
+def running(url: str) -> int:
+    engine = httpx.get(f"{url}/v1/status", timeout=120).json()["engine"]
+    return int(engine["running_requests"])
+
+
 def first_token(url: str) -> None:
     assert ask(url, max_tokens=1)[0] == 200
 
 
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise", "stall"])
-def test_everybody_is_told_and_all_processes_end(launch: Any, fault: str) -> None:
-    planned = {"rank": 1, "kind": fault, "step": 40} if fault in ("raise", "stall") else None
+def test_everybody_is_told_and_all_processes_end(launch: Any, wait_for: Any, fault: str) -> None:
+    ours = fault in ("raise", "stall")
+    planned = {"rank": 1, "kind": fault, "step": 40} if ours else SLOW
     reasons = {
         "kill": "rank 1 has ended",
         "stop": "rank 1 has not been heard of",
@@ -59,17 +66,17 @@ def test_everybody_is_told_and_all_processes_end(launch: Any, fault: str) -> Non
         first_token(url)
         began = time.monotonic()
         asked = [pool.submit(ask, url, stream=n % 2 == 1, seed=n) for n in range(4)]
-        if planned is None:
-            time.sleep(0.5)
+        if not ours:
+            wait_for(lambda: running(url) == 4, "four requests under way")
             began = time.monotonic()
             launched.signal(1, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
         answers = [future.result() for future in asked]
         took = time.monotonic() - began
-        codes = launched.codes(TIMEOUT_S + 3 * SLACK_S)
+        codes = launched.codes(TIMEOUT_S + 2 * SLACK_S)
     for status, body in answers:
         assert status in (0, 500), body
         assert reasons[fault] in body["error"]["message"], body
-    if planned is None:
+    if not ours:
         assert took < TIMEOUT_S + SLACK_S
     assert codes[0] == 1, launched.everything()
     assert codes[1] in (1, KILLED)

@@ -107,7 +107,7 @@ def some_slots(data: st.DataObject) -> Tensor | None:
 
 def drawn_ranks(data: st.DataObject, description: Description, layers: list[Layer]) -> list[Rank]:
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=3))
-    exchanges = connected(len(sizes), timeout_s=5.0)
+    exchanges = connected(len(sizes))
     copies, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99))
     ranks = []
     for size, exchange in zip(sizes, exchanges, strict=True):

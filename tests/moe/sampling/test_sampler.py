@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,16 @@ def test_every_bit_of_the_seed_and_every_index_counts() -> None:
     samplers += [Sampler(p, [], 1000) for p in (*params[1:], params[2])]
     streams = {tuple(s.sample(row).id for _ in range(8)) for s in samplers}
     assert len(streams) == len(samplers)
+
+
+def test_without_a_seed_chance_is_that_of_pythons_generator() -> None:
+    row, streams = torch.zeros(1000), list[list[int]]()
+    for seed in (1, 2, 1):
+        random.seed(seed)
+        sampler = Sampler(SamplingParams(), [], 1000)
+        streams.append([one.sample(row).id for one in (sampler, sampler.fork()) for _ in range(8)])
+    assert streams[0] == streams[2] != streams[1]
+    assert streams[0][:8] != streams[0][8:]
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 2, "logprobs": 1}])

@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -92,16 +91,20 @@ class Running:
 
 
 class Gate:
-    """Holds the engine before its next step."""
+    """Holds the engine before its next step, once some may have gone by."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
+        self.steps_before = 0
         step = Engine.step
 
         def gated(engine: Engine) -> Any:
-            self.reached.set()
-            assert self.open.wait(60)
+            if self.steps_before:
+                self.steps_before -= 1
+            else:
+                self.reached.set()
+                assert self.open.wait(60)
             return step(engine)
 
         monkeypatch.setattr(Engine, "step", gated)
@@ -112,18 +115,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.open.set()
-
-
-@pytest.fixture(scope="session")
-def wait_for() -> Callable[[Callable[[], object], str], None]:
-    def wait(condition: Callable[[], object], what: str) -> None:
-        for _ in range(2000):
-            if condition():
-                return
-            time.sleep(0.01)
-        pytest.fail(f"waited in vain for {what}")
-
-    return wait
 
 
 Serve = Callable[..., AbstractContextManager[Running]]

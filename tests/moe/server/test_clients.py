@@ -32,7 +32,8 @@ def test_c20_a_client_that_leaves_before_its_first_token(
         assert 'status="499"' in server.http.get("/metrics").text or stream
 
 
-def test_c20_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any) -> None:
+def test_c20_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any, gate: Any) -> None:
+    gate.steps_before = 3
     with serve() as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         body: Any = {key: value for key, value in LONG.items() if key != "ignore_eos"}
@@ -41,6 +42,7 @@ def test_c20_a_client_that_leaves_in_mid_stream(wait_for: Any, serve: Any) -> No
         next(iter(stream))
         assert server.occupancy["running_requests"] == 1
         stream.close()
+        gate.open.set()
         wait_for(server.is_idle, "an idle engine")
         assert server.http.post(URL, json=SHORT).status_code == 200
 

@@ -78,10 +78,9 @@ def test_c21_a_flood_of_connections_is_refused_and_forgotten(
     wait_for: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe.server.service.MAX_CONNECTIONS", 20)
-    with serve(read_timeout_s=0.5) as server:
+    with serve(read_timeout_s=2.0) as server:  # by when all are there
         crowd = [server.connect() for _ in range(40)]
-        refused = httpx.get(f"{server.url}/health", timeout=10)
-        assert refused.status_code == 503
+        assert server.http.get("/health").status_code == 503
 
         def answers() -> bool:
             return httpx.get(f"{server.url}/health", timeout=10).status_code == 200
