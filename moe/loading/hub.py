@@ -62,13 +62,9 @@ def resolve_model(model: str | Path) -> Path:
     """
     if not str(model):
         raise CheckpointError("the model name is empty; give a directory or organisation/name")
-    try:
-        local = Path(model).expanduser()
-        if local.is_dir():
-            return local.resolve()
-        is_file = local.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL byte, an unknown ~user
-        raise CheckpointError(f"{str(model)!r} is not a usable model name: {error}") from error
+    local, is_directory, is_file = _look_up(model)
+    if is_directory:
+        return local.resolve()
     if is_file and local.suffix == ".gguf":
         return gguf_directory(local)
     if is_file:
@@ -95,10 +91,25 @@ def resolve_model(model: str | Path) -> Path:
         ) from error
 
 
+def _look_up(model: str | Path) -> tuple[Path, bool, bool]:
+    """Where a name is here, whether it is a directory, and whether a file."""
+    try:
+        local = Path(model).expanduser()
+        is_directory = local.is_dir()
+        return local, is_directory, not is_directory and local.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL byte, an unknown ~user
+        name = str(model) if len(str(model)) < 200 else f"{str(model)[:200]}..."
+        why = error.strerror if isinstance(error, OSError) else error  # without the name again
+        raise CheckpointError(f"{name!r} is not a usable model name: {why}") from error
+
+
 def public_name(path_or_hub_id: str | Path) -> str:
-    """What clients call a model: its hub id, or the name of its directory or GGUF file."""
-    path = Path(path_or_hub_id).expanduser()
-    local = path.is_dir() or path.suffix == ".gguf"
+    """What clients call a model: its hub id, or the name of its directory or GGUF file.
+
+    Raises `CheckpointError` for what is no name at all.
+    """
+    path, is_directory, _ = _look_up(path_or_hub_id)
+    local = is_directory or path.suffix == ".gguf"
     return path.resolve().name.removesuffix(".gguf") if local else str(path_or_hub_id)
 
 

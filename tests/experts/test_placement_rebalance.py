@@ -236,7 +236,7 @@ def test_the_process_answers_as_the_function_and_ends_with_whoever_holds_it() ->
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()  # as the kernel does it when the holder is killed
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     background.close()
 
 
