@@ -39,17 +39,18 @@ class Journal:
                 f"another process is converting into {directory}; wait for it, or stop it"
             ) from error
         self.finished: dict[str, tuple[LayerRecord, FileRecord]] = {}
-        first, *lines = self._lines() or [None]
-        if first == job:
-            for line in lines:
+        for file in directory.glob("*.unfinished"):  # of a process that was killed
+            file.unlink(missing_ok=True)
+        lines, end = self._lines()
+        if lines[:1] == [job]:
+            for line in lines[1:]:
                 self._recall(line)
+            self._file.truncate(end)
         else:
-            for file in (*directory.glob("*.safetensors*"), directory / MANIFEST_NAME):
+            for file in (*directory.glob("*.safetensors"), directory / MANIFEST_NAME):
                 file.unlink(missing_ok=True)
-        self._file.truncate(0)  # a torn last line goes, too
-        self._append(job)
-        for layer, record in self.finished.values():
-            self._append({"layer": layer.model_dump(), "file": record.model_dump()})
+            self._file.truncate(0)
+            self._append(job)
 
     def add(self, layer: LayerRecord, record: FileRecord) -> None:
         """Note that the file of `layer` is finished and on the disk."""
@@ -67,16 +68,19 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def _lines(self) -> list[Any]:
-        """What can be read, up to the first line that cannot."""
-        self._file.seek(0)
-        found = []
-        try:
-            for line in self._file:
+    def _lines(self) -> tuple[list[Any], int]:
+        """What can be read, and how many bytes that is: not the line that was being written when
+        the process was killed."""
+        found, end = [], 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            try:
                 found.append(json.loads(line))
-        except ValueError:
-            pass  # the line that was being written when the process was killed
-        return found
+            except ValueError:
+                break
+            end += len(line)
+        return found, end
 
     def _recall(self, line: Any) -> None:
         try:

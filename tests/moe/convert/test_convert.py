@@ -227,6 +227,26 @@ def test_a_damaged_layer_is_made_again(
     assert content(tmp_path / "store") == finished
 
 
+def test_what_a_kill_leaves_is_neither_lost_nor_taken_over(
+    saved: Path, finished: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes a file, and again when it has begun to go on."""
+    work = half_done(saved, tmp_path / "store", monkeypatch)
+    journal = (work / JOURNAL_NAME).read_bytes()
+    for name in (f"{MANIFEST_NAME}.0.unfinished", "experts-00002.safetensors.unfinished"):
+        (work / name).write_bytes(b"x")
+
+    def kill(_: int) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", kill)
+        with pytest.raises(Killed):
+            convert(saved, tmp_path / "store", SETTINGS)
+    assert (work / JOURNAL_NAME).read_bytes() == journal
+    assert content(convert(saved, tmp_path / "store", SETTINGS)) == finished
+
+
 def test_other_settings_start_again(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
