@@ -31,6 +31,7 @@ from experts.weights import ExpertKey, from_blobs, quantize_experts
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from tests.experts.expert_cases import on_meta, some_experts
+from tests.open_files import num_open
 
 CPU = torch.device("cpu")
 WHOLE_LAYERS = [
@@ -308,10 +309,9 @@ def test_files_that_change_while_open(tmp_path: Path) -> None:
 
 def test_a_refused_store_leaves_no_file_open(made: Path, tmp_path: Path) -> None:
     broken = rewritten(made, tmp_path, "layers", 0, "hidden", value=41)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError):
         Store.open(broken)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_open(broken) == 0
 
 
 def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:

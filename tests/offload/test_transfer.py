@@ -21,6 +21,7 @@ from offload.readers.native import NativeReader
 from offload.readers.pieces import PIECE_BYTES, cut
 from offload.readers.ways import Buffered, Direct, DirectFiles
 from offload.transfer import Read, Reader
+from tests.open_files import num_open
 
 SIZE = 3 * PIECE_BYTES + 5000
 CONTENT = torch.arange(SIZE, dtype=torch.int32).mul(2654435761 % 251).to(torch.uint8)
@@ -314,16 +315,12 @@ def test_short_reads_are_continued(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_stays_open(file: Path, fd: int, compiled: bool) -> None:
-    def times_open() -> int:  # other files may be closed meanwhile, by Python's collector
-        fds = Path("/proc/self/fd").iterdir()
-        return sum(os.path.realpath(fd) == str(file) for fd in fds)
-
     files = DirectFiles()
     threaded = ThreadedReader("direct", lambda: Direct(files))
     threaded.on_close(files.close)
     reader: Reader = NativeReader("direct", native(), files) if compiled else threaded
     reader.submit([Read(fd, file, 0, place(4096))], urgent=True).wait()
-    assert times_open() == 2
+    assert num_open(file) == 2
     reader.close()
     threaded.close()
-    assert times_open() == 1
+    assert num_open(file) == 1
