@@ -7,6 +7,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
 
+DAY_S = 86_400.0
+"""The longest wait: more overflows what sockets, threads and torch count it in."""
+
 
 class Settings(BaseModel):
     """A section: immutable, and it knows its keys."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe.settings.base import Off, Settings
+from moe.settings.base import DAY_S, Off, Settings
 
 
 class ParallelSettings(Settings):
@@ -16,11 +16,11 @@ class ParallelSettings(Settings):
     """Be one of the ranks that a launcher has started (``deepspeed --module moe ...``). Without a
     launcher there is one rank, and nothing changes."""
 
-    timeout_s: float = Field(default=10.0, ge=1.0)
+    timeout_s: float = Field(default=10.0, ge=1.0, le=DAY_S)
     """Seconds after which a rank is lost that is not heard of, or gets nowhere in a step. More than
     the longest layer takes, reading its experts from disk included."""
 
-    start_timeout_s: float = Field(default=300.0, gt=0.0)
+    start_timeout_s: float = Field(default=300.0, gt=0.0, le=DAY_S)
     """Seconds in which all ranks must have been started. Loading may take any time."""
 
     on_rank_loss: Literal["stop", "continue"] = "stop"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe.settings.base import Off, Settings
+from moe.settings.base import DAY_S, Off, Settings
 
 
 class RoutingSettings(Settings):
@@ -99,11 +99,11 @@ class ServerSettings(Settings):
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     """Most bytes of a request's body; more are refused with status 413."""
 
-    read_timeout_s: float = Field(default=60.0, gt=0.0)
+    read_timeout_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
     """Seconds in which a request's headers, and after them its body, must have come."""
 
-    send_timeout_s: float = Field(default=60.0, gt=0.0)
+    send_timeout_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
     """Seconds that a client may take none of its stream before the request is cancelled."""
 
-    drain_timeout_s: float = Field(default=30.0, ge=0.0)
+    drain_timeout_s: float = Field(default=30.0, ge=0.0, le=DAY_S)
     """Seconds that requests get to finish after SIGTERM."""

@@ -62,6 +62,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
             "memory: {reserve_gib: 1e+300}",
             "memory.reserve_gib must be less than or equal to 1048576; got 1e+300",
         ),
+        (
+            "parallel: {timeout_s: 1e300}",
+            "parallel.timeout_s must be less than or equal to 86400; got 1e+300",
+        ),
         ("threads: two", "threads must be a valid integer; got 'two'"),
         ("lossless: 1", "lossless must be a valid boolean; got 1"),
         ("generation: {top_p: 1.5}", "generation.top_p must be less than or equal to 1; got 1.5"),

@@ -43,8 +43,8 @@ def ask(url: str, **changes: Any) -> tuple[int, Any]:
 
 
 def running(url: str) -> int:
-    engine = httpx.get(f"{url}/v1/status", timeout=120).json()["engine"]
-    return int(engine["running_requests"])
+    status = httpx.get(f"{url}/v1/status", timeout=120).json()
+    return int(status["occupancy"]["running_requests"])
 
 
 def first_token(url: str) -> None:
