@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 
 import numpy as np
 
+from experts.placement.cuts import MOST_RANKS
 from experts.placement.eplb import eplb
 from experts.placement.packing import pack
 from experts.placement.placement import Floats, Placement, PlacementError, check_shape, linear
 
 KINDS = ("packed", "eplb", "linear")
+STEPS = 64
+"""That a placement is made for where none has been seen."""
 
 
 def slots_for(num_experts: int, ranks: int, replicas: float) -> int:
@@ -27,21 +31,33 @@ def first_placement(
     Args:
         kind: one of `KINDS`.
         replicas: share of further copies.
-        seen_SE: tokens of each expert in steps of a calibration; None where there is none, and
-            every expert counts as much as any other.
+        seen_SE: tokens of each expert in steps of a calibration; None where there is none, and no
+            expert is expected to have more than any other.
 
     Raises:
         PlacementError: an unknown kind, or EPLB with slots that it cannot deal.
     """
     slots = slots_for(num_experts, ranks, replicas)
-    loads_SE = np.ones((1, num_experts)) if seen_SE is None else seen_SE
     if kind == "packed":
-        return pack(loads_SE, slots, ranks)
+        return (
+            _foreseen(num_experts, slots, ranks) if seen_SE is None else pack(seen_SE, slots, ranks)
+        )
     if kind == "eplb":
-        return eplb(loads_SE.mean(0), slots, ranks)
+        return eplb(np.ones(num_experts) if seen_SE is None else seen_SE.mean(0), slots, ranks)
     if kind == "linear":
         return linear(num_experts, slots, ranks)
     raise PlacementError(f"no placement is called {kind!r}; there are {', '.join(KINDS)}")
+
+
+@cache
+def _foreseen(num_experts: int, slots: int, ranks: int) -> Placement:
+    """For steps of which only a mean is known: what an expert gets is exponential, the least that
+    can be assumed (its entropy is the largest). So copies are spread as to help whoever has more
+    than others in a step; to even loads any copies would do. It is a second's work on few ranks and
+    finds nothing better on many."""
+    if ranks > MOST_RANKS:
+        return pack(np.ones((1, num_experts)), slots, ranks)
+    return pack(np.random.default_rng(0).exponential(size=(STEPS, num_experts)), slots, ranks)
 
 
 def without_ranks(current: Placement, lost: Collection[int], slots: int) -> Placement:

@@ -18,6 +18,7 @@ from experts.placement import (
     without_ranks,
 )
 from experts.placement.first import KINDS
+from experts.placement.packing import heaviest
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.floats(0, 1))
@@ -38,6 +39,17 @@ def test_every_kind_places_without_having_seen_anything(kind: str) -> None:
     placement = first_placement(kind, 32, 4, 0.25)
     assert placement.shape == (32, 40, 4)
     assert placement == first_placement(kind, 32, 4, 0.25)
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(16, 4), (64, 8)])
+def test_copies_help_whoever_has_more_by_chance(experts: int, ranks: int) -> None:
+    """Steps of 4 tokens an expert, all of which are equally likely: the heaviest rank over the
+    mean."""
+    loads_SE = np.random.default_rng(1).poisson(4.0, size=(64, experts)).astype(np.float64)
+    slots, level = slots_for(experts, ranks, 0.25), loads_SE.sum(1).mean() / ranks
+    ours = heaviest(loads_SE, first_placement("packed", experts, ranks, 0.25).copies_ER) / level
+    even = heaviest(loads_SE, pack(np.ones((1, experts)), slots, ranks).copies_ER) / level
+    assert ours - 1 < 0.75 * (even - 1)
 
 
 def test_what_has_been_seen_decides_who_is_copied() -> None:
