@@ -7,11 +7,11 @@ shipped model's on the held-out texts, and drawn ones with popularity by Zipf's 
 top-8). A step of a text is a piece of it, as when a prompt is read; a "mixed" one has tokens of as
 many places, as when so many sequences decode. Placements are made from the first half of a trace
 and judged on the second. Linear and EPLB share an expert's tokens evenly among its copies (the best
-that taking turns can do); ours chooses whole tokens by price for each step. "In hindsight" is ours
-as if it had been made for the steps that it is judged on: what no forecast can better. On some of
-the steps the choice is held against programs for the same placement: "over cut tokens" is the most
-by which it exceeds a linear program's answer, which may cut a token in parts, "over whole tokens"
-the same for an integer program's.
+that taking turns can do); ours chooses whole tokens by price for each step. "Unseen" is ours before
+anything has run, "in hindsight" as if it had been made for the steps that it is judged on: what no
+forecast can better. On some of the steps the choice is held against programs for the same
+placement: "over cut tokens" is the most by which it exceeds a linear program's answer, which may
+cut a token in parts, "over whole tokens" the same for an integer program's.
 
 "Rebalanced" is ours as it changes between steps (`benchmarks.placement_online`), on the same
 steps; "moved" are experts that go to another rank, a layer and step. Of a text that is read as a
@@ -36,7 +36,15 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.offload_routing import Record
 from benchmarks.placement_online import Reader, online, token_table
 from benchmarks.sharing_optimum import optimum
-from experts.placement import Placement, eplb, imbalance, linear, pack
+from experts.placement import (
+    Placement,
+    eplb,
+    first_placement,
+    imbalance,
+    linear,
+    pack,
+    slots_for,
+)
 from experts.placement.sharing import share_evenly
 from moe import MoE
 from routing import PolicyChain
@@ -78,17 +86,20 @@ def zipf_trace(exponent: float, step: int, steps: int, seed: int = 0) -> Trace:
     return np.array(layers)
 
 
-def judge(trace: Trace, ranks: int, slots: int) -> dict[str, float]:
+def judge(trace: Trace, ranks: int, replicas: float) -> dict[str, float]:
     """Mean imbalance of each way over the second half of a trace, and our distance to optimum."""
     found: dict[str, list[NDArray[np.float64]]] = {
-        name: [] for name in ("linear", "eplb", "ours", "hindsight")
+        name: [] for name in ("linear", "eplb", "unseen", "ours", "hindsight")
     }
+    experts = trace.shape[2]
+    slots = slots_for(experts, ranks, replicas)
+    unseen_ER = first_placement("packed", experts, ranks, replicas).copies_ER
     over: dict[str, list[float]] = {"over_cut": [], "over_whole": []}
     for steps_SE in trace:
         half = len(steps_SE) // 2
         seen_SE, next_SE = steps_SE[:half].astype(np.float64), steps_SE[half:]
         plain: dict[str, Placement] = {
-            "linear": linear(steps_SE.shape[1], slots, ranks),
+            "linear": linear(experts, slots, ranks),
             "eplb": eplb(seen_SE.mean(0), slots, ranks),
         }
         for name, placement in plain.items():
@@ -97,6 +108,7 @@ def judge(trace: Trace, ranks: int, slots: int) -> dict[str, float]:
         copies_ER = pack(seen_SE, slots, ranks).copies_ER
         best_ER = pack(next_SE.astype(np.float64), slots, ranks).copies_ER
         loads_SR = _chosen(next_SE, copies_ER)
+        found["unseen"].append(imbalance(_chosen(next_SE, unseen_ER)))
         found["ours"].append(imbalance(loads_SR))
         found["hindsight"].append(imbalance(_chosen(next_SE, best_ER)))
         for step in np.linspace(0, len(next_SE) - 1, OPTIMA).astype(int):
@@ -129,9 +141,12 @@ def _chosen(steps_SE: NDArray[np.int64], copies_ER: NDArray[np.int64]) -> NDArra
 def main() -> None:
     options = _parser().parse_args()
     steps = 24 if options.quick else 128
+    ranks = options.ranks or ((4,) if options.quick else (2, 4, 8))
+    read = TEXTS[:1] if options.quick else TEXTS
+    exponents = (1.0,) if options.quick else (0.5, 1.0)
     model = MoE.from_pretrained(ROOT / "examples/demo-model")
     table = token_table(model, 10_000) if options.quick else token_table(model)
-    texts = {name: (ROOT / f"tests/data/heldout_{name}.txt").read_text() for name in TEXTS}
+    texts = {name: (ROOT / f"tests/data/heldout_{name}.txt").read_text() for name in read}
     make: dict[str, Callable[[], Trace]] = {
         f"{name}, mixed" if mixed else name: partial(
             text_trace, model, text, options.step, steps, mixed=mixed
@@ -139,22 +154,21 @@ def main() -> None:
         for mixed in (False, True)
         for name, text in texts.items()
     }
-    for exponent in (0.5, 1.0):
+    for exponent in exponents:
         make[f"zipf {exponent}"] = partial(zipf_trace, exponent, options.step, steps)
     print_header(environment() | {"tokens a step": options.step, "steps": steps})
     points: list[dict[str, Any]] = []
     for name, trace_of in make.items():
         trace = trace_of()
-        for ranks in options.ranks:
+        for count in ranks:
             for extra in (0.0, 0.25):
-                slots = int(trace.shape[2] * (1 + extra))
-                point = {"trace": name, "ranks": ranks, "replicas": extra}
-                points.append(point | judge(trace, ranks, slots))
+                point = {"trace": name, "ranks": count, "replicas": extra}
+                points.append(point | judge(trace, count, extra))
             reader = None
             if name in texts:
                 ids = model.codec.encode(texts[name])[: options.step * trace.shape[1]]
                 reader = Reader(model, table, ids, options.step)
-            points[-1] |= rebalanced(trace, ranks, extra, reader)
+            points[-1] |= rebalanced(trace, count, extra, reader)
     _show(points)
     copied = [point for point in points if point["replicas"]]
     print_json(
@@ -165,10 +179,10 @@ def main() -> None:
 
 
 def _show(points: Sequence[Mapping[str, Any]]) -> None:
-    ways = ("linear", "eplb", "ours", "hindsight", "rebalanced", "moved")
+    ways = ("linear", "eplb", "unseen", "ours", "hindsight", "rebalanced", "moved")
     print_table(
         "heaviest rank over the mean",
-        ("trace", "ranks", "replicas", "linear", "EPLB", "ours", "in hindsight")
+        ("trace", "ranks", "replicas", "linear", "EPLB", "unseen", "ours", "in hindsight")
         + ("rebalanced", "moved", "over cut tokens", "over whole tokens"),
         [
             (p["trace"], str(p["ranks"]), f"{p['replicas']:.0%}")
@@ -182,8 +196,8 @@ def _show(points: Sequence[Mapping[str, Any]]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare placements of experts on ranks.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="fewer steps")
-    add("--ranks", type=int, nargs="+", default=(2, 4, 8), help="one or several numbers")
+    add("--quick", action="store_true", help="fewer steps, one text, 4 ranks")
+    add("--ranks", type=int, nargs="+", help="one or several numbers (2 4 8)")
     add("--step", type=int, default=512, help="tokens of a step (%(default)s)")
     return parser
 

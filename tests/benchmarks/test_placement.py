@@ -15,7 +15,7 @@ from routing.predict.token_table import fit_token_table
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_with_a_quarter_of_copies_ranks_are_level(exponent: float) -> None:
-    figures = judge(zipf_trace(exponent, step=256, steps=12)[:1], ranks=8, slots=80)
+    figures = judge(zipf_trace(exponent, step=256, steps=12)[:1], ranks=8, replicas=0.25)
     assert figures["ours"] <= 1.10
     assert figures["ours"] < figures["eplb"] < figures["linear"]
     assert figures["over_whole"] == pytest.approx(0.0)
@@ -31,14 +31,14 @@ def test_the_trace_of_a_text_counts_every_slot_of_every_token() -> None:
     mixed = text_trace(model, text, step=3, steps=64, mixed=True)
     assert mixed.shape == (len(trace), 64, 32)
     assert (mixed.sum(2) == 3 * 4).all()
-    figures = judge(np.repeat(trace[:1], 2, axis=1), ranks=4, slots=40)
+    figures = judge(np.repeat(trace[:1], 2, axis=1), ranks=4, replicas=0.25)
     assert 1.0 <= figures["ours"] <= figures["eplb"]
 
 
 def test_favourites_that_change_are_followed() -> None:
     before_E, after_E = np.array([[90, 60, 40, 30, 16, 10, 6, 4], [90, 4, 10, 6, 60, 30, 40, 16]])
     trace = np.array([[before_E] * 24 + [after_E] * 24] * 2)
-    once, found = judge(trace, ranks=4, slots=8), rebalanced(trace, 4, 0.0, None)
+    once, found = judge(trace, ranks=4, replicas=0.0), rebalanced(trace, 4, 0.0, None)
     assert once["hindsight"] <= found["rebalanced"] < once["ours"] - 0.05
     assert 0.0 < found["moved"] < 1.0
 
