@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from experts.placement import Placement, first_placement
 from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
 from moe.plan.budget import LEAST_POOL
@@ -21,7 +24,7 @@ from moe.plan.memory import GIB
 from moe.plan.planning import Planned, choose_device, planning, use_threads
 from moe.plan.rank_forecast import RankForecast
 from moe.plan.rank_plan import Machine, Needs, RankPlan, recommend
-from moe.plan.rank_traffic import Traffic, drawn_steps, loads_of, traffic
+from moe.plan.rank_traffic import LAYERS, Traffic, drawn_steps, loads_of, traffic
 from moe.plan.traced_routing import TracedRouting, known_routing
 from moe.profile import LoadedProfile, Profile
 
@@ -104,8 +107,12 @@ def plan_many(
     machine = Machine(Speeds(memory_speed(device), disk), available, link, network)
     kind = settings.parallel.placement
 
+    @cache
+    def placements(count: int) -> list[Placement]:
+        return first_placements(locality, needs.sizes, count, kind, needs.replicas)
+
     def traffic_of(batch: int, count: int) -> Traffic:
-        return expected_traffic(locality, needs.sizes, batch, count, kind, needs.replicas)
+        return expected_traffic(locality, needs.sizes, batch, placements(count))
 
     forecast = RankForecast(needs, machine, ranks // nodes, locality, traffic_of)
     plans = forecast.plans(ranks, BATCHES)
@@ -132,17 +139,26 @@ def model_needs(planned: Planned, settings: Profile) -> Needs:
     )
 
 
+def first_placements(
+    locality: Locality, sizes: Sizes, ranks: int, kind: str, replicas: float
+) -> list[Placement]:
+    """Of the layers that are looked at: by the first half of what is known of the routing."""
+    if not isinstance(locality, TracedRouting):
+        return [first_placement(kind, sizes.experts, ranks, replicas)] * min(sizes.layers, LAYERS)
+    steps_SLBK = locality.steps(BATCHES[-1])
+    seen = loads_of(steps_SLBK[: len(steps_SLBK) // 2], sizes.experts)
+    return [first_placement(kind, sizes.experts, ranks, replicas, seen_SE) for seen_SE in seen]
+
+
 def expected_traffic(
-    locality: Locality, sizes: Sizes, batch: int, ranks: int, kind: str, replicas: float
+    locality: Locality, sizes: Sizes, batch: int, placements: Sequence[Placement]
 ) -> Traffic:
-    """On what is known of the routing: placed by its first half, judged by its second."""
+    """Judged by the second half of what is known of the routing."""
     if isinstance(locality, TracedRouting):
         steps_SLBK = locality.steps(batch)
     else:
         steps_SLBK = drawn_steps(sizes, batch)
-    half = len(steps_SLBK) // 2
-    seen = loads_of(steps_SLBK[:half], sizes.experts)
-    return traffic(seen, steps_SLBK[half:], ranks, kind=kind, replicas=replicas)
+    return traffic(placements, steps_SLBK[len(steps_SLBK) // 2 :])
 
 
 def _assumptions(machine: Machine, locality: Locality) -> list[str]:

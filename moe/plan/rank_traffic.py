@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.dispatch.assignment import serve
-from experts.placement import Placement, first_placement
+from experts.placement import Placement
 from moe.plan.decode_speed import Sizes
 
 Ints = NDArray[np.int64]
@@ -82,26 +82,17 @@ class Traffic:
     distinct_all: float
 
 
-def traffic(
-    seen: Sequence[NDArray[np.float64]],
-    steps_SLBK: Ints,
-    ranks: int,
-    *,
-    kind: str = "packed",
-    replicas: float = 0.25,
-) -> Traffic:
+def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
     """Of steps whose tokens are dealt evenly to ranks.
 
     Args:
-        seen: of each layer ``(S, E)`` loads by which it is placed.
+        placements: of each layer.
         steps_SLBK: expert ids.
-        kind, replicas: as `first_placement` knows them.
     """
     batch = steps_SLBK.shape[2]
-    source = np.arange(batch) * ranks // batch
+    source = np.arange(batch) * placements[0].ranks // batch
     found = []
-    for layer, seen_SE in enumerate(seen):
-        placement = first_placement(kind, seen_SE.shape[1], ranks, replicas, seen_SE)
+    for layer, placement in enumerate(placements):
         for experts_TK in steps_SLBK[:, layer]:
             step = step_traffic(experts_TK, source, placement)
             served_R = step.served_R

@@ -21,7 +21,7 @@ from moe.cli import main
 from moe.errors import ProfileError
 from moe.plan.decode_speed import Sizes, Speeds, UniformRouting
 from moe.plan.link_speed import Link, given_link, measure_link
-from moe.plan.rank_command import expected_traffic
+from moe.plan.rank_command import expected_traffic, first_placements
 from moe.plan.rank_forecast import RankForecast, exchanges
 from moe.plan.rank_plan import Machine, Needs, RankPlan, recommend
 from moe.plan.rank_traffic import Traffic, drawn_steps, loads_of, step_traffic, traffic
@@ -59,7 +59,7 @@ def test_a_step_sends_each_token_once_to_each_rank_that_serves_it(
 def test_random_routing_goes_to_as_many_ranks_as_chance_says() -> None:
     """R (1 - (1 - 1/R)^K) ranks a token with experts spread evenly, 1/R of them its own."""
     steps = drawn_steps(replace(SIZES, experts=256), 256)
-    found = traffic(loads_of(steps, 256), steps, 8, kind="linear", replicas=0.0)
+    found = traffic([first_placement("linear", 256, 8, 0.0)] * steps.shape[1], steps)
     assert found.pairs == pytest.approx(8 * (1 - (7 / 8) ** 8) * 7 / 8, rel=0.03)
     assert found.slots == pytest.approx(8 * 7 / 8, rel=0.03)
 
@@ -67,7 +67,10 @@ def test_random_routing_goes_to_as_many_ranks_as_chance_says() -> None:
 def test_copies_level_ranks_and_keep_tokens_at_home() -> None:
     steps = drawn_steps(SIZES, 64)
     seen = loads_of(steps, 64)
-    without, with_copies = (traffic(seen, steps, 4, replicas=share) for share in (0.0, 0.5))
+    without, with_copies = (
+        traffic([first_placement("packed", 64, 4, share, own_SE) for own_SE in seen], steps)
+        for share in (0.0, 0.5)
+    )
     assert with_copies.imbalance < without.imbalance
     assert with_copies.slots < without.slots
 
@@ -81,7 +84,8 @@ def test_a_trace_gives_the_steps_that_it_has() -> None:
     steps = routing.steps(4)
     assert steps.shape == (5, 3, 4, 2)
     assert steps[1, 2].tolist() == rows[[1, 6, 11, 16]].tolist()
-    found = expected_traffic(routing, replace(SIZES, experts=16), 4, 2, "linear", 0.0)
+    sizes = replace(SIZES, experts=16)
+    found = expected_traffic(routing, sizes, 4, first_placements(routing, sizes, 2, "packed", 0.0))
     assert found.imbalance >= 1.0
 
 
