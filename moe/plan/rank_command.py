@@ -146,7 +146,7 @@ def first_placements(
     if not isinstance(locality, TracedRouting):
         return [first_placement(kind, sizes.experts, ranks, replicas)] * min(sizes.layers, LAYERS)
     steps_SLBK = locality.steps(BATCHES[-1])
-    seen = loads_of(steps_SLBK[: len(steps_SLBK) // 2], sizes.experts)
+    seen = loads_of(steps_SLBK[: max(len(steps_SLBK) // 2, 1)], sizes.experts)
     return [first_placement(kind, sizes.experts, ranks, replicas, seen_SE) for seen_SE in seen]
 
 
