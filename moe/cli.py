@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OffloadError, RankLostError) as error:
         print(f"moe: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("moe: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"moe: interrupted{stop}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

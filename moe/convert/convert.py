@@ -67,6 +67,7 @@ def convert(
         CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.
         CalibrationError: the calibration is absent or another model's, or the budget impossible.
         UnsupportedModelError: the architecture is unknown or has nothing to take over.
+        KeyboardInterrupt: says what is kept.
     """
     source, target = resolve_model(model), Path(out).expanduser()
     if target.exists():
@@ -87,11 +88,17 @@ def convert(
     except HeaderError as error:
         raise CheckpointError(f"a file of {source} {error}") from error
     except OSError as error:
-        what, then = f"cannot write {error.filename or work}: {error.strerror or error}", ""
-        if (work / JOURNAL_NAME).exists():
-            then = f"; what is finished is kept in {work}, and the same command goes on from there"
-        raise CheckpointError(what + then) from error
+        what = f"cannot write {error.filename or work}: {error.strerror or error}"
+        raise CheckpointError(what + _what_is_kept(work)) from error
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_what_is_kept(work)) from stop
     return target
+
+
+def _what_is_kept(work: Path) -> str:
+    if not (work / JOURNAL_NAME).exists():
+        return ""
+    return f"; what is finished is kept in {work}, and the same command goes on from there"
 
 
 class _Conversion:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
 
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
@@ -21,3 +24,11 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _check_width(cls, value: Any) -> Any:
+        """Counts are compared with what torch and the system count in 64 bits."""
+        if type(value) is int and value >= 1 << 63:
+            raise PydanticCustomError("width", "must be less than 9223372036854775808")
+        return value

@@ -66,6 +66,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
             "parallel: {timeout_s: 1e300}",
             "parallel.timeout_s must be less than or equal to 86400; got 1e+300",
         ),
+        (
+            f"memory: {{kv_tokens: 1{'0' * 400}}}",
+            "memory.kv_tokens must be less than 9223372036854775808; got 1",
+        ),
         ("threads: two", "threads must be a valid integer; got 'two'"),
         ("lossless: 1", "lossless must be a valid boolean; got 1"),
         ("generation: {top_p: 1.5}", "generation.top_p must be less than or equal to 1; got 1.5"),

@@ -118,6 +118,24 @@ def killing(function: Callable[[Tensor], memoryview], after: int) -> Callable[[T
     return count
 
 
+def test_an_interrupt_says_what_is_kept(
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    assert main(["convert", str(saved), str(tmp_path / "store")]) == 130
+    work = tmp_path / "store.unfinished"
+    assert capsys.readouterr().err == (
+        f"moe: interrupted; what is finished is kept in {work}, and the same command goes on from "
+        "there\n"
+    )
+
+
 @settings(max_examples=8)
 @given(kills=st.lists(st.integers(0, 120), min_size=1, max_size=3))
 def test_a_conversion_killed_anywhere_goes_on_to_the_same_bytes(
