@@ -110,9 +110,7 @@ def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]
     """The tree of a profile given by name (``configs/NAME.yaml``) or by path, and its label."""
     text_form = str(name_or_path)
     if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.ya?ml$", text_form):
-        file, label = Path(name_or_path).expanduser(), text_form
-        if not file.is_file():
-            raise ProfileError(f"profile file {label!r} does not exist")
+        file, label = Path(name_or_path), text_form
     else:
         label = f"configs/{text_form}.yaml"
         file = _configs() / f"{text_form}.yaml"
@@ -123,8 +121,14 @@ def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]
                 f"unknown profile {text_form!r}{near} (profiles: {known}; a file's name ends in "
                 ".yaml or has a /)"
             )
-    with file.open("rb") as stream:
-        content = stream.read(MAX_FILE_BYTES + 1)
+    try:
+        with file.expanduser().open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ProfileError(f"profile file {label!r} does not exist") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, an unknown ~user
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"profile file {label[:200]!r} cannot be read: {why}") from error
     if len(content) > MAX_FILE_BYTES:
         raise ProfileError(
             f"{label}: a profile has at most {MAX_FILE_BYTES} bytes; this one has more"

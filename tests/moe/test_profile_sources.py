@@ -132,7 +132,9 @@ def test_refused_names(tmp_path: Path) -> None:
     files = "; a file's name ends in .yaml or has a /)"
     assert refusal("defalt") == message + ", ".join(profile_names()) + files
     assert refusal("./none.yaml") == "profile file './none.yaml' does not exist"
-    assert refusal(tmp_path) == f"profile file '{tmp_path}' does not exist"
+    assert refusal(tmp_path) == f"profile file '{tmp_path}' cannot be read: Is a directory"
+    for name in ("/" + "x" * 5000, "./a\0b", "~no-such-user/x"):
+        assert " cannot be read: " in refusal(name)[-60:]
     assert issubclass(ProfileError, MoEError)
 
 
