@@ -46,7 +46,7 @@ def test_templates_have_a_time_limit(
         )
         asking.start()
         while asking.is_alive():  # the event loop is free meanwhile
-            assert httpx.get(f"{server.url}/health", timeout=10).status_code == 200
+            assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert answers[0].status_code == 400
         assert "chat template took more than 0.3 s" in answers[0].json()["error"]["message"]
         assert server.http.post(URL, json=SHORT).status_code == 200

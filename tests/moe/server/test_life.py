@@ -61,7 +61,7 @@ def test_while_loading_and_when_loading_fails() -> None:
 
     with loading(load) as (service, outcome):
         assert asked.wait(20)
-        with httpx.Client(base_url=service.address) as http:
+        with httpx.Client(base_url=service.address, timeout=60) as http:
             assert http.get("/health").status_code == 200
             for answer in (http.get("/ready"), http.post(URL, json=SHORT)):
                 assert answer.status_code == 503
@@ -84,7 +84,7 @@ def test_ready_says_how_far_loading_is() -> None:
     service = Service(load, "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
     with running(service) as outcome:
         assert moment.wait(20)
-        answer = httpx.get(f"{service.address}/ready")
+        answer = httpx.get(f"{service.address}/ready", timeout=60)
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "5"
         said = answer.json()
