@@ -36,7 +36,7 @@ class SpeculationSettings(Settings):
     skip_layers: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the MoE layers, from the middle, whose experts an elastic draft leaves out."""
 
-    contrast: float = Field(default=0.0, ge=0.0)
+    contrast: float = Field(default=0.0, ge=0.0, le=1000.0)
     """Self-contrast: how much is taken off of what the model would say with one weak expert a
     layer. It changes what the model says, so ``lossless: true`` refuses it, and each token is read
     twice. 0: off; 0.5 in the paper."""
