@@ -32,6 +32,7 @@ from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.weight_plan import plan_weights
+from moe.plan.memory import size_text
 from moe.seam import check_experts, experts_modules, take_weights
 from moe.settings import ModelSettings
 from moe.weights.linears import planes_of, quantizes
@@ -177,8 +178,8 @@ class _Conversion:
         free = shutil.disk_usage(self._work).free
         if needed > free:
             raise CheckpointError(
-                f"the store needs {needed / 1e9:.1f} GB more, and {self._work.parent} has "
-                f"{free / 1e9:.1f} GB free; make room, or convert at fewer bits"
+                f"the store needs {size_text(needed).strip()} more, and {self._work.parent} has "
+                f"{size_text(free).strip()} free; make room, or convert at fewer bits"
             )
         weights = weights.without(there, checkpoint)
         for name in there:

@@ -303,7 +303,7 @@ def test_a_disk_that_is_too_small(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("moe.convert.convert.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match=r"needs 0\.0 GB more, and .* has 0\.0 GB free"):
+    with pytest.raises(CheckpointError, match=r"needs 0\.\d\d MiB more, and .* has 0\.00 MiB free"):
         convert(saved, tmp_path / "store", SETTINGS)
 
 
