@@ -45,6 +45,7 @@ from kernels import backend_status, experts_forward, linear_forward, reference
 from kernels.planes import PREFIX_BITS, num_planes
 
 TOKENS = (1, 4, 16, 512)
+PROMPT = 2048  # of layers: their outputs are beyond the caches
 LINEAR_SIZE = 4096
 LINEAR_COPIES = 12  # beyond every cache at 2 bits
 
@@ -59,7 +60,7 @@ def layer_points(size: Size, seconds: float) -> list[dict[str, Any]]:
     }
     kinds["bf16"] = [whole_experts(size, torch.bfloat16) for _ in range(size.copies)]
     points = []
-    for tokens in TOKENS:
+    for tokens in (*TOKENS, PROMPT):
         torch.manual_seed(tokens)
         calls = []
         for _ in range(32 if tokens <= 16 else 4):

@@ -43,11 +43,38 @@ static inline vf curve(const Activation& a, vf x) {
   }
 }
 
-static inline vf activate(const Activation& a, vf gate) { return curve(a, gate); }
+// Curves side by side, where that is faster: see exp_each.
+template <int N>
+static inline void curve_each(const Activation& a, vf (&x)[N]) {
+  if (a.curve != SILU) {
+    UNROLL for (int i = 0; i < N; ++i) x[i] = curve(a, x[i]);
+    return;
+  }
+  vf e[N];
+  UNROLL for (int i = 0; i < N; ++i) e[i] = -a.slope * x[i];
+  exp_each(e);
+  UNROLL for (int i = 0; i < N; ++i) x[i] = x[i] / (1.0f + e[i]);
+}
 
-static inline vf activate(const Activation& a, vf gate, vf up) {
-  gate = gate > a.limit ? splat(a.limit) : gate;
+static inline vf limited(const Activation& a, vf gate) {
+  return gate > a.limit ? splat(a.limit) : gate;
+}
+
+// What the gate's curve is multiplied by.
+static inline vf factor(const Activation& a, vf up) {
   up = up > a.limit ? splat(a.limit) : up;
   up = up < -a.limit ? splat(-a.limit) : up;
-  return (up + a.offset) * curve(a, gate);
+  return up + a.offset;
+}
+
+static inline vf activate(const Activation& a, vf gate, vf up) {
+  return factor(a, up) * curve(a, limited(a, gate));
+}
+
+// Of an activation with a gate and an up, or (without `gated`) of a curve alone.
+template <int N>
+static inline void activate_each(const Activation& a, bool gated, vf (&gate)[N], const vf (&up)[N]) {
+  if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = limited(a, gate[i]);
+  curve_each(a, gate);
+  if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = factor(a, up[i]) * gate[i];
 }

@@ -108,24 +108,35 @@ static inline long linear_unpack_bytes(const PlaneMatrix& w, long rows) {
   return unpacks(rows) ? Panel::unpacked_bytes(w, MAX_PANEL_BLOCKS) : 0;
 }
 
-// The `count` first sums as `To` (float or bf16), with the bias added.
+// The `count` first sums as `To` (float or bf16), with the bias added. Streamed: see can_stream.
 template <class To>
-static inline void store_sums(const float* sums, const float* bias, long count, To* to) {
+static inline void store_sums(const float* sums, const float* bias, long count, To* to,
+                              bool streamed = false) {
   const auto sum = [&](long c, long n) {
     const vf v = load<vf>(sums + c);
     return bias ? v + load_as_fp32(bias + c, n) : v;
   };
   long c = 0;
+  if constexpr (sizeof(To) == sizeof(float))
+    for (; streamed && c < count; c += LANES) stream(to + c, sum(c, LANES));
   for (; c + LANES <= count; c += LANES) store_fp32_as(to + c, sum(c, LANES), LANES);
   if (c < count) store_fp32_as(to + c, sum(c, count - c), count - c);
 }
 
+constexpr long STREAMED_BYTES = 8 << 20;  // and more would not be in the cache when they are read
+
+// Whether sums of so many rows in all may go past the caches: whole vectors, none of them cut.
+static inline bool can_stream(const float* out, long rows, long stride) {
+  return rows * stride * long(sizeof(float)) >= STREAMED_BYTES && stride % BLOCK_ROWS == 0 &&
+         reinterpret_cast<uintptr_t>(out) % (LANES * sizeof(float)) == 0;
+}
+
 // out[i * stride + n] = x[i] . w[n] + bias[n] for the rows n of the first `blocks` blocks, or of as
-// many as there are; bias may be null. `next` as in Panel.
+// many as there are; bias may be null. `next` as in Panel. Streamed: see can_stream.
 template <class To>
 static void multiply_panel(const PlaneMatrix& w, const PlaneMatrix& next, const float* bias,
                            long blocks, const QuantizedRows& x, long rows, To* out, long stride,
-                           uint8_t* memory) {
+                           uint8_t* memory, bool streamed = false) {
   blocks = w.blocks() < blocks ? w.blocks() : blocks;
   const long columns = w.rows < blocks * BLOCK_ROWS ? w.rows : blocks * BLOCK_ROWS;
   const Panel panel(w, next, blocks, rows, memory);
@@ -133,8 +144,10 @@ static void multiply_panel(const PlaneMatrix& w, const PlaneMatrix& next, const 
   for (long row = 0, tile; row < rows; row += tile) {
     tile = panel.tile_rows(row, rows);
     panel.multiply(x.from(row), tile, sums[0], MAX_PANEL_BLOCKS * BLOCK_ROWS);
-    for (long i = 0; i < tile; ++i) store_sums(sums[i], bias, columns, out + (row + i) * stride);
+    for (long i = 0; i < tile; ++i)
+      store_sums(sums[i], bias, columns, out + (row + i) * stride, streamed);
   }
+  if (streamed) end_stream();
 }
 
 // out[i * stride + n] = x[i] . w[n] + bias[n] for `rows` rows: a stage of a parallel region, run by

@@ -103,15 +103,21 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
 static inline void project_first(const QuantizedLayer& layer, const Activation& activation,
                                  const Routing& routing, const QuantizedRows& x,
                                  const QuantizedRows& inner, uint8_t* memory, Turns& turns) {
+  constexpr int TOGETHER = 32 / LANES < 4 ? 32 / LANES : 4;  // a group is 32 or 64 columns
   const long group = layer.second_group;
   first_projection(layer, routing, x, memory, turns,
                    [&](long e, long r, long panel, const float* gate, const float* up) {
     alignas(64) float values[MAX_GROUP];
-    for (long c = 0; c < group; c += LANES) {
-      vf g = load<vf>(gate + c), u = load<vf>(up + c);
-      if (layer.first_bias) g += layer.bias(e, 0, panel * group + c);
-      if (layer.first_bias && layer.parts == 2) u += layer.bias(e, 1, panel * group + c);
-      store(values + c, layer.parts == 2 ? activate(activation, g, u) : activate(activation, g));
+    for (long begin = 0; begin < group; begin += TOGETHER * LANES) {
+      vf g[TOGETHER], u[TOGETHER];
+      UNROLL for (int i = 0; i < TOGETHER; ++i) {
+        const long c = begin + i * LANES;
+        g[i] = load<vf>(gate + c), u[i] = load<vf>(up + c);
+        if (layer.first_bias) g[i] += layer.bias(e, 0, panel * group + c);
+        if (layer.first_bias && layer.parts == 2) u[i] += layer.bias(e, 1, panel * group + c);
+      }
+      activate_each(activation, layer.parts == 2, g, u);
+      UNROLL for (int i = 0; i < TOGETHER; ++i) store(values + begin + i * LANES, g[i]);
     }
     quantize_group(values, group, inner.from(r), panel);
   });
@@ -144,11 +150,13 @@ static inline void project_second(const QuantizedLayer& layer, const Routing& ro
     return layer.matrix(routing.active[task / panels], layer.parts).from(task % panels * blocks);
   };
   const long tasks = panels * routing.num_active;
+  const bool streamed = can_stream(out, routing.rows, layer.hidden);
   turns.run_ahead(tasks, [&](long task, long next) {
     const long e = routing.active[task / panels], n = task % panels * blocks * BLOCK_ROWS;
     const long begin = routing.begin[e], rows = routing.begin[e + 1] - begin;
     const float* bias = layer.second_bias ? layer.second_bias + e * layer.hidden + n : nullptr;
     multiply_panel(weights(task), weights(next < tasks ? next : task), bias, blocks,
-                   inner.from(begin), rows, out + begin * layer.hidden + n, layer.hidden, memory);
+                   inner.from(begin), rows, out + begin * layer.hidden + n, layer.hidden, memory,
+                   streamed);
   });
 }

@@ -34,8 +34,7 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
     const vi magnitude = bits<vi>(load<vf>(from + c)) & 0x7fffffff;
     bound = magnitude > bound ? magnitude : bound;
   }
-  int32_t most = 0;
-  for (int lane = 0; lane < LANES; ++lane) most = bound[lane] > most ? bound[lane] : most;
+  const int32_t most = fold_lanes(bound, larger);
   float largest = bits<float>(most);
   largest = largest < TINY ? 0 : largest;
   const float inverse = largest > 0 ? MAX_CODE / largest : 0;
@@ -49,8 +48,7 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
     store(row.codes(group) + c, __builtin_convertvector(code, vb));
     total += code;
   }
-  int32_t sum = 0;
-  for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
+  const int32_t sum = fold_lanes(total, [](auto a, auto b) { return a + b; });
   store(row.scale_at(group), QuantizedRows::Scale{largest / MAX_CODE, sum});
 }
 

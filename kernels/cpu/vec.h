@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__) || defined(__AVX512BF16__)
+#if defined(__AVX__) || defined(__F16C__) || defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -64,6 +64,23 @@ static inline void store(T* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
+// As store, past the caches and without reading what is overwritten; p is aligned to a vector. Others
+// may read behind end_stream.
+static inline void stream(float* p, vf v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v);
+#endif
+}
+static inline void end_stream() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
+}
+
 template <class To, class From>
 static inline To bits(From v) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -98,19 +115,21 @@ static inline v4 sum_lanes(vf a, vf b, vf c, vf d) {
 #undef PAIR_HIGH
 }
 
-static inline float largest_lane(vf v) {
+// op of all lanes of a vector of floats or integers, where their order makes no difference.
+template <class V, class Op>
+static inline auto fold_lanes(V v, const Op& op) {
 #if defined(__AVX512F__)
-  const vf upper = SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v = upper > v ? upper : v;
-  const vf other = SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
-  v = other > v ? other : v;
+  v = op(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = op(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15));
 #elif defined(__AVX__)
-  const vf upper = SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
-  v = upper > v ? upper : v;
+  v = op(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
 #endif
-  const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
-  return a > b ? a : b;
+  return op(op(v[0], v[1]), op(v[2], v[3]));
 }
+
+static const auto larger = [](auto a, auto b) { return b > a ? b : a; };
+
+static inline float largest_lane(vf v) { return fold_lanes(v, larger); }
 
 static inline vf from_bf16(vh h) { return bits<vf>(__builtin_convertvector(h, vu) << 16); }
 

@@ -94,6 +94,13 @@ def test_large_layers_agree_with_the_reference_row_by_row(
     assert torch.equal(torch.cat(alone), together)
 
 
+def test_rows_too_many_for_the_caches_have_the_bits_of_few(native: NativePlanes) -> None:
+    case = make_layer(1100, 3, 2, hidden=1024, width=40, bits=(4, 8))  # 8.6 MiB of outputs
+    together = native.experts(*case.arguments)
+    parts = [native.experts(*case.rows(slice(t, t + 275)).arguments) for t in range(0, 1100, 275)]
+    assert torch.equal(torch.cat(parts), together)
+
+
 def test_all_256_codes_give_what_whole_bytes_give(native: NativePlanes) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64)
     layout = PlaneLayout(4, 64)
