@@ -22,6 +22,11 @@ LEARNING_RATE = 0.005
 """How much of the weights a visit decides."""
 CYCLE_DISCOUNT = 0.5
 """What a use is worth that comes one pass over the layers later."""
+DISTANCE_DISCOUNT = 0.75
+"""What the next visit of a layer is worth if it is a whole pass away. Waiting is cheaper here: a
+slot given up meanwhile goes to a unit of the layer that has just been, which has longer to wait.
+Were it as dear, caches smaller than a pass would live from one layer to the next, and give up its
+favourites for whatever comes soon."""
 KEEP = 0.5 ** (1 / np.array(HALF_LIVES))
 
 Layers = int | slice | Sequence[int]
@@ -80,7 +85,7 @@ class Rates:
 def discounts(num_layers: int) -> Values:
     """``(L, L)``, [now, then]: what a use is worth by when its layer comes next."""
     ahead = (np.arange(num_layers) - np.arange(num_layers)[:, None] - 1) % num_layers + 1
-    table: Values = CYCLE_DISCOUNT ** (ahead / num_layers)
+    table: Values = DISTANCE_DISCOUNT ** (ahead / num_layers)
     return table
 
 

@@ -69,6 +69,19 @@ def test_habits_win_where_one_expert_follows_from_another() -> None:
     assert found["forecast"] > others + 0.25 * (found["belady"] - others)
 
 
+def test_a_cache_smaller_than_a_pass_keeps_the_favourites_of_all_layers() -> None:
+    """And not what comes soonest, layer by layer; six tokens at once want 30 units a pass."""
+    one, batch, layers = popular(900), 6, range(LAYERS)
+    calls = [
+        sorted(set().union(*one[start + layer : start + batch * LAYERS : LAYERS]))
+        for start in range(0, len(one), batch * LAYERS)
+        for layer in layers
+    ]
+    found = ratios(calls, 8)
+    for name in ("frequency_recency", "forecast"):
+        assert found[name] > max(found["lru"], found["lfu"]) - 0.002
+
+
 def test_what_repeats_itself_is_kept_as_well_as_what_is_popular() -> None:
     found = ratios(repeating(300), 16)
     for name in ("frequency_recency", "forecast"):
