@@ -1,7 +1,7 @@
 """Recorded routings of the shipped model.
 
 Held-out text of each domain, and of all three in turn (`switches`, a change of subject every 128
-tokens).
+tokens); or other texts of each domain.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.predict import TEXTS, WINDOW, heldout
+from benchmarks.predict import TEXTS, WINDOW, heldout, other_texts
 from moe import MoE
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
@@ -45,6 +45,17 @@ def recordings(model: MoE, tokens: int) -> Iterator[Recorded]:
     third = [ids[: tokens // len(texts)] for ids in texts.values()]
     pieces = zip(*([*_pieces(ids, SUBJECT_TOKENS)] for ids in third), strict=False)
     yield _record(model, "switches", [token for turn in pieces for ids in turn for token in ids])
+
+
+def other_recordings(model: MoE, tokens: int, count: int) -> Iterator[Recorded]:
+    """So many of each domain, of the text that this machine has anyway."""
+    for name in TEXTS:
+        texts, ids = other_texts(name), list[int]()
+        for number in range(count):
+            while len(ids) < tokens:
+                ids += model.codec.encode(next(texts))
+            yield _record(model, f"{name} {number}", ids[:tokens])
+            ids = []
 
 
 def _record(model: MoE, name: str, ids: Sequence[int]) -> Recorded:

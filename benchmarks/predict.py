@@ -50,20 +50,25 @@ BINS = torch.tensor([0.02, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0001])
 
 def calibration_text(characters: int) -> str:
     """Equal parts of three kinds, without what resembles the held-out text."""
-    held = set().union(*(long_lines(heldout(name)) for name in TEXTS))
     parts = []
-    for kind in (_python(), _cpp(), _prose()):
+    for kind in ("python", "cpp", "prose"):
         pieces, size = [], 0
-        for text in kind:
-            lines = long_lines(text)
-            if not lines or len(lines & held) > NEAR_DUPLICATE * len(lines):
-                continue
-            pieces.append(text[:20_000])
+        for text in other_texts(kind):
+            pieces.append(text)
             size += len(pieces[-1])
             if size >= characters // 3:
                 break
         parts += pieces
     return "\n".join(parts)
+
+
+def other_texts(kind: str) -> Iterator[str]:
+    """Beginnings of what this machine has of a kind, without what resembles the held-out text."""
+    held = set().union(*(long_lines(heldout(name)) for name in TEXTS))
+    for text in {"python": _python, "cpp": _cpp, "prose": _prose}[kind]():
+        lines = long_lines(text)
+        if lines and len(lines & held) <= NEAR_DUPLICATE * len(lines):
+            yield text[:20_000]
 
 
 def heldout(name: str) -> str:
