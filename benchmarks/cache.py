@@ -39,7 +39,9 @@ FORESEEN = (1, 2, 4)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short traces")
-    parser.add_argument("--others", type=int, default=0, help="texts of each domain to read instead")
+    parser.add_argument(
+        "--others", type=int, default=0, help="texts of each domain to read instead"
+    )
     options = parser.parse_args()
     model = MoE.from_pretrained(str(MODEL))
     print_header(environment())
