@@ -139,7 +139,7 @@ def read_prompt(model: MoE, prompt: list[int], mode: str) -> dict[str, float]:
     prefill = profile.prefill.model_copy(update={"mode": mode})
     engine = Engine(model.trunk, model.experts, profile.model_copy(update={"prefill": prefill}))
     model.reset_stats()
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     engine.submit(model.request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)))
     while not engine.idle:
         engine.step()
@@ -147,6 +147,7 @@ def read_prompt(model: MoE, prompt: list[int], mode: str) -> dict[str, float]:
     figures = cache_figures(model, 1, seconds)
     return {
         "ttft_s": seconds,
+        "processor_s": time.process_time() - processor,
         "bytes": figures["bytes_per_token"],
         "expert_loads": sum(layer["expert_loads"] for layer in model.stats()["layers"]),
         "stall_fraction": figures["stall_fraction"],

@@ -144,6 +144,8 @@ def _look_ahead(
     where that is wanted."""
     prefetcher, foresight = None, ""
     if offloaded is not None:
+        for layer in offloaded.layers:
+            layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
         prefetcher, foresight = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
     expect, apart = None, ""

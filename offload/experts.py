@@ -5,7 +5,8 @@ Legend as in kernels/reference.py; a slot is an expert to the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -16,9 +17,11 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.arriving import Rows
 from kernels.cpu.layer import AtOnce
 from kernels.reference import AnyExperts, sum_dtype
+from offload.ahead import read_ahead
 from offload.arriving import run_arriving
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
+from offload.held import Held
 from offload.host import HostSource
 from offload.late import LateExperts
 from offload.light import light_experts
@@ -40,6 +43,7 @@ class OffloadedExperts:
 
     Attributes:
         whole_share: see `offload.light`; None where prefixes are not served.
+        ahead: whether the next layer is read ahead, see `offload.ahead`.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class OffloadedExperts:
         )
         self._copies, self.late = copies, late
         self.whole_share: float | None = None
+        self.ahead = False
         self._how: AtOnce | None = None
 
     @property
@@ -110,7 +115,7 @@ class OffloadedExperts:
         light: Sequence[int] = ()
         if self.whole_share is not None:
             light = light_experts(ids_TK, weights_TK, self.whole_share)
-        with self.cache.acquire(self.layer, wanted, elsewhere, light) as held:
+        with self._held(asked, wanted, elsewhere, light) as held:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:
@@ -157,6 +162,19 @@ class OffloadedExperts:
                 ids_TK = wave.slot_ids.take(routing.expert_ids)
                 experts_forward(hidden_TH, ids_TK, routing.weights, self.slots, total_TH)
             return total_TH
+
+    @contextmanager
+    def _held(
+        self,
+        asked: Sequence[int],
+        wanted: Sequence[int],
+        elsewhere: Sequence[int],
+        light: Sequence[int],
+    ) -> Iterator[Held]:
+        with self.cache.acquire(self.layer, wanted, elsewhere, light) as held:
+            yield held
+        if self.ahead and self.whole_share is None:  # it would bring whole ones
+            read_ahead(self.cache, self.layer, len(asked))
 
     def _compiled(self, hidden_TH: Tensor) -> AtOnce | None:
         """What runs rows like these without Python, where nobody else is in between."""

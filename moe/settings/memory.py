@@ -71,7 +71,8 @@ class OffloadSettings(Settings):
     model has been calibrated. off: none."""
 
     prefetch: bool = True
-    """Read experts before they are needed, as the predictor says, wherever that is found to pay."""
+    """Read experts before they are needed: as the predictor says, wherever that is found to pay,
+    and those of the next layer where nearly all of a layer's are asked for, as by prompts."""
 
     late: Literal["wait", "prefix", "host"] = "wait"
     """Experts that are missing when the router asks for them. wait: until they have been read or

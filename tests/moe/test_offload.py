@@ -78,12 +78,26 @@ def test_any_cache_gives_the_bits_of_a_resident_model(
     check_equal(model, resident)
 
 
+def test_a_prompt_that_wants_everything_reads_the_next_layer_ahead(
+    store: Path, resident: MoE
+) -> None:
+    read = {}
+    for prefetch in (True, False):
+        offload = {"hot_set": False, "prefetch": prefetch}
+        model = MoE.from_pretrained(store, budget(store, resident, 0.5, offload=offload))
+        assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
+        read[prefetch] = model.stats()["offload"]["prefetches"]
+    assert read[True] > read[False] == 0
+
+
 def test_layers_without_a_miss_are_passed_and_counted(store: Path, resident: MoE) -> None:
-    """What is decided does not depend on whether Python was asked at a layer."""
+    """What is decided does not depend on whether Python was asked at a layer. Nothing is read
+    ahead: what that finds in time is the disk's affair."""
     found, asked = list[Any](), list[int]()
+    offload = SMALL["offload"] | {"prefetch": False}
     long = SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True)
     for forward in (experts_forward, partial(experts_forward)):  # the latter is asked everywhere
-        model = MoE.from_pretrained(store, budget(store, resident, 0.75))
+        model = MoE.from_pretrained(store, budget(store, resident, 0.75, offload=offload))
         model.experts.forward, bring = forward, model.experts.bring
         calls = list[int]()
 
