@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
+from hypothesis.internal.conjecture import providers
 
 from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 from tests.launched import Launch, Launched, Nursery, free_port
@@ -49,6 +50,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("moe")
+if "CI" in os.environ:
+    # Constants of whatever has been imported so far are examples, too: they would depend on the
+    # tests that ran before in the same process.
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 class TorchRandom:
