@@ -50,7 +50,7 @@ def imbalances(counts: Sequence[int], *, quick: bool) -> list[dict[str, Any]]:
         text = (ROOT / f"tests/data/heldout_{name}.txt").read_text()
         traces[name] = text_trace(model, text, 512, steps)
     return [
-        {"trace": name, "ranks": ranks} | judge(trace, ranks, int(trace.shape[2] * (1 + REPLICAS)))
+        {"trace": name, "ranks": ranks} | judge(trace, ranks, replicas=REPLICAS)
         for name, trace in traces.items()
         for ranks in counts
         if ranks > 1

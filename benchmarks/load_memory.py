@@ -229,10 +229,11 @@ def compare_store(path: Path, repeats: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="about 0.3 GB instead of 1 GB")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--repeats", type=int, help="processes of each kind (3; 1 with --quick)")
     parser.add_argument("--store", type=Path, metavar="DIR", help="load this store instead")
     parser.add_argument("--child", nargs=2, metavar=("LOADER", "PATH"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.repeats = arguments.repeats or (1 if arguments.quick else 3)
     if arguments.child:
         loader, path = arguments.child[0], Path(arguments.child[1])
         if loader in LOADERS:

@@ -17,7 +17,7 @@ from outside. Three questions:
 ``bytes_per_token`` and ``stall_fraction`` are what the cache counted, ``disk_fraction`` is those
 bytes over the disk's bandwidth and the time. Of prompts also the seconds that the disk takes for
 their bytes and the processor for all else: with one thread, no first token comes before the longer
-of the two. The last line is JSON. `--quick` takes under 50 s.
+of the two. The last line is JSON. `--quick` takes about a minute.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def zipf_trace(exponent: float, step: int, steps: int, seed: int = 0) -> Trace:
     return np.array(layers)
 
 
-def judge(trace: Trace, ranks: int, replicas: float) -> dict[str, float]:
+def judge(trace: Trace, ranks: int, *, replicas: float) -> dict[str, float]:
     """Mean imbalance of each way over the second half of a trace, and our distance to optimum."""
     found: dict[str, list[NDArray[np.float64]]] = {
         name: [] for name in ("linear", "eplb", "unseen", "ours", "hindsight")
@@ -163,7 +163,7 @@ def main() -> None:
         for count in ranks:
             for extra in (0.0, 0.25):
                 point = {"trace": name, "ranks": count, "replicas": extra}
-                points.append(point | judge(trace, count, extra))
+                points.append(point | judge(trace, count, replicas=extra))
             reader = None
             if name in texts:
                 ids = model.codec.encode(texts[name])[: options.step * trace.shape[1]]

@@ -283,7 +283,7 @@ def main() -> None:
     model = MoE.from_pretrained(options.model)
     began = time.perf_counter()
     if options.calibration is None:
-        learnt = 16_000 if options.quick else 100_000
+        learnt = 8_000 if options.quick else 100_000
         text = calibration_text(6 * learnt)
         _, fitted = calibrate_model(model, text, tokens=learnt)
         calibrated, missing = fitted.calibrated, fitted.unavailable

@@ -39,9 +39,9 @@ def first_placement(
     """
     slots = slots_for(num_experts, ranks, replicas)
     if kind == "packed":
-        return (
-            _foreseen(num_experts, slots, ranks) if seen_SE is None else pack(seen_SE, slots, ranks)
-        )
+        if seen_SE is None:
+            return _for_unseen(num_experts, slots, ranks)
+        return pack(seen_SE, slots, ranks)
     if kind == "eplb":
         return eplb(np.ones(num_experts) if seen_SE is None else seen_SE.mean(0), slots, ranks)
     if kind == "linear":
@@ -50,7 +50,7 @@ def first_placement(
 
 
 @cache
-def _foreseen(num_experts: int, slots: int, ranks: int) -> Placement:
+def _for_unseen(num_experts: int, slots: int, ranks: int) -> Placement:
     """For steps of which only a mean is known: what an expert gets is exponential, the least that
     can be assumed (its entropy is the largest). So copies are spread as to help whoever has more
     than others in a step; to even loads any copies would do. It is a second's work on few ranks and
