@@ -11,14 +11,13 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moe import __version__
 from moe.commands import arguments, subcommands
-from moe.commands.subcommands import load_settings
+from moe.commands.subcommands import importing, load_settings
 from moe.errors import MoEError, ProfileError, RankLostError, RequestError
 from offload.errors import OffloadError
 
@@ -101,22 +100,6 @@ def _take_any_text() -> None:
             stream.reconfigure(errors=errors)
 
 
-def _import_engine() -> None:
-    """Seconds of imports, in which Ctrl-C ends the process by the signal itself.
-
-    As an exception it could get lost in the import of an extension module, or come out as an
-    ``ImportError``.
-    """
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ours = ours and threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import moe.commands.terminal  # noqa: F401
-
-    if ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _follows(model: str, profile: Any) -> bool:
     """Whether this process is not the first rank of a launch; its part is done then."""
     from moe.parallel.launch import end_with_parent, wanted_launch
@@ -184,8 +167,8 @@ def _generate(options: argparse.Namespace) -> int:
         from moe.sampling.structure import Structure
 
         structure = Structure.json_schema(_text_of(options.json_schema, "schema"))
-    _import_engine()
-    from moe.commands.terminal import generate
+    with importing():
+        from moe.commands.terminal import generate
 
     return generate(options.model, profile, prompt, structure, as_json=options.json)
 
@@ -198,8 +181,8 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
             "--batch takes its prompts and what is asked of them from the file; leave out "
             "--prompt, --json and --json-schema"
         )
-    _import_engine()
-    from moe.commands.terminal import batch
+    with importing():
+        from moe.commands.terminal import batch
 
     return batch(options.model, profile, Path(options.batch), Path(options.out))
 
@@ -208,17 +191,19 @@ def _chat(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _follows(options.model, profile):
         return 0
-    _import_engine()
-    from moe.commands.chat import chat
+    system = None if options.system is None else _text_of(options.system, "system")
+    with importing():
+        from moe.commands.chat import chat
 
-    return chat(options.model, profile)
+    return chat(options.model, profile, system)
 
 
 def _serve(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _follows(options.model, profile):
         return 0
-    _import_engine()
-    from moe.server.serve import serve
+    with importing():
+        from moe.server.serve import serve
 
-    return serve(options.model, profile, options.host, options.port, options.api_key)
+    listens = (options.host, options.port, options.api_key)
+    return serve(options.model, profile, *listens, options.served_model_name)

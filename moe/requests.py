@@ -74,8 +74,8 @@ def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:
             "generated; shorten the prompt"
         )
     raise ContextError(
-        f"the prompt has {num_prompt} tokens and max_new_tokens is {num_new}, together more than "
-        f"the context of {limit} tokens; shorten the prompt or lower max_new_tokens"
+        f"the prompt has {num_prompt} tokens and {num_new} new ones are asked for, together more "
+        f"than the context of {limit} tokens; shorten the prompt or ask for fewer"
     )
 
 

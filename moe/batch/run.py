@@ -97,7 +97,7 @@ class Batch:
 
     def _submit(self, number: int, line: BatchLine) -> None:
         body = parse(BODIES[line.url], to_json(line.body))
-        check_model(self._name, body.model)
+        check_model([self._name], body.model)
         if body.stream:
             raise APIError(400, "a batch cannot stream; remove it", param="stream")
         groups = make_groups(self._model, body)

@@ -8,6 +8,9 @@ import argparse
 def add_chat(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
     _add_sampling(parser)
+    parser.add_argument(
+        "--system", metavar="TEXT|@FILE", help="what the model is told before the conversation"
+    )
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,14 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
     _add_sampling(parser)
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="what clients call the model, one name or several (its directory's name or hub id)",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     parser.add_argument(

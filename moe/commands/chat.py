@@ -15,17 +15,21 @@ from moe.tools.reasoning_parser import ReasoningParser
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def chat(name: str | Path, profile: LoadedProfile) -> int:
-    """A conversation with history until end of input or ``/exit``."""
+def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) -> int:
+    """A conversation with history until end of input or ``/exit``; ``system`` leads it."""
     model = load(name, profile)
-    history: list[dict[str, object]] = []
+    leading: list[dict[str, object]] = []
+    if system is not None:
+        leading = [{"role": "system", "content": system}]
+    history = [*leading]
     stats: RunStats | None = None
-    print("Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures.")
+    if sys.stdin.isatty():
+        print("Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures.")
     while (line := _ask()) is not None:
         if line == "/exit":
             break
         if line == "/reset":
-            history.clear()
+            history[:] = leading
             print("(conversation forgotten)")
         elif line == "/stats":
             print(stats.summary() if stats else "(nothing generated yet)")

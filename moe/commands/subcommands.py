@@ -6,11 +6,33 @@ Heavy modules are imported by the one that needs them.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moe.errors import ProfileError
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Seconds of imports, in which Ctrl-C ends the process by the signal itself.
+
+    As an exception it could get lost in the import of an extension module, or come out as an
+    ``ImportError``.
+    """
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = ours and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def load_settings(options: argparse.Namespace) -> Any:
@@ -27,9 +49,10 @@ def load_settings(options: argparse.Namespace) -> Any:
 
 
 def convert(options: argparse.Namespace) -> int:
-    from moe.convert.allotment import Budget
-    from moe.convert.convert import convert as run
-    from moe.settings import ModelSettings
+    with importing():
+        from moe.convert.allotment import Budget
+        from moe.convert.convert import convert as run
+        from moe.settings import ModelSettings
 
     settings = ModelSettings(
         expert_bits=options.bits,
@@ -48,7 +71,7 @@ def convert(options: argparse.Namespace) -> int:
         calibration=folder,
         budget=budget,
         repair=options.repair_routers,
-        progress=True,
+        progress=sys.stderr.isatty(),
         on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
     )
     print(out)
@@ -57,7 +80,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    from moe.evaluate.command import run
+    with importing():
+        from moe.evaluate.command import run
 
     return run(
         options.model,
@@ -71,7 +95,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def trace(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    from moe.tracing.command import run
+    with importing():
+        from moe.tracing.command import run
 
     return run(
         options.model,
@@ -84,14 +109,16 @@ def trace(options: argparse.Namespace) -> int:
 
 
 def inspect_store(options: argparse.Namespace) -> int:
-    from moe.convert.inspect_store import run
+    with importing():
+        from moe.convert.inspect_store import run
 
     return run(Path(options.store), None if options.image is None else Path(options.image))
 
 
 def calibrate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    from moe.calibrate.calibrate import calibrate as run
+    with importing():
+        from moe.calibrate.calibrate import calibrate as run
 
     out = None if options.out is None else Path(options.out)
     text = Path(options.text)
@@ -101,7 +128,8 @@ def calibrate(options: argparse.Namespace) -> int:
 def plan(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if options.ranks is not None:
-        from moe.plan.rank_command import run as run_ranks
+        with importing():
+            from moe.plan.rank_command import run as run_ranks
 
         return run_ranks(
             options.model,
@@ -114,20 +142,23 @@ def plan(options: argparse.Namespace) -> int:
         )
     if options.nodes != 1 or options.link is not None or options.network is not None:
         raise ProfileError("--nodes, --link and --network are about several ranks; add --ranks N")
-    from moe.plan.command import run
+    with importing():
+        from moe.plan.command import run
 
     return run(options.model, profile, as_json=options.json)
 
 
 def bench(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    from moe.commands.bench import run
+    with importing():
+        from moe.commands.bench import run
 
     sizes = {"prompt": options.prompt_tokens, "tokens": options.new_tokens}
     return run(options.model, profile, **sizes, as_json=options.json)
 
 
 def doctor(_: argparse.Namespace) -> int:
-    from moe.commands.doctor import main as doctor
+    with importing():
+        from moe.commands.doctor import main as doctor
 
     return doctor()

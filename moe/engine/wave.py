@@ -72,8 +72,8 @@ class Group:
         needed = max(longest, self.num_kv + num_samples)
         if needed > kv_tokens:
             raise RequestError(
-                f"the request needs memory for {needed} tokens and memory.kv_tokens is "
-                f"{kv_tokens}; shorten it, ask for fewer samples or raise memory.kv_tokens"
+                f"the request needs memory for {needed} tokens and there is room for {kv_tokens} "
+                "(memory.kv_tokens, memory.kv_gib); shorten it, ask for fewer samples or make room"
             )
         if num_samples > max_batch_size:
             raise RequestError(

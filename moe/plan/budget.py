@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from moe.plan.memory import GIB, MemoryPlan, Offloadable, PlanLine, Tier
 from moe.settings import Profile
 from offload.tiers import HOST
 
+RESERVE = "reserve"
 RESERVE_SHARE = 1 / 20
 LEAST_POOL = 2048
 """Tokens of keys and values below which a pool that nobody has set is not worth loading for."""
@@ -59,7 +61,7 @@ def plan_memory(
             f"{wave_tokens(profile)} prompt tokens, {footprint.how}",
         ),
         PlanLine("logits", 2 * 4 * batch * logits_size, f"{batch} sequences of {logits_size}"),
-        PlanLine("reserve", reserve, "memory.reserve_gib"),
+        PlanLine(RESERVE, reserve, "memory.reserve_gib"),
     ]
     if footprint.bytes_per_sequence:
         state = footprint.bytes_per_sequence
@@ -98,10 +100,11 @@ def _offloaded(
     left -= fixed
     size, total = offloadable.slot_bytes, offloadable.experts
     wanted = total if offloadable.most is None else min(offloadable.most, total)
-    pool = max(int(left * KV_SHARE), left - wanted * size)
+    least = min(offloadable.least, total)
+    pool = max(min(int(left * KV_SHARE), left - least * size), left - wanted * size)
     plan = _with_pool(plan, profile, pool, context_length)
     left -= plan.lines[-1].bytes
-    slots = max(min(left // size, wanted), min(offloadable.least, total))
+    slots = max(min(left // size, wanted), least)
     host = _host_tier(plan, offloadable)
     where = "in host memory" if host and host[0].experts == total else "on disk"
     how = f"{slots} of {total} at a time ({slots / total:.1%}), the others {where}"
@@ -141,6 +144,14 @@ def _pool(
     if fit >= most:
         return most, "as many as a full batch can use"
     return max(fit, min(LEAST_POOL, context)), "what is left"
+
+
+def available_for(profile: Profile, plan: MemoryPlan) -> int:
+    """Bytes that must be available for what a plan needs: with more of them the reserve grows."""
+    needed = sum(line.bytes for line in plan.lines if line.name != RESERVE)
+    if profile.memory.reserve_gib is not None:
+        return needed + _reserve(profile, None)
+    return min(math.ceil(needed / (1 - RESERVE_SHARE)), needed + GIB)
 
 
 def _reserve(profile: Profile, available_bytes: int | None) -> int:

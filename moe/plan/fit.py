@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from moe.errors import DoesNotFitError
-from moe.plan.budget import wave_tokens
+from moe.plan.budget import available_for, wave_tokens
 from moe.plan.memory import GIB, MemoryPlan, size_text
 from moe.settings import Profile
 
@@ -17,11 +19,10 @@ def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> Non
     if plan.fits:
         return
     if plan.host_bytes is not None and plan.host_needed_bytes > plan.host_bytes:
-        gib = plan.host_needed_bytes / GIB
         raise DoesNotFitError(
             f"the model does not fit: beside {plan.place}, {size_text(plan.host_bytes).strip()} of "
             f"main memory are available for experts, too little to bring them there: {plan}\n"
-            f"  - memory.host_gib of at least {gib:.3g}, if so much is free"
+            f"  - memory.host_gib of at least {_gib(plan.host_needed_bytes)}, if so much is free"
         )
     assert plan.available_bytes is not None
     needed, free = size_text(plan.needed_bytes).strip(), size_text(plan.available_bytes).strip()
@@ -48,16 +49,20 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
     if profile.model.expert_dtype == "float32":
         half = size_text(size["experts"] // 2).strip()
         remedies.append(f"model.expert_dtype=bfloat16 lowers the experts to {half}")
-    if profile.memory.device_gib is not None:
-        gib = plan.needed_bytes / GIB
-        remedies.append(f"memory.device_gib of at least {gib:.3g} (it is the limit here)")
+    least = available_for(profile, plan)
+    limit = profile.memory.device_gib
+    if limit is not None and int(limit * GIB) == plan.available_bytes:
+        remedies.append(f"memory.device_gib of at least {_gib(least)} (it is the limit here)")
     if not plan.tiers:
-        gib = -(-plan.needed_bytes // GIB)
-        remedies.append(f"a machine with {gib} GiB of free memory")
+        remedies.append(f"a machine with {-(-least // GIB)} GiB of free memory")
     else:
-        least = size_text(plan.needed_bytes).strip()
         remedies.append(
-            f"{least} of free memory are the least for this model and profile: "
+            f"{_gib(least)} GiB of free memory are the least for this model and profile: "
             f"{plan.expert_slots} experts in memory, the others on disk"
         )
     return remedies
+
+
+def _gib(size: int) -> str:
+    """Bytes in GiB, rounded up: whoever gives so much has enough."""
+    return f"{math.ceil(size / GIB * 1000) / 1000:g}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
 from moe.errors import ProfileError
@@ -177,8 +177,9 @@ def _assumptions(machine: Machine, locality: Locality) -> list[str]:
 def show(made: RanksPlan, console: Console) -> None:
     """The table, the advice and what it rests on."""
     first, *more = (str(batch) for batch in made.plans[0].seconds)
-    columns = ("", "GiB each", "resident", "kB a token", "imbalance", f"tokens/s: {first}", *more)
-    table = Table(*columns, box=None, header_style="bold")
+    names = ("GiB\neach", "resident", "kB a\ntoken", "imbalance", f"tokens/s: {first}", *more)
+    columns = [Column(name, no_wrap=True) for name in ("", *names)]
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     for plan in made.plans:
         table.add_row(
             plan.name,

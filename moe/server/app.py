@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ router = APIRouter()
 
 def create_app(
     runner: Runner,
-    model_name: str,
+    model_names: Sequence[str],
     settings: ServerSettings,
     api_key: str | None = None,
     host_names: Collection[str] | None = None,
@@ -47,7 +47,7 @@ def create_app(
     """The application of one model; see `Guard` for the last two."""
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.runner = runner
-    app.state.model_name = model_name
+    app.state.model_names = model_names
     app.state.settings = settings
     app.include_router(router)
     app.include_router(routes.router)
@@ -115,19 +115,18 @@ async def ready(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(request)]}
+    names = request.app.state.model_names
+    return {"object": "list", "data": [_model_card(request, name) for name in names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    check_model(request.app.state.model_name, name)
-    return _model_card(request)
+    return _model_card(request, check_model(request.app.state.model_names, name))
 
 
-def _model_card(request: Request) -> dict[str, Any]:
+def _model_card(request: Request, name: str) -> dict[str, Any]:
     runner: Runner = request.app.state.runner
     limit = runner.model.context_length if runner.model else None
-    name = request.app.state.model_name
     return {
         "id": name,
         "object": "model",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
 from starlette.concurrency import run_in_threadpool
@@ -25,15 +25,16 @@ from moe.text.prompts import TextCodec
 MAX_ECHO_LOGPROBS = 2**20
 
 
-def check_model(served: str, asked: str | None) -> None:
-    """Raises `APIError` 404 unless this is the model that is served, or none was named."""
-    if asked not in (None, served):
+def check_model(served: Sequence[str], asked: str | None) -> str:
+    """The name that was asked for, the first one where none was; `APIError` 404 for any other."""
+    if asked is None:
+        return served[0]
+    if asked not in served:
+        names = " and ".join(map(repr, served))
         raise APIError(
-            404,
-            f"no such model; this server has {served!r}",
-            param="model",
-            code="model_not_found",
+            404, f"no such model; this server has {names}", param="model", code="model_not_found"
         )
+    return asked
 
 
 async def answer(
@@ -44,8 +45,7 @@ async def answer(
     Args:
         make: the answer, from the tokenizer, the id of the request and the name of the model.
     """
-    name = request.app.state.model_name
-    check_model(name, body.model)
+    name = check_model(request.app.state.model_names, body.model)
     runner: Runner = request.app.state.runner
     job = await while_connected(request.receive, runner.submit(partial(make_groups, body=body)))
     assert runner.model is not None

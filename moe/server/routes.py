@@ -63,7 +63,7 @@ async def count_tokens(
     request: Request, body: Annotated[CountRequest, Depends(json_body(CountRequest))]
 ) -> dict[str, int]:
     """Tokens of the prompt that such a request to ``/v1/messages`` has."""
-    check_model(request.app.state.model_name, body.model)
+    check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, int]:
         return {"input_tokens": len(chat_prompt(model, body.chat))}

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,16 +42,28 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    name: str | Path, profile: LoadedProfile, host: str, port: int, api_key: str | None
+    name: str | Path,
+    profile: LoadedProfile,
+    host: str,
+    port: int,
+    api_key: str | None,
+    served_names: Sequence[str] = (),
 ) -> int:
-    """``moe serve``; returns the exit code."""
+    """``moe serve``; returns the exit code.
+
+    Args:
+        served_names: what clients call the model; none: as its directory or hub id is called.
+    """
+    if not all(served_names):
+        raise MoEError("a served model name is empty; give one, or leave out --served-model-name")
     if api_key is None:
         api_key = os.environ.get("MOE_API_KEY")
     if api_key is not None and not api_key.strip():
         raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
+    own_name = public_name(name)
     service = Service(
         load=partial(_load, name, profile),
-        model_name=public_name(name),
+        model_names=served_names or [own_name],
         profile=profile,
         listener=bind(host, port),
         api_key=api_key,
@@ -66,7 +79,8 @@ def serve(
         assert service.runner.model is not None
         for notice in service.runner.model.notices:
             print(f"moe: {notice}", file=sys.stderr)
-        print(f"moe: serving {service.model_name} at {service.address}", flush=True)
+        names = ", ".join(service.model_names)
+        print(f"moe: serving {names} at {service.address}", flush=True)
 
     async def run() -> int:
         loop = asyncio.get_running_loop()

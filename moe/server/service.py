@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ class Service:
 
     Args:
         load: makes the model, and reports how far it is.
-        model_name: what clients call it.
+        model_names: what clients call it, one of these.
         profile: its ``server`` section is used here.
         listener: bound; closed in the end.
         api_key: what clients must send; None lets everybody in.
@@ -51,7 +51,7 @@ class Service:
     """
 
     load: Callable[[Report], MoE]
-    model_name: str
+    model_names: Sequence[str]
     profile: LoadedProfile
     listener: socket.socket
     api_key: str | None = None
@@ -76,7 +76,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
         self.runner = runner = Runner(self.load, settings.max_waiting)
-        app = create_app(runner, self.model_name, settings, self.api_key, self._host_names())
+        app = create_app(runner, self.model_names, settings, self.api_key, self._host_names())
         server = _Server(_uvicorn_config(app, settings.read_timeout_s))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:

@@ -43,7 +43,7 @@ async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> dict[str, Any]:
     """Token ids of a text, or of messages put through the chat template."""
-    check_model(request.app.state.model_name, body.model)
+    check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         prompt = body.prompt
@@ -59,7 +59,7 @@ async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> dict[str, Any]:
     """Text of token ids, special tokens included."""
-    check_model(request.app.state.model_name, body.model)
+    check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}

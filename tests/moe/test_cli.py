@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -179,11 +180,18 @@ def test_mistakes_exit_with_2_and_one_clear_message(
 def test_chat_keeps_history_and_obeys_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/stats\n/reset\n/stats\n/exit\nignored"))
-    code, out, _ = run(capsys, "chat", DEMO, *SHORT)
-    assert code == 0
-    assert out.count("prompt tokens,") == 2
-    assert "(conversation forgotten)" in out
+    said = "hello\n/stats\nagain\n/stats\n/reset\nhello\n/stats\n/exit\nignored"
+    read: list[list[int]] = []
+    for system in ([], ["--system", "Be brief."]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        code, out, _ = run(capsys, "chat", DEMO, *SHORT, *system)
+        assert code == 0
+        assert out.count("(conversation forgotten)") == 1
+        assert "Ctrl-D" not in out  # which is for terminals
+        read.append([int(count) for count in re.findall(r"(\d+) prompt tokens", out)])
+    (first, longer, again), told = read
+    assert first == again < longer
+    assert told[0] == told[2] > first
 
 
 def test_a_batch_counts_what_failed_and_goes_on_where_it_was(
@@ -214,8 +222,11 @@ def test_a_full_disk_is_one_line(
     assert (code, err) == (1, "moe: [Errno 28] No space left on device\n")
 
 
-def test_interrupting_the_imports_ends_the_process() -> None:
+@pytest.mark.parametrize("command", ["generate MODEL --prompt x", "convert MODEL OUT"])
+def test_interrupting_the_imports_ends_the_process(command: str, tmp_path: Path) -> None:
     """Where an extension module is imported, a KeyboardInterrupt would be lost."""
+    names = {"MODEL": DEMO, "OUT": str(tmp_path / "store")}
+    arguments = [names.get(word, word) for word in command.split()]
     program = (
         "import os, signal, sys\n"
         "class Finder:\n"
@@ -225,7 +236,7 @@ def test_interrupting_the_imports_ends_the_process() -> None:
         "            except KeyboardInterrupt: pass\n"
         "sys.meta_path.insert(0, Finder())\n"
         "from moe.cli import main\n"
-        f"main(['generate', {DEMO!r}, '--prompt', 'x'])"
+        f"main({arguments})"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -269,8 +280,10 @@ def test_the_command_line_is_frozen() -> None:
             [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
             + ["--print-config", "--prompt"]
         ),
-        "chat": sorted([*model, *sampling, *usual]),
-        "serve": sorted([*model, *sampling, *usual, "--api-key", "--host", "--port"]),
+        "chat": sorted([*model, *sampling, *usual, "--system"]),
+        "serve": sorted(
+            [*model, *sampling, *usual, "--api-key", "--host", "--port"] + ["--served-model-name"]
+        ),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]
             + ["--calibration", "--repair-routers", "--target-bits", "--target-gib"]

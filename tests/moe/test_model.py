@@ -216,7 +216,7 @@ def test_dtypes_of_trunk_and_experts_follow_the_profile(
         ([5, -1], "got -1 at position 1"),
         ("text", "text prompts need a tokenizer"),
         ([1] * 300, "the prompt has 300 tokens, and the context is 256 with what is generated"),
-        ([1] * 251, "the prompt has 251 tokens and max_new_tokens is 6, together more than"),
+        ([1] * 251, "the prompt has 251 tokens and 6 new ones are asked for, together more than"),
     ],
 )
 def test_prompts_that_are_refused(model: MoE, prompt: str | list[int], message: str) -> None:

@@ -95,7 +95,5 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
 
 def test_a_request_larger_than_memory_is_refused(tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory={"kv_tokens": 10})
-    with pytest.raises(
-        RequestError, match=r"needs memory for 12 tokens and memory.kv_tokens is 10"
-    ):
+    with pytest.raises(RequestError, match=r"needs memory for 12 tokens and there is room for 10 "):
         model.stream([1, 2, 3, 4, 5], GREEDY)

@@ -94,8 +94,8 @@ def test_one_sample_may_end_with_its_first_token_and_the_others_go_on() -> None:
 @pytest.mark.parametrize(
     ("candidate", "message"),
     [
-        (group(30, 20), "needs memory for 50 tokens and memory.kv_tokens is 40"),
-        (group(15, 1, 3), "needs memory for 48 tokens and memory.kv_tokens is 40"),
+        (group(30, 20), "needs memory for 50 tokens and there is room for 40 "),
+        (group(15, 1, 3), "needs memory for 48 tokens and there is room for 40 "),
         (group(1, 1, 5), "n is 5 and engine.max_batch_size is 4"),
     ],
 )

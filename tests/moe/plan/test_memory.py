@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from moe.plan.footprint import (
     stand_in_for_experts,
 )
 from moe.plan.ledger import tensor_bytes
-from moe.plan.memory import GIB, MemoryPlan
+from moe.plan.memory import GIB, MemoryPlan, Offloadable
 from moe.profile import load_profile
 from moe.settings import Profile
 from moe.trunk import Trunk
@@ -147,6 +148,38 @@ def test_the_refusal_says_what_to_change() -> None:
     assert "model.expert_dtype=bfloat16 lowers the experts to 4.00 GiB" in text
     assert "a machine with 15 GiB of free memory" in text
     assert plan(profile.model_copy(update={"memory": memory(kv_tokens=fit)}), 12 * GIB).fits
+
+
+@given(
+    available=st.integers(GIB // 8, GIB),
+    activations=st.integers(0, 40 * GIB),
+    given_reserve=st.sampled_from([None, 0.25]),
+    on_disk=st.booleans(),
+)
+def test_the_limit_that_a_refusal_asks_for_is_enough(
+    available: int, activations: int, given_reserve: float | None, on_disk: bool
+) -> None:
+    offloadable = Offloadable(64, 8 * GIB // 64, 2) if on_disk else None
+
+    def planned(device_gib: float) -> tuple[Profile, MemoryPlan]:
+        settings = memory(device_gib=device_gib, reserve_gib=given_reserve)
+        profile = Profile(memory=settings)
+        return profile, plan(profile, activations=activations, offloadable=offloadable)
+
+    profile, refused = planned(available / GIB)
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fit(refused, profile)
+    asked = re.search(r"memory.device_gib of at least ([\d.e+]+)", str(caught.value))
+    assert asked is not None
+    assert planned(float(asked[1]))[1].fits
+    assert not planned(float(asked[1]) - 0.003)[1].fits
+
+
+def test_free_memory_is_not_blamed_on_the_limit() -> None:
+    profile = Profile(memory=memory(device_gib=50))
+    with pytest.raises(DoesNotFitError) as caught:
+        check_fit(plan(profile, GIB), profile)
+    assert "memory.device_gib" not in str(caught.value)
 
 
 def memory(**settings: Any) -> Any:

@@ -199,8 +199,11 @@ def test_the_command_compares_and_names_what_it_assumes(
     assert made["plans"][0]["exchanged_bytes"] == 0 < made["plans"][1]["exchanged_bytes"]
     assert made["plans"][2]["rank_bytes"] < made["plans"][3]["rank_bytes"]
     assert made["machine"]["link"]["how"] == "given"
-    assert main(["plan", str(store), "--ranks", "2", "--link", "1,10"]) == 0
+    assert main(["plan", str(store), "--ranks", "4", "--link", "1,10"]) == 0
     out = capsys.readouterr().out
+    assert "tokens/s: 1" in out  # whole, in 80 columns
+    assert "4 replicas" in out
+    assert "…" not in out
     assert "Take 1 rank: " in out
     assert "Ranks of a node exchange: 1.00 GB/s a rank, 10 µs (given)." in out
     assert "Arithmetic is not counted." in out

@@ -27,7 +27,7 @@ from moe.server.serve import bind
 from moe.server.service import Service
 from tests.moe.tools.templates import HERMES
 
-NAME = "tiny"
+NAMES = ("tiny", "small/tiny")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}"
     "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
@@ -125,7 +125,7 @@ def text_checkpoint(
     tiny_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The tiny Qwen3-MoE with a tokenizer that has a token for each of 125 characters."""
-    path = tmp_path_factory.mktemp("models") / NAME
+    path = tmp_path_factory.mktemp("models") / NAMES[0]
     shutil.copytree(tiny_checkpoint("qwen3_moe"), path)
     letters = ["<pad>", "<s>", "</s>", "\n", *map(chr, range(32, 127)), *map(chr, range(224, 253))]
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
@@ -155,7 +155,7 @@ def serve(model: MoE) -> Serve:
         profile = load_profile({"server": limits}, environ={})
         listener = bind("127.0.0.1", 0)
         running = Running(
-            Service(lambda _: load() if load else model, NAME, profile, listener, api_key)
+            Service(lambda _: load() if load else model, NAMES, profile, listener, api_key)
         )
         yield running
         running.stop()

@@ -14,8 +14,10 @@ GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 
 
 def test_models_tokenize_and_detokenize(client: openai.OpenAI, server: Any, model: MoE) -> None:
-    assert [m.id for m in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    assert [m.id for m in client.models.list()] == ["tiny", "small/tiny"]
+    for name in ("tiny", "small/tiny"):
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="hello", max_tokens=1).model == name
     ids = server.http.post("/tokenize", json={"prompt": "a b"}).json()
     assert ids == {"tokens": model.codec.encode("a b"), "count": 3, "max_model_len": 256}
     chat = server.http.post("/tokenize", json={"messages": CHAT}).json()

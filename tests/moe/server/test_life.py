@@ -28,7 +28,9 @@ URL = "/v1/completions"
 @contextmanager
 def loading(load: Callable[[], MoE]) -> Iterator[tuple[Service, list[Any]]]:
     """A service that has begun to load, and what becomes of it."""
-    service = Service(lambda _: load(), "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    service = Service(
+        lambda _: load(), ["tiny"], load_profile({}, environ={}), bind("127.0.0.1", 0)
+    )
     with running(service) as outcome:
         yield service, outcome
 
@@ -81,7 +83,7 @@ def test_ready_says_how_far_loading_is() -> None:
         assert go_on.wait(60)
         raise MoEError("enough")
 
-    service = Service(load, "tiny", load_profile({}, environ={}), bind("127.0.0.1", 0))
+    service = Service(load, ["tiny"], load_profile({}, environ={}), bind("127.0.0.1", 0))
     with running(service) as outcome:
         assert moment.wait(20)
         answer = httpx.get(f"{service.address}/ready", timeout=60)
