@@ -22,7 +22,8 @@ Each part takes minutes: ``--parts``, ``--residency`` and ``--temperatures`` div
 included. ``of best`` compares with the best of all fixed depths, none included, chosen in
 hindsight: the largest of several noisy rates, so it is on the low side. ``apart`` chooses the best
 on half of the rounds and compares on the others, both ways. ``noise`` is the standard error of a
-speed-up, from run to run. The last line is JSON.
+speed-up, from round to round, and ``median`` the median of the rounds: a stall of the machine in
+one round does not move it. The last line is JSON.
 """
 
 from __future__ import annotations

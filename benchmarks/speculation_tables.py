@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 from benchmarks.common import print_table
@@ -86,6 +86,7 @@ def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dic
                 "tokens_per_second": round(each.rate, 2),
                 "speedup": round(each.rate / plain.rate, 3),
                 "noise": _noise(each, plain),
+                "median_speedup": round(median(_by_round(each, plain)), 3),
                 "early_speedup": _early(each, plain),
                 "of_best": round(each.rate / best, 3),
                 "of_best_apart": of_best_apart(each, fixed),
@@ -114,10 +115,15 @@ def of_best_apart(each: Contender, fixed: Sequence[Contender]) -> float | None:
     return round(fmean(ratios), 3)
 
 
-def _noise(each: Contender, plain: Contender) -> float | None:
-    """Standard error of the speed-up, from pairs of runs on the same prompts; None of one pair."""
+def _by_round(each: Contender, plain: Contender) -> list[float]:
+    """Speed-up in each round: on the same prompts, one behind the other."""
     pairs = zip(each.runs, plain.runs, strict=True)
-    gains = [rate_of([one]) / rate_of([other]) for one, other in pairs]
+    return [rate_of([one]) / rate_of([other]) for one, other in pairs]
+
+
+def _noise(each: Contender, plain: Contender) -> float | None:
+    """Standard error of the speed-up, from round to round; None of one round."""
+    gains = _by_round(each, plain)
     return round(stdev(gains) / len(gains) ** 0.5, 3) if len(gains) > 1 else None
 
 
@@ -128,7 +134,8 @@ def _early(each: Contender, plain: Contender) -> float | None:
 
 def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
     names = ("batch", "residency", "temperature", "mode", "depth", "acceptance", "accepted_length")
-    numbers = ("tokens_per_second", "speedup", "noise", "early_speedup", "of_best", "of_best_apart")
+    speeds = ("tokens_per_second", "speedup", "noise", "median_speedup", "early_speedup")
+    numbers = (*speeds, "of_best", "of_best_apart")
     rows = [
         [
             *(str("auto" if point[n] is None else point[n]) for n in names),
@@ -139,7 +146,8 @@ def show(title: str, points_: Sequence[dict[str, Any]]) -> None:
         for point in points_
     ]
     columns = ("batch", "resident", "T", "mode", "depth", "accepted", "length", "MB", "plain MB")
-    print_table(title, (*columns, "tokens/s", "speed-up", "±", "early", "of best", "apart"), rows)
+    rates = ("tokens/s", "speed-up", "±", "median", "early", "of best", "apart")
+    print_table(title, (*columns, *rates), rows)
 
 
 def show_grid(cells: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.speculation_contenders import Contender
 from benchmarks.speculation_runs import Run
-from benchmarks.speculation_tables import of_best_apart
+from benchmarks.speculation_tables import describe, of_best_apart
 
 
 def contender(seconds: list[float]) -> Contender:
@@ -32,3 +32,10 @@ def test_a_better_choice_is_found_and_one_round_says_nothing() -> None:
     slow, fast, auto = contender([2.0] * 4), contender([1.0] * 4), contender([1.25] * 4)
     assert of_best_apart(auto, [slow, fast]) == 0.8
     assert of_best_apart(contender([1.0]), [contender([1.0])]) is None
+
+
+def test_a_stall_in_one_round_moves_the_speedup_but_not_its_median() -> None:
+    plain, auto = contender([1.0, 1.0, 1.0]), contender([0.5, 0.5, 5.0])
+    (point,) = describe([plain, auto], {"residency": 1.0})
+    assert point["speedup"] == 0.5
+    assert point["median_speedup"] == 2.0
