@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,23 +74,25 @@ def take_turns(
     whether all said the same.
 
     A round has a seed, so that texts, and with them what there is to draft and what experts they
-    read, are the same at any temperature.
+    read, are the same at any temperature. Who comes behind whom is drawn: a run that finds memory
+    and caches as another one like it has left them is a little faster.
 
     Args:
         early: these are the first runs; they count by themselves.
     """
     order, same, first = list(contenders), True, contenders[0]
+    rng = random.Random(0)
     if early:  # the first pass of a process is not like others
         decode(model, first.drafts, prompts.take(batch), WARM, temperature)
     while sum(run.seconds for run in first.runs) < seconds or len(first.runs) < ROUNDS:
         given, seed = prompts.take(batch), len(first.runs)
         texts = []
+        rng.shuffle(order)
         for each in order:
             run = decode(model, each.drafts, given, new_tokens, temperature, clock, seed)
             each.runs.append(run)
             texts.append(run.tokens)
         same &= all(tokens == texts[0] for tokens in texts)
-        order.reverse()
     if early:
         for each in contenders:
             each.early, each.runs = each.runs, []

@@ -102,8 +102,7 @@ def of_best_apart(each: Contender, fixed: Sequence[Contender]) -> float | None:
     count = len(each.runs)
     if count < 2:
         return None
-    turns = 2 if count >= 4 else 1  # contenders go in one order, then in the other
-    half = [index // turns % 2 for index in range(count)]
+    half = [index % 2 for index in range(count)]
 
     def rate(own: Contender, which: int) -> float:
         return rate_of([run for run, at in zip(own.runs, half, strict=True) if at == which])
