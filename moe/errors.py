@@ -1,7 +1,7 @@
 """Errors a user can cause, each a ``ValueError`` that names the rule, the value and the remedy.
 
-Everything here is raised before anything is changed or served; invariants of our own code are
-``assert`` statements instead.
+They are raised before anything is changed or served, but for faults of ranks, which come while a
+model runs and are no ``MoEError``. Invariants of our own code are ``assert`` statements instead.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ class CalibrationError(MoEError):
 
 class LaunchError(MoEError):
     """The processes of a launch have not come together, or do not fit together."""
+
+
+class RankError(RuntimeError):
+    """A fault on a rank that computes or serves a sequence, which ends there."""
 
 
 class RankLostError(RuntimeError):

@@ -14,10 +14,6 @@ from experts.dispatch import Failure
 from routing import Phase, Routing
 
 
-class RankError(RuntimeError):
-    """A fault on a rank that computes or serves a sequence."""
-
-
 @dataclass(eq=False)
 class Visit:
     """Tokens at an MoE layer.

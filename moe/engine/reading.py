@@ -8,11 +8,12 @@ from torch import Tensor
 
 from moe.engine.sequence import RunningSequence
 from moe.engine.wave import Group, Piece, Wave
+from moe.errors import RankError
 from moe.kv import SequenceCache, Work
 from moe.lanes import Lane, run_lanes
 from moe.sampling.sampler import Token
 from moe.trunk import Trunk
-from moe.visit import ExpertsRunner, RankError
+from moe.visit import ExpertsRunner
 from offload.errors import OffloadError
 
 Outcome = tuple[RunningSequence, list[Token] | Exception]

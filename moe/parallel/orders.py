@@ -20,11 +20,10 @@ from typing import Any
 from moe.engine.reading import Outcome
 from moe.engine.sequence import RunningSequence
 from moe.engine.wave import Group, Piece, Step, Wave
-from moe.errors import StructureError
+from moe.errors import RankError, StructureError
 from moe.kv import SequenceKV
 from moe.parallel.wire import Message
 from moe.sampling.sampler import Token
-from moe.visit import RankError
 from offload.errors import OffloadError
 
 

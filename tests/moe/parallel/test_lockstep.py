@@ -25,9 +25,10 @@ from experts.dispatch import (
 from experts.placement import linear
 from kernels import experts_forward
 from moe import MoE, SamplingParams
+from moe.errors import RankError
 from moe.moe_layer import MoELayers
 from moe.parallel.lockstep import Pass
-from moe.visit import RankError, Visit
+from moe.visit import Visit
 from offload.errors import OffloadError
 from offload.experts import OffloadedExperts
 from routing import PolicyChain, Routing, parse_policies
