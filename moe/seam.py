@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from experts.weights import ExpertShape
 from kernels import ExpertWeights
 from moe.attention import current_pass
 from moe.errors import UnsupportedModelError
@@ -104,6 +105,14 @@ def attach(model: PreTrainedModel, layers: Sequence[LayerExperts], run: ExpertsR
     for index, (_, module) in enumerate(experts_modules(model)):
         module.config._experts_implementation = SEAM
         module.expert_seat = ExpertSeat(index, layers[index].num_experts, run)
+
+
+def expert_shape(module: Any, group_size: int) -> ExpertShape:
+    """Sizes of the experts of one experts module."""
+    hidden, width = module.down_proj.shape[1:]
+    if module.is_transposed:
+        hidden, width = width, hidden
+    return ExpertShape(hidden, width, 2 if module.has_gate else 1, group_size)
 
 
 def take_weights(module: Any) -> ExpertWeights:

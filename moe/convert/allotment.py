@@ -21,10 +21,9 @@ from moe.calibrate.artefacts import read_about
 from moe.calibrate.compression import layer_path, load_layer, load_statistics
 from moe.errors import CalibrationError
 from moe.plan.memory import GIB
-from moe.seam import experts_modules
+from moe.seam import expert_shape, experts_modules
 from moe.settings import ModelSettings
 from moe.weights.linears import quantizes
-from moe.weights.takeover import expert_shape
 
 CALIBRATE_FIRST = "run moe calibrate MODEL --text FILE --compression and add --calibration DIR"
 

@@ -26,9 +26,8 @@ from moe.loading.plan import Plan, adjusted, without_tied
 from moe.loading.progress import LoadProgress, Report
 from moe.loading.reader import is_finite
 from moe.loading.transfer import Index, Transfer
-from moe.seam import experts_modules
+from moe.seam import expert_shape, experts_modules
 from moe.settings import ModelSettings
-from moe.weights.takeover import expert_shape
 
 READERS = 4
 """Threads that read; so many requests at a time fill the disks that were measured."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from experts.weights import ExpertShape, quantize_experts
+from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import num_planes
 from kernels.reference import AnyExperts
@@ -22,7 +21,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import LoadReport, load_weights
 from moe.loading.progress import Report
 from moe.loading.weight_plan import DtypeFor, WeightPlan
-from moe.seam import experts_modules, take_weights
+from moe.seam import expert_shape, experts_modules, take_weights
 from moe.settings import ModelSettings
 from moe.weights.linears import chosen_linears, linear_layout, planes_of, quantize_linear, quantizes
 from offload.experts import LayerExperts, held_experts
@@ -111,14 +110,6 @@ class Takeover:
         for name in list(self._linears):  # tied to others
             self(name)
         return loaded
-
-
-def expert_shape(module: Any, group_size: int) -> ExpertShape:
-    """Sizes of an experts module of transformers."""
-    hidden, width = module.down_proj.shape[1:]
-    if module.is_transposed:
-        hidden, width = width, hidden
-    return ExpertShape(hidden, width, 2 if module.has_gate else 1, group_size)
 
 
 def precision_notices(
