@@ -11,8 +11,8 @@ from torch import Tensor
 
 from experts.dispatch import Dispatcher, LocalDispatcher
 from kernels import Forward, experts_forward
+from moe.expert_rows import Brought, run_rows, serve
 from moe.parallel.lockstep import Pass
-from moe.parallel.serving import Brought, run_rows, serve
 from moe.policing import decide
 from moe.selection import Selector
 from moe.visit import Visit

@@ -2,7 +2,8 @@
 
 Ranks find each other (`launch`, `start`, `roll`) and load (`ranks`). Rank 0 plans every step for
 all (`engine`, a `part` for each) and says so (`orders`); each computes its own (`mirror`,
-`station`) and serves experts to all (`serving`), meeting the others at every layer (`lockstep`)
-over exchanges (`group`). `leader` and `follower` are the two ends of what is said (`wire`),
-`leading` and `following` what is done about it. `watch` notices within bounded time who is lost.
+`station`) and serves experts to all, meeting the others at every layer (`lockstep`) over exchanges
+(`group`), in two halves where that pays (`halves`, `overlap`). `leader` and `follower` are the two
+ends of what is said (`wire`), `leading` and `following` what is done about it. `watch` notices
+within bounded time who is lost.
 """

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from experts.dispatch import AllToAllDispatcher, ExchangeError
+from moe.expert_rows import serve
 from moe.lanes import Lane, LaneState
 from moe.moe_layer import MoELayers
-from moe.parallel.serving import serve
 
 
 def run_halves(

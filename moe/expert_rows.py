@@ -1,4 +1,5 @@
-"""Rows that a dispatcher brings, run through the experts of this rank.
+"""Rows at an MoE layer: what visits bring, and what a dispatcher brings run through the experts of
+this rank, which are all where there is no other.
 
 What cannot be had costs only the rows that need it: they are found by their experts, and the others
 are run again.
