@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from moe.fused.base import Visitor, read_by
 from moe.fused.description import Description, NotDescribed
 from moe.fused.inputs import Inputs
 from moe.fused.means import DeviceMeans, rotary_tables
 from moe.fused.recording import Capture, CudaCapture, Recording
-from moe.fused.reference import Visitor, read_by
 from moe.fused.walk import Walk, walk
 from moe.kv import Work
 from routing import Routing

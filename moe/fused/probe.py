@@ -12,7 +12,7 @@ then be about as near to that copy as transformers' own forward on the GPU is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 
@@ -28,10 +28,11 @@ from moe.fused.agreement import (
     compare,
     difference,
 )
+from moe.fused.base import StepFunction
 from moe.fused.describe import decoder_layers
 from moe.fused.description import Description, LatentAttention, NotDescribed
 from moe.fused.observe import observe
-from moe.fused.reference import Visitor, reference_step
+from moe.fused.reference import reference_step
 from moe.kv import SequenceCache, SequenceKV, Work
 from moe.lanes import run_lanes
 from moe.trunk import Trunk
@@ -42,8 +43,6 @@ STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
 
 TRIES = 2
 """A choice between two equal experts may fall either way; it will not do so twice."""
-
-StepFunction = Callable[[Sequence[Work], Visitor], list[Tensor]]
 
 
 @torch.inference_mode()

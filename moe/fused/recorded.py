@@ -11,6 +11,7 @@ import torch
 from kernels import reads_nothing_back
 from moe.embeddings import trunk_dtype
 from moe.fused.agreement import EXACT, ROUNDED, Run, compare, difference, gaps
+from moe.fused.base import StepFunction, Visitor
 from moe.fused.describe import describe
 from moe.fused.description import Description, NotDescribed
 from moe.fused.graphs import GraphStep
@@ -18,14 +19,13 @@ from moe.fused.observe import observe_random
 from moe.fused.probe import (
     PROMPT_LENGTHS,
     TRIES,
-    StepFunction,
     kv_of,
     prove,
     read_both_ways,
     read_plainly,
 )
 from moe.fused.recording import Capture, CudaCapture
-from moe.fused.reference import Visitor, reference_step
+from moe.fused.reference import reference_step
 from moe.fused.resident import Resident, ResidentStep
 from moe.fused.shadow import Shadow
 from moe.kv import Work

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe.fused.base import Visitor
 from moe.fused.inputs import Inputs
-from moe.fused.reference import Visitor
 from moe.fused.walk import Halt, Walk
 from routing import Routing
 from routing.routing import UNUSED

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from moe.fused.base import Visitor, read_by
 from moe.fused.description import (
     Attention,
     Description,
@@ -22,21 +23,6 @@ from moe.fused.description import (
 from moe.fused.parts import project, rotate
 from moe.fused.walk import walk
 from moe.kv import SequenceKV, Work
-from moe.lanes import visit_experts
-from moe.visit import ExpertsRunner, Visit
-from routing import Routing
-
-Visitor = Callable[[int, Tensor, Routing], Tensor]
-"""Runs the routed experts of one MoE layer: ``(layer, rows, routing) -> rows``."""
-
-
-def visitor(run_experts: ExpertsRunner) -> Visitor:
-    """Brings rows to a model's experts as its own modules do: through the running lane."""
-
-    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
-        return visit_experts(Visit(layer, rows, routing), run_experts)
-
-    return visit
 
 
 def reference_step(
@@ -58,15 +44,6 @@ def reference_step(
         except StopIteration as end:
             return read_by(work, end.value)
         answer = visit(halt.layer, halt.rows, halt.routing)
-
-
-def read_by(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
-    """Each piece's own rows of ``(B, V)`` logits, once its sequence has grown by its tokens."""
-    sizes = [len(item.token_ids) for item in work]
-    for item, size in zip(work, sizes, strict=True):
-        item.cache.length += size
-    parts = logits.split(sizes)
-    return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]
 
 
 class _Plain:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from kernels import experts_forward
 from kernels.cpu import layer as native
 from kernels.cpu.arriving import Rows
 from kernels.reference import AnyExperts
-from moe.fused.reference import Visitor, visitor
+from moe.fused.base import Step, Visitor, visitor
 from moe.kv import Work
 from moe.lanes import alone_with
 from moe.moe_layer import MoELayers
@@ -172,16 +172,6 @@ class Near:
         """As `OffloadedExperts.run`."""
         self.record(layer, routing)
         return self.layers[layer].run(asked, self.inside[layer].call, rows, rows_BH, routing)
-
-
-class Step(Protocol):
-    """A fused step that can do both."""
-
-    def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
-        """Logits as of `moe.trunk.Trunk.lanes`; ``visit`` runs the experts."""
-
-    def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
-        """Logits, and of each MoE layer what was visited: nobody is asked to run experts."""
 
 
 @dataclass(frozen=True)

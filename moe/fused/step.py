@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kernels.cpu import decode as native
 from kernels.cpu.calls import check_done
+from moe.fused.base import Visitor, read_by
 from moe.fused.compiled import CompiledPass
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.records import Keeper, point
-from moe.fused.reference import Visitor, read_by
 from moe.fused.resident import Company, Inside, Near
 from moe.kv import SequenceKV, Work
 from routing import Routing

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kernels.cpu import choose_kernel
 from kernels.cpu.build import load_library
 from kernels.cpu.decode import NativeDecode
+from moe.fused.base import StepFunction
 from moe.fused.description import Description, NotDescribed, Projection
-from moe.fused.probe import StepFunction
 from moe.fused.reference import reference_step
 from moe.fused.step import FusedStep
 from moe.kv import SequenceKV, Work
