@@ -19,7 +19,7 @@ from benchmarks.random_models import bench_dir, random_2b
 from benchmarks.random_store import random_30b
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 
 ROOT = Path(__file__).parents[1]
 

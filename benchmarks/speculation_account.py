@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from moe.engine.engine import StepLoop
 from moe.engine.sequence import Delta, FinishReason, RunningSequence
 from moe.engine.wave import Group
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.turn import Turn
 
 

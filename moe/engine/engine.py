@@ -19,7 +19,7 @@ from moe.engine.stages import LayerWork
 from moe.engine.wave import Group, Step, Wave
 from moe.kv import SequenceKV
 from moe.moe_layer import MoELayers
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.settings import Profile
 from moe.speculate import Speculator
 from moe.trunk import Trunk

@@ -11,7 +11,7 @@ from moe.engine.wave import Group, Piece, Wave
 from moe.errors import RankError
 from moe.kv import SequenceCache, Work
 from moe.lanes import Lane, run_lanes
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.trunk import Trunk
 from moe.visit import ExpertsRunner
 from offload.errors import OffloadError

@@ -23,7 +23,7 @@ from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.moe_layer import MoELayers
 from moe.parallel.halves import run_halves
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
 from moe.trunk import SHORT, Trunk

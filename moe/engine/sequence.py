@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe.errors import RequestError
 from moe.kv import SequenceCache
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Sampler
 from moe.text.detokenize import IncrementalDecoder
 from moe.text.stop_strings import StopStrings
 
@@ -127,10 +128,6 @@ class RunningSequence:
         text = self._new_text(token.id, is_end)
         matched, known = self._stop_strings.matched, self.num_known
         return Delta(token, text, self.finish_reason, prompt_logprobs, matched, known)
-
-    def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
-        """Prompt tokens with their log probabilities; token i follows row i of the logits."""
-        return self.sampler.score(token_ids, logits_TV)
 
     def _new_text(self, token_id: int, is_end: bool) -> str:
         if self._decoder is None:

@@ -18,7 +18,7 @@ from moe.engine.sequence import RunningSequence
 from moe.engine.stages import Pauses
 from moe.errors import RequestError
 from moe.kv import SequenceCache
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token, score
 from moe.settings import PrefillSettings
 
 
@@ -86,11 +86,13 @@ class Group:
 
         Row i tells of the token after it; the last row of the prompt tells of a new one.
         """
+        count = self.sequences[0].sampler.params.prompt_logprobs
         assert self.prompt_logprobs is not None
+        assert count is not None
         self.prompt_logprobs = self.prompt_logprobs or [None]
         start = len(self.prompt_logprobs)
         following = self.token_ids[start : start + len(logits_TV)]
-        self.prompt_logprobs += self.sequences[0].score(following, logits_TV[: len(following)])
+        self.prompt_logprobs += score(following, logits_TV[: len(following)], count)
 
     def forget(self) -> None:
         """Give up what has been read."""

@@ -15,8 +15,9 @@ from moe.engine.wave import Group, Piece, Step, Wave
 from moe.kv import SequenceCache
 from moe.parallel.wire import Message
 from moe.sampling.constraint import Structures
+from moe.sampling.logprobs import Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.sampling.structure import Structure
 from moe.text.stop_strings import StopStrings
 

@@ -23,7 +23,7 @@ from moe.engine.wave import Group, Piece, Step, Wave
 from moe.errors import RankError, StructureError
 from moe.kv import SequenceKV
 from moe.parallel.wire import Message
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from offload.errors import OffloadError
 
 

@@ -6,7 +6,7 @@ bias -> penalties -> structure -> temperature -> top-k -> top-p -> min-p -> draw
 filters works on the renormalised survivors of the one before; ties go to the lower token id
 everywhere.
 
-Shape suffixes: T tokens, V vocabulary, C candidates.
+Shape suffixes: V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -14,41 +14,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
-from moe.sampling.candidates import (
-    Proposal,
-    candidates,
-    draw,
-    draw_judged,
-    largest,
-    peaks,
-    row_of,
-)
+from moe.sampling.candidates import Proposal, candidates, draw, draw_judged, peaks, row_of
 from moe.sampling.constraint import Constraint
+from moe.sampling.logprobs import LogitsError, Token, check_peak, scored
 from moe.sampling.params import SamplingParams
-
-
-class LogitsError(FloatingPointError):
-    """The model produced logits that no token can be drawn from; only their sequence fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A chosen or given token; log-probabilities are natural, `None` where not asked for.
-
-    They are the log-softmax of the model's own logits, before bias, penalties, structure,
-    temperature and filters. `top` holds the most likely ids in falling order, the chosen one among
-    them or not. `is_last`: it completes a text to which its structure lets nothing be added.
-    """
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] | None = None
-    is_last: bool = False
 
 
 class Sampler:
@@ -128,7 +102,7 @@ class Sampler:
         self._remember(token_id)
         token = Token(token_id)
         if self.params.logprobs is not None:
-            token = _scored(token_id, raw_V, self.params.logprobs)
+            token = scored(token_id, raw_V, self.params.logprobs)
         return replace(token, is_last=True) if self._is_over else token
 
     def replay(self, token_ids: Sequence[int]) -> None:
@@ -168,21 +142,6 @@ class Sampler:
         self._remember(token_id)
         return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
 
-    def score(self, token_ids: Sequence[int], logits_TV: Tensor) -> list[Token]:
-        """Tokens that are given, not drawn, with the log-probabilities of ``prompt_logprobs``.
-
-        Token i is the one that follows row i of ``(T, V)`` logits of any float dtype and device.
-        Raises `LogitsError` as `sample` does.
-        """
-        count = self.params.prompt_logprobs
-        assert count is not None
-        tokens = []
-        for token_id, logits_V in zip(token_ids, logits_TV, strict=True):
-            raw_V = row_of(logits_V)
-            check_peak(float(raw_V.max()))
-            tokens.append(_scored(token_id, raw_V, count))
-        return tokens
-
     @property
     def _is_over(self) -> bool:
         return self._constraint is not None and self._constraint.is_over
@@ -216,26 +175,6 @@ class Sampler:
             self._seen_V[token_id] = True
         if self._constraint is not None:
             self._constraint.take(token_id)
-
-
-def _scored(token_id: int, raw_V: np.ndarray, count: int) -> Token:
-    """A token with its log-probability and those of the ``count`` most likely ones."""
-    peak = raw_V.max()
-    normaliser = peak + np.log(np.exp(raw_V - peak).sum())
-    top_ids = largest(raw_V, min(count, len(raw_V))) if count else np.empty(0, dtype=np.int64)
-    top_logprobs = (raw_V[top_ids] - normaliser).tolist()
-    top = tuple(zip(top_ids.tolist(), top_logprobs, strict=True))
-    return Token(token_id, float(raw_V[token_id] - normaliser), top)
-
-
-def check_peak(peak: float) -> None:
-    # max and argmax hand a NaN on, so that the largest logit answers for the whole row.
-    if peak != peak:
-        raise LogitsError("the logits hold NaN")
-    if peak == float("inf"):
-        raise LogitsError("the logits hold +inf")
-    if peak == float("-inf"):
-        raise LogitsError("every token is masked: all logits are -inf")
 
 
 def _unforeseen() -> random.Random:

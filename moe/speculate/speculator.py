@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from moe.engine.sequence import RunningSequence
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.speculate.control.report import Report
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Trial
 from moe.speculate.elastic import ElasticDrafts

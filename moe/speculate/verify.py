@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moe.errors import StructureError
 from moe.sampling.candidates import peaks
-from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak
+from moe.sampling.logprobs import LogitsError, Token, check_peak
+from moe.sampling.sampler import Sampler
 from moe.speculate.draft import Draft
 
 

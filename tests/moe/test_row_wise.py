@@ -22,7 +22,7 @@ from moe.engine.sequence import Delta, RunningSequence
 from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
 from moe.row_wise import RowWise
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.seam import routing_modules
 from routing import Phase
 

@@ -20,7 +20,8 @@ from moe.parallel.engine import ParallelEngine
 from moe.parallel.mirror import Mirror
 from moe.parallel.station import Station
 from moe.parallel.watch import Pulse
-from moe.sampling.sampler import LogitsError, Sampler
+from moe.sampling.logprobs import LogitsError
+from moe.sampling.sampler import Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe.completion import Completion
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.server.answers import AnswerReader, Called
 from moe.server.fields import Json
 from moe.server.openai.answer import OpenAIAnswer, finite, token_bytes

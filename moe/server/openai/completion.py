@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from moe.completion import Completion
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.server.fields import Json
 from moe.server.openai.answer import OpenAIAnswer, finite, token_bytes
 from moe.server.openai.request import CompletionRequest

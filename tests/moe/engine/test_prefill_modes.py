@@ -23,7 +23,8 @@ from moe.engine.sequence import Delta, RunningSequence
 from moe.engine.wave import Group
 from moe.kv import Work
 from moe.lanes import run_lanes
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Sampler
 from moe.trunk import Trunk
 from moe.visit import ExpertsRunner
 

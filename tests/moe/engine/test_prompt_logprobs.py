@@ -141,7 +141,7 @@ def test_broken_logits_end_their_own_request_only(tiny_moe: Callable[[str], MoE]
     def fail(*_: object) -> None:
         raise FloatingPointError("the logits hold NaN")
 
-    broken.sequences[0].score = fail  # type: ignore[method-assign,assignment]
+    broken.score = fail  # type: ignore[method-assign,assignment]
     engine.submit(broken)
     engine.submit(other)
     outcomes = []

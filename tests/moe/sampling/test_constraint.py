@@ -18,8 +18,9 @@ from moe import Structure
 from moe.errors import RequestError, StructureError
 from moe.loading.tokenizer import load_tokenizer
 from moe.sampling.constraint import Structures
+from moe.sampling.logprobs import LogitsError, Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.speculate.draft import Draft, Mode
 from moe.speculate.verify import verify
 from moe.text.prompts import TextCodec

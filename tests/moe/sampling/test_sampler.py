@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from moe.sampling.logprobs import LogitsError
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler
+from moe.sampling.sampler import Sampler
 
 INF = float("inf")
 
@@ -149,15 +150,3 @@ def test_biased_tokens_are_drawn_with_the_probabilities_of_biased_logits() -> No
     counts = np.bincount([sampler.sample(logits).id for _ in range(4000)], minlength=3)
     expected = torch.tensor([0.5, 1.0, 0.5]).double().softmax(0).numpy()
     assert chisquare(counts, 4000 * expected).pvalue > 1e-3
-
-
-def test_given_tokens_are_scored_and_broken_logits_refused() -> None:
-    sampler = Sampler(SamplingParams(prompt_logprobs=2), [1], 3)
-    logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, -INF, 0.0]])
-    first, second = sampler.score([0, 1], logits)
-    rows = logits.double().log_softmax(1)
-    assert first.logprob == pytest.approx(float(rows[0, 0]))
-    assert [token_id for token_id, _ in first.top or ()] == [1, 2]  # a tie: the lower id first
-    assert second.logprob == -INF
-    with pytest.raises(LogitsError, match="the logits hold NaN"):
-        sampler.score([0], logits.new_full((1, 3), float("nan")))

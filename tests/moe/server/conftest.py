@@ -22,7 +22,7 @@ from moe import MoE
 from moe.engine.engine import Engine
 from moe.engine.sequence import RunningSequence
 from moe.profile import load_profile
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.server.serve import bind
 from moe.server.service import Service
 from tests.moe.tools.templates import HERMES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe.completion import StreamEvent
 from moe.engine.sequence import Delta, FinishReason
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.server.answers import AnswerReader, Called
 from moe.server.anthropic.answer import MessagesAnswer
 from moe.server.anthropic.request import MessagesRequest

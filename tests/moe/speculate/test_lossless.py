@@ -14,7 +14,7 @@ from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
 from moe.engine.prefix import PrefixCache
 from moe.engine.runner import Runner
-from moe.sampling.sampler import Token
+from moe.sampling.logprobs import Token
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.fixed import FixedDepth
 from moe.speculate.model_free import ModelFree

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.sampling.candidates import Proposal, candidates, draw_judged, row_of
+from moe.sampling.logprobs import LogitsError, Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.verify import verify
 
