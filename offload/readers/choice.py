@@ -20,7 +20,7 @@ from kernels.cpu import choose_kernel
 from offload.errors import OffloadError
 from offload.readers.deepspeed import DeepSpeedReads, load_deepspeed
 from offload.readers.native import NativeReader
-from offload.readers.threads import ThreadedReader
+from offload.readers.threads import THREADS, ThreadedReader
 from offload.readers.ways import Buffered, Direct, DirectFiles, Way
 from offload.transfer import Read, Reader
 
@@ -36,16 +36,12 @@ KINDS = {
 }
 
 
-def choose_reader(
-    file: Path, kind: str = "auto", threads: int = 4, patience_s: float = 60.0
-) -> Reader:
+def choose_reader(file: Path, kind: str = "auto") -> Reader:
     """The reader that reads this file fastest; the caller closes it.
 
     Args:
         file: one of those that will be read.
         kind: ``auto``, or which one to take: ``direct``, ``deepspeed`` or ``buffered``.
-        threads: how many read at a time.
-        patience_s: a transfer that takes longer has failed.
 
     Raises:
         OffloadError: the file cannot be read, or the reader asked for is not to be had.
@@ -56,11 +52,11 @@ def choose_reader(
         raise OffloadError(f"cannot read {file}: {error.strerror}") from error
     readers: list[Reader] = []
     try:
-        ways, notes = _ways(kind, fd, threads)
+        ways, notes = _ways(kind, fd)
         if not ways:
             raise OffloadError(f"the reader {kind!r} is not to be had: {notes}; use 'auto'")
         for name, make in ways.items():
-            readers.append(_open(name, make, threads, patience_s))
+            readers.append(_open(name, make))
         _measure(readers, fd, file)
         readers.sort(key=lambda reader: -reader.bytes_per_second)  # stable: the preferred one first
         figures = [f"{r.name} {r.bytes_per_second / 1e9:.2f} GB/s" for r in readers]
@@ -72,17 +68,17 @@ def choose_reader(
         os.close(fd)
 
 
-def _open(name: str, make: Callable[[DirectFiles], Way], threads: int, patience_s: float) -> Reader:
+def _open(name: str, make: Callable[[DirectFiles], Way]) -> Reader:
     """A reader by a way, compiled where there is one."""
     files, native = DirectFiles(), choose_kernel()[0]
     if name == "direct" and native is not None:
-        return NativeReader(KINDS[name], native, files, threads, patience_s)
-    reader = ThreadedReader(KINDS[name], partial(make, files), threads, patience_s)
+        return NativeReader(KINDS[name], native, files)
+    reader = ThreadedReader(KINDS[name], partial(make, files))
     reader.on_close(files.close)
     return reader
 
 
-def _ways(kind: str, fd: int, threads: int) -> tuple[dict[str, Callable[[DirectFiles], Way]], str]:
+def _ways(kind: str, fd: int) -> tuple[dict[str, Callable[[DirectFiles], Way]], str]:
     """What is there of what is wanted, the one to prefer first, and why the rest is not."""
     probe = DirectFiles()
     has_direct = probe.get(fd) is not None
@@ -91,14 +87,14 @@ def _ways(kind: str, fd: int, threads: int) -> tuple[dict[str, Callable[[DirectF
         note = "" if has_direct else "this file system has no O_DIRECT"
         return ({"buffered": lambda _: Buffered()} if kind in ("auto", "buffered") else {}), note
     ways: dict[str, Callable[[DirectFiles], Way]] = {"direct": Direct}
-    module, why = _deepspeed(kind, threads)
+    module, why = _deepspeed(kind)
     if module is not None:
         ways["deepspeed"] = partial(DeepSpeedReads, module)
     return {name: way for name, way in ways.items() if kind in ("auto", name)}, why
 
 
-def _deepspeed(kind: str, threads: int) -> tuple[Any, str]:
-    return (None, "") if kind == "direct" else load_deepspeed(threads, build=kind == "deepspeed")
+def _deepspeed(kind: str) -> tuple[Any, str]:
+    return (None, "") if kind == "direct" else load_deepspeed(THREADS, build=kind == "deepspeed")
 
 
 def _measure(readers: list[Reader], fd: int, file: Path) -> None:

@@ -24,7 +24,7 @@ from kernels.cpu.reading import (
 from offload.errors import OffloadError
 from offload.readers.job import cancelled, closed, hangs
 from offload.readers.pieces import PIECE_BYTES, Piece, cut, explain
-from offload.readers.threads import IN_FLIGHT_BYTES
+from offload.readers.threads import IN_FLIGHT_BYTES, PATIENCE_S, THREADS
 from offload.readers.ways import DirectFiles, address_of
 from offload.transfer import Read
 
@@ -47,8 +47,8 @@ class NativeReader:
         name: str,
         kernels: NativeKernels,
         files: DirectFiles,
-        threads: int = 4,
-        patience_s: float = 60.0,
+        threads: int = THREADS,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.name, self.patience_s = name, patience_s
         self.reason, self.bytes_per_second = "", 0.0

@@ -21,6 +21,10 @@ from offload.readers.pieces import Piece, cut, explain
 from offload.readers.ways import Way
 from offload.transfer import Read
 
+THREADS = 4
+"""They fill the disks that were measured, with requests of 128 KiB and more."""
+PATIENCE_S = 60.0
+"""A transfer that takes longer has failed."""
 IN_FLIGHT_BYTES = 4 << 20
 """Once so much is being read, nothing more is begun: no disk that was measured got faster by it."""
 
@@ -31,7 +35,7 @@ class ThreadedReader:
     Args:
         name: what it is, in words.
         make_way: makes each thread's own way of reading.
-        threads: how many; 4 fill the disks that were measured, with requests of 128 KiB and more.
+        threads: how many.
         patience_s: `wait` gives up after this long.
 
     Attributes:
@@ -43,8 +47,8 @@ class ThreadedReader:
         self,
         name: str,
         make_way: Callable[[], Way],
-        threads: int = 4,
-        patience_s: float = 60.0,
+        threads: int = THREADS,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.name, self.patience_s = name, patience_s
         self.reason, self.bytes_per_second = "", 0.0
