@@ -22,7 +22,7 @@ _LARGEST_COST = 1e6
 """HiGHS stops at an absolute gap of 1e-6, which has to be small beside the costs."""
 
 
-class BudgetError(ValueError):
+class AllocationError(ValueError):
     """No choice of widths fits into the budget, or every choice does."""
 
 
@@ -38,7 +38,7 @@ def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
         ``(E,)`` index of the width of each expert.
 
     Raises:
-        BudgetError: the budget is below the smallest or above the largest choice.
+        AllocationError: the budget is below the smallest or above the largest choice.
         ValueError: a damage is not finite or negative.
     """
     _check(damage_EW, sizes_EW, budget)
@@ -118,10 +118,10 @@ def _check(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> None:
         raise ValueError("the predicted damage of some experts is negative or not finite")
     least, most = int(sizes_EW.min(1).sum()), int(sizes_EW.max(1).sum())
     if budget < least:
-        raise BudgetError(
+        raise AllocationError(
             f"the budget is {budget:,} bytes, and the experts take {least:,} at their fewest bits"
         )
     if budget > most:
-        raise BudgetError(
+        raise AllocationError(
             f"the budget is {budget:,} bytes, and the experts take {most:,} at their most bits"
         )

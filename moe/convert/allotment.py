@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel
 
-from experts.compress.allocation import BudgetError, allocate
+from experts.compress.allocation import AllocationError, allocate
 from experts.compress.calibrated import quantize_calibrated
 from experts.compress.damage import predicted_damage
 from experts.compress.statistics import LayerStatistics
@@ -144,7 +144,7 @@ def choose_bits(
         choice = allocate(
             predicted_damage(layers), np.repeat(sizes, counts, axis=0), budget.nbytes(total)
         )
-    except BudgetError as error:
+    except AllocationError as error:
         least, most = (
             8 * sum(size[at] * count for size, count in zip(sizes, counts, strict=True)) / total
             for at in (0, -1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experts.compress.allocation import BudgetError, Choice, Damage, Sizes, allocate, taken
+from experts.compress.allocation import AllocationError, Choice, Damage, Sizes, allocate, taken
 
 BITS = np.array([2, 3, 4, 8])
 
@@ -80,9 +80,9 @@ def test_they_agree_on_48_layers_of_128_experts() -> None:
 
 def test_impossible_budgets_name_the_numbers() -> None:
     damage, sizes = np.ones((10, 3)), np.tile(BITS * 100, (10, 1))
-    with pytest.raises(BudgetError, match=r"1,999 bytes, and the experts take 2,000 at their few"):
+    with pytest.raises(AllocationError, match=r"1,999 bytes, and the experts take 2,000 at their"):
         allocate(damage, sizes, 1_999)
-    with pytest.raises(BudgetError, match=r"8,001 bytes, and the experts take 8,000 at their most"):
+    with pytest.raises(AllocationError, match=r"8,001 bytes, and the experts take 8,000 at their"):
         allocate(damage, sizes, 8_001)
     damage[3, 1] = np.nan
     with pytest.raises(ValueError, match="not finite"):
