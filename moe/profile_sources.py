@@ -95,14 +95,14 @@ def from_environment(environ: Mapping[str, str], keys: Keys) -> dict[str, tuple[
     return settings
 
 
-def parse_assignments(assignments: Iterable[str], source: str = "--set") -> dict[str, Any]:
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     """``["engine.max_batch_size=8"]`` -> ``{"engine.max_batch_size": 8}``; values are YAML."""
     parsed: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
-            raise ProfileError(f"{source}: expected KEY=VALUE; got {assignment!r}")
-        parsed[key.strip()] = _parse(text, f"{source} {key.strip()}")
+            raise ProfileError(f"--set: expected KEY=VALUE; got {assignment!r}")
+        parsed[key.strip()] = _parse(text, f"--set {key.strip()}")
     return parsed
 
 

@@ -23,6 +23,9 @@ SEGMENT = 16
 CACHES = (1, 2, 3, 4)
 """Slots of an oracle's cache, in multiples of K."""
 
+PAIRS = 3
+"""Of experts that serve the same tokens most, that are named."""
+
 CAPACITY = 1.25
 PARTS = 10
 """A sequence's tenths, from its beginning to its end."""
@@ -164,9 +167,9 @@ def _layer(
     )
 
 
-def _most_together(lift: Floats, count: int = 3) -> list[tuple[int, int, float]]:
+def _most_together(lift: Floats) -> list[tuple[int, int, float]]:
     lift = np.triu(np.nan_to_num(lift), 1)
-    best = np.argsort(-lift, axis=None, kind="stable")[:count]
+    best = np.argsort(-lift, axis=None, kind="stable")[:PAIRS]
     rows, columns = np.unravel_index(best, lift.shape)
     found = zip(rows.tolist(), columns.tolist(), lift[rows, columns].tolist(), strict=True)
     return [pair for pair in found if pair[2] > 0]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from routing.routing import UNUSED, Routing
 
+_EPS = 1e-6
 
-def relu_routing(logits: Tensor, weight: Tensor, eps: float = 1e-6) -> Routing:
+
+def relu_routing(logits: Tensor, weight: Tensor) -> Routing:
     """Ragged: ``(T, K)`` with unused slots behind the experts of each row, K at least 1.
 
     Args:
@@ -21,7 +23,7 @@ def relu_routing(logits: Tensor, weight: Tensor, eps: float = 1e-6) -> Routing:
     """
     active = logits > 0
     positive = logits.float().relu()
-    size = torch.rsqrt(positive.pow(2).mean(-1, keepdim=True) + eps)
+    size = torch.rsqrt(positive.pow(2).mean(-1, keepdim=True) + _EPS)
     most = max(int(active.sum(-1).max()), 1)
     ids = (~active).int().argsort(dim=-1, stable=True)[:, :most]
     used = active.gather(-1, ids)
