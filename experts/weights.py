@@ -18,6 +18,7 @@ from torch import Tensor
 from experts.grid import quantize_exactly
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PlaneLayout, dequantize, num_planes, pack, pack_scales
+from kernels.reference import AnyExperts
 
 
 @dataclass(frozen=True, order=True)
@@ -42,6 +43,12 @@ class ExpertShape:
     intermediate: int
     parts: int
     group_size: int
+
+    @classmethod
+    def of(cls, experts: ExpertWeights, group_size: int) -> ExpertShape:
+        """Of whole experts, as they will be."""
+        rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
+        return cls(experts.hidden_size, width, rows // width, group_size)
 
     @property
     def first(self) -> PlaneLayout:
@@ -95,10 +102,8 @@ def quantize_experts(
         ValueError: a weight is NaN, infinite or too large, or the activation pairs its columns in
             a way that is neither concatenated nor interleaved.
     """
-    count, rows = experts.gate_up_EGH.shape[:2]
-    width = experts.intermediate_size
-    shape = ExpertShape(experts.hidden_size, width, rows // width, group_size)
-    interleaved = shape.parts == 2 and is_interleaved(experts.activation, width)
+    count, shape = experts.num_experts, ExpertShape.of(experts, group_size)
+    interleaved = shape.parts == 2 and is_interleaved(experts.activation, shape.intermediate)
     device = experts.gate_up_EGH.device
     memory = torch.empty(count, shape.nbytes(bits), dtype=torch.uint8, device=device)
     blobs, scales = shape.split(memory, bits)
@@ -116,16 +121,7 @@ def quantize_experts(
             start = place.start * shape.first.num_scales
             flat = pack_scales(spread, layout).flatten()
             scales[expert, start : start + flat.numel()] = flat
-    return from_blobs(
-        shape,
-        blobs,
-        scales,
-        interleaved,
-        activation=experts.activation,
-        gate_up_bias_EG=experts.gate_up_bias_EG,
-        down_bias_EH=experts.down_bias_EH,
-        post_norm=experts.post_norm,
-    )
+    return from_blobs(shape, blobs, scales, interleaved, **beside_weights(experts))
 
 
 def from_blobs(
@@ -169,14 +165,13 @@ def dequantize_experts(experts: QuantizedExperts) -> ExpertWeights:
         ]
         first.append(join_parts(torch.stack(parts), experts.interleaved))
         second.append(last)
-    return ExpertWeights(
-        gate_up_EGH=torch.stack(first),
-        down_EHF=torch.stack(second),
-        activation=experts.activation,
-        gate_up_bias_EG=experts.gate_up_bias_EG,
-        down_bias_EH=experts.down_bias_EH,
-        post_norm=experts.post_norm,
-    )
+    return ExpertWeights(torch.stack(first), torch.stack(second), **beside_weights(experts))
+
+
+def beside_weights(experts: AnyExperts) -> dict[str, Any]:
+    """What belongs to a layer's experts and is no weight: the same whole and as planes."""
+    names = ("activation", "gate_up_bias_EG", "down_bias_EH", "post_norm")
+    return {name: getattr(experts, name) for name in names}
 
 
 def split_parts(rows_GX: Tensor, parts: int, interleaved: bool) -> Tensor:

@@ -15,7 +15,13 @@ from torch import Tensor
 from experts.compress.gptq import Moments, compensate
 from experts.compress.inputs import LayerInputs, moments, output
 from experts.grid import quantize_exactly
-from experts.weights import ExpertShape, from_expert_blobs, is_interleaved, split_parts
+from experts.weights import (
+    ExpertShape,
+    beside_weights,
+    from_expert_blobs,
+    is_interleaved,
+    split_parts,
+)
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.plane_weights import PlaneMatrix
 from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes, pack, pack_scales
@@ -121,12 +127,9 @@ class _Job:
 
     @classmethod
     def of(cls, whole: ExpertWeights, inputs: LayerInputs, group_size: int) -> _Job:
-        width = whole.intermediate_size
-        parts = whole.gate_up_EGH.shape[1] // width
-        interleaved = parts == 2 and is_interleaved(whole.activation, width)
-        return cls(
-            whole, inputs, ExpertShape(whole.hidden_size, width, parts, group_size), interleaved
-        )
+        shape = ExpertShape.of(whole, group_size)
+        interleaved = shape.parts == 2 and is_interleaved(whole.activation, shape.intermediate)
+        return cls(whole, inputs, shape, interleaved)
 
     def chunks(self, experts: Sequence[int]) -> Iterator[Sequence[int]]:
         """As many experts as may be worked on at once, after each other."""
@@ -179,16 +182,8 @@ class _Job:
         )
 
     def joined(self, blobs: Sequence[Blobs]) -> QuantizedExperts:
-        whole = self.whole
-        return from_expert_blobs(
-            self.shape,
-            blobs,
-            self.interleaved,
-            activation=whole.activation,
-            gate_up_bias_EG=whole.gate_up_bias_EG,
-            down_bias_EH=whole.down_bias_EH,
-            post_norm=whole.post_norm,
-        )
+        own = beside_weights(self.whole)
+        return from_expert_blobs(self.shape, blobs, self.interleaved, **own)
 
 
 _Codes = tuple[Tensor, Tensor]
