@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.cpu.calls import NUMBER, POINTER, check_done
+from kernels.cpu.calls import NUMBER, POINTER, check_done, declare
 
 
 class _Attend(ctypes.Structure):
@@ -34,8 +34,8 @@ class NativeAttention:
     """Attention of one sequence's new tokens in float32, without a matrix of scores."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        declare(library, {"moe_attend": (NUMBER, (POINTER, NUMBER))})
         self._attend = library.moe_attend
-        self._attend.restype, self._attend.argtypes = NUMBER, (POINTER, NUMBER)
 
     @staticmethod
     def supports(*tensors: Tensor) -> bool:

@@ -10,7 +10,7 @@ from ctypes import addressof
 from typing import Any
 
 from kernels.cpu.activation import Activation
-from kernels.cpu.calls import NUMBER, POINTER, check_done
+from kernels.cpu.calls import NUMBER, POINTER, check_done, declare
 from kernels.cpu.plans import MatrixRecord
 
 ABSENT, BIT_PLANES = -1, 8
@@ -123,8 +123,8 @@ class NativeDecode:
     """Decode steps by a compiled library (see kernels/cpu/build.py); arguments are addresses."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        declare(library, {"moe_decode_model": (NUMBER, (POINTER,) * 8)})
         self._model = library.moe_decode_model
-        self._model.restype, self._model.argtypes = NUMBER, (POINTER,) * 8
 
     def model(
         self,

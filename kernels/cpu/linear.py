@@ -7,18 +7,17 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE
+from kernels.cpu.calls import DTYPES, NUMBER, POINTER, SIZE, declare
 
 
 class NativeLinear:
     """``x W^T + b`` in float32 (bf16 meets bf16 in the CPU's pair products, where it has them)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        matrix = POINTER, NUMBER
+        arguments = *matrix, *matrix, POINTER, SIZE, SIZE, SIZE, POINTER, NUMBER
+        declare(library, {"moe_linear": (None, arguments)})
         self._linear = library.moe_linear
-        self._linear.restype = None
-        self._linear.argtypes = (
-            POINTER, NUMBER, POINTER, NUMBER, POINTER, SIZE, SIZE, SIZE, POINTER, NUMBER,
-        )  # fmt: skip
 
     @staticmethod
     def supports(x: Tensor, weight: Tensor) -> bool:
