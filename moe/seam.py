@@ -8,7 +8,7 @@ module's own declared attributes and its ``_apply_gate``; no architecture is nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,18 @@ def routing_modules(model: nn.Module) -> list[tuple[str, Any]]:
         if weight is not None and weight.ndim == 2 and weight.shape[0] in (1, *counts) and counts:
             found.append((name, module))
     return found
+
+
+def parents_of(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Of each module of a model but itself, the one that it is a child of."""
+    return {child: parent for parent in model.modules() for child in parent.children()}
+
+
+def layer_of(module: nn.Module, parents: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """The decoder layer that a module is in; the model itself where it has no list of layers."""
+    while module in parents and not isinstance(parents[module], nn.ModuleList):
+        module = parents[module]
+    return module
 
 
 def check_experts(model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from moe.fused.description import NotDescribed, OwnRouter, Router
 from moe.fused.observe import Observation, observe_random
 from moe.fused.router import describe_router
-from moe.seam import experts_modules
+from moe.seam import experts_modules, layer_of, parents_of
 from moe.trunk import Trunk
 from routing import Routing
 from routing.routers import RouterRule
@@ -65,7 +65,7 @@ def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundS
         seen: of `observe_random`; None for a pass of its own. Neither reads any expert.
     """
     seen = seen or observe_random(trunk)
-    parents = {child: parent for parent in trunk.model.modules() for child in parent.children()}
+    parents = parents_of(trunk.model)
     layers = zip(experts_modules(trunk.model), blocks(trunk.model), strict=True)
     with torch.inference_mode():
         return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
@@ -73,14 +73,8 @@ def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundS
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The decoder layer of each MoE layer; the model itself where it has no list of layers."""
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
-    found = []
-    for _, experts in experts_modules(model):
-        module = experts
-        while module in parents and not isinstance(parents[module], nn.ModuleList):
-            module = parents[module]
-        found.append(module)
-    return found
+    parents = parents_of(model)
+    return [layer_of(experts, parents) for _, experts in experts_modules(model)]
 
 
 def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:

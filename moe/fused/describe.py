@@ -20,6 +20,7 @@ from moe.fused.latent import describe_latent, is_latent
 from moe.fused.observe import AttentionCall, Call, Observation
 from moe.fused.parts import close, describe_norm, describe_projection, same
 from moe.fused.rotaries import Rotaries
+from moe.seam import layer_of, parents_of
 
 _REFUSED = ("clip_qkv",)
 """Settings that change results only where a probe may not reach; a model that has one is left."""
@@ -63,13 +64,8 @@ def describe(model: nn.Module, seen: Observation) -> Description:
 
 def decoder_layers(model: nn.Module, seen: Observation) -> list[tuple[nn.Module, AttentionCall]]:
     """Decoder layers in order, each with its attention."""
-    parents = {child: parent for parent in model.modules() for child in parent.children()}
-    found = []
-    for call in seen.attention:
-        module = call.module
-        while module in parents and not isinstance(parents[module], nn.ModuleList):
-            module = parents[module]
-        found.append((module, call))
+    parents = parents_of(model)
+    found = [(layer_of(call.module, parents), call) for call in seen.attention]
     stacks = {parents.get(module) for module, _ in found}
     stack = next(iter(stacks)) if len(stacks) == 1 else None
     if not isinstance(stack, nn.ModuleList):
