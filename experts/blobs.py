@@ -20,11 +20,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from experts.header import DTYPES, pread_exactly
+from experts.header import DTYPE_NAMES, pread_exactly
 
 PAGE = 4096
 CHUNK_BYTES = 8 << 20
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     start = 0
     for entry in entries:
         header[entry.name] = {
-            "dtype": _DTYPE_NAMES[entry.dtype],
+            "dtype": DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [start, start + entry.nbytes],
         }

@@ -38,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class HeaderError(Exception):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from experts.blobs import Entry, FileRecord, write_file
-from experts.header import DTYPES
+from experts.header import DTYPE_NAMES, DTYPES
 from experts.manifest import LayerRecord
 from experts.weights import ExpertKey
 from kernels import ExpertWeights, QuantizedExperts
@@ -24,8 +24,6 @@ from kernels.reference import AnyExperts
 
 WHOLE = 16
 """Bits of weights that are kept as they are."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def layer_file_name(index: int) -> str:
@@ -50,7 +48,7 @@ def layer_record(
 ) -> LayerRecord:
     """What the manifest says of a layer; ``bits`` of each expert, where they were allotted."""
     biases = (whole.gate_up_bias_EG, whole.down_bias_EH)
-    first, second = (None if bias is None else _NAMES[bias.dtype] for bias in biases)
+    first, second = (None if bias is None else DTYPE_NAMES[bias.dtype] for bias in biases)
     record = {
         "module": module,
         "file": layer_file_name(index),
@@ -59,7 +57,7 @@ def layer_record(
         "intermediate": whole.intermediate_size,
         "parts": whole.gate_up_EGH.shape[1] // whole.intermediate_size,
         "interleaved": interleaved,
-        "dtype": _NAMES[whole.gate_up_EGH.dtype],
+        "dtype": DTYPE_NAMES[whole.gate_up_EGH.dtype],
         "gate_up_bias": first,
         "down_bias": second,
         "bits": None if bits is None else tuple(bits),

@@ -78,7 +78,7 @@ class FileReader:
     def _uncached(self, view: memoryview, offset: int) -> int:
         """Whole blocks past the page cache, where place and offset are at blocks, too."""
         done, size = 0, len(view) // BLOCK * BLOCK
-        if self._direct is None or not size or offset % BLOCK or _address(view) % BLOCK:
+        if self._direct is None or not size or offset % BLOCK or address_of(view) % BLOCK:
             return 0
         while done < size:
             try:
@@ -93,5 +93,6 @@ class FileReader:
         return done
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Of its first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

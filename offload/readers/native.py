@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
+from experts.reading import address_of
 from kernels.cpu import NativeKernels
 from kernels.cpu.reading import (
     CANCELLED,
@@ -25,7 +26,7 @@ from offload.errors import OffloadError
 from offload.readers.job import cancelled, closed, hangs
 from offload.readers.pieces import PIECE_BYTES, Piece, cut, explain
 from offload.readers.threads import IN_FLIGHT_BYTES, PATIENCE_S, THREADS
-from offload.readers.ways import DirectFiles, address_of
+from offload.readers.ways import DirectFiles
 from offload.transfer import Read
 
 LOOK_S = 0.5

@@ -7,7 +7,6 @@ goes through a small aligned buffer.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Protocol
 
+from experts.reading import address_of
 from offload.readers.pieces import PIECE_BYTES
 
 ALIGNMENT = 4096  # the largest block size in use, and a page
@@ -184,10 +184,6 @@ def scatter(source: memoryview, views: Sequence[memoryview]) -> int:
 
 def is_aligned(view: memoryview) -> bool:
     return address_of(view) % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0
-
-
-def address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def round_down(offset: int) -> int:
