@@ -139,9 +139,14 @@ class AllToAllDispatcher:
             received, wait = self._together.start(exchange, message, to_R, from_R)
             coming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
         self.statistics.add(
-            *(range(layer, layer + 1), part.loads_E[None]),
-            *(part.tokens, part.pairs, part.served),
-            *(sent_bytes, hidden * dtype.itemsize, agreed.sent_bytes),
+            range(layer, layer + 1),
+            part.loads_E[None],
+            tokens=part.tokens,
+            pairs=part.pairs,
+            served=part.served,
+            sent_bytes=sent_bytes,
+            row_bytes=hidden * dtype.itemsize,
+            meta_bytes=agreed.sent_bytes,
         )
         return Sent(layer, part, weights, hidden, dtype, agreed.rows, coming)
 

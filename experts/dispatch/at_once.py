@@ -142,9 +142,14 @@ class AtOnce:
         meeting, counted = self._meeting, self._meeting.counted(layers)
         room = len(meeting.messages[self._rank]) - IDS.stop
         self._statistics.add(
-            *(layers, counted.loads_LE, meeting.own_tokens * len(layers)),
-            *(counted.pairs, counted.served, room * self._others * len(layers)),
-            *(meeting.width, IDS.stop * self._others * len(layers)),
+            layers,
+            counted.loads_LE,
+            tokens=meeting.own_tokens * len(layers),
+            pairs=counted.pairs,
+            served=counted.served,
+            sent_bytes=room * self._others * len(layers),
+            row_bytes=meeting.width,
+            meta_bytes=IDS.stop * self._others * len(layers),
         )
         result_bytes = meeting.returned.shape[1] * meeting.returned.element_size()
         self._statistics.bytes_back += counted.sent_back * result_bytes
@@ -167,19 +172,17 @@ class AtOnce:
     def _make(self, met: Meeting, room_R: Sequence[int], hidden: int) -> None:
         native, _ = choose_kernel()
         assert native is not None, "there is no line without"
-        self._met, self._meeting = (
-            met,
-            native.meeting(
-                self._line.files,
-                self._rank,
-                self._line.timeout_s,
-                met.told,
-                [(head.tokens, head.slots) for head in met.heads],
-                met.width,
-                IDS.stop,
-                [IDS.stop + room for room in room_R],
-                hidden,
-                self._epoch,
-                [(placement.holders, placement.num_experts) for placement in self._placements],
-            ),
+        self._met = met
+        self._meeting = native.meeting(
+            self._line.files,
+            self._rank,
+            self._line.timeout_s,
+            met.told,
+            [(head.tokens, head.slots) for head in met.heads],
+            met.width,
+            IDS.stop,
+            [IDS.stop + room for room in room_R],
+            hidden,
+            self._epoch,
+            [(placement.holders, placement.num_experts) for placement in self._placements],
         )

@@ -44,6 +44,7 @@ class DispatchStatistics:
         self,
         layers: range,
         loads_LE: Ints,
+        *,
         tokens: int,
         pairs: int,
         served: int,
