@@ -128,24 +128,13 @@ class _Opening:
         cache = values.device = ExpertCache(self.sizes, room.slots, arena, copies, self._policy)
         seconds = copies.copy_seconds()
         costs = measure(near, seconds) if late else None
-        views = zip(
-            _views(arena.experts, self._like), _views(near.experts, self._like), strict=True
-        )
-        layers = [
-            OffloadedExperts(
-                layer,
-                count,
-                cache,
-                view,
-                copies,
-                None
-                if costs is None
-                else LateExperts(layer, layer * max(self._counts), host, host_view, costs),
-            )
-            for layer, (count, (view, host_view)) in enumerate(
-                zip(self._counts, views, strict=True)
-            )
-        ]
+        views = (_views(memory.experts, self._like) for memory in (arena, near))
+        layers = []
+        for layer, (count, view, host_view) in enumerate(zip(self._counts, *views, strict=True)):
+            own = None
+            if costs is not None:
+                own = LateExperts(layer, layer * max(self._counts), host, host_view, costs)
+            layers.append(OffloadedExperts(layer, count, cache, view, copies, own))
         if not room.host_holds(self._store.manifest):
             seconds = cache.expert_bytes / max(self._reader.bytes_per_second, SLOWEST)
         return layers, [Tier(str(room.device), cache), Tier(HOST, host)], seconds
