@@ -96,7 +96,7 @@ def _load(
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
     prefetcher, expect, blind = _look_ahead(offloaded, layers, path, planned.config, profile)
-    experts = MoELayers(layers, PolicyChain(), backend.forward, prefetcher)
+    experts = MoELayers(layers, backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
     trunk = Trunk(network)
     make_row_wise(trunk)

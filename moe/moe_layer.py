@@ -26,7 +26,8 @@ class MoELayers:
     """Runs any MoE layer of one model for all lanes that meet there.
 
     Attributes:
-        policies: applied to the routings of a layer before its experts run.
+        policies: applied to the routings of a layer before its experts run; none at first, as they
+            would be in the way of whoever compares ways to compute the model as it is.
         selectors: one a layer where a policy chooses again (`moe.policing`), else none.
         dispatcher: brings rows to the experts that serve them; may change between steps.
         everybody: the pass of all ranks that is going on; None: no other rank is met.
@@ -35,19 +36,18 @@ class MoELayers:
 
     Args:
         layers: experts of each MoE layer.
-        policies, forward: see above.
+        forward: see above.
         prefetcher: brings experts nearer that decode steps will need; none where all are in memory.
     """
 
     def __init__(
         self,
         layers: Sequence[LayerExperts],
-        policies: PolicyChain,
         forward: Forward = experts_forward,
         prefetcher: Prefetcher | None = None,
     ) -> None:
         self.layers = list(layers)
-        self.policies = policies
+        self.policies = PolicyChain()
         self.selectors: Sequence[Selector] = ()
         self.dispatcher: Dispatcher[Any] = LocalDispatcher()
         self.everybody: Pass | None = None

@@ -28,7 +28,6 @@ from moe.moe_layer import MoELayers
 from moe.packing import enable_packing
 from moe.seam import attach, take_experts
 from moe.trunk import Trunk
-from routing import parse_policies
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
@@ -37,7 +36,7 @@ Change = Callable[[Layer], Layer]
 
 def trunk_of(architecture: str) -> Trunk:
     model = tiny_model(architecture)
-    experts = MoELayers(take_experts(model), parse_policies([], lossless=True))
+    experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
     trunk = Trunk(model)
     assert enable_packing(trunk).enabled

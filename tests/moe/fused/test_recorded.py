@@ -38,7 +38,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [1, 2]]
 def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Trunk, MoELayers]:
     model: Any = architectures.tiny_model(architecture)
     model.to(dtype)
-    experts = MoELayers(take_experts(model), parse_policies([], lossless=True))
+    experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
     trunk = Trunk(model)
     assert enable_packing(trunk).enabled

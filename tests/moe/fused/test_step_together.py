@@ -20,7 +20,7 @@ from moe.fused.step import FusedStep
 from moe.kv import SequenceKV, Work
 from moe.lanes import Lane, run_lanes
 from moe.moe_layer import MoELayers
-from routing import PolicyChain, Routing
+from routing import Routing
 from tests.experts.dispatch_cases import random_placement
 from tests.experts.test_dispatch_sockets import connected, in_threads
 from tests.moe.fused.description_cases import VOCABULARY, Maker, filled
@@ -114,7 +114,7 @@ def drawn_ranks(data: st.DataObject, description: Description, layers: list[Laye
         if data.draw(st.integers(0, 4)) == 0:
             exchange.line = None  # goes by Python alone
         placements = [random_placement(EXPERTS, len(sizes), copies, seed + i) for i in range(3)]
-        experts = MoELayers(layers, PolicyChain())
+        experts = MoELayers(layers)
         experts.dispatcher = AllToAllDispatcher(exchange, placements[: len(layers)], buffer_rows=9)
         lengths = data.draw(st.lists(st.sampled_from([1, 17, 511]), min_size=size, max_size=size))
         token = st.lists(st.integers(NAN + 1, VOCABULARY - 1), min_size=1, max_size=1)

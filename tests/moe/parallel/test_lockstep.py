@@ -58,7 +58,7 @@ def lossy_layers(seed: int, slots: int, lost: set[tuple[int, int]]) -> tuple[MoE
     offloaded = [
         OffloadedExperts(index, EXPERTS, cache, layers.arena.experts) for index in range(LAYERS)
     ]
-    return MoELayers(offloaded, NO_POLICIES), layers
+    return MoELayers(offloaded), layers
 
 
 def make_visits(layer: int, seed: int) -> list[Visit]:
@@ -124,7 +124,8 @@ def on_two(run: Callable[[MoELayers, int], Any], policies: PolicyChain = NO_POLI
     """Two ranks with seven experts a layer in memory."""
 
     def rank_of(exchange: ThreadExchange) -> Any:
-        experts = MoELayers(make(True, False, Random(1)).resident, policies)
+        experts = MoELayers(make(True, False, Random(1)).resident)
+        experts.policies = policies
         experts.dispatcher = AllToAllDispatcher(exchange, [linear(EXPERTS, 8, 2)] * LAYERS)
         return run(experts, exchange.rank)
 

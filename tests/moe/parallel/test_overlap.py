@@ -20,14 +20,13 @@ from moe.moe_layer import MoELayers
 from moe.parallel.halves import run_halves
 from moe.parallel.overlap import AGAIN, TRIALS, Overlap
 from moe.visit import Visit
-from routing import parse_policies
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
 
 
 def joined(exchange: ThreadExchange) -> tuple[MoELayers, Layers]:
     layers = make(True, False, Random(1))
-    experts = MoELayers(layers.resident, parse_policies([], lossless=True))
+    experts = MoELayers(layers.resident)
     size = -(-EXPERTS // exchange.size) * exchange.size
     experts.dispatcher = AllToAllDispatcher(
         exchange, [linear(EXPERTS, size, exchange.size)] * LAYERS
