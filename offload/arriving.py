@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.arriving import Rows
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.layer import LayerCall
 from kernels.cpu.reading import NativeReads, ReadJob
 from kernels.reference import AnyExperts
 from offload.held import Held
 from offload.readers.native import LOOK_S, NativeJob
 
 
-def run_arriving(held: Held, how: AtOnce, slots: AnyExperts, rows: Rows) -> bool:
+def run_arriving(held: Held, how: LayerCall, slots: AnyExperts, rows: Rows) -> bool:
     """Fill the rows' ``out`` with the bits of `experts_forward` on all of the call's experts;
     False where they can not be run so, and nothing has been done.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import ExpertWeights, Forward, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.arriving import Rows
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.layer import LayerCall
 from kernels.reference import AnyExperts, sum_dtype
 from offload.ahead import read_ahead
 from offload.arriving import run_arriving
@@ -64,7 +64,7 @@ class OffloadedExperts:
         self._copies, self.late = copies, late
         self.whole_share: float | None = None
         self.ahead = False
-        self._how: AtOnce | None = None
+        self._how: LayerCall | None = None
 
     @property
     def plain(self) -> bool:
@@ -142,7 +142,7 @@ class OffloadedExperts:
         return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def run(
-        self, wanted: Sequence[int], how: AtOnce, rows: Rows, hidden_TH: Tensor, routing: Routing
+        self, wanted: Sequence[int], how: LayerCall, rows: Rows, hidden_TH: Tensor, routing: Routing
     ) -> Tensor | None:
         """As `forward`, for a compiled step, and where the slots are `plain`.
 
@@ -176,12 +176,12 @@ class OffloadedExperts:
         if self.ahead and self.whole_share is None:  # it would bring whole ones
             read_ahead(self.cache, self.layer, len(asked))
 
-    def _compiled(self, hidden_TH: Tensor) -> AtOnce | None:
+    def _compiled(self, hidden_TH: Tensor) -> LayerCall | None:
         """What runs rows like these without Python, where nobody else is in between."""
         if not self.plain or hidden_TH.dtype != torch.float32 or torch.is_grad_enabled():
             return None
         if self._how is None and (native := choose_kernel()[0]) is not None:
-            self._how = native.at_once(hidden_TH, self.slots)
+            self._how = native.layer_call(hidden_TH, self.slots)
         return self._how
 
     def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:

@@ -20,7 +20,7 @@ from kernels.cpu.assign import NativeAssign
 from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.layer import LayerCall
 from kernels.cpu.learning import NativeLearner
 from kernels.cpu.linear import NativeLinear
 from kernels.cpu.meeting import NativeMeeting
@@ -66,13 +66,13 @@ class NativeKernels:
             return self.planes.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
-    def at_once(self, hidden_TH: Tensor, experts: AnyExperts) -> AtOnce | None:
+    def layer_call(self, hidden_TH: Tensor, experts: AnyExperts) -> LayerCall | None:
         """How C++ callers run a layer for rows like these; None where they cannot."""
         if not self.supports(hidden_TH, experts):
             return None
         if isinstance(experts, QuantizedExperts):
-            return self.planes.at_once(experts)
-        return self.whole.at_once(experts)
+            return self.planes.layer_call(experts)
+        return self.whole.layer_call(experts)
 
     def meeting(self, *arguments: Any, **options: Any) -> NativeMeeting:
         """Dispatches of ranks of one machine; see NativeMeeting."""

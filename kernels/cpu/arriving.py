@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, get_num_threads
 
 from kernels.cpu.calls import NUMBER, POINTER, check_done, declare, integers
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.layer import LayerCall
 from kernels.cpu.reading import NativeReads, ReadJob
 from kernels.reference import AnyExperts
 
@@ -77,7 +77,7 @@ class ArrivingCall:
     def __init__(
         self,
         library: ctypes.CDLL,
-        how: AtOnce,
+        how: LayerCall,
         experts: AnyExperts,
         rows: Rows,
         coming: Sequence[tuple[int, int, ReadJob | None]],

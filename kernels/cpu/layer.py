@@ -52,7 +52,7 @@ class Call(Generic[Weights]):
     so_far: int | None
 
 
-class AtOnce(NamedTuple):
+class LayerCall(NamedTuple):
     """Addresses of the C++ function that runs a whole layer, and of its first two arguments, which
     point into what is kept."""
 
@@ -96,7 +96,7 @@ class NativeLayer(ABC, Generic[Weights]):
         run(plan, Call(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
-    def at_once(self, experts: Weights) -> AtOnce | None:
+    def layer_call(self, experts: Weights) -> LayerCall | None:
         """What C++ callers run a layer with; None where Python has to act on the way."""
         plan = self._plan(experts)
         if plan.activation is None or experts.post_norm is not None:
@@ -104,7 +104,7 @@ class NativeLayer(ABC, Generic[Weights]):
         forward = ctypes.cast(self._forward, ctypes.c_void_p).value  # type: ignore[arg-type]
         assert forward is not None
         records = ctypes.addressof(plan.record), ctypes.addressof(plan.activation)
-        return AtOnce(forward, *records, (plan, experts))
+        return LayerCall(forward, *records, (plan, experts))
 
     def _at_once(self, plan: Plan, call: Call[Weights]) -> None:
         assert plan.activation is not None

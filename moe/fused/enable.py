@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import NativeKernels, choose_kernel
-from kernels.cpu.layer import AtOnce
+from kernels.cpu.layer import LayerCall
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
 from moe.embeddings import trunk_dtype
@@ -84,10 +84,10 @@ def _resident(
     description: Description, experts: MoELayers, kernel: NativeKernels
 ) -> tuple[Resident, list[Inside]]:
     """The experts, and how the compiled step runs each layer of them if it can run them all."""
-    rows, calls = torch.empty(1, description.norm.weight.numel()), list[AtOnce]()
+    rows, calls = torch.empty(1, description.norm.weight.numel()), list[LayerCall]()
 
     def takes(layer: AnyExperts) -> bool:
-        call = kernel.at_once(rows, layer)
+        call = kernel.layer_call(rows, layer)
         calls.extend([] if call is None else [call])
         return call is not None
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher
 from experts.dispatch.at_once import AtOnce
 from kernels import experts_forward
-from kernels.cpu import layer as native
 from kernels.cpu.arriving import Rows
+from kernels.cpu.layer import LayerCall
 from kernels.reference import AnyExperts
 from moe.fused.base import Step, Visitor, visitor
 from moe.kv import Work
@@ -38,7 +38,7 @@ class Inside(NamedTuple):
             memory; None where all are.
     """
 
-    call: native.AtOnce
+    call: LayerCall
     slots: Tensor | None
 
 

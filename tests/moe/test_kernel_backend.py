@@ -30,7 +30,7 @@ def test_the_reference_can_be_chosen(
     }
     usual = load(tiny_checkpoint("qwen3_moe"), "auto")
     torch.testing.assert_close(plain.logits(PROMPT), usual.logits(PROMPT), rtol=1e-3, atol=1e-3)
-    for name in ("experts_forward", "at_once"):
+    for name in ("experts_forward", "layer_call"):
         monkeypatch.setattr(
             f"kernels.cpu.NativeKernels.{name}",
             lambda *_: pytest.fail("the native kernel was asked for"),

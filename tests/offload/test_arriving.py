@@ -76,7 +76,7 @@ def test_experts_that_come_late_give_the_same_bits(
     fails = broken == 0 and bool(late)
     if fails:
         os.truncate(path, at - 1)
-    how = native.at_once(hidden, slots)
+    how = native.layer_call(hidden, slots)
     assert how is not None
     told = [(e, int(where[e]), asked[e].record if e in late else None) for e in wanted]
     out = torch.full_like(hidden, torch.nan)

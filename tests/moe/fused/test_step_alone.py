@@ -57,7 +57,7 @@ def whole_step(
     kernel, _ = choose_kernel()
     assert kernel is not None
     rows = torch.empty(1, description.norm.weight.numel())
-    inside = [kernel.at_once(rows, layer) for layer in layers]
+    inside = [kernel.layer_call(rows, layer) for layer in layers]
     calls = [call for call in inside if call is not None]
     places = slots or [None] * len(calls)
     return FusedStep(description, kernel.decode, list(map(Inside, calls, places)))
