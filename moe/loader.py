@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
 from moe.calibrate.foresight import Expect, expectation, look_ahead
+from moe.device import use_device
 from moe.engine.borrowing import borrowing_notice
 from moe.errors import ProfileError
 from moe.freed_memory import keep_freed_memory
@@ -25,7 +26,7 @@ from moe.notices import late_notices, notices
 from moe.packing import Packing, enable_packing
 from moe.plan.fit import check_fit
 from moe.plan.memory import MemoryPlan
-from moe.plan.planning import choose_device, planning, use_threads
+from moe.plan.planning import planning
 from moe.policing import prepare
 from moe.profile import Profile
 from moe.row_wise import make_row_wise
@@ -78,10 +79,7 @@ def _load(
     on_plan: Callable[[MemoryPlan], object],
 ) -> LoadedModel:
     policies = _policies(profile)
-    device = choose_device(profile)
-    if device.index is not None:
-        torch.cuda.set_device(device)  # kernels are launched on the current device
-    use_threads(profile)
+    device = use_device(profile)
     path = resolve_model(path_or_hub_id)
     backend = _backend(profile, device)  # compiles kernels on their first use: no request waits
     with planning(path, profile, device, report, ranks) as planned:

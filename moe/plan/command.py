@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from moe.device import use_device
 from moe.errors import DoesNotFitError
 from moe.loading.hub import experts_per_token, resolve_model
 from moe.plan.decode_speed import BATCHES, Expected, Locality, Sizes, Speeds, expect
 from moe.plan.fit import check_fit
 from moe.plan.machine_speeds import disk_speed, memory_speed, to_device_speed
 from moe.plan.memory import GIB, MemoryPlan
-from moe.plan.planning import Planned, choose_device, planning, use_threads
+from moe.plan.planning import Planned, planning
 from moe.plan.traced_routing import known_routing
 from moe.profile import LoadedProfile
 from moe.seam import experts_modules
@@ -79,8 +80,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         CalibrationError: what was calibrated is damaged or another model's.
     """
     settings = profile.profile
-    device, path = choose_device(settings), resolve_model(name)
-    use_threads(settings)
+    device, path = use_device(settings), resolve_model(name)
     with planning(path, settings, device, lambda _: None) as planned:
         sizes, misfit = model_sizes(planned), ""
         try:

@@ -17,7 +17,7 @@ from moe.loading.hub import read_config
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report
 from moe.loading.weight_plan import DtypeFor, WeightPlan
-from moe.machine import memory_available, memory_total, usable_cpus
+from moe.machine import memory_available, memory_total
 from moe.plan.budget import plan_memory, wave_tokens
 from moe.plan.footprint import measure_footprint
 from moe.plan.memory import GIB, MemoryPlan, Offloadable
@@ -92,37 +92,6 @@ def planning(
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
         )
-
-
-def choose_device(profile: Profile) -> torch.device:
-    """Where a profile wants a model. Raises `ProfileError` where that is not there."""
-    if profile.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if profile.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ProfileError(
-            f"device is '{profile.device}', and torch finds no CUDA device on this machine; "
-            "set device to cpu or auto"
-        )
-    device = torch.device(profile.device)
-    if device.index is not None and device.index >= (count := torch.cuda.device_count()):
-        raise ProfileError(
-            f"device is '{device}', and torch finds {count} on this machine; set device to "
-            f"cuda:{count - 1} or less, or to auto"
-        )
-    return device
-
-
-def use_threads(profile: Profile) -> None:
-    """As many as the profile says. Raises `ProfileError` for more than processors, which would
-    spend their time on waiting."""
-    if profile.threads is None:
-        return
-    if profile.threads > (most := usable_cpus()):
-        raise ProfileError(
-            f"threads is {profile.threads}, and this process may use {most} CPUs; set it to {most} "
-            "or less, or to null"
-        )
-    torch.set_num_threads(profile.threads)
 
 
 def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
+from moe.device import use_device
 from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
 from moe.plan.budget import LEAST_POOL
@@ -21,7 +22,7 @@ from moe.plan.decode_speed import BATCHES, Locality, Sizes, Speeds
 from moe.plan.link_speed import Link, given_link, measure_link
 from moe.plan.machine_speeds import memory_speed
 from moe.plan.memory import GIB
-from moe.plan.planning import Planned, choose_device, planning, use_threads
+from moe.plan.planning import Planned, planning
 from moe.plan.rank_forecast import RankForecast
 from moe.plan.rank_plan import Machine, Needs, RankPlan, recommend
 from moe.plan.rank_traffic import LAYERS, Traffic, drawn_steps, loads_of, traffic
@@ -96,8 +97,7 @@ def plan_many(
             f"--ranks is {ranks}, and plans are made for {MAX_RANKS} at most; give a smaller number"
         )
     settings = profile.profile
-    device, path = choose_device(settings), resolve_model(name)
-    use_threads(settings)
+    device, path = use_device(settings), resolve_model(name)
     with planning(path, settings, device, lambda _: None) as planned:
         needs = model_needs(planned, settings)
         available, why_resident = planned.memory.available_bytes, planned.why_resident
