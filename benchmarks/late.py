@@ -33,7 +33,7 @@ from moe.kv import Work
 from moe.lanes import run_lanes
 from moe.plan.memory import GIB
 from moe.settings import ModelSettings
-from offload.room import fixed_bytes, slot_bytes
+from offload.capacity import fixed_bytes, slot_bytes
 
 BITS = 8
 PREFIXES = {8: ((4, 0.6), (4, 0.3), (2, 0.9), (2, 0.6), (2, 0.3)),

@@ -18,7 +18,7 @@ from moe.machine import memory_total
 from moe.plan.planning import planning
 from moe.profile import load_profile
 from moe.settings import ModelSettings
-from offload.room import slot_bytes
+from offload.capacity import slot_bytes
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

@@ -16,6 +16,7 @@ from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
+from offload.capacity import Capacity, arena_for, sizes_of
 from offload.disk import DiskSource, read_biases
 from offload.experts import OffloadedExperts
 from offload.host import HostSource
@@ -24,7 +25,6 @@ from offload.late import LateExperts, measure
 from offload.offloaded import SLOWEST, Offloaded
 from offload.policies import POLICIES, Policy
 from offload.readers import choose_reader
-from offload.room import Capacity, arena_for, sizes_of
 from offload.slots import Sizes
 from offload.streams import Streams, open_streams
 from offload.tiers import HOST, MEMORY, HostValues, Tier

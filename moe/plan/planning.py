@@ -24,7 +24,7 @@ from moe.plan.memory import GIB, MemoryPlan, Offloadable
 from moe.profile import Profile
 from moe.seam import experts_modules
 from moe.weights.sources import Source, open_source
-from offload.room import Capacity
+from offload.capacity import Capacity
 from offload.tiers import HOST
 
 HOST_RESERVE = 1 / 10

@@ -29,9 +29,9 @@ from moe.settings import ModelSettings, Profile
 from moe.weights.linears import quantizes
 from moe.weights.store_source import StoreSource
 from moe.weights.takeover import Takeover, keep_layer
+from offload.capacity import Capacity
 from offload.experts import LayerExperts
 from offload.offloaded import Offloaded
-from offload.room import Capacity
 
 
 class Source(Protocol):

@@ -33,10 +33,10 @@ from moe.seam import take_experts
 from moe.settings import ModelSettings, OffloadSettings
 from moe.weights.linears import chosen_linears, quantize_linear
 from moe.weights.takeover import Takeover, keep_layer
+from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
 from offload.opening import open_offloaded
-from offload.room import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 
 
 class StoreSource:

@@ -24,8 +24,8 @@ from moe.errors import CalibrationError
 from moe.evaluate.scoring import Score, read
 from moe.plan.memory import GIB
 from moe.settings import ModelSettings
+from offload.capacity import fixed_bytes, slot_bytes
 from offload.experts import OffloadedExperts
-from offload.room import fixed_bytes, slot_bytes
 
 SMALL: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
 PREFILL: dict[str, Any] = {"wave_tokens": 128, "mode": "whole"}

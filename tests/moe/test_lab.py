@@ -23,7 +23,7 @@ from moe.lab.router import LabRouter
 from moe.plan.memory import GIB
 from moe.selection import find_selectors
 from moe.settings import ModelSettings
-from offload.room import fixed_bytes, slot_bytes
+from offload.capacity import fixed_bytes, slot_bytes
 from routing import Routing
 from routing.routers import neighbour_scores
 

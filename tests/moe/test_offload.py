@@ -23,9 +23,9 @@ from moe.convert.convert import convert
 from moe.errors import DoesNotFitError
 from moe.plan.memory import GIB
 from moe.settings import ModelSettings
+from offload.capacity import fixed_bytes, sizes_of, slot_bytes
 from offload.hot_set import FILE_NAME
 from offload.policies import POLICIES
-from offload.room import fixed_bytes, sizes_of, slot_bytes
 
 SMALL: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},

@@ -17,8 +17,8 @@ import pytest
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.plan.memory import GIB
+from offload.capacity import slot_bytes
 from offload.errors import OffloadError
-from offload.room import slot_bytes
 from offload.transfer import Read, Reader, Transfer
 
 SMALL: dict[str, Any] = {

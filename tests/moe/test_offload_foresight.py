@@ -19,10 +19,10 @@ from moe.errors import CalibrationError, ProfileError
 from moe.plan.memory import GIB
 from moe.settings import ModelSettings
 from moe.visit import Visit
+from offload.capacity import slot_bytes
 from offload.errors import OffloadError
 from offload.experts import OffloadedExperts
 from offload.prefetch import Prefetcher
-from offload.room import slot_bytes
 from routing import Routing
 from routing.predict import Forecast
 from tests.moe.parallel.test_lockstep import lossy_layers

@@ -13,7 +13,7 @@ from experts.manifest import read_manifest
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
 from moe.plan.memory import GIB
-from offload.room import slot_bytes
+from offload.capacity import slot_bytes
 from offload.streams import CudaStreams
 from tests.moe.test_offload_tiers import PROMPTS, SMALL, tier_of
 

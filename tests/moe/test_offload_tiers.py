@@ -21,10 +21,10 @@ from moe.plan.memory import GIB
 from moe.plan.planning import host_room
 from moe.profile import load_profile
 from moe.settings import ModelSettings
+from offload.capacity import fixed_bytes, sizes_of, slot_bytes
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
 from offload.late import Costs
-from offload.room import fixed_bytes, sizes_of, slot_bytes
 from tests.offload.two_queues import LateCopies
 
 SMALL: dict[str, Any] = {

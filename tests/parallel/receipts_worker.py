@@ -28,7 +28,7 @@ from moe.kv import SequenceCache, Work
 from moe.lanes import run_lanes
 from moe.parallel.halves import run_halves
 from moe.plan.memory import GIB
-from offload.room import slot_bytes
+from offload.capacity import slot_bytes
 from routing import Phase
 from tests.experts.dispatch_cases import random_placement
 

@@ -24,7 +24,7 @@ from moe.convert.inspect_store import bit_map, draw, expert_bytes
 from moe.errors import CalibrationError, CheckpointError, ProfileError
 from moe.evaluate.scoring import read
 from moe.settings import ModelSettings
-from offload.room import why_not
+from offload.capacity import why_not
 
 SETTINGS = ModelSettings(group_size=32)
 

@@ -14,9 +14,9 @@ from moe import MoE
 from moe.convert.convert import convert
 from moe.plan.memory import GIB
 from moe.settings import ModelSettings
+from offload.capacity import slot_bytes
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
-from offload.room import slot_bytes
 
 URL = "/v1/completions"
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "temperature": 0}

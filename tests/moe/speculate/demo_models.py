@@ -18,7 +18,7 @@ from moe.plan.memory import GIB
 from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
 from moe.speculate.draft import Controller, Round
-from offload.room import fixed_bytes, slot_bytes
+from offload.capacity import fixed_bytes, slot_bytes
 
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
 

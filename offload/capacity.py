@@ -98,7 +98,7 @@ def arena_for(
     device: torch.device,
     late_bits: int | None = None,
 ) -> Arena:
-    """Capacity for ``slots`` experts of any layer, on average where sizes differ."""
+    """Memory of ``slots`` experts of any layer, on average where sizes differ."""
     record, sizes = manifest.layers[0], sizes_of(manifest, bits, late_bits)
     shape, grains = record.shape(manifest.group_size), sizes.grains_for(slots)
     rows = sum(grains // kind for kind in sizes.kinds)
