@@ -16,7 +16,7 @@ RAREST = 256
 
 
 @dataclass
-class LayerRecord:
+class BidRecord:
     """What became of the forecasts of one layer; plain counters, readable from any thread.
 
     Attributes:
@@ -62,7 +62,7 @@ class Governor:
 
     def __init__(self) -> None:
         self.on = False
-        self.record = LayerRecord()
+        self.record = BidRecord()
         self._profit = 0.0
         self._judged = 0
         self._interval, self._next = 1, 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.cache import ExpertCache
 from offload.experts import OffloadedExperts
-from offload.governor import LayerRecord as Record
+from offload.governor import BidRecord
 from offload.hot_set import save_hot_set
 from offload.prefetch import Prefetcher
 from offload.tiers import Tier, bytes_in
@@ -124,7 +124,7 @@ class Offloaded:
 
 def _foresight(prefetcher: Prefetcher) -> dict[str, Any]:
     """What forecasts came to, over all layers."""
-    total = Record()
+    total = BidRecord()
     for record in prefetcher.records:
         for field in fields(record):
             setattr(total, field.name, getattr(total, field.name) + getattr(record, field.name))

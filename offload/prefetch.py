@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.bids import Bid, Bids, Offer
 from offload.cache import ExpertCache
-from offload.governor import Governor, LayerRecord
+from offload.governor import BidRecord, Governor
 from offload.measures import Measures
 from offload.trust import Trust
 from routing import Routing
@@ -74,7 +74,7 @@ class Prefetcher:
         return self._depth() if any(governor.on for governor in self.governors) else 0
 
     @property
-    def records(self) -> list[LayerRecord]:
+    def records(self) -> list[BidRecord]:
         return [governor.record for governor in self.governors]
 
     def foretell(self, told: Forecast) -> None:
