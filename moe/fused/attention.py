@@ -21,7 +21,7 @@ from moe.fused.description import (
 from moe.fused.observe import AttentionCall, Observation
 from moe.fused.parts import child_of, describe_norm, describe_projection, describe_rotation, same
 from moe.fused.rotaries import Rotaries
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 from moe.mask_rule import MaskRule
 
 _FAR = 1 << 20

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kernels import PlaneMatrix
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 from routing.routers import RouterRule
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]

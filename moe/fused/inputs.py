@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 from moe.kv import SequenceKV, Work
 
 _TOKEN, _POSITION, _PLACES = 0, 1, 3

@@ -25,7 +25,7 @@ from moe.fused.description import (
 )
 from moe.fused.inputs import Inputs
 from moe.fused.parts import rotate
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 
 
 @dataclass(frozen=True)

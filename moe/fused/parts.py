@@ -18,7 +18,7 @@ from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix, linear_forward
 from kernels.planes import PlaneLayout
 from moe.fused.description import Activation, Norm, NotDescribed, Projection, Rotation, Style
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 
 _CLOSE = 2e-5
 _ROUGHLY = 1e-4  # of sums whose order is not ours

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe.fused.description import NotDescribed
 from moe.fused.observe import Call, Observation
 from moe.fused.parts import same
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 
 
 class Rotaries:

@@ -27,7 +27,7 @@ from moe.fused.description import (
     View,
 )
 from moe.fused.parts import describe_projection
-from moe.fused.rotary import RotaryTable
+from moe.fused.rotary_table import RotaryTable
 from moe.kv import SequenceKV
 from routing import Routing
 from routing.routers import RouterRule
