@@ -47,10 +47,10 @@ def break_steps() -> None:
 
 def run_out_of_memory() -> None:
     """When experts are run in one step of this rank, once."""
-    from moe.parallel import serving
+    from moe import expert_rows
     from moe.parallel.mirror import Mirror
 
-    steps, run, run_rows = 0, Mirror.run, serving.run_rows
+    steps, run, run_rows = 0, Mirror.run, expert_rows.run_rows
 
     def counted(self: Mirror, *arguments: Any) -> Any:
         nonlocal steps
@@ -60,11 +60,11 @@ def run_out_of_memory() -> None:
     def broken(*arguments: Any) -> Any:
         if steps < FAULT["step"]:
             return run_rows(*arguments)
-        serving.run_rows = run_rows
+        expert_rows.run_rows = run_rows
         raise MemoryError("no memory, on purpose")
 
     Mirror.run = counted  # type: ignore[assignment, method-assign]
-    serving.run_rows = broken  # type: ignore[assignment]
+    expert_rows.run_rows = broken  # type: ignore[assignment]
 
 
 def stay_in_loading() -> None:
