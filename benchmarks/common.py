@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-# Wide enough for any table here where the output is no terminal.
-_console = Console(width=None if os.isatty(1) else 120)
+from moe.commands.console import stdout_console
+
+_console = stdout_console()
 
 
 def environment() -> dict[str, Any]:

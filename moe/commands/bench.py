@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from moe.commands.console import stdout_console
 from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.model import MoE
@@ -142,7 +142,7 @@ def _with_drafts(profile: LoadedProfile) -> LoadedProfile:
 
 
 def _show(found: dict[str, Any]) -> None:
-    console = Console()
+    console = stdout_console()
     for notice in found["notices"]:
         console.print(f"moe: {notice}", style="dim")
     prompt = found["prompt"]

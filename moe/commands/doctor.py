@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from moe.commands import doctor_checks as checks
+from moe.commands.console import stdout_console
 from moe.commands.doctor_checks import Finding
 
 __all__ = ["Finding", "exit_code", "main", "print_doctor", "run_doctor"]
@@ -64,7 +65,7 @@ def run_doctor() -> list[Finding]:
 def main() -> int:
     """Print the findings; the exit code of ``moe doctor``."""
     findings = run_doctor()
-    print_doctor(findings, Console())
+    print_doctor(findings, stdout_console())
     return exit_code(findings)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 
 from experts.layer_file import WHOLE, layer_entries
 from experts.manifest import Manifest, StoreError, read_manifest
+from moe.commands.console import stdout_console
 from moe.errors import CheckpointError, ProfileError
 
 
@@ -37,7 +37,7 @@ def run(directory: Path, image: Path | None) -> int:
         manifest = read_manifest(directory)
     except StoreError as error:
         raise CheckpointError(str(error)) from error
-    console = Console()
+    console = stdout_console()
     console.print(_table(manifest))
     console.print(_summary(manifest))
     if image is not None:

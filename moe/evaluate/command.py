@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from moe.commands.console import stdout_console
 from moe.errors import RequestError
 from moe.evaluate.policy_costs import PolicyCost, PolicyPrices, alone_and_together, cost_table
 from moe.evaluate.scoring import Difference, Score, read, read_text, windows_of
@@ -120,9 +121,9 @@ def run(
     if as_json:
         print(json.dumps(quality.as_json()))
     else:
-        Console().print(_table(quality))
+        stdout_console().print(_table(quality))
         if quality.policies:
-            Console().print(cost_table(quality.policies))
+            stdout_console().print(cost_table(quality.policies))
     return 0
 
 

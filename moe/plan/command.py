@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from moe.commands.console import stdout_console
 from moe.device import use_device
 from moe.errors import DoesNotFitError
 from moe.loading.hub import experts_per_token, resolve_model
@@ -68,7 +69,7 @@ def run(name: str | Path, profile: LoadedProfile, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(made.as_dict()))
     else:
-        show(made, Console())
+        show(made, stdout_console())
     return 1 if made.misfit else 0
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
+from moe.commands.console import stdout_console
 from moe.device import use_device
 from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
@@ -69,7 +70,7 @@ def run(
     if as_json:
         print(json.dumps(made.as_dict()))
     else:
-        show(made, Console())
+        show(made, stdout_console())
     return 0
 
 

@@ -7,9 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from moe.calibrate.record import record
+from moe.commands.console import stdout_console
 from moe.commands.progress import OnStep, step_bar
 from moe.errors import RequestError
 from moe.evaluate.scoring import WINDOW, read_text
@@ -85,7 +84,7 @@ def run(
     if as_json:
         print(json.dumps(findings.as_json()))
     else:
-        console = Console()
+        console = stdout_console()
         for sheet in sheets(findings):
             console.print(sheet.table())
             console.print(sheet.says, style="dim", markup=False)
