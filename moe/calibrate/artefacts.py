@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 import torch
@@ -103,9 +104,23 @@ def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) ->
         )
         (folder / ABOUT).write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise CalibrationError(
-            f"cannot write the calibration to {folder}: {error}; name another place with --out"
-        ) from error
+        raise _not_writable(folder, error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Before anything takes time. Raises `CalibrationError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: Exception) -> CalibrationError:
+    return CalibrationError(
+        f"cannot write the calibration to {folder}: {error}; name another place with --out"
+    )
 
 
 def read_about(folder: Path, config: Any, num_experts: Sequence[int]) -> About:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe.calibrate.artefacts import FOLDER, unavailable_before, write
+from moe.calibrate.artefacts import FOLDER, check_writable, unavailable_before, write
 from moe.calibrate.compression import analyse
 from moe.calibrate.fit import ASIDE, Fitted, fit_predictors
 from moe.calibrate.gates import find_gates
@@ -61,12 +61,15 @@ def calibrate(
 ) -> int:
     """The subcommand: returns the exit code. `compression`: `read_tokens` of `analyse`, if any."""
     words = _read(text)
+    if compression is not None and compression < 1:
+        raise CalibrationError(f"--compression must be at least 1 token, got {compression}")
     if out is None and Path(name).suffix == ".gguf":
         raise CalibrationError(
             f"beside {name} there is no model directory for a calibration; give it a folder with "
             "--out, or calibrate the store that moe convert makes"
         )
     folder = out or resolve_model(name) / FOLDER
+    check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
     with step_bar() as on_step:

@@ -65,6 +65,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
         )
     prompt = min(prompt, limit - tokens)
     ids = model.codec.encode(Path(some_text.__file__).read_text())
+    ids *= -(-(prompt + ROUNDS * 101) // len(ids))  # a long prompt repeats it
     _decode(model, [ids[:BESIDE]], 4, drafts=False)  # a process's first pass is not like others
     rates = [_read(model, ids[at * 101 :][:prompt]) for at in range(ROUNDS)]
     speculates = model.status()["speculation"]["enabled"]

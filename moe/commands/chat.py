@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from moe.commands.terminal import RunStats, load, run, write_out
@@ -24,6 +25,8 @@ def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) ->
     history = [*leading]
     stats: RunStats | None = None
     if sys.stdin.isatty():
+        with suppress(ImportError):  # not every Python is built with it
+            import readline  # noqa: F401 - arrow keys and history for `input`
         print("Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures.")
     while (line := _ask()) is not None:
         if line == "/exit":

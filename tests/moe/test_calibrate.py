@@ -148,10 +148,18 @@ def test_a_long_text_gives_enough_sequences_however_few_tokens_are_read(
 
 
 def test_an_absent_text_and_a_place_that_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MoE, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     assert main(["calibrate", str(DEMO), "--text", str(tmp_path / "absent")]) == 2
     assert "cannot read the text" in capsys.readouterr().err
+    (tmp_path / "text").write_text("some text")
+    some = ["calibrate", str(DEMO), "--text", str(tmp_path / "text"), "--compression", "0"]
+    assert main(some) == 2
+    assert "--compression must be at least 1 token, got 0" in capsys.readouterr().err
+    place = ["--out", str(tmp_path / "text" / "below")]
+    assert main(["calibrate", str(DEMO), "--text", str(tmp_path / "text"), *place]) == 2
+    assert "cannot write the calibration to" in capsys.readouterr().err
 
 
 def test_activations_that_are_not_finite_are_refused_with_numbers(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moe.cli import main
+from moe.commands import bench
 from moe.commands.bench import _with_drafts
 from moe.profile import load_profile
 
@@ -24,6 +26,18 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["gain"] > 0 for row in found["decode"])
     assert found["speculation"]["enabled"]
     assert found["speculation"]["figures"]["tokens"] > 0
+
+
+def test_a_prompt_longer_than_the_text_is_read_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.py").write_text("import argparse\n")
+    monkeypatch.setattr(bench, "some_text", SimpleNamespace(__file__=tmp_path / "text.py"))
+    read: list[int] = []
+    monkeypatch.setattr(bench, "_read", lambda _, prompt: read.append(len(prompt)) or 1.0)
+    monkeypatch.setattr(bench, "_decode", lambda *_, **__: 1.0)
+    assert main(["bench", DEMO, "--json", "--prompt-tokens", "300"]) == 0
+    assert read == [json.loads(capsys.readouterr().out)["prompt"]["tokens"]] * 3 == [300] * 3
 
 
 def test_a_profile_without_drafts_stays_without(capsys: pytest.CaptureFixture[str]) -> None:
