@@ -65,6 +65,7 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
 
     Raises:
         RequestError: a file cannot be used, or another process writes to ``target``.
+        KeyboardInterrupt: says what is kept.
     """
     with ExitStack() as closing:
         try:
@@ -80,7 +81,11 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
         except OSError as error:
             what = error.filename or target
             raise RequestError(f"cannot use {what}: {error.strerror}") from error
-        yield files
+        try:
+            yield files
+        except KeyboardInterrupt as stop:
+            kept = f"; answers so far are in {target}, and the same command goes on from there"
+            raise KeyboardInterrupt(kept) from stop
 
 
 def _lock(answers: BinaryIO, target: Path) -> None:

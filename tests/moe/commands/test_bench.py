@@ -34,7 +34,12 @@ def test_a_prompt_longer_than_the_text_is_read_whole(
     (tmp_path / "text.py").write_text("import argparse\n")
     monkeypatch.setattr(bench, "some_text", SimpleNamespace(__file__=tmp_path / "text.py"))
     read: list[int] = []
-    monkeypatch.setattr(bench, "_read", lambda _, prompt: read.append(len(prompt)) or 1.0)
+
+    def reads(_: object, prompt: list[int]) -> float:
+        read.append(len(prompt))
+        return 1.0
+
+    monkeypatch.setattr(bench, "_read", reads)
     monkeypatch.setattr(bench, "_decode", lambda *_, **__: 1.0)
     assert main(["bench", DEMO, "--json", "--prompt-tokens", "300"]) == 0
     assert read == [json.loads(capsys.readouterr().out)["prompt"]["tokens"]] * 3 == [300] * 3

@@ -155,7 +155,10 @@ def test_an_interrupt_keeps_what_is_done(
         if tally.answered == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), open_files(files.source, files.target) as opened:
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"answers so far are in .*, and the same command"),
+        open_files(files.source, files.target) as opened,
+    ):
         run_batch(model, "tiny", opened, interrupt)
     assert 2 <= len(files.answers()) < len(BODIES) + 2
     assert len(files.run(model)) == len(BODIES) + 2
