@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moe.engine.engine import StepLoop
@@ -84,16 +84,19 @@ def places_of(groups: Sequence[Group]) -> dict[RunningSequence, tuple[int, int]]
 
 
 def stream_events(
-    engine: StepLoop, groups: Sequence[Group], turn: Turn
+    engine: StepLoop, groups: Sequence[Group], turn: Turn, check_open: Callable[[], None]
 ) -> Generator[StreamEvent, None, None]:
     """Step until these groups have ended; closing the iterator cancels what still runs.
 
     Args:
         turn: taken for each step.
+        check_open: raises where the model was closed; it also keeps the model, whose files close
+            with it, for as long as there is a stream.
     """
     places = places_of(groups)
     try:
         while not engine.idle:
+            check_open()
             with turn():
                 events = engine.step()
             for sequence, outcome in events:

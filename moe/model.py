@@ -171,7 +171,7 @@ class MoE:
             ]
         for group in groups:
             engine.submit(group)
-        return stream_events(engine, groups, self._turn)
+        return stream_events(engine, groups, self._turn, self._check_open)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of every position of a sequence: ``(T, vocab_size)`` float32."""

@@ -257,7 +257,10 @@ def test_the_profiles_number_of_new_tokens_is_cut_to_the_context(model: MoE) -> 
 def test_a_closed_model_says_so(tiny_checkpoint: Callable[[str], Path]) -> None:
     with MoE.from_pretrained(tiny_checkpoint("qwen3_moe")) as closed:
         closed.generate([5, 9], GREEDY)
-    for use in (lambda: closed.generate([5]), lambda: closed.logits([5]), closed.loop):
+        stream = closed.stream([5, 9], GREEDY)
+        next(stream)
+    uses = (lambda: closed.generate([5]), lambda: closed.logits([5]), closed.loop)
+    for use in (*uses, lambda: next(stream)):
         with pytest.raises(RequestError, match="the model is closed; load it again"):
             use()
     assert closed.stats()["layers"]

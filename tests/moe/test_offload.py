@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -55,6 +56,14 @@ def budget(store: Path, resident: MoE, share: float, **more: Any) -> dict[str, A
     rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
     room = slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
     return SMALL | {"memory": SMALL["memory"] | {"device_gib": (rest + room) / GIB}} | more
+
+
+def test_a_stream_keeps_its_model_open(store: Path, resident: MoE) -> None:
+    """Files of experts would close with a model that nobody else holds."""
+    stream = MoE.from_pretrained(store, budget(store, resident, 0.25)).stream(PROMPTS[0], GREEDY)
+    gc.collect()
+    said = [event.delta.token.id for event in stream]
+    assert said == resident.generate(PROMPTS[0], GREEDY)[0].token_ids
 
 
 def check_equal(model: MoE, resident: MoE) -> None:
