@@ -17,6 +17,8 @@ from offload.hot_set import FILE_NAME
 
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 ROOMS = ("moe", "offload", "experts", "routing", "kernels")
+ROOT = Path(__file__).parents[2]
+SOURCES = (".py", ".cpp", ".h")
 OWN_SETTINGS = ("threads",)
 """Settings that may differ from rank to rank."""
 
@@ -25,7 +27,8 @@ Identity = dict[str, str]
 
 def identity(profile: Profile, model: Path) -> Identity:
     """Everything that must be equal, by the name that an error gives it."""
-    same: Identity = {"moe": __version__, "python": platform.python_version(), "code": _code()}
+    same: Identity = {"moe": __version__, "python": platform.python_version()}
+    same["code"] = code_digest(ROOT)
     same |= {name: _version(name) for name in PACKAGES}
     for key in KEYS.leaves:
         if key not in OWN_SETTINGS:
@@ -52,14 +55,14 @@ def _version(package: str) -> str:
         return "absent"
 
 
-def _code() -> str:
-    """Digest of our own sources."""
+def code_digest(root: Path) -> str:
+    """Of our own sources, compiled ones too: other kernels give other bits."""
     digest = hashlib.blake2b(digest_size=8)
-    root = Path(__file__).parents[2]
     for room in ROOMS:
-        for file in sorted((root / room).rglob("*.py")):
-            digest.update(str(file.relative_to(root)).encode())
-            digest.update(file.read_bytes())
+        for file in sorted((root / room).rglob("*")):
+            if file.suffix in SOURCES:
+                digest.update(str(file.relative_to(root)).encode())
+                digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError, ProfileError
-from moe.parallel.identity import identity
+from moe.parallel.identity import ROOT, code_digest, identity
 from moe.parallel.launch import Launch, wanted_launch
 from moe.parallel.roll import CONTROL, WATCH, Roll
 from moe.parallel.secret import SECRET
@@ -115,6 +115,26 @@ def test_settings_versions_code_and_files_are_compared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     changed = {key for key, value in identity(profile, tmp_path).items() if one[key] != value}
     assert changed == {"model file config.json"}
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("moe/model.py", True),
+        ("kernels/cpu/linear.h", True),
+        ("kernels/cpu/experts.cpp", True),
+        ("kernels/__pycache__/planes.pyc", False),
+        ("tests/test_house.py", False),
+    ],
+)
+def test_code_is_all_that_can_change_an_answer(tmp_path: Path, file: str, counts: bool) -> None:
+    assert code_digest(tmp_path) != code_digest(ROOT)
+    before, new = code_digest(tmp_path), tmp_path / file
+    new.parent.mkdir(parents=True)
+    new.write_text("1")
+    first = code_digest(tmp_path)
+    new.write_text("2")
+    assert (before != first, first != code_digest(tmp_path)) == (counts, counts)
 
 
 RANKED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "5"}
