@@ -141,7 +141,8 @@ class Leading:
 
     def statistics(self) -> dict[str, Any]:
         """What the ranks have sent, for JSON; from any thread."""
-        ranks = [self.traffic.get(rank) for rank in self.team.ranks]
+        sent = [(rank, self.traffic.get(rank)) for rank in self.team.ranks]
+        ranks = [own and {"rank": rank, **own} for rank, own in sent]
         return {"ranks": ranks, "overlap": self._overlap.as_dict()}
 
     def reset_statistics(self) -> None:

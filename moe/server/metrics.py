@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moe.server.rank_metrics import rank_metrics
 from moe.server.speculation_metrics import speculation_metrics
 
 Readings = Mapping[str, Mapping[str, Any]]
@@ -88,6 +89,7 @@ class _Readings(Collector):
         yield from _experts(readings["stats"])
         yield from _offload(readings["stats"].get("offload"))
         yield from speculation_metrics(readings["stats"].get("speculation"))
+        yield from rank_metrics(readings["stats"].get("parallel"))
         yield from _prefixes(readings["engine"].get("prefixes") or {})
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),

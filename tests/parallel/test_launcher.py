@@ -110,11 +110,22 @@ def test_all_end_in_peace_when_rank_0_is_told_to(launch: Any) -> None:
             lines = stream.iter_lines()
             next(lines)
             status = httpx.get(f"{url}/v1/status", timeout=60).json()
+            measured = metrics(url)
             for rank in (1, 0):
                 launched.signal(rank, signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert launched.codes() == [0, 0], launched.everything()
     assert status["engine"]["ranks"] == 2
+    served = [measured[f'moe_rank_served_total{{rank="{rank}"}}'] for rank in range(2)]
+    assert min(served) > 0
+    assert measured["moe_rank_imbalance"] == pytest.approx(2 * max(served) / sum(served))
+    assert measured['moe_rank_bytes_total{rank="1",what="results"}'] > 0
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
 
 
 def test_without_rank_0_the_others_end(launch: Any) -> None:
