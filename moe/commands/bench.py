@@ -154,8 +154,22 @@ def _show(found: dict[str, Any]) -> None:
         gain = "-" if row["gain"] is None else f"{row['gain']:.2f} x"
         table.add_row(f"decode {row['batch']}", f"{row['tokens_per_second']:,.1f}", drafted, gain)
     console.print(table)
-    speculation = found["speculation"]
-    console.print(speculation["why"])
-    for mode, record in (speculation["figures"] or {}).get("modes", {}).items():
+    console.print(found["speculation"]["why"])
+    if found["speculation"]["figures"] is not None:
+        _show_drafts(found["speculation"]["figures"], console)
+
+
+def _show_drafts(figures: dict[str, Any], console: Console) -> None:
+    """What drafts came to, at all batches together."""
+    depths = ", ".join(f"{depth}: {count}" for depth, count in figures["depths"].items())
+    rate = figures["tokens_per_verification"]
+    console.print(
+        f"{rate:.2f} tokens a verification; sequences of steps by drafted tokens {depths}"
+    )
+    for mode, record in figures["modes"].items():
         rates = " ".join(f"{p['acceptance']:.2f}" for p in record["by_position"])
         console.print(f"{mode}: {record['drafts']} drafts, accepted by position {rates}")
+    if (control := figures["control"]) is not None:
+        predicted = control["predicted_gain"]
+        foreseen = "" if predicted is None else f", {predicted:.2f} x predicted"
+        console.print(f"gain by its own account: {control['measured_gain']:.2f} x{foreseen}")

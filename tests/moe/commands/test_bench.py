@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,6 +44,17 @@ def test_a_prompt_longer_than_the_text_is_read_whole(
     monkeypatch.setattr(bench, "_decode", lambda *_, **__: 1.0)
     assert main(["bench", DEMO, "--json", "--prompt-tokens", "300"]) == 0
     assert read == [json.loads(capsys.readouterr().out)["prompt"]["tokens"]] * 3 == [300] * 3
+
+
+@pytest.mark.parametrize("mode", ["ngram", "auto"])
+def test_the_table_says_what_drafts_came_to(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", f"speculation.mode={mode}", "--set", "model.expert_bits=8"]
+    assert main(["bench", DEMO, *SMALL, *settings, "--new-tokens", "40"]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert re.search(r"[1-5]\.\d\d tokens a verification; steps by drafted tokens 0: \d+", out)
+    if mode == "ngram":
+        assert re.search(r"ngram: \d+ drafts, accepted by position (0|1)\.\d\d", out)
+    assert ("gain by its own account: " in out) is (mode == "auto")
 
 
 def test_a_profile_without_drafts_stays_without(capsys: pytest.CaptureFixture[str]) -> None:
