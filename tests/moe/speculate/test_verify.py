@@ -71,17 +71,23 @@ def test_greedy_tokens_are_those_of_no_draft(guesses: list[int], seed: int) -> N
 def test_a_seed_gives_what_it_gives_without_drafts(
     params: dict[str, Any], seed: int, noise: float
 ) -> None:
-    """Also with penalties, which see each accepted token; whatever the draft is like."""
-    logits = rows(24, seed)
-    plain = sampler(**params, logprobs=2)
-    expected = [plain.sample(row) for row in logits]
+    """Also with penalties, which see each accepted token; whatever the draft is like. Each row
+    depends on the token before it, as a model's do."""
+    after_VV = rows(VOCABULARY, seed)
+    plain, expected = sampler(**params, logprobs=2), list[Token]()
+    while len(expected) < 24:
+        expected.append(plain.sample(after_VV[expected[-1].id if expected else 0]))
     speculating, chosen = sampler(**params, logprobs=2), 0
     tokens: list[Token] = []
     while len(tokens) < 20:
-        target = logits[len(tokens) : len(tokens) + 4]
-        guess = target[:-1] + noise * rows(3, seed + len(tokens))
-        draft = drafted(speculating.fork(), guess)
-        new = verify(speculating, draft, target)
+        last, guesser = tokens[-1].id if tokens else 0, speculating.fork()
+        read, proposals = [last], []
+        for noise_V in rows(3, seed + len(tokens)):
+            token, proposal = guesser.propose(after_VV[read[-1]] + noise * noise_V)
+            read.append(token)
+            proposals.append(proposal)
+        draft = Draft(MODE, tuple(read[1:]), (1.0,) * 3, tuple(proposals))
+        new = verify(speculating, draft, after_VV[read])
         tokens, chosen = tokens + new, chosen + len(new) - 1
     assert tokens == expected[: len(tokens)]
     if noise == 0.0:
@@ -106,28 +112,30 @@ def test_a_seed_gives_what_it_gives_without_drafts(
 )
 def test_chances_are_those_of_the_model(params: dict[str, Any], own_TV: Tensor) -> None:
     """Chi-square over pairs of tokens, against the exact probabilities of the model, with drafts
-    that are far from it."""
-    logits_TV = rows(3, seed=5, scale=1.0)
+    that are far from it. What comes second depends on what came first, as in a model."""
+    first_V, after_VV = rows(1, seed=5, scale=1.0)[0], rows(VOCABULARY, seed=6, scale=1.5)
     counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     fresh = sampler(**params)
     for _ in range(ROUNDS):
         target = fresh.fork()
-        tokens = verify(target, drafted(target.fork(), own_TV), logits_TV)
+        draft = drafted(target.fork(), own_TV)
+        logits_TV = torch.stack([first_V, *after_VV[list(draft.tokens)]])
+        tokens = verify(target, draft, logits_TV)
         if len(tokens) == 1:
-            tokens += verify(target, PLAIN, logits_TV[1:2])
+            tokens += verify(target, PLAIN, after_VV[tokens[0].id][None])
         counts[tokens[0].id, tokens[1].id] += 1
-    assert chi_square_fits(counts, pair_chances(params, logits_TV))
+    assert chi_square_fits(counts, pair_chances(params, first_V, after_VV))
 
 
-def pair_chances(params: dict[str, Any], logits_TV: Tensor) -> Tensor:
+def pair_chances(params: dict[str, Any], first_V: Tensor, after_VV: Tensor) -> Tensor:
     """``(V, V)`` probabilities of the first two tokens."""
     chances = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     given = SamplingParams(**params)
-    ids, weights = candidates(sampler(**params)._penalise(row_of(logits_TV[0])), given)
+    ids, weights = candidates(sampler(**params)._penalise(row_of(first_V)), given)
     for first, chance in zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True):
         after = sampler(**params)
         after._remember(first)
-        following, more = candidates(after._penalise(row_of(logits_TV[1])), given)
+        following, more = candidates(after._penalise(row_of(after_VV[first])), given)
         chances[first, following] = torch.from_numpy(chance * more / more.sum())
     return chances
 
