@@ -35,9 +35,11 @@ BITS = (2, 4, 8)
 DEPTH = 4
 HOT = 2000
 """Tokens of a domain, from its beginning, whose most frequent experts are resident."""
-SELECTIONS = ("frequency", "random", "mass", "prompt", "voted")
+SELECTIONS = ("frequency", "random", "voted")
+"""At every share and number of bits, where a share is not all."""
+MORE = ("mass", "prompt")
 PARTED = (0.25, 0.5)
-"""Shares at which every selection is compared."""
+"""Shares at which these are compared, too, at 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ def points(quick: bool) -> Iterator[Point]:
     """The cells, and the ways to read a prefix of the bits."""
     for share in (0.25, 1.0) if quick else SHARES:
         for bits in (4,) if quick else BITS:
-            chosen = SELECTIONS if share in PARTED and bits == 4 else SELECTIONS[:1]
-            for selection in chosen:
+            chosen = SELECTIONS if share < 1 else SELECTIONS[:1]
+            for selection in (*chosen, *(MORE if share in PARTED and bits == 4 else ())):
                 yield Point(selection, share, bits)
     for bits in (4,) if quick else (2, 4):
         for way in ("centred", "truncated"):

@@ -1,11 +1,12 @@
-"""Does drafting change a token? Every way x depth x share of experts in memory, over 216 prompts.
+"""Does drafting change a token? Every way x bits x depth x share of experts in memory x batch.
 
     python -m benchmarks.speculation_lossless [--minutes 8] [--again]
 
-Greedy decoding of the shipped model at 8 bits, in batches of 8, against decoding without drafts and
-with all experts in memory. It takes longer than anybody wants to wait: after ``--minutes`` it stops
-between two cells, and the next run goes on where this one stopped; ``--again`` begins anew, as one
-has to when the code has changed. The last line is one JSON object.
+Greedy decoding of the shipped model at 8 bits behind 216 prompts in each cell, in batches of 8 and
+one by one, against decoding without drafts and with all experts in memory. It takes longer than
+anybody wants to wait: after ``--minutes`` it stops between two cells, and the next run goes on
+where this one stopped; ``--again`` begins anew, as one has to when the code has changed. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,32 +27,40 @@ from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.speculate import Speculator
 
+BITS = (8, 4, 3, 2)
+PARTS: dict[str, dict[str, Any]] = {
+    "voted": {"core": "vote", "core_share": 0.2},
+    "first experts": {"core": "seq", "experts": 3},
+    "skipping": {"skip_layers": 0.5},
+}
 WAYS: dict[str, dict[str, Any]] = {
-    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},
-    "4 bits": {"mode": "elastic", "bits": 4},
-    "2 bits": {"mode": "elastic", "bits": 2},
-    "voted": {"mode": "elastic", "bits": 4, "core": "vote", "core_share": 0.2},
-    "first experts": {"mode": "elastic", "bits": 2, "core": "seq", "experts": 3},
-    "skipping": {"mode": "elastic", "bits": 4, "skip_layers": 0.5},
-    "ngram": {"mode": "ngram"},
-    "recycling": {"mode": "recycling"},
-    "auto": {"mode": "auto"},
+    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},  # with all of them it is the model
+    **{f"{bits} bits": {"mode": "elastic", "bits": bits} for bits in BITS[1:]},
+    **{
+        f"{name}, {bits} bits": {"mode": "elastic", "bits": bits, **part}
+        for name, part in PARTS.items()
+        for bits in BITS
+    },
+    **{mode: {"mode": mode} for mode in ("ngram", "recycling", "auto")},
 }
 DEPTHS = (1, 4, 15)
 RESIDENCY = (1.0, 0.5, 0.25)
-COUNT, NEW_TOKENS, BATCH = 216, 8, 8
+BATCHES = (8, 1)
+COUNT, NEW_TOKENS = 216, 8
 SHORT = 12
 """Tokens of a prompt."""
 
 Tokens = list[list[int]]
 
 
-def decoded(model: MoE, drafts: Speculator | None, prompts: Sequence[list[int]]) -> Tokens:
+def decoded(
+    model: MoE, drafts: Speculator | None, prompts: Sequence[list[int]], batch: int
+) -> Tokens:
     """What a model says after each prompt."""
     engine = model.engine(drafts=False)
     assert isinstance(engine, Engine)
     engine.runner._speculator = drafts  # type: ignore[attr-defined]
-    engine.scheduler.engine = engine.scheduler.engine.model_copy(update={"max_batch_size": BATCH})
+    engine.scheduler.engine = engine.scheduler.engine.model_copy(update={"max_batch_size": batch})
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     groups = [model.request(prompt, params) for prompt in prompts]
     for group in groups:
@@ -65,23 +74,23 @@ def compare(target: Target, known: list[dict[str, Any]], file: Path, deadline: f
     """Run the cells that are not known yet, and write each into the file when it is done."""
     whole = load(target, 1.0)
     prompts = [prompt[:SHORT] for prompt in Prompts(whole).take(COUNT)]
-    expected = decoded(whole, None, prompts)
-    done = {(cell["way"], cell["depth"], cell["residency"]) for cell in known}
-    for residency in RESIDENCY:
-        cells = [(w, d, residency) for w, d in product(WAYS, DEPTHS)]
+    expected = decoded(whole, None, prompts, BATCHES[0])
+    names = ("batch", "residency", "way", "depth")
+    done = {tuple(cell[name] for name in names) for cell in known}
+    for batch, residency in product(BATCHES, RESIDENCY):
+        cells = [(batch, residency, *each) for each in product(WAYS, DEPTHS)]
         cells = [cell for cell in cells if cell not in done]
         if not cells or time.monotonic() > deadline:
             continue
         model = whole if residency == 1 else load(target, residency)
-        for way, depth, _ in cells:
+        for at in cells:
             if time.monotonic() > deadline:
                 break
+            _, _, way, depth = at
             drafts = speculator(model, max_depth=depth, **WAYS[way])
-            found = decoded(model, drafts, prompts)
+            found = decoded(model, drafts, prompts, batch)
             cell = {
-                "way": way,
-                "depth": depth,
-                "residency": residency,
+                **dict(zip(names, at, strict=True)),
                 "sequences": COUNT,
                 "different": sum(a != b for a, b in zip(found, expected, strict=True)),
                 "tokens_per_verification": drafts.figures()["tokens_per_verification"],
@@ -107,7 +116,7 @@ def main() -> None:
         {
             **facts,
             "cells": len(known),
-            "of": len(WAYS) * len(DEPTHS) * len(RESIDENCY),
+            "of": len(WAYS) * len(DEPTHS) * len(RESIDENCY) * len(BATCHES),
             "sequences": sum(cell["sequences"] for cell in known),
             "different": sum(cell["different"] for cell in known),
         }

@@ -50,7 +50,7 @@ def choices(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         pairs = zip(cell["by_prompt"], twin["by_prompt"], strict=True)
         gains = [a - b for a, b in pairs]
         error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-        where = {name: cell[name] for name in ("selection", "resident", "temperature")}
+        where = {name: cell[name] for name in ("selection", "resident", "bits", "temperature")}
         found.append({**where, "gain": round(fmean(gains), 4), "error": round(error, 4)})
     return found
 
@@ -170,9 +170,9 @@ def show_grid(cells: Sequence[dict[str, Any]]) -> None:
 
 def show_choices(cells: Sequence[dict[str, Any]]) -> None:
     rows = [
-        [*(str(c[n]) for n in ("selection", "resident", "temperature")), f"{c['gain']:+.3f}"]
-        + [f"{c['error']:.3f}"]
+        [*(str(c[n]) for n in ("selection", "resident", "bits", "temperature"))]
+        + [f"{c['gain']:+.3f}", f"{c['error']:.3f}"]
         for c in choices(cells)
     ]
-    columns = ("choice", "resident", "T", "accepted more", "standard error")
+    columns = ("choice", "resident", "bits", "T", "accepted more", "standard error")
     print_table("Choices of residents against random ones, on the same prompts", columns, rows)

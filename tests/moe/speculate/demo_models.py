@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.speculation_lossless import NEW_TOKENS
-from benchmarks.speculation_lossless import WAYS as MODES
+from benchmarks.speculation_lossless import NEW_TOKENS, WAYS
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.convert.convert import convert
@@ -22,6 +21,13 @@ from offload.capacity import fixed_bytes, slot_bytes
 
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
 
+MODES = {
+    name: WAYS[name]
+    for name in (
+        *("8 bits", "4 bits", "2 bits", "voted, 4 bits", "first experts, 2 bits"),
+        *("skipping, 3 bits", "ngram", "recycling", "auto"),
+    )
+}
 DEMO = Path("examples/demo-model")
 PROMPTS = 120
 MEMORY: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
