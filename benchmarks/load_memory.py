@@ -13,7 +13,9 @@ Times are medians with the checkpoint in the page cache.
 With ``--store``: is a store loaded as fast as the disk reads it? In turn, each in a fresh process
 and with none of its files in the page cache: the store is loaded as `moe generate` does, and bare
 threads read the same files past the page cache into fresh memory. Processor seconds are of reading
-only, and include what the system takes to find memory. The last line is JSON.
+only, and include what the system takes to find memory. "Resident" is what a process that has had
+another model before takes beside it once the store is loaded, over the store's size, and behind a
+few tokens ("used"). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from experts.blobs import as_bytes
 from experts.layer_reader import READ_BYTES
 from experts.opening import open_tensors
 from experts.reading import FileReader, fresh_bytes
-from moe import MoE
+from moe import MoE, SamplingParams
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import load_weights
@@ -51,6 +53,7 @@ from moe.loading.progress import LoadProgress
 from moe.loading.store import READERS
 from moe.loading.weight_plan import plan_weights
 
+DEMO = Path(__file__).parents[1] / "examples/demo-model"
 SHARD_BYTES = 200 << 20
 LOADERS = ("ours", "transformers")
 Shapes = dict[str, tuple[int, ...]]
@@ -166,6 +169,17 @@ def load_store(path: Path) -> dict[str, float]:
     }
 
 
+def resident_bytes(path: Path) -> dict[str, float]:
+    """Memory that a process takes for a store: once it is loaded, and behind a few tokens."""
+    with MoE.from_pretrained(DEMO) as other:  # brings what models import
+        other.generate([[1, 2]], SamplingParams(max_new_tokens=2))
+    before = _status("VmRSS")
+    model = MoE.from_pretrained(path)
+    loaded = _status("VmRSS") - before
+    model.generate([[1, 2]], SamplingParams(max_new_tokens=8))
+    return {"loaded": loaded, "used": _status("VmRSS") - before}
+
+
 def read_bare(path: Path) -> dict[str, float]:
     """The same files by as many threads; seconds, and work of the processor."""
 
@@ -220,10 +234,20 @@ def compare_store(path: Path, repeats: int) -> None:
         one["reading"] / other["reading"]
         for one, other in zip(runs["store"], runs["bare"], strict=True)
     ]
-    line = {"store_bytes": nbytes, "reading_ratio": statistics.median(ratios), **medians}
+    (resident,) = in_turn(("resident",), path, 1)["resident"]
+    line = {
+        "store_bytes": nbytes,
+        "resident_ratio": resident["loaded"] / nbytes,
+        "used_ratio": resident["used"] / nbytes,
+        "reading_ratio": statistics.median(ratios),
+        **medians,
+    }
     print_header(environment())
     print_table(f"{path.name}, {nbytes / 1e9:.2f} GB", ("", ""), list(line.items())[1:])
     print_json({name: round(value, 3) for name, value in line.items()})
+
+
+OF_STORES = {"store": load_store, "bare": read_bare, "resident": resident_bytes}
 
 
 def main() -> None:
@@ -240,7 +264,7 @@ def main() -> None:
             print(json.dumps(load_and_measure(loader, path)))
         else:
             drop_from_cache(*path.glob("*.safetensors"))
-            print(json.dumps((load_store if loader == "store" else read_bare)(path)))
+            print(json.dumps(OF_STORES[loader](path)))
         return
     if arguments.store:
         compare_store(arguments.store, arguments.repeats)

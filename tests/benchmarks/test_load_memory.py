@@ -40,9 +40,10 @@ def test_a_store_and_bare_threads_are_read_in_turn(
     monkeypatch.setattr(load_memory, "in_turn", in_turn)
     monkeypatch.setattr(sys, "argv", ["load_memory", "--store", str(store), "--repeats", "2"])
     load_memory.main()
-    assert started == ["store", "bare", "store", "bare"]
+    assert started == ["store", "bare", "store", "bare", "resident"]
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["store_bytes"] == sum(f.stat().st_size for f in store.glob("*.safetensors"))
     assert line["reading_ratio"] > 0
     parts = {"planning", "reading", "reading_cpu", "preparing"}
     assert line.keys() >= {f"store_{part}_s" for part in parts} | {"bare_reading_s"}
+    assert line.keys() >= {"resident_ratio", "used_ratio"}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from experts.dispatch import assignment
 from experts.dispatch.assignment import Assignment, serve
+from experts.dispatch.statistics import DispatchStatistics
 from experts.placement import Placement, linear
 from tests.experts.dispatch_cases import random_placement
 
@@ -154,3 +155,21 @@ def test_all_tokens_to_one_expert() -> None:
     assert first.rows.receive_R == [5, 3]
     assert first.rows.send_R == [5, 0]
     assert second.rows.receive_R == [0, 0]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_counts_have_64_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids have 16, of more tokens than these can count."""
+    if not compiled:
+        monkeypatch.setattr(assignment, "choose_kernel", lambda: (None, "not here"))
+    ids = [np.zeros((2**16, 1), np.int16)] * 2
+    loads_E = Assignment(ids, 0, linear(2, 2, 2)).loads_E
+    assert loads_E.tolist() == [2**17, 0]
+    counted = DispatchStatistics([2])
+    for _ in range(2):
+        layer, many = range(1), 2**33
+        counted.add(
+            layer, many * loads_E[None], many, many, many, many, row_bytes=4096, meta_bytes=0
+        )
+    assert counted.take_loads().tolist() == [[2**51, 0]]
+    assert counted.lower_bound_bytes == 2 * 2**34 * 4096

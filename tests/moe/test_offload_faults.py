@@ -1,4 +1,16 @@
-"""Disks that are slow, that fail, and files that change: only those suffer who need the bytes."""
+"""Disks that are slow, that fail, and files that change: only those suffer who need the bytes.
+
+The faults that offload must survive, and where each is tested:
+
+==== ==============================================================================================
+E7   `tests/offload/test_experts.py`: any life of a cache gives the same bits; `test_host`: of two
+E8   `tests/offload/test_experts.py`: fewer slots than a row asks for; `test_offload`: refused
+E9   `tests/moe/plan/test_memory.py`: what there is; `tests/offload/test_host.py`: page-locked
+E10  here: errors; `tests/offload/test_transfer.py`, `test_transfer_native.py`: reads that hang
+A16  here: replaced, and rewritten in place
+A17  here: the hot set; `tests/moe/convert/test_convert.py`; `tests/moe/loading/test_read_errors.py`
+==== ==============================================================================================
+"""
 
 from __future__ import annotations
 

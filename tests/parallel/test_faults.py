@@ -16,7 +16,8 @@ B12  `test_start`: ranks that do not come are named
 B13  here, while loading and in a stream; `test_launcher`: drained to the end
 B14  here, in a step; `tests/moe/parallel/test_lockstep.py`: experts that cannot be read
 E1   `test_receipts`: bits do not depend on company; dispatch drops nothing
-E2   here: every token wants the same experts; `tests/experts/test_dispatch.py`: of one rank
+E2   here: every token wants the same experts; `tests/experts/test_dispatch.py`: of one rank;
+     `test_launcher`: the busiest rank is in the metrics
 E3   `tests/moe/server/test_answers.py`: no answer says which experts it used
 E4   `tests/experts/test_dispatch.py`: nobody has tokens; `test_receipts`: a rank without any
 E5   `tests/experts/test_dispatch_assignment.py`: both ends count alike, in 64 bits

@@ -1,4 +1,24 @@
-"""Weights that do not fit the configuration: all listed in one error, before anything is read."""
+"""Weights that do not fit the configuration: all listed in one error, before anything is read.
+
+The faults of models and stores that loading must survive, and where each is tested:
+
+==== ==============================================================================================
+A8   `test_files`: headers too long, too short, not UTF-8, not JSON, with a key twice
+A9   `test_files`: sizes and offsets that the file does not have; `tests/experts/test_store.py`
+A10  `test_files`: tensors that overlap
+A11  `test_files`: absent, empty, cut, not what the index says; all in one error
+A12  here: missing and unexpected; `test_loading`: nothing is initialised at random
+A13  here: shapes and dtypes; `test_config`: sizes, top-k beyond the experts
+A14  here, `test_store`: named; `tests/moe/engine/test_prompt_logprobs.py`: in a request
+A15  `test_files`, `tests/experts/test_store.py`: paths and links out of the directory
+A16  `test_damage`, `test_loading`, `tests/experts/test_store.py`: files that change while open
+A19  `test_config`, `tests/experts/test_store.py`: integers that are 0, negative, vast or none
+E14  `test_quantized`: scales that are missing or of other blocks; `tests/experts/test_store.py`
+==== ==============================================================================================
+
+Files damaged at random: here, `test_damage`, `test_config`, `test_gguf_faults`,
+`tests/experts/test_store.py`.
+"""
 
 from __future__ import annotations
 
