@@ -163,9 +163,7 @@ def _show_drafts(figures: dict[str, Any], console: Console) -> None:
     """What drafts came to, at all batches together."""
     depths = ", ".join(f"{depth}: {count}" for depth, count in figures["depths"].items())
     rate = figures["tokens_per_verification"]
-    console.print(
-        f"{rate:.2f} tokens a verification; sequences of steps by drafted tokens {depths}"
-    )
+    console.print(f"{rate:.2f} tokens a verification; steps by drafted tokens {depths}")
     for mode, record in figures["modes"].items():
         rates = " ".join(f"{p['acceptance']:.2f}" for p in record["by_position"])
         console.print(f"{mode}: {record['drafts']} drafts, accepted by position {rates}")

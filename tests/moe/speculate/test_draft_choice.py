@@ -47,9 +47,16 @@ def biased(tmp_path: Path) -> MoE:
 def test_a_draft_takes_the_best_of_those_in_memory(biased: MoE) -> None:
     loaded, seen = biased._loaded, list[tuple[Tensor, Tensor, Tensor]]()
 
-    def noted(rows: Tensor, ids: Tensor, weights: Tensor, held: AnyExperts) -> Tensor:
-        seen.append((rows.clone(), ids.clone(), weights.clone()))  # steps go on in their buffers
-        return loaded.backend.forward(rows, ids, weights, held)
+    def noted(
+        hidden_TH: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        experts: AnyExperts,
+        add_to_TH: Tensor | None = None,
+    ) -> Tensor:
+        read = hidden_TH, expert_ids_TK, weights_TK
+        seen.append((read[0].clone(), read[1].clone(), read[2].clone()))  # buffers are used again
+        return loaded.backend.forward(*read, experts, add_to_TH)
 
     selectors = [found.selector for found in find_selectors(loaded.trunk)]
     drafts = ElasticDrafts(loaded.trunk, DraftLayers(loaded.experts.layers, noted, selectors))
