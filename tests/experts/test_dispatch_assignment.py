@@ -169,7 +169,14 @@ def test_counts_have_64_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         layer, many = range(1), 2**33
         counted.add(
-            layer, many * loads_E[None], many, many, many, many, row_bytes=4096, meta_bytes=0
+            layer,
+            many * loads_E[None],
+            tokens=many,
+            pairs=many,
+            served=many,
+            sent_bytes=many,
+            row_bytes=4096,
+            meta_bytes=0,
         )
     assert counted.take_loads().tolist() == [[2**51, 0]]
     assert counted.lower_bound_bytes == 2 * 2**34 * 4096
