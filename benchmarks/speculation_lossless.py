@@ -1,12 +1,13 @@
 """Does drafting change a token? Every way x bits x depth x share of experts in memory x batch.
 
-    python -m benchmarks.speculation_lossless [--minutes 8] [--again]
+    python -m benchmarks.speculation_lossless [--minutes 8] [--prompts 216] [--again]
 
 Greedy decoding of the shipped model at 8 bits behind 216 prompts in each cell, in batches of 8 and
 one by one, against decoding without drafts and with all experts in memory. It takes longer than
-anybody wants to wait: after ``--minutes`` it stops between two cells, and the next run goes on
-where this one stopped; ``--again`` begins anew, as one has to when the code has changed. The last
-line is one JSON object.
+anybody wants to wait: with fewer ``--prompts`` each cell has other ones of them than the cell
+before; after ``--minutes`` it stops between two cells, and the next run goes on where this one
+stopped; ``--again`` begins anew, as one has to when the code has changed. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def decoded(
     return [group.sequences[0].token_ids for group in groups]
 
 
-def compare(target: Target, known: list[dict[str, Any]], file: Path, deadline: float) -> None:
+def compare(
+    target: Target, known: list[dict[str, Any]], file: Path, count: int, deadline: float
+) -> None:
     """Run the cells that are not known yet, and write each into the file when it is done."""
     whole = load(target, 1.0)
     prompts = [prompt[:SHORT] for prompt in Prompts(whole).take(COUNT)]
@@ -88,11 +91,12 @@ def compare(target: Target, known: list[dict[str, Any]], file: Path, deadline: f
                 break
             _, _, way, depth = at
             drafts = speculator(model, max_depth=depth, **WAYS[way])
-            found = decoded(model, drafts, prompts, batch)
+            own = [(len(known) * count + index) % COUNT for index in range(count)]
+            found = decoded(model, drafts, [prompts[index] for index in own], batch)
             cell = {
                 **dict(zip(names, at, strict=True)),
-                "sequences": COUNT,
-                "different": sum(a != b for a, b in zip(found, expected, strict=True)),
+                "sequences": count,
+                "different": sum(a != expected[i] for a, i in zip(found, own, strict=True)),
                 "tokens_per_verification": drafts.figures()["tokens_per_verification"],
             }
             known.append(cell)
@@ -103,6 +107,7 @@ def compare(target: Target, known: list[dict[str, Any]], file: Path, deadline: f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--prompts", type=int, default=COUNT, help="of a cell, 216 at most")
     parser.add_argument("--again", action="store_true", help="forget what has been compared")
     options = parser.parse_args()
     facts = environment()
@@ -111,7 +116,8 @@ def main() -> None:
     if options.again:
         file.unlink(missing_ok=True)
     known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    compare(next(targets(["demo"])), known, file, time.monotonic() + 60 * options.minutes)
+    end = time.monotonic() + 60 * options.minutes
+    compare(next(targets(["demo"])), known, file, options.prompts, end)
     print_json(
         {
             **facts,

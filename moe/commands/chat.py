@@ -17,11 +17,17 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) -> int:
-    """A conversation with history until end of input or ``/exit``; ``system`` leads it."""
+    """A conversation with history until end of input or ``/exit``; ``system`` leads it.
+
+    Raises:
+        RequestError: the model has no tokenizer or no chat template, or that wants no ``system``.
+    """
     model = load(name, profile)
     leading: list[dict[str, object]] = []
     if system is not None:
         leading = [{"role": "system", "content": system}]
+    greeting: dict[str, object] = {"role": "user", "content": "Hello."}
+    model.codec.encode([*leading, greeting])  # what cannot be is refused now, not at each turn
     history = [*leading]
     stats: RunStats | None = None
     if sys.stdin.isatty():

@@ -37,6 +37,7 @@ class OpenAIAnswer(ABC):
         asked = body.stream_options
         self._with_usage = asked is not None and asked.include_usage
         self._num_prompt = self._num_new = 0
+        self._known: dict[int, int] = {}  # tokens of each prompt that were read for another before
 
     @abstractmethod
     def choice(self, index: int, part: Completion) -> Json:
@@ -53,8 +54,10 @@ class OpenAIAnswer(ABC):
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
         parts = [self._reported(completion) for completion in collect(events)]
         choices = [self._ended(self.choice, part) for part in parts]
+        self._num_prompt, self._num_new = num_prompt, sum(len(part.tokens) for part in parts)
+        self._known = {event.prompt: event.delta.num_known for event in events}
         about = {**self._common, "object": self.whole_object, "choices": choices}
-        return about | {"usage": _usage(num_prompt, sum(len(part.tokens) for part in parts))}
+        return about | {"usage": self._usage()}
 
     def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
         self._num_prompt = num_prompt
@@ -71,6 +74,7 @@ class OpenAIAnswer(ABC):
         """
         part = self._reported(*collect([event]))
         self._num_new += len(part.tokens)
+        self._known[event.prompt] = event.delta.num_known
         choice = self._ended(self.delta, part)
         if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
             return [self._chunk([choice])]
@@ -80,7 +84,7 @@ class OpenAIAnswer(ABC):
     def end(self) -> list[Json | str]:
         if not self._with_usage:
             return ["[DONE]"]
-        return [self._chunk([]) | {"usage": _usage(self._num_prompt, self._num_new)}, "[DONE]"]
+        return [self._chunk([]) | {"usage": self._usage()}, "[DONE]"]
 
     def failed(self, error: APIError) -> list[Json | str]:
         return [json.dumps(error.body())]
@@ -94,6 +98,14 @@ class OpenAIAnswer(ABC):
     def _ended(self, shape: Callable[[int, Completion], Json], part: Completion) -> Json:
         index = part.prompt * self._body.n + part.sample
         return {"index": index, "finish_reason": part.finish_reason} | shape(index, part)
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "prompt_tokens_details": {"cached_tokens": sum(self._known.values())},
+            "completion_tokens": self._num_new,
+            "total_tokens": self._num_prompt + self._num_new,
+        }
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._common, "object": self.chunk_object, "choices": choices}
@@ -110,11 +122,3 @@ def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
     if codec.tokenizer is None:
         return lambda token_id: f"token_id:{token_id}".encode()
     return lru_cache(4096)(Pieces(codec.tokenizer).of)
-
-
-def _usage(num_prompt: int, num_new: int) -> Json:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-    }

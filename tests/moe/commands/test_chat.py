@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe.commands import chat
+from moe.errors import RequestError
 from moe.text.prompts import TextCodec
 from tests.moe.text.test_prompts import VOCAB_SIZE, make_tokenizer
 from tests.moe.tools.reasoning_templates import QWEN3, QWEN3_OPENED
@@ -54,3 +55,14 @@ def test_thoughts_are_dimmed_and_kept_apart(
     )
     thought = {"reasoning_content": "Hm."} if "Hm." in text else {}
     assert history == [QUESTION, {"role": "assistant", "content": "Yes.", **thought}]
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_a_model_that_cannot_chat_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch, has_tokenizer: bool
+) -> None:
+    codec = TextCodec(make_tokenizer(None) if has_tokenizer else None, VOCAB_SIZE)
+    monkeypatch.setattr(chat, "load", lambda *_: SimpleNamespace(codec=codec))
+    monkeypatch.setattr(chat, "_ask", lambda: pytest.fail("asked"))
+    with pytest.raises(RequestError, match=r"need a (chat template|tokenizer)"):
+        chat.chat("some", Any)  # type: ignore[arg-type]

@@ -31,7 +31,8 @@ def test_scores_of_a_prompt_are_those_of_the_librarys_logits(
     assert choice.text == PROMPT
     assert choice.finish_reason == "length"
     assert scored.usage.model_dump(exclude_none=True) == {
-        "prompt_tokens": 9, "completion_tokens": 0, "total_tokens": 9
+        "prompt_tokens": 9, "completion_tokens": 0, "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     logprobs = choice.logprobs
     assert logprobs.tokens == list(PROMPT)

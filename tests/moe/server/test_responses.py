@@ -159,6 +159,15 @@ def test_known_prefixes_are_counted(serve: Any, text_checkpoint: Path) -> None:
         assert known == [0, 96, 0]
         assert usage["cache_read_input_tokens"] == 96
         assert usage["input_tokens"] == len("u:\na:") + 100 - 96
+        usage = server.http.post("/v1/chat/completions", json=asked).json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 96}
+        prompts: Any = {"model": "tiny", "prompt": ["y" * 40, "z" * 40], "max_tokens": 2, "n": 2}
+        ours = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+        for known_now in (0, 64):
+            *_, last = ours.completions.create(
+                **prompts, stream=True, stream_options={"include_usage": True}
+            )
+            assert last.usage.prompt_tokens_details.cached_tokens == known_now
 
 
 def test_reasoning_is_turned_where_the_template_can(client: openai.OpenAI, say: Say) -> None:
