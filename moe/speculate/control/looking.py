@@ -11,8 +11,9 @@ FIRST = 8
 """Plain steps before looking begins with a new number of sequences."""
 EVERY, BURST = 128, 2
 """Steps with drafts, and none without, after which so many plain ones are measured again."""
-HOPE, MEMORY = 0.18, 64
-"""Plain steps that looking gains before anything has been seen; steps that are remembered."""
+HOPE, HELD, MEMORY = 0.18, 16, 64
+"""Plain steps that looking gains before anything has been seen; steps that this counts for; steps
+that are remembered."""
 SHARE, LONGEST = 0.005, 128
 """Of the time that looking may take where it does not pay; steps between two looks at most."""
 OUTLIER = 2.0
@@ -30,6 +31,7 @@ class Looking:
         self.gain = HOPE
         self._known = set[int]()  # numbers of sequences
         self._drafted = self._left = self._rest = self._longest = 0
+        self._memory = HELD
         self._least = 0.0
         self._upkeep = Upkeep(SHARE)
 
@@ -45,15 +47,18 @@ class Looking:
         return left
 
     def found(self, gain: float) -> None:
-        """Drafts were made, which gained so many plain steps."""
+        """Drafts were made, which gained so many plain steps: more may follow where they did."""
         self._drafted += 1
         self._note(gain, 1)
-        self._rest = self._left = 0
+        if gain > 0:
+            self._rest = self._left = 0
+        else:
+            self.missed()
 
     def missed(self) -> None:
-        """Nothing was drafted. Where looking does not pay, each rest is twice as long as the one
-        before, up to where looking takes its share of the time. It has to gain what a look
-        costs beside: luck is a part of what it has gained."""
+        """Nothing was drafted, or in vain. Where looking does not pay, each rest is twice as long
+        as the one before, up to where looking takes its share of the time. It has to gain what a
+        look costs beside: luck is a part of what it has gained."""
         if self.gain <= self._least:
             self._left = self._rest = min(2 * self._rest + 1, self._longest)
 
@@ -68,7 +73,8 @@ class Looking:
         self._least = self._upkeep.seconds / step
 
     def _note(self, gain: float, steps: int) -> None:
-        self.gain += (1 - (1 - 1 / MEMORY) ** steps) * (gain - self.gain)
+        self._memory = min(self._memory + steps, MEMORY)
+        self.gain += (1 - (1 - 1 / self._memory) ** steps) * (gain - self.gain)
 
 
 def typical(seconds: Sequence[float]) -> float:

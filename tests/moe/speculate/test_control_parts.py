@@ -224,10 +224,12 @@ def test_looking_goes_on_while_it_pays_and_is_rarer_each_time_where_it_does_not(
         looking.missed()
         rests.append(looking.rests(1))
         looking.plainly(1.0, 1, 0.0601)
-    assert rests[:30] == [0] * 30
+    assert rests[:16] == [0] * 16
     first = next(index for index, rest in enumerate(rests) if rest)
     assert rests[first : first + 5] == [1, 3, 7, longest, longest]
     assert rests[-1] == longest == int(0.0601 / LOOKED)
+    looking.found(-0.5)  # in vain
+    assert looking.rests(1) == longest
     for _ in range(3):
         looking.found(4.0)
     looking.missed()
