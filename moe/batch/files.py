@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -54,8 +54,14 @@ class BatchFiles:
     done: set[str]
 
     def write(self, answer: Json) -> None:
-        self.target.write(json.dumps(answer).encode() + b"\n")
-        self.target.flush()
+        try:
+            self.target.write(json.dumps(answer).encode() + b"\n")
+            self.target.flush()
+        except OSError as error:  # a full disk: the system does not say which file
+            error.filename = self.target.name
+            with suppress(OSError):
+                self.target.close()  # which tries once more
+            raise
         self.tally.add(answer)
 
 

@@ -29,6 +29,13 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
         "--json-schema", metavar="JSON|@FILE", help="the text has to be JSON of this schema"
     )
     parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the text before this; may be given several times",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the text"
     )
     parser.add_argument(
@@ -53,6 +60,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         metavar="KEY",
         help="what clients must send; better set as MOE_API_KEY, as other users see command lines",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="web pages that may ask from a browser, as https://example.org; '*': all (none)",
     )
 
 

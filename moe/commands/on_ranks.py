@@ -30,15 +30,15 @@ def generate(options: argparse.Namespace) -> int:
     if options.batch is not None or options.out is not None:
         return _batch(options, profile)
     prompt = _prompt_of(options.prompt)
-    structure = None
+    asked = {"stop": options.stop} if options.stop else {}
     if options.json_schema is not None:
         from moe.sampling.structure import Structure
 
-        structure = Structure.json_schema(_text_of(options.json_schema, "schema"))
+        asked["structure"] = Structure.json_schema(_text_of(options.json_schema, "schema"))
     with importing():
         from moe.commands import terminal
 
-    return terminal.generate(options.model, profile, prompt, structure, as_json=options.json)
+    return terminal.generate(options.model, profile, prompt, asked, as_json=options.json)
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -66,10 +66,10 @@ def serve(options: argparse.Namespace) -> int:
 def _batch(options: argparse.Namespace, profile: Any) -> int:
     if options.batch is None or options.out is None:
         raise RequestError("--batch and --out belong together: give both files")
-    if options.prompt is not None or options.json or options.json_schema is not None:
+    if options.prompt is not None or options.json or options.json_schema or options.stop:
         raise RequestError(
             "--batch takes its prompts and what is asked of them from the file; leave out "
-            "--prompt, --json and --json-schema"
+            "--prompt, --json, --json-schema and --stop"
         )
     with importing():
         from moe.commands.terminal import batch

@@ -36,7 +36,8 @@ def importing() -> Iterator[None]:
 
 
 def load_settings(options: argparse.Namespace) -> Any:
-    """The profile that a command line asks for; sampling options are settings like any other."""
+    """The profile that a command line asks for; sampling options are settings like any other,
+    and so are allowed origins."""
     from moe.profile import load_profile
     from moe.profile_sources import parse_assignments
     from moe.settings import GenerationSettings
@@ -45,6 +46,8 @@ def load_settings(options: argparse.Namespace) -> Any:
     for name in GenerationSettings.model_fields:
         if getattr(options, name, None) is not None:
             overrides[f"generation.{name}"] = getattr(options, name)
+    if getattr(options, "allowed_origins", None) is not None:
+        overrides["server.allowed_origins"] = options.allowed_origins
     return load_profile(options.profile, overrides)
 
 

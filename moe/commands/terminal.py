@@ -18,7 +18,6 @@ from moe.completion import Completion, collect
 from moe.loading.hub import public_name
 from moe.model import MoE
 from moe.profile import LoadedProfile
-from moe.sampling.structure import Structure
 from moe.text.prompts import Prompt
 
 
@@ -69,17 +68,18 @@ def run(
     model: MoE,
     prompt: Prompt,
     write: Callable[[str], object],
-    structure: Structure | None = None,
+    asked: Mapping[str, Any] | None = None,
     shown: Collection[int] = (),
 ) -> tuple[Completion, RunStats]:
     """Continue one prompt, handing text to ``write`` as it comes, and measure it.
 
     Args:
+        asked: fields of `SamplingParams` that are not the defaults.
         shown: special tokens that are part of the text.
     """
     params = None
-    if structure is not None:
-        params = model.params(len(model.codec.encode(prompt)), chat=False, structure=structure)
+    if asked:
+        params = model.params(len(model.codec.encode(prompt)), chat=False, **asked)
     before = model.stats()
     start = time.perf_counter()
     events, times = [], []
@@ -118,16 +118,16 @@ def generate(
     name: str | Path,
     profile: LoadedProfile,
     prompt: str,
-    structure: Structure | None,
+    asked: Mapping[str, Any],
     *,
     as_json: bool,
 ) -> int:
     """``moe generate``: stream a continuation, or print one JSON object."""
     model = load(name, profile)
     if as_json:
-        print(json.dumps(_as_json(*run(model, prompt, lambda _: None, structure))))
+        print(json.dumps(_as_json(*run(model, prompt, lambda _: None, asked))))
         return 0
-    _, stats = run(model, prompt, write_out, structure)
+    _, stats = run(model, prompt, write_out, asked)
     write_out("\n")
     print(stats.summary(), file=sys.stderr)
     return 0

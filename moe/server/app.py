@@ -9,8 +9,10 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import ContextError, RequestError
@@ -43,7 +45,7 @@ def create_app(
     settings: ServerSettings,
     api_key: str | None = None,
     host_names: Collection[str] | None = None,
-) -> Guard:
+) -> ASGIApp:
     """The application of one model; see `Guard` for the last two."""
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.runner = runner
@@ -57,7 +59,17 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
-    return Guard(app, runner.metrics, api_key, host_names)
+    guard = Guard(app, runner.metrics, api_key, host_names)
+    if not settings.allowed_origins:
+        return guard
+    # In front of the guard: a browser asks whether it may send the key without sending it.
+    return CORSMiddleware(
+        guard,
+        settings.allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
 
 
 def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -111,6 +123,11 @@ async def ready(request: Request) -> Response:
             about["progress"] = runner.progress.as_dict()
         return error.response(request.url.path, about)
     return JSONResponse({"status": "ready"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
 
 
 @router.get("/v1/models")

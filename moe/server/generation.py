@@ -90,7 +90,8 @@ def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
         raise APIError(400, message, param="tools", code="tools_not_supported")
     settings = body.template_settings(model.codec)
     (conversation,) = body.prompts
-    return model.codec.encode(conversation, model.context_length, body.offered_tools, settings)
+    limit, offered = model.context_length, body.offered_tools
+    return model.codec.encode(conversation, limit, offered, settings, body.ending)
 
 
 def _check_echo(body: GenerationRequest, num_tokens: int) -> None:

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from moe.loading.progress import Report
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.server.app import create_app
 from moe.server.connection import TimedProtocol
-from moe.server.guard import LOOPBACK_NAMES, Guard
+from moe.server.guard import LOOPBACK_NAMES
 from moe.server.runner import Runner
 
 HEADER_BYTES = 32 * 1024
@@ -123,7 +124,7 @@ class Service:
             task.cancel()
 
 
-def _uvicorn_config(app: Guard, read_timeout_s: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, read_timeout_s: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s)),

@@ -13,13 +13,13 @@ from moe.server.base import RequestBody
 from moe.server.bodies import json_body, schema_of
 from moe.server.fields import MAX_MESSAGES, Items
 from moe.server.generation import check_model
-from moe.server.openai.messages import Message, conversation
+from moe.server.openai.messages import ChatEnding, Message, conversation
 from moe.server.runner import Runner
 
 router = APIRouter()
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ChatEnding):
     """A prompt or messages, as one of the two routes above would read them."""
 
     model: str | None = None
@@ -30,6 +30,8 @@ class TokenizeRequest(RequestBody):
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages, one of them")
+        if self.messages is None and (self.add_generation_prompt or self.continue_final_message):
+            raise ValueError("add_generation_prompt, continue_final_message: only with messages")
         return self
 
 
@@ -46,8 +48,8 @@ async def tokenize(
     check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
-        prompt = body.prompt
-        ids = model.codec.encode(conversation(body.messages or ()) if prompt is None else prompt)
+        prompt = conversation(body.messages or ()) if body.prompt is None else body.prompt
+        ids = model.codec.encode(prompt, ending=body.ending)
         return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
 
     runner: Runner = request.app.state.runner

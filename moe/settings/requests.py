@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from moe.settings.base import DAY_S, Off, Settings
+
+
+def _check_origin(text: str) -> str:
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#*\"']+", text):
+        raise PydanticCustomError("origin", 'must be like "https://example.org", or "*" for all')
+    return text
 
 
 class RoutingSettings(Settings):
@@ -107,3 +115,9 @@ class ServerSettings(Settings):
 
     drain_timeout_s: float = Field(default=30.0, ge=0.0, le=DAY_S)
     """Seconds that requests get to finish after SIGTERM."""
+
+    allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
+        default=(), strict=False
+    )
+    """Web pages of other origins (CORS) that may ask from a browser, such as https://example.org;
+    "*": all. Empty: none."""

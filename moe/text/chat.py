@@ -24,8 +24,8 @@ def render(
     """What the chat template makes of messages, as text.
 
     Args:
-        **options: ``tools`` and ``add_generation_prompt`` of `apply_chat_template`, and what else
-            the template reads.
+        **options: ``tools``, ``add_generation_prompt`` and ``continue_final_message`` of
+            `apply_chat_template`, and what else the template reads.
 
     Raises:
         RequestError: the template refused them; its cause is a `DeadlineError` where it took too
@@ -41,7 +41,8 @@ def render(
         ) from error
     except Exception as error:  # a template may fail in any way a program can
         raise RequestError(
-            f"the model's chat template refused the messages: {error}; check their roles and order"
+            f"the model's chat template refused the messages: {error!s:.300}; "
+            "check their roles and order"
         ) from error
     assert isinstance(text, str)
     return text

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 """Text, token ids, or chat messages with `role` and `content`."""
 
+OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
+"""How the text of a chat ends: with the opening of the assistant's turn."""
 _BEHIND = 16  # tokens of space that a prompt may have behind what opens reasoning
 Tool = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
@@ -70,13 +72,15 @@ class TextCodec(TemplateFormats):
         max_tokens: int | None = None,
         tools: Sequence[Tool] | None = None,
         settings: Mapping[str, object] | None = None,
+        ending: Mapping[str, bool] = OPENED,
     ) -> list[int]:
         """Token ids of a prompt, at least one.
 
         Text gets the special tokens that the tokenizer adds by itself; chat messages go through
-        the model's chat template, which opens the assistant's turn and says which `tools` there
-        are; `settings` are variables of its own. Text that is certain to have more than
-        `max_tokens` is refused before any time is spent on it. Raises `RequestError`.
+        the model's chat template, which says which `tools` there are; `settings` are variables of
+        its own, and `ending` says whether the assistant's turn is opened or the last message goes
+        on. Text that is certain to have more than `max_tokens` is refused before any time is spent
+        on it. Raises `RequestError`.
         """
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(
@@ -88,7 +92,8 @@ class TextCodec(TemplateFormats):
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt, max_tokens)
         elif any(isinstance(item, Mapping) for item in prompt):
-            token_ids = self._encode_chat(prompt, max_tokens, tools, settings or {})
+            text = self._chat_text(prompt, settings or {}, {"tools": tools, **ending})
+            token_ids = self._encode_text(text, max_tokens, special=False)
         else:
             token_ids = prompt  # type: ignore[assignment]
         return self._checked(token_ids)
@@ -119,18 +124,15 @@ class TextCodec(TemplateFormats):
         """A new decoder for one sequence; None without a tokenizer. See `IncrementalDecoder`."""
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown, behind)
 
-    def _encode_text(self, text: str, max_tokens: int | None) -> list[int]:
+    def _encode_text(self, text: str, max_tokens: int | None, *, special: bool = True) -> list[int]:
+        """With the special tokens that the tokenizer adds by itself, or without."""
         tokenizer = self.require_tokenizer("text prompts")
         self._check_text(text, max_tokens)
-        return list(tokenizer.encode(text, verbose=False))
+        return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
-    def _encode_chat(
-        self,
-        messages: Sequence[Any],
-        max_tokens: int | None,
-        tools: Sequence[Tool] | None,
-        settings: Mapping[str, object],
-    ) -> list[int]:
+    def _chat_text(
+        self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
+    ) -> str:
         tokenizer = self.require_tokenizer("chat prompts")
         for position, message in enumerate(messages):
             check_message(position, message)
@@ -146,10 +148,7 @@ class TextCodec(TemplateFormats):
             plain = with_reasoning(plain, self.reasoning.format)
         if settings:
             check_settings(tokenizer, settings)
-        options = {"tools": tools, "add_generation_prompt": True}
-        text = render(tokenizer, plain, **options, **settings)
-        self._check_text(text, max_tokens)
-        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        return render(tokenizer, plain, **options, **settings)
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
         try:

@@ -67,6 +67,19 @@ def test_json_of_a_schema(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         assert message in err
 
 
+def test_stop_strings_end_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", DEMO, "--prompt", "import os", "--max-new-tokens", "40", "--json")
+    text = json.loads(run(capsys, *asked)[1])["text"]
+    first, second = text[4:7], text[12:15]
+    code, out, _ = run(capsys, *asked, "--stop", second, "--stop", first)
+    assert (code, json.loads(out)["finish_reason"]) == (0, "stop")
+    assert json.loads(out)["text"] == text[: min(text.index(first), text.index(second))]
+    batch = ("--batch", "in.jsonl", "--out", "out.jsonl", "--stop", "x")
+    code, _, err = run(capsys, "generate", DEMO, *batch)
+    assert code == 2
+    assert "leave out --prompt, --json, --json-schema and --stop" in err
+
+
 def test_text_goes_to_stdout_and_the_summary_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "generate", DEMO, "--prompt", "import os", "--json", *SHORT)
     text = json.loads(out)["text"]
@@ -278,11 +291,12 @@ def test_the_command_line_is_frozen() -> None:
     assert options == {
         "generate": sorted(
             [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
-            + ["--print-config", "--prompt"]
+            + ["--print-config", "--prompt", "--stop"]
         ),
         "chat": sorted([*model, *sampling, *usual, "--system"]),
         "serve": sorted(
-            [*model, *sampling, *usual, "--api-key", "--host", "--port"] + ["--served-model-name"]
+            [*model, *sampling, *usual, "--api-key", "--host", "--port"]
+            + ["--allowed-origins", "--served-model-name"]
         ),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]

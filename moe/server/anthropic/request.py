@@ -100,7 +100,7 @@ class CountRequest(Sharing):
 
     model: str
     messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    """The conversation so far; an answer that has been begun is not continued."""
+    """The conversation so far; an answer that has been begun is continued."""
     system: BlockText | None = None
     """What the conversation begins with."""
     tools: list[Annotated[Tool, run_by_client("custom")]] = Field(
@@ -122,8 +122,6 @@ class CountRequest(Sharing):
 
     @model_validator(mode="after")
     def _translate(self) -> CountRequest:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("messages: the last one is the assistant's, and is not continued")
         effort, thinks = self.output_config.effort, self._thinks
         if None not in (effort, thinks) and thinks != (effort != "none"):
             raise ValueError("thinking and output_config.effort contradict each other")
@@ -145,6 +143,7 @@ class CountRequest(Sharing):
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
             "messages": conversation(self.system, self.messages),
+            "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [tool.chat for tool in self.tools],
             "tool_choice": self.tool_choice.chat,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field, model_validator
 
-from moe.server.base import Returned
+from moe.server.base import RequestBody, Returned
 from moe.server.fields import Text
 from moe.server.openai.tools import MAX_CALLS, CallId, ToolCall
 from moe.tools.reasoning import KEY
@@ -42,6 +42,33 @@ class Message(Returned):
         if self.content is None and self.tool_calls is None:
             raise ValueError("the field 'content' is missing")
         return self
+
+
+class ChatEnding(RequestBody):
+    """Where the text of a conversation ends, named as in vLLM."""
+
+    add_generation_prompt: bool | None = None
+    """Open the assistant's turn; left out: true, unless the last message is continued."""
+    continue_final_message: bool = False
+    """Leave the last message open, for the model to go on with."""
+
+    @model_validator(mode="after")
+    def _check_ending(self) -> ChatEnding:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt cannot both be true: a message "
+                "is continued, or a turn is opened behind it"
+            )
+        return self
+
+    @property
+    def ending(self) -> Mapping[str, bool]:
+        """For `TextCodec.encode`."""
+        continues, opens = self.continue_final_message, self.add_generation_prompt
+        return {
+            "add_generation_prompt": not continues if opens is None else opens,
+            "continue_final_message": continues,
+        }
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:

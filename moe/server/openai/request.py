@@ -23,7 +23,7 @@ from moe.server.fields import (
     TokenCount,
     TokenIds,
 )
-from moe.server.openai.messages import Message, conversation
+from moe.server.openai.messages import ChatEnding, Message, conversation
 from moe.server.openai.reasoning import ReasoningBody
 from moe.server.openai.structured import StructuredBody
 from moe.server.unsupported import NEUTRAL_CHAT, NEUTRAL_COMPLETIONS, Neutral, supported
@@ -35,7 +35,8 @@ class GenerationRequest(StructuredBody, Labels, Sharing):
 
     neutral: ClassVar[Neutral]
 
-    model: str
+    model: str | None = None
+    """One of the names in ``/v1/models``; left out: the first of them."""
     max_tokens: TokenCount | None = None
     """Most tokens to generate."""
     n: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
@@ -107,7 +108,7 @@ class GenerationRequest(StructuredBody, Labels, Sharing):
         }
 
 
-class ChatRequest(ReasoningBody, GenerationRequest):
+class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
     neutral = NEUTRAL_CHAT
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -123,6 +124,8 @@ class ChatRequest(ReasoningBody, GenerationRequest):
             raise ValueError("top_logprobs may be given only with logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens are the same: give one")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise ValueError("messages: the last one calls tools, and cannot be continued")
         if self.offered_tools and self.structure is not None:
             raise ValueError(
                 "an answer cannot both call tools and have a structure: send tool_choice: none, or "

@@ -89,7 +89,8 @@ class StreamOptions(RequestBody):
 
 
 class ResponsesRequest(Labels, Sharing):
-    model: str
+    model: str | None = None
+    """One of the names in ``/v1/models``; left out: the first of them."""
     input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
         min_length=1, max_length=MAX_MESSAGES, json_schema_extra=text_or
     )

@@ -30,7 +30,8 @@ from tests.moe.tools.templates import HERMES
 NAMES = ("tiny", "small/tiny")
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}"
-    "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"
+    "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ def test_a_line_that_is_wrong_stops_no_other(
     assert refused["response"]["body"]["error"]["message"] == refused["error"]["message"]
     assert answers["batch_req_1"]["error"] is answers["batch_req_4"]["error"] is None
     assert len(files.run(model)) == 3, "a second run has nothing to do"
+
+
+def test_a_full_disk_is_said_with_the_file(model: MoE, tmp_path: Path) -> None:
+    files = Files(tmp_path, LINES[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*out\.jsonl"):
+            files.run(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(files.run(model)) == 1, "what was cut off is done again"
 
 
 @pytest.fixture(scope="module")

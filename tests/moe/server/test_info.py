@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-from moe import MoE, SamplingParams
+from moe import MoE, SamplingParams, __version__
 
 CHAT: Any = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -24,6 +24,50 @@ def test_models_tokenize_and_detokenize(client: openai.OpenAI, server: Any, mode
     assert chat["tokens"] == model.codec.encode(CHAT)
     text = server.http.post("/detokenize", json={"tokens": ids["tokens"]}).json()
     assert text == {"prompt": "a b"}
+
+
+def test_a_request_need_not_name_the_model(server: Any) -> None:
+    for route, asked in (
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 1}),
+    ):
+        assert server.http.post(route, json=asked).json()["model"] == "tiny"
+
+
+def test_the_version(server: Any) -> None:
+    assert server.http.get("/version").json() == {"version": __version__}
+
+
+def test_a_chat_goes_on_with_its_last_message(client: openai.OpenAI, server: Any) -> None:
+    """Ends of the text: the last message left open, or closed, or behind it a new turn."""
+    begun = [*CHAT, {"role": "assistant", "content": "It is"}]
+    for ending, text in (
+        ({"continue_final_message": True}, "u:Hello\na:It is"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "u:Hello\na:It is"),
+        ({"add_generation_prompt": False}, "u:Hello\na:It is\n"),
+        ({}, "u:Hello\na:It is\na:"),
+    ):
+        short: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+        chat = client.chat.completions.create(messages=begun, extra_body=ending, **short)
+        plain = client.completions.create(prompt=text, **short)
+        assert chat.choices[0].message.content == plain.choices[0].text
+        ids = server.http.post("/tokenize", json={"messages": begun, **ending}).json()["tokens"]
+        assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}
+
+
+def test_ends_of_a_chat_that_cannot_be(server: Any) -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = [*CHAT, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    for route, body, rule in (
+        ("/v1/chat/completions", {"messages": CHAT, **both}, "cannot both be true"),
+        ("/v1/chat/completions", {"messages": calls, "continue_final_message": True}, "calls"),
+        ("/tokenize", {"prompt": "x", "continue_final_message": True}, "only with messages"),
+    ):
+        refused = server.http.post(route, json=body)
+        assert refused.status_code == 400
+        assert rule in refused.json()["error"]["message"]
 
 
 def test_status_and_metrics(wait_for: Any, client: openai.OpenAI, server: Any) -> None:

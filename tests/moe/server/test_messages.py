@@ -62,6 +62,15 @@ def test_the_tokens_are_those_of_a_chat(server: Any) -> None:
     assert "".join(texts) == got["content"][0]["text"]
 
 
+def test_an_answer_that_has_been_begun_is_continued(server: Any) -> None:
+    begun = [*ASKED, {"role": "assistant", "content": "Yes, a"}]
+    got = ask(server, messages=begun, temperature=0, max_tokens=8)
+    ending = {"continue_final_message": True, "add_generation_prompt": False}
+    same = chat(server, messages=begun, temperature=0, max_tokens=8, **ending)
+    assert got["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    assert got["usage"]["input_tokens"] == same["usage"]["prompt_tokens"]
+
+
 def test_a_stream_has_its_events_in_order(server: Any, say: Say) -> None:
     say(SAID, template=QWEN3)
     body = {"model": "tiny", "messages": ASKED, "max_tokens": 200, "tools": [WEATHER]}
@@ -213,7 +222,7 @@ USE: Any = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
         ("messages", turn({"type": "image", "source": {}}), "the type may be text"),
         ("messages", turn(USE), "a block of type tool_use is not of role user"),
         ("messages", turn({"type": "redacted_thinking", "data": "x"}), "the type may be"),
-        ("messages", turn(USE, role="assistant"), "the assistant's, and is not continued"),
+        ("messages", turn(USE, role="assistant"), "calls tools, and cannot be continued"),
         ("messages", [{"role": "tool", "content": "x"}], "messages.0.role"),
         ("max_tokens", None, "'max_tokens' is missing"),
         ("system", [{"type": "image"}], "only text is supported"),

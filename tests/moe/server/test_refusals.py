@@ -115,6 +115,8 @@ BAD_CHAT: dict[str, list[Any]] = {
     "modalities": [["audio"]],
     "chat_template": ["{{ 1 }}"],
     "chat_template_kwargs": [{"tokenize": True}],
+    "add_generation_prompt": [1, "x"],
+    "continue_final_message": [1, "content"],
     "prompt": ["x"],
 }
 URLS = [
@@ -195,12 +197,10 @@ def test_wrong_types_never_break_the_server(route: str, http: httpx.Client) -> N
                 error_of(answer)
 
 
-@pytest.mark.parametrize("missing", ["model", "prompt"])
-def test_missing_fields_are_named(missing: str, http: httpx.Client) -> None:
-    body = {key: v for key, v in BASE[COMPLETIONS].items() if key != missing}
-    error = error_of(http.post(COMPLETIONS, json=body))
-    assert error["message"] == f"the field {missing!r} is missing"
-    assert error["param"] == missing
+def test_missing_fields_are_named(http: httpx.Client) -> None:
+    error = error_of(http.post(COMPLETIONS, json={"model": "tiny"}))
+    assert error["message"] == "the field 'prompt' is missing"
+    assert error["param"] == "prompt"
 
 
 @pytest.mark.parametrize(
