@@ -11,6 +11,8 @@ import torch
 from moe import MoE
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
+from moe.convert.convert import convert
+from tests.moe.convert.stores import SETTINGS, content
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,12 @@ def model(tiny_moe: Callable[[str], MoE]) -> MoE:
 @pytest.fixture(scope="module")
 def path(tiny_checkpoint: Callable[[str], Path]) -> Path:
     return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def finished(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Files of a store that was made in one go."""
+    return content(convert(path, tmp_path_factory.mktemp("finished") / "store", SETTINGS))
 
 
 @pytest.fixture(scope="module")
