@@ -6,6 +6,7 @@ them; medians ignore its peaks. The last line on standard output is one JSON obj
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -74,6 +75,23 @@ def read_bandwidth(megabytes: int = 512) -> float:
         array.sum()
         best = min(best, time.perf_counter() - start)
     return array.numel() * array.element_size() / best / 1e9
+
+
+def several(kind: Callable[[str], object]) -> dict[str, Any]:
+    """Of `add_argument`: one number or several, as ``1 2 4`` or ``1,2,4``."""
+
+    def parts(text: str) -> list[object]:
+        return [kind(part) for part in text.split(",")]
+
+    parts.__name__ = getattr(kind, "__name__", "value")  # in messages
+    return {"type": parts, "nargs": "+", "action": _Joined}
+
+
+class _Joined(argparse.Action):
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None
+    ) -> None:
+        setattr(namespace, self.dest, [value for part in values for value in part])
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -34,6 +34,7 @@ from benchmarks.common import (
     print_json,
     print_table,
     read_bandwidth,
+    several,
 )
 from benchmarks.decode_contenders import Ours, contenders, model_folder
 from benchmarks.decode_peers import Contender
@@ -120,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the demo model, few steps")
     parser.add_argument("--model", default=None, help="2b, 30b, demo or a folder (default 2b)")
     parser.add_argument("--peer", default="transformers,llama.cpp")
-    parser.add_argument("--bits", type=int, nargs="*", help="0: as it is (8 4 2; a store: its own)")
+    parser.add_argument("--bits", **several(int), help="0: as it is (8 4 2; a store: its own)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()

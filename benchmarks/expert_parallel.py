@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.dispatch_cost import dispatch_seconds
 from benchmarks.offload_models import Target, targets
 from benchmarks.placement import ROOT, TEXTS, judge, text_trace, zipf_trace
@@ -50,7 +50,7 @@ def imbalances(counts: Sequence[int], *, quick: bool) -> list[dict[str, Any]]:
         text = (ROOT / f"tests/data/heldout_{name}.txt").read_text()
         traces[name] = text_trace(model, text, 512, steps)
     return [
-        {"trace": name, "ranks": ranks} | judge(trace, ranks, replicas=REPLICAS)
+        {"trace": name, "ranks": ranks} | judge(trace, ranks, replicas=REPLICAS, optima=0)
         for name, trace in traces.items()
         for ranks in counts
         if ranks > 1
@@ -147,8 +147,8 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure several ranks that share the experts.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="the shipped model, few steps, no cache limits")
-    add("--ranks", type=int, nargs="+", help="one or several numbers (default: 1 2 4)")
+    add("--quick", action="store_true", help="the shipped model, few steps and ways, 2 ranks")
+    add("--ranks", **several(int), help="one or several numbers (default: 1 2 4)")
     add("--model", help="2b, demo or a store (default: 2b)")
     add("--batch", type=int, default=16, help="sequences (%(default)s)")
     add("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.predict import TEXTS, heldout
 from benchmarks.scorer import ROOT
 from experts.manifest import read_manifest
@@ -103,7 +103,7 @@ def read(model: MoE, texts: Sequence[tuple[Sequence[int], int]]) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=700, help="of each text")
-    parser.add_argument("--residency", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument("--residency", **several(float), default=[0.25, 0.5])
     arguments = parser.parse_args()
     report: dict[str, Any] = environment() | {"tokens": arguments.tokens}
     print_header(report)

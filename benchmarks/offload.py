@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_bench import Bench, measure
 from benchmarks.offload_models import targets
 from moe.plan.machine_speeds import disk_speed
@@ -82,9 +82,9 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="the demo model, one residency")
     add("--model", nargs="+", help="30b, 2b, demo or a store (default: 30b and 2b)")
-    add("--residency", type=float, nargs="+", default=[0.75, 0.5, 0.25])
+    add("--residency", **several(float), default=[0.75, 0.5, 0.25])
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    add("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of prompts")
+    add("--lengths", **several(int), default=[2048, 8192], help="tokens of prompts")
     options = parser.parse_args()
     if options.quick:
         options.model, options.residency = options.model or ["demo"], [0.5]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_routing import published_trace
 from benchmarks.offload_simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
 from benchmarks.simulated_disk import Clock, Disk, Room
@@ -76,7 +76,7 @@ def measure(gbps: float, prompt: str, options: argparse.Namespace) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--gbps", type=float, nargs="+", default=[0.3, 0.5, 1.0, 2.0], help="of the disk")
+    add("--gbps", **several(float), default=[0.3, 0.5, 1.0, 2.0], help="of the disk")
     add("--share", type=float, default=0.25, help="of the experts in memory")
     add("--us", type=float, nargs=2, default=[322, 264], help="a token and layer, see above")
     options = parser.parse_args()

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_routing import Record
 from benchmarks.placement_online import Reader, online, token_table
 from benchmarks.sharing_optimum import optimum
@@ -86,8 +86,9 @@ def zipf_trace(exponent: float, step: int, steps: int, seed: int = 0) -> Trace:
     return np.array(layers)
 
 
-def judge(trace: Trace, ranks: int, *, replicas: float) -> dict[str, float]:
-    """Mean imbalance of each way over the second half of a trace, and our distance to optimum."""
+def judge(trace: Trace, ranks: int, *, replicas: float, optima: int = OPTIMA) -> dict[str, float]:
+    """Mean imbalance of each way over the second half of a trace, and our distance to optimum,
+    which is computed for so many steps of a layer."""
     found: dict[str, list[NDArray[np.float64]]] = {
         name: [] for name in ("linear", "eplb", "unseen", "ours", "hindsight")
     }
@@ -111,13 +112,13 @@ def judge(trace: Trace, ranks: int, *, replicas: float) -> dict[str, float]:
         found["unseen"].append(imbalance(_chosen(next_SE, unseen_ER)))
         found["ours"].append(imbalance(loads_SR))
         found["hindsight"].append(imbalance(_chosen(next_SE, best_ER)))
-        for step in np.linspace(0, len(next_SE) - 1, OPTIMA).astype(int):
+        for step in np.linspace(0, len(next_SE) - 1, optima).astype(int):
             for way, found_over in over.items():
                 loads_E = next_SE[step].astype(np.float64)
                 least = optimum(loads_E, copies_ER, whole=way == "over_whole")
                 found_over.append(float(loads_SR[step].max() / least - 1))
     figures = {name: float(np.mean(values)) for name, values in found.items()}
-    return figures | {way: max(all_over) for way, all_over in over.items()}
+    return figures | {way: max(all_over) for way, all_over in over.items() if all_over}
 
 
 def rebalanced(
@@ -197,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare placements of experts on ranks.")
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer steps, one text, 4 ranks")
-    add("--ranks", type=int, nargs="+", help="one or several numbers (2 4 8)")
+    add("--ranks", **several(int), help="one or several numbers (2 4 8)")
     add("--step", type=int, default=512, help="tokens of a step (%(default)s)")
     return parser
 

@@ -26,7 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import environment, print_header, print_json, print_table, read_bandwidth
+from benchmarks.common import (
+    environment,
+    print_header,
+    print_json,
+    print_table,
+    read_bandwidth,
+    several,
+)
 from benchmarks.prefill_cost import Machine, Shape, bounds, matmul_rate, parts_of, predicted_loads
 from benchmarks.prefill_modes import MODES, Figures, Mode, savings
 from benchmarks.random_models import random_2b
@@ -158,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default="2b", help="2b (random), demo or a folder (%(default)s)")
     add("--chunk", type=int, default=512, help="tokens of a chunk, and of a layer group")
     add("--prompts", type=int, help="prompts a point")
-    add("--lengths", type=int, nargs="+", help="tokens of a prompt, one or several")
-    add("--decoding", type=int, nargs="+", default=(1, 4, 16), help="sequences, one or several")
+    add("--lengths", **several(int), help="tokens of a prompt, one or several")
+    add("--decoding", **several(int), default=(1, 4, 16), help="sequences, one or several")
     return parser
 
 

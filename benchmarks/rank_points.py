@@ -101,6 +101,7 @@ def points(
         if ranks > 1:
             summed = both | {"parallel.combine": "summed"}
             more.append(Point(f"{name}, summed", ranks, summed, whole))
+        if ranks > 1 and not quick:
             int8 = both | {"parallel.payload": "int8", "lossless": False}
             more.append(Point(f"{name}, int8", ranks, int8, whole))
         if not quick:

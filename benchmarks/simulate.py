@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.published import (
     LAYERS,
     OUT_BYTES,
@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Simulate ranks that share the experts.")
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer ranks")
-    add("--ranks", type=int, nargs="+", help="one or several numbers (default: 8 32 128 320)")
+    add("--ranks", **several(int), help="one or several numbers (default: 8 32 128 320)")
     add("--near", type=float, default=160.0, help="GB/s within nodes of 8 (%(default)s)")
     add("--far", type=float, default=50.0, help="GB/s between them (%(default)s)")
     add("--latency", type=float, default=37.0, help="microseconds of an exchange (%(default)s)")

@@ -32,7 +32,7 @@ import argparse
 from itertools import product
 from typing import Any
 
-from benchmarks.common import environment, print_header, print_json
+from benchmarks.common import environment, print_header, print_json, several
 from benchmarks.offload_models import ROOT, Target, targets
 from benchmarks.speculation_contenders import Contender, median_errors, take_turns
 from benchmarks.speculation_grid import Grid, points
@@ -105,10 +105,10 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="few cells, two batches, no 30 B store")
     add("--parts", nargs="+", choices=PARTS, default=None)
-    add("--batch", type=int, nargs="+", default=None)
-    add("--residency", type=float, nargs="+", default=None)
-    add("--temperatures", type=float, nargs="+", default=None)
-    add("--depths", type=int, nargs="+", default=None, help="fixed ones")
+    add("--batch", **several(int), default=None)
+    add("--residency", **several(float), default=None)
+    add("--temperatures", **several(float), default=None)
+    add("--depths", **several(int), default=None, help="fixed ones")
     add("--early", type=float, default=None, help="seconds of learning, measured by themselves")
     add("--seconds", type=float, default=None, help="of the first contender after that")
     add("--tokens", type=int, default=None, help="of each decoding")
