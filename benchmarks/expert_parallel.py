@@ -147,7 +147,11 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure several ranks that share the experts.")
     add = parser.add_argument
-    add("--quick", action="store_true", help="the shipped model, few steps and ways, 2 ranks")
+    add(
+        "--quick",
+        action="store_true",
+        help="the shipped model, few steps, 1 and 2 ranks, no variants",
+    )
     add("--ranks", **several(int), help="one or several numbers (default: 1 2 4)")
     add("--model", help="2b, demo or a store (default: 2b)")
     add("--batch", type=int, default=16, help="sequences (%(default)s)")

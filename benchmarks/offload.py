@@ -17,7 +17,7 @@ from outside. Three questions:
 ``bytes_per_token`` and ``stall_fraction`` are what the cache counted, ``disk_fraction`` is those
 bytes over the disk's bandwidth and the time. Of prompts also the seconds that the disk takes for
 their bytes and the processor for all else: with one thread, no first token comes before the longer
-of the two. The last line is JSON. `--quick` takes about a minute.
+of the two. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -80,14 +80,15 @@ def _figures(found: dict[str, Any]) -> list[str]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="the demo model, one residency")
+    add("--quick", action="store_true", help="the demo model, one residency, no replayed routing")
     add("--model", nargs="+", help="30b, 2b, demo or a store (default: 30b and 2b)")
     add("--residency", **several(float), default=[0.75, 0.5, 0.25])
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    add("--parts", nargs="+", choices=PARTS, help=f"(default: {' '.join(PARTS)})")
     add("--lengths", **several(int), default=[2048, 8192], help="tokens of prompts")
     options = parser.parse_args()
     if options.quick:
         options.model, options.residency = options.model or ["demo"], [0.5]
+    options.parts = options.parts or (["random", "prompts"] if options.quick else list(PARTS))
     options.model = options.model or ["30b", "2b"]
     return options
 

@@ -291,7 +291,7 @@ def main() -> None:
         experts = [layer.num_experts for layer in model.experts.layers]
         calibrated, missing = load_calibration(options.calibration, model.config, experts), {}
     seconds = time.perf_counter() - began
-    tokens = 1_000 if options.quick else 3_000
+    tokens = 500 if options.quick else 3_000
     windows = []
     for name in TEXTS:
         ids = model.codec.encode(heldout(name))[: 4 * tokens]

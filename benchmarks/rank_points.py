@@ -101,12 +101,10 @@ def points(
         if ranks > 1:
             summed = both | {"parallel.combine": "summed"}
             more.append(Point(f"{name}, summed", ranks, summed, whole))
-        if ranks > 1 and not quick:
             int8 = both | {"parallel.payload": "int8", "lossless": False}
             more.append(Point(f"{name}, int8", ranks, int8, whole))
-        if not quick:
-            last.append(Point(f"{name}, 25 % of experts each", ranks, threads | limited, few))
-    return first + more + last
+        last.append(Point(f"{name}, 25 % of experts each", ranks, threads | limited, few))
+    return first if quick else first + more + last
 
 
 def run(found: Sequence[Point], target: Target, seconds: float) -> None:
