@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe.plan.footprint import Footprint
-from moe.plan.memory import GIB, MemoryPlan, Offloadable, PlanLine, Tier
+from moe.plan.memory import GIB, MemoryPlan, Offloadable, PlanLine, PlannedTier
 from moe.settings import Profile
 from offload.tiers import HOST
 
@@ -110,17 +110,21 @@ def _offloaded(
     how = f"{slots} of {total} at a time ({slots / total:.1%}), the others {where}"
     line = PlanLine("experts", slots * size + fixed, how)
     lines = tuple(line if old.name == "experts" else old for old in plan.lines)
-    tiers = Tier(plan.place, slots, slots * size), *host, Tier("disk", total, total * size)
+    tiers = (
+        PlannedTier(plan.place, slots, slots * size),
+        *host,
+        PlannedTier("disk", total, total * size),
+    )
     return replace(plan, lines=lines, tiers=tiers)
 
 
-def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[Tier, ...]:
+def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[PlannedTier, ...]:
     """Beside a GPU: as many experts as there is room for, or the fewest that there must be."""
     if plan.host_bytes is None:
         return ()
     size, fixed, total = offloadable.slot_bytes, offloadable.fixed_bytes, offloadable.experts
     slots = max(min((plan.host_bytes - fixed) // size, total), min(offloadable.least, total))
-    return (Tier(HOST, slots, slots * size + fixed),)
+    return (PlannedTier(HOST, slots, slots * size + fixed),)
 
 
 def wave_tokens(profile: Profile) -> int:

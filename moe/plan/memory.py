@@ -40,7 +40,7 @@ class Offloadable:
 
 
 @dataclass(frozen=True)
-class Tier:
+class PlannedTier:
     """A place where experts are: its name, how many it has room for, and their bytes."""
 
     name: str
@@ -67,7 +67,7 @@ class MemoryPlan:
     available_bytes: int | None
     kv_tokens: int
     kv_bytes_per_token: int
-    tiers: tuple[Tier, ...] = ()
+    tiers: tuple[PlannedTier, ...] = ()
     host_bytes: int | None = None
 
     @property

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.engine.borrowing import BorrowedRoom
-from moe.plan.memory import MemoryPlan, Tier
+from moe.plan.memory import MemoryPlan, PlannedTier
 from offload.errors import OffloadError
 
 SLOT, TOKEN, KV_TOKENS = 1000, 30, 2000
@@ -27,7 +27,7 @@ class Cache(SimpleNamespace):
 
 
 def borrowed(slots: int) -> tuple[BorrowedRoom, Any]:
-    tiers = Tier("memory", slots, slots * SLOT), Tier("disk", 400, 400 * SLOT)
+    tiers = PlannedTier("memory", slots, slots * SLOT), PlannedTier("disk", 400, 400 * SLOT)
     plan = MemoryPlan((), "memory", None, KV_TOKENS, TOKEN, tiers)
     cache: Any = Cache(slots=slots, sizes=[])
     return BorrowedRoom(cache, plan), cache
