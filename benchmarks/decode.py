@@ -10,7 +10,8 @@ and the choice of tokens; the peers run their forward pass only.
 
 ``bandwidth_fraction`` is bytes read a step (weights of the trunk, distinct experts, keys and
 values) over the step's time and the read bandwidth measured in the same run. llama.cpp is measured
-where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last line is JSON.
+where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last line is JSON: the
+figures of the first width, and those of the others in ``other_bits``.
 
 ``30b`` is a store of Qwen3-30B-A3B's shape (`benchmarks.random_store`), against a GGUF file of the
 same shape. Two of them do not fit into most machines: there contenders come one after the other.
@@ -100,20 +101,24 @@ def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
         give_back_freed_memory()  # the next may need all there is
 
 
-def by_batch(
-    rates: dict[str, dict[str, float]], shares: dict[str, dict[int, float]]
-) -> dict[str, Any]:
-    """The figures of decoding in the shape of the report."""
+def by_bits(
+    rates: dict[str, dict[str, float]], shares: dict[str, dict[int, float]], bits: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The figures of decoding at each width of ours; without any, those of the peers."""
+    own: list[tuple[str | None, int | None]] = [*zip(shares, bits, strict=True)] or [(None, None)]
 
-    def point(batch: int) -> dict[str, Any]:
-        found = {name: round(rate, 2) for name, rate in rates[f"decode {batch}"].items()}
+    def point(name: str | None, batch: int) -> dict[str, Any]:
+        found = {each: round(rate, 2) for each, rate in rates[f"decode {batch}"].items()}
         return {
-            "tokens_per_second": {n: found[n] for n in shares},
-            "bandwidth_fraction": {n: round(share[batch], 3) for n, share in shares.items()},
-            "peers": {n: rate for n, rate in found.items() if n not in shares},
+            "tokens_per_second": found[name] if name else None,
+            "bandwidth_fraction": round(shares[name][batch], 3) if name else None,
+            "peers": {each: rate for each, rate in found.items() if each not in shares},
         }
 
-    return {str(batch): point(batch) for batch in BATCHES}
+    return [
+        {"bits": width, "batch": {str(batch): point(name, batch) for batch in BATCHES}}
+        for name, width in own
+    ]
 
 
 def parse() -> argparse.Namespace:
@@ -163,13 +168,14 @@ def main() -> None:
         ("", *(f"batch {batch}" for batch in BATCHES)),
         [[name, *(f"{share:.2f}" for share in by.values())] for name, by in shares.items()],
     )
+    first, *others = by_bits(rates, shares, options.bits)
     print_json(
         {
             **facts,
             "model": path.name,
             "bandwidth_gbps": round(bandwidth, 2),
-            "bits": list(options.bits),
-            "batch": by_batch(rates, shares),
+            **first,
+            "other_bits": others,
             "prompt": {str(length): rates[f"prompt {length}"] for length in options.prompts},
         }
     )
