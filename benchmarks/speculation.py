@@ -32,6 +32,9 @@ import argparse
 from itertools import product
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 from benchmarks.common import environment, print_header, print_json, several
 from benchmarks.offload_models import ROOT, Target, targets
 from benchmarks.speculation_contenders import Contender, median_errors, take_turns
@@ -63,11 +66,11 @@ def the_grid(target: Target) -> Grid:
 
 def cells_of(grid: Grid, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every cell at each temperature."""
-    count, tokens = (1, 24) if options.quick else (24, 64)
+    count, tokens = (1, 24) if options.quick else (options.prompts, 64)
+    wanted = list(product(options.temperatures, points(options.quick)))
     return [
         grid.measure(point, count, tokens, temperature)
-        for temperature in options.temperatures
-        for point in points(options.quick)
+        for temperature, point in track(wanted, "cells", console=Console(stderr=True))
     ]
 
 
@@ -111,6 +114,7 @@ def parse() -> argparse.Namespace:
     add("--depths", **several(int), default=None, help="fixed ones")
     add("--early", type=float, default=None, help="seconds of learning, measured by themselves")
     add("--seconds", type=float, default=None, help="of the first contender after that")
+    add("--prompts", type=int, default=8, help="of each domain, for each cell of the grid")
     add("--tokens", type=int, default=None, help="of each decoding")
     options = parser.parse_args()
     quick = options.quick

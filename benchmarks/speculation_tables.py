@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from math import isnan
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -30,9 +31,10 @@ def directions(cells: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
 
     shares = sorted({c["resident"] for c in cells})
     bits = sorted({c["bits"] for c in cells if c["way"] == "planes"})
+    gain, error = against_random(cells, "frequency")
     found = (
         rises(mean(way="truncated"), mean(way="centred")),
-        all(c["gain"] > 2 * c["error"] for c in choices(cells) if c["selection"] == "frequency"),
+        rises(2 * error, gain),
         rises(*(mean(selection="frequency", way="planes", resident=share) for share in shares)),
         rises(*(mean(selection="frequency", way="planes", bits=each) for each in bits)),
     )
@@ -40,23 +42,39 @@ def directions(cells: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
 
 
 def choices(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each choice of residents against random ones on the same prompts: mean difference of the
-    acceptance of a prompt, and its standard error."""
-    found = []
-    for cell in cells:
-        twin = next((c for c in cells if c["selection"] == "random" and _alike(c, cell)), None)
-        if twin is None or twin is cell:
-            continue
-        pairs = zip(cell["by_prompt"], twin["by_prompt"], strict=True)
-        gains = [a - b for a, b in pairs]
-        error = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0
-        where = {name: cell[name] for name in ("selection", "resident", "bits", "temperature")}
-        found.append({**where, "gain": round(fmean(gains), 4), "error": round(error, 4)})
-    return found
+    """Each choice of residents against random ones, cell by cell and over all of them."""
+    names = ("resident", "bits", "temperature")
+    randoms = [c for c in cells if c["selection"] == "random"]
+    others = [c for c in cells if c["selection"] != "random"]
+    whole = {c["selection"]: dict.fromkeys(names, "all") for c in others}
+    found = [(c["selection"], {n: c[n] for n in names}, [c, *randoms]) for c in others]
+    found += [(selection, where, list(cells)) for selection, where in whole.items()]
+    compared = [(s, where, *against_random(own, s)) for s, where, own in found]
+    return [
+        {"selection": s, **where, "gain": round(gain, 4), "error": round(error, 4)}
+        for s, where, gain, error in compared
+        if not isnan(gain)
+    ]
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[n] == other[n] for n in ("resident", "bits", "way", "temperature"))
+def against_random(cells: Sequence[dict[str, Any]], selection: str) -> tuple[float, float]:
+    """How much more of its drafts a prompt accepts than with random residents, mean of all cells
+    that have such a twin; and its standard error, as prompts scatter."""
+    random = {_place(c): c["by_prompt"] for c in cells if c["selection"] == "random"}
+    own = [c for c in cells if c["selection"] == selection and _place(c) in random]
+    gains = [
+        fmean(a - b for a, b in pairs)
+        for pairs in zip(
+            *(zip(c["by_prompt"], random[_place(c)], strict=True) for c in own), strict=True
+        )
+    ]
+    if len(gains) < 2:
+        return float("nan"), float("nan")
+    return fmean(gains), stdev(gains) / len(gains) ** 0.5
+
+
+def _place(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[name] for name in ("resident", "bits", "way", "temperature"))
 
 
 def describe(contenders: Sequence[Contender], where: dict[str, Any]) -> list[dict[str, Any]]:
