@@ -32,9 +32,6 @@ import argparse
 from itertools import product
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
 from benchmarks.common import environment, print_header, print_json, several
 from benchmarks.offload_models import ROOT, Target, targets
 from benchmarks.speculation_contenders import Contender, median_errors, take_turns
@@ -67,11 +64,11 @@ def the_grid(target: Target) -> Grid:
 def cells_of(grid: Grid, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every cell at each temperature."""
     count, tokens = (1, 24) if options.quick else (options.prompts, 64)
-    wanted = list(product(options.temperatures, points(options.quick)))
-    return [
-        grid.measure(point, count, tokens, temperature)
-        for temperature, point in track(wanted, "cells", console=Console(stderr=True))
-    ]
+    found = []
+    for temperature, point in product(options.temperatures, points(options.quick)):
+        found.append(grid.measure(point, count, tokens, temperature))
+        print(temperature, point, found[-1]["acceptance"], flush=True)
+    return found
 
 
 def real(
