@@ -148,8 +148,8 @@ class Regressed:
 
     name = "regressed"
 
-    def __init__(self, values: Floats) -> None:
-        self._values, self._call = values.astype(np.float64), -1
+    def __init__(self, values: NDArray[np.float64]) -> None:
+        self._values, self._call = values, -1
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
         self._call += 1
