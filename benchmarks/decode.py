@@ -6,7 +6,8 @@ Contenders hold the same random weights, all matrices at one width (ours at 2 bi
 rest at 4), and take turns in one process: tokens a second at batch 1, 4 and 16, and for prompts of
 512 and 2048 tokens. Every sequence reads different random tokens (the same token everywhere would
 choose the same experts and flatter everybody). Ours is the whole engine with scheduling, statistics
-and the choice of tokens; the peers run their forward pass only.
+and the choice of tokens; the peers run their forward pass only. The peer ``unfused`` is ours by
+transformers' own layers (``engine.fused`` off).
 
 ``bandwidth_fraction`` is bytes read a step (weights of the trunk, distinct experts, keys and
 values) over the step's time and the read bandwidth measured in the same run. llama.cpp is measured

@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[1]
 
 Make = Callable[[], Contender]
 
+UNFUSED: dict[str, Any] = {"engine": {"fused": "off"}}
+"""Decode steps, and what is between the products of prompts, by transformers' own layers."""
+
 
 def model_folder(name: str | None) -> Path | None:
     if name in (None, "2b"):
@@ -50,6 +53,8 @@ class Ours:
 
     def __init__(self, path: Path, bits: int | None, **overrides: Any) -> None:
         self.name = f"moe {bits} bits" if bits else "moe as it is"
+        if overrides == UNFUSED:
+            self.name += ", unfused"
         whole = None if is_store(path) else 16
         trunk = max(bits, 4) if bits else whole  # the trunk has no 2 bits
         settings = {"expert_bits": bits or whole, "trunk_bits": trunk, "head_bits": trunk}
@@ -99,6 +104,8 @@ def _embedding_bytes(model: MoE) -> int:
 def contenders(path: Path, options: argparse.Namespace) -> list[list[Make]]:
     """Groups of contenders that are in memory together."""
     found: list[Make] = [partial(Ours, path, bits or None) for bits in options.bits]
+    if "unfused" in options.peer:
+        found += [partial(Ours, path, bits or None, **UNFUSED) for bits in options.bits]
     stored = is_store(path)
     if "transformers" in options.peer and not stored:
         found += [

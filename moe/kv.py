@@ -200,6 +200,11 @@ class PackedCache(Cache):
         received, self.received = self.received, None
         return received
 
+    def positions(self) -> Tensor:
+        """``(T,)`` int64, of the new tokens in their sequences."""
+        spans = zip(self.ends, self.sizes, strict=True)
+        return torch.cat([torch.arange(end - size, end) for end, size in spans])
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 

@@ -94,12 +94,9 @@ class Trunk:
         cache = PackedCache(
             sequences, sizes, self._needs_history, decoding=decoding, watched=watched
         )
-        spans = zip(cache.ends, sizes, strict=True)
-        positions = torch.cat([torch.arange(end - size, end) for end, size in spans])
+        positions = cache.positions()[None].to(self.device)
         with packed_pass(cache):
-            _, logits = self._forward(
-                work, past_key_values=cache, position_ids=positions[None].to(self.device)
-            )
+            _, logits = self._forward(work, past_key_values=cache, position_ids=positions)
         cache.commit()
         return logits
 

@@ -26,6 +26,7 @@ from kernels.cpu.linear import NativeLinear
 from kernels.cpu.meeting import NativeMeeting
 from kernels.cpu.native import NativeExperts
 from kernels.cpu.native_planes import NativePlanes
+from kernels.cpu.norms import NativeNorms
 from kernels.cpu.reading import NativeReads
 from kernels.plane_weights import QuantizedExperts
 from kernels.reference import AnyExperts
@@ -37,7 +38,7 @@ _logger = logging.getLogger("moe")
 @dataclass(frozen=True)
 class NativeKernels:
     """Of one library: whole weights, bit planes, linear layers of whole weights, decode steps,
-    attention of prompts, assignment."""
+    attention of prompts and what is between its products, assignment."""
 
     library: CDLL
     whole: NativeExperts
@@ -45,6 +46,7 @@ class NativeKernels:
     linear: NativeLinear
     decode: NativeDecode
     attention: NativeAttention
+    norms: NativeNorms
     assign: NativeAssign
 
     def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
@@ -124,6 +126,7 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
         NativeLinear(library),
         NativeDecode(library),
         NativeAttention(library),
+        NativeNorms(library),
         NativeAssign(library),
     )
     declare_arriving(library)

@@ -55,6 +55,17 @@ class Rotation(ctypes.Structure):
     )
 
 
+class Heads(ctypes.Structure):
+    """How rows of queries or keys come to their positions (kernels/cpu/norms.h)."""
+
+    _fields_ = (
+        ("norm", Norm),
+        ("rotation", Rotation),
+        *_sizes("count", "size"),
+        *_numbers("per_head", "after_rotation"),
+    )
+
+
 class Rule(ctypes.Structure):
     _fields_ = (
         *_pointers("correction"),

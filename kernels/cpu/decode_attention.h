@@ -7,28 +7,19 @@ namespace decode {
 constexpr long KEYS = 32;           // that stay in the nearest cache while queries pass
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
-static void turn(const Attention& a, const Norm& norm, bool per_head, long position, float* head) {
-  const bool normed = norm.weight && per_head;
-  if (normed && !a.norm_after_rotation) normalise(norm, head, a.head_dim, head);
-  if (a.rotation.size) rotate(a.rotation, position, head);
-  if (normed && a.norm_after_rotation) normalise(norm, head, a.head_dim, head);
-}
-
 void Pass::turn_queries(long b) {
-  const long D = a().head_dim, width = a().heads * D;
-  float* rows = q + b * width;
-  if (a().q_norm.weight && !a().q_norm_per_head) normalise(a().q_norm, rows, width, rows);
-  for (long n = 0; n < a().heads; ++n)
-    turn(a(), a().q_norm, a().q_norm_per_head, step.position[b], rows + n * D);
+  const long D = a().head_dim, Q = a().heads;
+  const Heads heads{a().q_norm, a().rotation, Q, D, a().q_norm_per_head, a().norm_after_rotation};
+  heads.turn(step.position[b], q + b * Q * D);
 }
 
 void Pass::turn_keys(long b) {
   const long D = a().head_dim, V = a().value_dim, N = a().kv_heads, at = step.position[b];
+  const Heads heads{a().k_norm, a().rotation, N, D, a().k_norm_per_head, a().norm_after_rotation};
   float* rows = k + b * N * D;
-  if (a().k_norm.weight && !a().k_norm_per_head) normalise(a().k_norm, rows, N * D, rows);
+  heads.turn(at, rows);
   for (long n = 0; n < N; ++n) {
     const long place = n * step.capacity[b] + at;
-    turn(a(), a().k_norm, a().k_norm_per_head, at, rows + n * D);
     memcpy(cached(b, 0) + place * D, rows + n * D, D * sizeof(float));
     memcpy(cached(b, 1) + place * V, v + (b * N + n) * V, V * sizeof(float));
   }

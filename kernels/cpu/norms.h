@@ -79,4 +79,22 @@ static inline void rotate(const Rotation& r, long position, float* head) {
   memcpy(x, turned, r.size * sizeof(float));
 }
 
+// How a row of queries or keys comes to its position: normed, all of it or head by head, and turned.
+struct Heads {
+  Norm norm;
+  Rotation rotation;
+  int64_t count, size;
+  int32_t per_head, after_rotation;  // where the norm is: of each head, and behind its rotation
+
+  void turn(long position, float* row) const {
+    const bool each = norm.weight && per_head;
+    if (norm.weight && !per_head) normalise(norm, row, count * size, row);
+    for (float *head = row, *end = row + count * size; head < end; head += size) {
+      if (each && !after_rotation) normalise(norm, head, size, head);
+      if (rotation.size) rotate(rotation, position, head);
+      if (each && after_rotation) normalise(norm, head, size, head);
+    }
+  }
+};
+
 }  // namespace decode

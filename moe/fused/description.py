@@ -34,6 +34,7 @@ class Norm:
     bias: Tensor | None
     eps: float
     centered: bool
+    leaf: nn.Module | None = None  # the module that was described
 
 
 @dataclass(frozen=True)

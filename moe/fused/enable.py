@@ -18,6 +18,7 @@ from moe.fused.describe import describe
 from moe.fused.description import Description, Experts, NotDescribed, Router
 from moe.fused.observe import observe_random
 from moe.fused.probe import prove
+from moe.fused.prompts import fuse_prompts
 from moe.fused.resident import Inside, Resident, ResidentStep
 from moe.fused.step import FusedStep
 from moe.kv import Work
@@ -77,7 +78,8 @@ def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
     step = FusedStep(description, kernel.decode, inside)
     reason = prove(trunk, description, step)
     whole = ResidentStep(step, resident, experts, step.nearby, step.together)
-    return whole, f"{reason}; {whole.where}"
+    prompts = fuse_prompts(trunk, description, kernel.norms)
+    return whole, f"{reason}; {prompts}; {whole.where}"
 
 
 def _resident(

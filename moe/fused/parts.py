@@ -67,7 +67,7 @@ def describe_norm(module: nn.Module, size: int) -> Norm:
                 actual = plain * weight if bias is None else plain * weight + bias.float()
                 if _rows_close(actual, expected):
                     kept = None if bias is None else bias.detach().float().clone()
-                    return Norm(weight.clone(), kept, eps, centered)
+                    return Norm(weight.clone(), kept, eps, centered, module)
     raise NotDescribed(f"{type(module).__name__} is no norm that is known here")
 
 

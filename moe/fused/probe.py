@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,8 @@ PROMPT_LENGTHS = (9, 4, 13)
 STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
 """Tokens that each sequence gets in each step."""
 
+Part = TypeVar("Part")
+
 TRIES = 2
 """A choice between two equal experts may fall either way; it will not do so twice."""
 
@@ -57,8 +60,7 @@ def prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
 
 
 def _prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
-    tolerance = QUANTIZED if any(_quantized(description)) else EXACT
-    layers = [layer.attention.layer for layer in description.layers]
+    tolerance, layers = tolerance_of(description), caches_of(description)
     for attempt in range(TRIES):
         theirs, ours, tokens = read_both_ways(trunk, step, seed=attempt)
         try:
@@ -150,13 +152,23 @@ def kv_of(cache: SequenceCache) -> SequenceKV:
     return cache
 
 
-def _quantized(part: object) -> Iterator[bool]:
-    """One True for each matrix of bit planes in a description."""
-    if isinstance(part, PlaneMatrix):
-        yield True
+def tolerance_of(description: Description) -> Tolerance:
+    """How far from transformers' forward a way to compute the same may be."""
+    return QUANTIZED if any(True for _ in parts_of(description, PlaneMatrix)) else EXACT
+
+
+def caches_of(description: Description) -> list[int]:
+    """Of each layer, which cache it writes."""
+    return [layer.attention.layer for layer in description.layers]
+
+
+def parts_of(part: object, kind: type[Part]) -> Iterator[Part]:
+    """Everything of a kind in a description; what is inside of such a part is not looked for."""
+    if isinstance(part, kind):
+        yield part
     elif isinstance(part, tuple):
         for item in part:
-            yield from _quantized(item)
+            yield from parts_of(item, kind)
     elif is_dataclass(part):
-        for item in fields(part):
-            yield from _quantized(getattr(part, item.name))
+        for field in fields(part):
+            yield from parts_of(getattr(part, field.name), kind)

@@ -90,25 +90,36 @@ class Keeper:
             k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(),
             kv_heads=a.kv_heads, head_dim=a.head_dim,
             norm_after_rotation=any(norm.after_rotation for norm in norms),
+            rotation=self._rotation(a.rotation),
         )  # fmt: skip
         if a.q_norm is not None:
             record.q_norm, record.q_norm_per_head = self.norm(a.q_norm.norm), a.q_norm.per_head
         if a.k_norm is not None:
             record.k_norm, record.k_norm_per_head = self.norm(a.k_norm.norm), a.k_norm.per_head
-        if a.rotation is not None:
-            self._rotate(record, a.rotation)
         return record
 
     def _latent(self, a: d.LatentAttention) -> native.Attention:
-        record = native.Attention(
+        return native.Attention(
             **self._common(a),
             k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
             q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
             expansion=self._floats(a.kv_b), latent=a.kv_b.shape[-1],
             kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
+            rotation=self._rotation(a.rotation),
         )  # fmt: skip
-        self._rotate(record, a.rotation)
-        return record
+
+    def heads(self, a: d.Attention) -> tuple[native.Heads, native.Heads]:
+        """How queries and keys come to their positions."""
+
+        def of(head_norm: d.HeadNorm | None, count: int) -> native.Heads:
+            norm = self.norm(None if head_norm is None else head_norm.norm)
+            record = native.Heads(norm, self._rotation(a.rotation), count, a.head_dim)
+            if head_norm is not None:
+                record.per_head = head_norm.per_head
+                record.after_rotation = head_norm.after_rotation
+            return record
+
+        return of(a.q_norm, a.heads), of(a.k_norm, a.kv_heads)
 
     def _common(self, a: d.Attention | d.LatentAttention) -> dict[str, Any]:
         view = a.view
@@ -118,14 +129,17 @@ class Keeper:
             "window": view.window or 0, "sinks": self._floats(view.sinks),
         }  # fmt: skip
 
-    def _rotate(self, record: native.Attention, rotation: d.Rotation) -> None:
+    def _rotation(self, rotation: d.Rotation | None) -> native.Rotation:
+        if rotation is None:
+            return native.Rotation()
         if rotation.size > _MAX_ROTATED:
             raise NotDescribed(f"{rotation.size} dimensions are rotated")
         pairs = rotation.style != "half"
-        record.rotation = native.Rotation(
+        record = native.Rotation(
             None, None, rotation.begin, rotation.size, pairs, rotation.style == "pairs"
         )
         point(record, rotation)
+        return record
 
     def _rule(self, rule: RouterRule, num_experts: int) -> native.Rule:
         if rule.groups > _MAX_GROUPS:
@@ -145,10 +159,9 @@ class Keeper:
         return tensor.data_ptr()
 
 
-def point(record: native.Attention, rotation: d.Rotation) -> None:
+def point(record: native.Rotation, rotation: d.Rotation) -> None:
     """Tell a record where the rotation's table lies, again after the table has grown."""
-    record.rotation.cos = rotation.table.cos.data_ptr()
-    record.rotation.sin = rotation.table.sin.data_ptr()
+    record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
 
 
 def _absent() -> native.Matrix:

@@ -34,12 +34,15 @@ def cos_sin(output: Any) -> tuple[Tensor, Tensor]:
 class RotaryTable:
     """Cosines and sines of all positions so far, made by the module and grown by doubling.
 
+    What was there before stays where it is: others may have its address, and read it so far.
+
     Args:
         rotate: what the module returns for ``(1, P)`` int64 positions.
     """
 
     def __init__(self, rotate: Callable[[Tensor], Any]) -> None:
         self._rotate = rotate
+        self._before: list[tuple[Tensor, Tensor]] = []
         self.cos, self.sin = cos_sin(rotate(torch.arange(_FIRST_POSITIONS)[None]))
 
     def reserve(self, positions: int) -> None:
@@ -49,4 +52,5 @@ class RotaryTable:
             return
         more = torch.arange(have, max(positions, 2 * have))[None]
         cos, sin = cos_sin(self._rotate(more))
+        self._before.append((self.cos, self.sin))
         self.cos, self.sin = torch.cat([self.cos, cos]), torch.cat([self.sin, sin])

@@ -192,5 +192,5 @@ class FusedStep:
             rotation = layer.attention.rotation
             if rotation is not None:
                 rotation.table.reserve(positions)
-                point(record.attention, rotation)
+                point(record.attention.rotation, rotation)
                 self._reserved = min(self._reserved, rotation.table.cos.shape[0])

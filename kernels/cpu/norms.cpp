@@ -1,0 +1,39 @@
+// What happens to a prompt's rows between products, by the functions of a decode step (norms.h), called
+// through ctypes (which releases the GIL).
+#include "grouped.h"
+#include "norms.h"
+
+namespace {
+
+constexpr long TASK_FLOATS = 1 << 14;
+
+// task(row) for all rows of `width` floats.
+template <class Task>
+void each_row(long rows, long width, int threads, const Task& task) {
+  const long some = width < TASK_FLOATS ? TASK_FLOATS / width : 1;
+  Turns turns;
+#pragma omp parallel num_threads(team(rows * width, threads))
+  turns.run((rows + some - 1) / some, [&](long block) {
+    const long end = (block + 1) * some < rows ? (block + 1) * some : rows;
+    for (long row = block * some; row < end; ++row) task(row);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+// to (rows, width) = the norm of each row.
+void moe_norm(const decode::Norm* norm, const float* from, int64_t rows, int64_t width, float* to,
+              int32_t threads) {
+  each_row(rows, width, threads,
+           [&](long row) { normalise(*norm, from + row * width, width, to + row * width); });
+}
+
+// Rows (count, heads) of heads, each to its own position, in place.
+void moe_turn(const decode::Heads* heads, float* rows, const int64_t* position, int64_t count,
+              int32_t threads) {
+  const long width = heads->count * heads->size;
+  each_row(count, width, threads, [&](long row) { heads->turn(position[row], rows + row * width); });
+}
+}
