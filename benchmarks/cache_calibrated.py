@@ -32,7 +32,7 @@ from benchmarks.cache_traces import Recorded, other_recordings, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from moe.calibrate.calibrate import token_vectors
-from moe.selection import find_selectors
+from moe.selection import FoundSelector, find_selectors
 from offload.policies import LFU, LRU, ForecastPolicy
 from offload.policies.rates import discounts
 from offload.replay import belady, hit_ratio
@@ -63,10 +63,10 @@ class Known:
     ) -> None:
         self.asked, self._token, self._width = asked, token, width
         self._layers = asked.shape[1] // width
-        often = np.stack([_often(asked, each, usual) for each in HALF_LIVES], 1)
+        memories = np.stack([often(asked, each, usual) for each in HALF_LIVES], 1)
         # Rows of two tokens before the first: nothing was known then.
         first = np.broadcast_to(usual, (2, len(HALF_LIVES), len(usual)))
-        self._often = np.concatenate([first, often])
+        self._often = np.concatenate([first, memories])
         self._scores, self._last = (np.pad(rows, ((2, 0), (0, 0))) for rows in (scores, last))
 
     def visits(self) -> tuple[Ints, Ints]:
@@ -107,19 +107,25 @@ def known(recorded: Recorded, model: MoE, vectors: torch.Tensor, usual: Floats) 
     """Of a text that the model has read."""
     trace = recorded.trace
     assert trace.rows is not None
-    scores = []
-    for found, rows in zip(find_selectors(model.trunk), trace.rows.read, strict=True):
-        assert found.selector is not None
-        own = linear(rows.float(), found.selector.weight.float(), found.selector.bias)
-        scores.append(own - own.mean(-1, keepdim=True))
     return Known(
         asked(recorded),
-        torch.cat(scores, 1).numpy(),
+        scores(recorded, find_selectors(model.trunk)),
         vectors[trace.token_ids.long()].numpy(),
         trace.rows.read[-1].float().numpy(),
         recorded.width,
         usual,
     )
+
+
+def scores(recorded: Recorded, routers: Sequence[FoundSelector]) -> Floats:
+    """``(N, U)``: what each layer's router gave to its experts, less its mean."""
+    assert recorded.trace.rows is not None
+    found = []
+    for router, rows in zip(routers, recorded.trace.rows.read, strict=True):
+        assert router.selector is not None
+        own = linear(rows.float(), router.selector.weight.float(), router.selector.bias)
+        found.append(own - own.mean(-1, keepdim=True))
+    return torch.cat(found, 1).numpy()
 
 
 def asked(recorded: Recorded) -> Floats:
@@ -195,7 +201,7 @@ def replay(
     return rows
 
 
-def _often(values: Floats, half_life: float, first: Floats) -> Floats:
+def often(values: Floats, half_life: float, first: Floats) -> Floats:
     """``(N, U)`` means over the past, evenly at first, then older ones counting less."""
     found, mean, most = np.empty_like(values), first, 0.5 ** (1 / half_life)
     for token, own in enumerate(values):

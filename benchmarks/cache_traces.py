@@ -41,10 +41,12 @@ def recordings(model: MoE, tokens: int) -> Iterator[Recorded]:
     """Of each domain and of the changes between them, so many tokens each."""
     texts = {name: model.codec.encode(heldout(name))[:tokens] for name in TEXTS}
     for name, ids in texts.items():
-        yield _record(model, name, ids)
+        yield record_text(model, name, ids)
     third = [ids[: tokens // len(texts)] for ids in texts.values()]
     pieces = zip(*([*_pieces(ids, SUBJECT_TOKENS)] for ids in third), strict=False)
-    yield _record(model, "switches", [token for turn in pieces for ids in turn for token in ids])
+    yield record_text(
+        model, "switches", [token for turn in pieces for ids in turn for token in ids]
+    )
 
 
 def other_recordings(model: MoE, tokens: int, count: int) -> Iterator[Recorded]:
@@ -54,11 +56,12 @@ def other_recordings(model: MoE, tokens: int, count: int) -> Iterator[Recorded]:
         for number in range(count):
             while len(ids) < tokens:
                 ids += model.codec.encode(next(texts))
-            yield _record(model, f"{name} {number}", ids[:tokens])
+            yield record_text(model, f"{name} {number}", ids[:tokens])
             ids = []
 
 
-def _record(model: MoE, name: str, ids: Sequence[int]) -> Recorded:
+def record_text(model: MoE, name: str, ids: Sequence[int]) -> Recorded:
+    """One text's way, read in windows."""
     trace = record(model.trunk, model.experts, list(_pieces(ids, WINDOW)))
     return Recorded(name, trace, max(trace.num_experts))
 
