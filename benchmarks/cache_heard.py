@@ -77,8 +77,8 @@ class Heard:
         soon = torch.cat([self.asked, self.asked.mean(0, keepdim=True)])
         for token in range(len(self.asked) - 1, -1, -1):
             soon[token] += (1 - soon[token]) * DISCOUNT * soon[token + 1]
-        token = self.visits[:, 0]
-        return torch.where(self._been(), soon[token + 1], soon[token])
+        at = self.visits[:, 0]
+        return torch.where(self._been(), soon[at + 1], soon[at])
 
     def _been(self) -> Tensor:
         """``(V, U)``: whether the unit's layer has been visited for this token."""

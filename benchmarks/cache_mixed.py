@@ -79,7 +79,7 @@ def fit(texts: Sequence[Heard], hidden: int) -> Mixed:
         for rows in torch.randperm(len(soon))[: len(soon) // BATCH * BATCH].split(BATCH):
             guess = model(estimates[rows], contexts[rows], layers[rows])
             optimiser.zero_grad()
-            binary_cross_entropy_with_logits(guess, soon[rows]).backward()  # type: ignore[no-untyped-call]
+            binary_cross_entropy_with_logits(guess, soon[rows]).backward()
             optimiser.step()
             schedule.step()
     return model.eval()
@@ -120,7 +120,7 @@ def main() -> None:
     routers = find_selectors(model.trunk)
     usual = torch.from_numpy(np.concatenate([asked(own) for own in learnt]).mean(0))
     voice = fit([Heard(own, routers, usual, all_visits=False) for own in learnt], options.hidden)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for own in judged:
         rows += replay(own, Heard(own, routers, usual, all_visits=True), voice)
     print_json({**environment(), "results": rows, "mean_gap_closed_at_batch_1": show(rows)})

@@ -1,8 +1,9 @@
-"""The voice of `benchmarks.cache_mixed` hears nothing of what comes later."""
+"""The voice of `benchmarks.cache_mixed` hears nothing of what comes later, and learns that."""
 
 import pytest
 import torch
 
+from benchmarks.cache_calibrated import DISCOUNT
 from benchmarks.cache_heard import Heard
 from benchmarks.cache_traces import Recorded
 from moe.calibrate.trace import Rows, Trace
@@ -42,3 +43,16 @@ def test_nothing_later_is_heard_and_all_before_is(visit: int) -> None:
     ):
         assert torch.equal(own[visit], same[visit])
         assert not torch.equal(own[visit], changed[visit])
+
+
+def test_a_next_use_is_worth_less_by_each_visit_until_then() -> None:
+    text = heard()
+    soon = text.next_uses().reshape(-1, LAYERS, WIDTH)
+    asked = text.asked.reshape(TOKENS, LAYERS, WIDTH)
+    for own, (token, layer) in zip(soon, text.visits.tolist(), strict=True):
+        for target in range(LAYERS):
+            coming = asked[token + (target <= layer) :, target]
+            for expert in range(WIDTH):
+                if coming[:, expert].any():
+                    wait = int(coming[:, expert].argmax())
+                    assert float(own[target, expert]) == pytest.approx(DISCOUNT**wait)
