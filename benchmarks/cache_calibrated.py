@@ -1,15 +1,15 @@
 """What would a calibrated cache policy be worth? Next uses, regressed on all that the router says.
 
-    python -m benchmarks.cache_calibrated [--quick] [--texts COUNT]
+    python -m benchmarks.cache_calibrated [--quick] [--texts COUNT] [--tokens COUNT]
 
 The shipped model reads other text of each domain than it is evaluated on (4,096 tokens, so many
-times). For each layer a ridge regression learns how soon its units are asked for next (`DISCOUNT`
-to the power of the visits until then) from what is known behind a visit of any layer. Then the
-held-out text is replayed, and what is asked for last by the regression is evicted. It goes by
-`frequencies` (how often each of the layer's experts was asked for, over memories of five lengths),
-with the router's `scores` of all experts when each layer was visited last, with `all` (also those
-of the visit before, the token, and the row that the last layer's experts read, which is nearest to
-what the model says next). Hit ratios and the share of the
+times; with ``--quick`` too little to learn much from). For each layer a ridge regression learns how
+soon its units are asked for next (`DISCOUNT` to the power of the visits until then) from what is
+known behind a visit of any layer. Then the held-out text is replayed, and what is asked for last by
+the regression is evicted. It goes by `frequencies` (how often each of the layer's experts was asked
+for, over memories of five lengths), with the router's `scores` of all experts when each layer was
+visited last, with `all` (also those of the visit before, the token, and the row that the last
+layer's experts read, which is nearest to what the model says next). Hit ratios and the share of the
 gap from LRU to Belady closed, at batch 1, beside the default policy. The last line is one JSON
 object.
 
@@ -227,13 +227,17 @@ def show(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="short held-out traces")
+    parser.add_argument("--quick", action="store_true", help="few and short texts")
     parser.add_argument("--texts", type=int, default=4, help="to learn from, of each domain")
+    parser.add_argument("--tokens", type=int, default=512, help="of each held-out text")
     options = parser.parse_args()
+    length = 4096
+    if options.quick:
+        options.texts, options.tokens, length = 1, 256, 512
     print_header(environment())
     model = MoE.from_pretrained(str(MODEL))
     vectors = token_vectors(model.trunk.model.get_input_embeddings(), VECTOR)
-    others = list(other_recordings(model, 4096, options.texts))
+    others = list(other_recordings(model, length, options.texts))
     usual = np.concatenate([asked(recorded) for recorded in others]).mean(0)
     learnt = [known(recorded, model, vectors, usual) for recorded in others]
     weights = [
@@ -241,7 +245,7 @@ def main() -> None:
         for kinds in range(1, len(KINDS) + 1)
     ]
     rows = []
-    for recorded in recordings(model, 512 if options.quick else 4096):
+    for recorded in recordings(model, options.tokens):
         rows += replay(recorded, known(recorded, model, vectors, usual), weights)
     means = show(rows)
     print_json({**environment(), "results": rows, "mean_gap_closed_at_batch_1": means})

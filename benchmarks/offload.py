@@ -80,7 +80,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="the demo model, one residency, no replayed routing")
+    add("--quick", action="store_true", help="the demo model, one residency, its own routing")
     add("--model", nargs="+", help="30b, 2b, demo or a store (default: 30b and 2b)")
     add("--residency", **several(float), default=[0.75, 0.5, 0.25])
     add("--parts", nargs="+", choices=PARTS, help=f"(default: {' '.join(PARTS)})")
@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.model, options.residency = options.model or ["demo"], [0.5]
-    options.parts = options.parts or (["random", "prompts"] if options.quick else list(PARTS))
+    options.parts = options.parts or (["random"] if options.quick else list(PARTS))
     options.model = options.model or ["30b", "2b"]
     return options
 

@@ -92,8 +92,9 @@ def test_every_router_runs_as_in_transformers(
             cached = reference(torch.tensor([prompt]), use_cache=True)
             more = reference(torch.tensor([tokens[len(prompt) :]]), use_cache=True,
                              past_key_values=cached.past_key_values).logits[0]  # fmt: skip
-        assert torch.allclose(logits, theirs[: len(prompt)], atol=1e-5)
-        assert torch.allclose(more, theirs[len(prompt) :], atol=1e-5)
+        # Scores of "relu" are no shares, which makes rounding several times as large.
+        assert torch.allclose(logits, theirs[: len(prompt)], atol=2e-5)
+        assert torch.allclose(more, theirs[len(prompt) :], atol=2e-5)
         assert theirs[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
 
 
