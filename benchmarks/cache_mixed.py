@@ -1,6 +1,6 @@
 """What is a calibrated cache policy worth that also hears what the default learns on the way?
 
-    python -m benchmarks.cache_mixed [--tokens COUNT] [--hidden SIZE] [--held-out]
+    python -m benchmarks.cache_mixed [--quick] [--tokens COUNT] [--hidden SIZE] [--held-out]
 
 As `benchmarks.cache_calibrated`, with three differences: the default policy's own estimate of each
 unit, which follows the text at hand, is among what the calibrated voice goes by; estimates are
@@ -106,22 +106,28 @@ def replay(recorded: Recorded, heard: Heard, model: Mixed) -> Iterator[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="little to learn from, short texts")
     parser.add_argument("--tokens", type=int, default=70_000, help="to learn from, of each domain")
     parser.add_argument("--hidden", type=int, default=256, help="units of the network")
     parser.add_argument("--held-out", action="store_true", help="judge held-out text")
     options = parser.parse_args()
+    size, count = DEVELOPMENT
+    length = 512
+    if options.quick:
+        options.tokens, options.hidden, length, size, count = 1500, 16, 256, 256, 1
     print_header(environment())
     model = MoE.from_pretrained(str(MODEL))
     with torch.inference_mode():
         learnt = list(to_learn_from(model, options.tokens))
-        judged = list(
-            recordings(model, 512) if options.held_out else other_recordings(model, *DEVELOPMENT)
+        judged = (
+            recordings(model, length) if options.held_out else other_recordings(model, size, count)
         )
+        texts = list(judged)
     routers = find_selectors(model.trunk)
     usual = torch.from_numpy(np.concatenate([asked(own) for own in learnt]).mean(0))
     voice = fit([Heard(own, routers, usual, all_visits=False) for own in learnt], options.hidden)
     rows: list[dict[str, Any]] = []
-    for own in judged:
+    for own in texts:
         rows += replay(own, Heard(own, routers, usual, all_visits=True), voice)
     print_json({**environment(), "results": rows, "mean_gap_closed_at_batch_1": show(rows)})
 
