@@ -105,15 +105,16 @@ def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
 def by_bits(
     rates: dict[str, dict[str, float]], shares: dict[str, dict[int, float]], bits: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The figures of decoding at each width of ours; without any, those of the peers."""
-    own: list[tuple[str | None, int | None]] = [*zip(shares, bits, strict=True)] or [(None, None)]
+    """The figures of decoding at each width of ours, which come first; without any, the peers'."""
+    names = list(shares)[: len(bits)]
+    own: list[tuple[str | None, int | None]] = [*zip(names, bits, strict=True)] or [(None, None)]
 
     def point(name: str | None, batch: int) -> dict[str, Any]:
         found = {each: round(rate, 2) for each, rate in rates[f"decode {batch}"].items()}
         return {
             "tokens_per_second": found[name] if name else None,
             "bandwidth_fraction": round(shares[name][batch], 3) if name else None,
-            "peers": {each: rate for each, rate in found.items() if each not in shares},
+            "peers": {each: rate for each, rate in found.items() if each not in names},
         }
 
     return [
@@ -127,7 +128,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the demo model, few steps")
     parser.add_argument("--model", default=None, help="2b, 30b, demo or a folder (default 2b)")
     parser.add_argument("--peer", default="transformers,llama.cpp")
-    parser.add_argument("--bits", **several(int), help="0: as it is (8 4 2; a store: its own)")
+    bits = several(int) | {"nargs": "*"}
+    parser.add_argument("--bits", **bits, help="0: as it is (8 4 2; a store: its own); none: peers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()
