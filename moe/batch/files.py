@@ -78,6 +78,8 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
             lines = closing.enter_context(source.open("rb"))
             if not lines.seekable():
                 raise RequestError(f"{source} is no file but a pipe; --batch reads its lines twice")
+            if target.exists() and not target.is_file():  # /dev/full can be read for ever
+                raise RequestError(f"{target} is no file; --out keeps answers to go on from")
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
                 raise RequestError(f"--batch and --out are the same file {source}; name two")

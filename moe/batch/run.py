@@ -21,7 +21,7 @@ from moe.engine.wave import Group
 from moe.errors import RequestError, StructureError
 from moe.model import MoE
 from moe.server.bodies import parse
-from moe.server.errors import GENERIC, APIError
+from moe.server.errors import APIError, api_error
 from moe.server.fields import Json
 from moe.server.generation import check_model, make_groups
 from moe.server.openai.answer import OpenAIAnswer
@@ -90,10 +90,8 @@ class Batch:
             if repeated:
                 raise APIError(400, f"an earlier line has custom_id {custom_id!r}", code=DUPLICATE)
             self._submit(number, parse(BatchLine, data))
-        except APIError as error:
-            self._refuse(number, custom_id, error)
-        except RequestError as error:
-            self._refuse(number, custom_id, APIError(400, str(error)))
+        except (APIError, RequestError) as error:
+            self._refuse(number, custom_id, api_error(error))
 
     def _submit(self, number: int, line: BatchLine) -> None:
         body = parse(BODIES[line.url], to_json(line.body))
@@ -174,7 +172,6 @@ def run_batch(
 
 def _told(number: int, error: Exception) -> APIError:
     """What the answer to a line says of what ended it."""
-    if isinstance(error, StructureError):
-        return APIError(400, str(error))
-    logger.error("line %d failed", number, exc_info=error)
-    return APIError(500, GENERIC)
+    if not isinstance(error, StructureError):
+        logger.error("line %d failed", number, exc_info=error)
+    return api_error(error)

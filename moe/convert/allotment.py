@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,13 @@ class Budget:
 
     bits: float | None = None
     gib: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("bits", self.bits), ("GiB", self.gib)):
+            if value is not None and not 0 < value < math.inf:
+                raise CalibrationError(
+                    f"the budget is {value:g} {name}; it must be a finite number above 0"
+                )
 
     def nbytes(self, weights: int) -> int:
         """Bytes for so many weights."""

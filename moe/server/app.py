@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from moe import __version__
-from moe.errors import ContextError, RequestError
+from moe.errors import RequestError
 from moe.profile import KEYS, value_of
 from moe.server import routes, texts
 from moe.server.anthropic.request import MessagesRequest
@@ -23,8 +23,8 @@ from moe.server.bodies import nested_schemas
 from moe.server.errors import (
     ANTHROPIC_ERROR_SCHEMA,
     ERROR_SCHEMA,
-    GENERIC,
     APIError,
+    api_error,
     speaks_anthropic,
 )
 from moe.server.generation import check_model
@@ -89,20 +89,14 @@ def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestError):
-        # the word that OpenAI's clients look for to shorten a conversation
-        code = "context_length_exceeded" if isinstance(error, ContextError) else None
-        error = APIError(400, str(error), code=code)
-    elif isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):
         error = APIError(
             error.status_code,
             f"{error.detail}: no {request.method} at this path; /openapi.json lists what there is",
             code="no_such_route",
             headers=error.headers,
         )
-    elif not isinstance(error, APIError):
-        error = APIError(500, GENERIC)
-    return error.response(request.url.path)
+    return api_error(error).response(request.url.path)
 
 
 @router.get("/health")

@@ -8,6 +8,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from moe.errors import ContextError, RequestError, StructureError
+from offload.errors import OffloadError
+
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 GENERIC = "the server failed to answer this request; its log has the details"
 UNREADABLE = "weights that this request needs could not be read; the server's log has the details"
@@ -119,3 +122,16 @@ class ClientGone(APIError):
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed_request")
+
+
+def api_error(error: Exception) -> APIError:
+    """What a client is told of an error, over HTTP as in a batch."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, RequestError):
+        # the word that OpenAI's clients look for to shorten a conversation
+        codes = {ContextError: "context_length_exceeded", StructureError: "structure_too_complex"}
+        return APIError(400, str(error), code=codes.get(type(error)))
+    if isinstance(error, OffloadError):
+        return APIError(503, UNREADABLE, code="weights_unreadable")
+    return APIError(500, GENERIC)

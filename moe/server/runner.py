@@ -13,7 +13,7 @@ from moe.errors import RankLostError, StructureError
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.server.engine_thread import EngineThread, Outcomes
-from moe.server.errors import GENERIC, UNREADABLE, APIError
+from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger
 from moe.server.job import Job
 from moe.server.metrics import Metrics, TokenClock
@@ -152,9 +152,8 @@ class Runner:
                 continue
             if isinstance(outcome, OffloadError):
                 logger.error("weights could not be read: %s", outcome)
-                outcome = APIError(503, UNREADABLE, code="weights_unreadable")
-            if isinstance(outcome, StructureError):
-                outcome = APIError(400, str(outcome), code="structure_too_complex")
+            if isinstance(outcome, (OffloadError, StructureError)):
+                outcome = api_error(outcome)
             if isinstance(outcome, Exception):
                 job.fail(outcome)
                 continue

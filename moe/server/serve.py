@@ -58,7 +58,9 @@ def serve(
         raise MoEError("a served model name is empty; give one, or leave out --served-model-name")
     if api_key is None:
         api_key = os.environ.get("MOE_API_KEY")
-    if api_key is not None and not api_key.strip():
+    if api_key is not None:
+        api_key = api_key.strip()  # of a secret in a file: no header ends with its line break
+    if api_key == "":
         raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
     own_name = public_name(name)
     service = Service(

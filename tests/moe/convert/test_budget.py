@@ -42,6 +42,16 @@ def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allotment, "read_about", lambda *_: None)
 
 
+@pytest.mark.parametrize("budget", ["nan", "inf", "-1", "0"])
+def test_a_budget_is_a_finite_number(
+    budget: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, unit in (("--target-bits", "bits"), ("--target-gib", "GiB")):
+        assert main(["convert", str(path), str(tmp_path / "store"), option, budget]) == 2
+        said = capsys.readouterr().err
+        assert said == f"moe: the budget is {budget} {unit}; it must be a finite number above 0\n"
+
+
 def test_coarser_layers_lose_more(model: MoE, folder: Path) -> None:
     layers = load_statistics(folder, len(model.experts.layers))
     for layer in layers:

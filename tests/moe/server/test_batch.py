@@ -17,7 +17,8 @@ from moe import MoE
 from moe.batch.files import open_files
 from moe.batch.run import Batch, run_batch
 from moe.engine.sequence import RunningSequence
-from moe.errors import RequestError
+from moe.errors import RequestError, StructureError
+from offload.errors import OffloadError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -117,6 +118,8 @@ def test_a_line_that_is_wrong_stops_no_other(
     assert refused["response"]["status_code"] == status
     assert message in refused["error"]["message"]
     assert refused["response"]["body"]["error"]["message"] == refused["error"]["message"]
+    is_long = "the context is" in message
+    assert (refused["error"]["code"] == "context_length_exceeded") == is_long
     assert answers["batch_req_1"]["error"] is answers["batch_req_4"]["error"] is None
     assert len(files.run(model)) == 3, "a second run has nothing to do"
 
@@ -196,23 +199,43 @@ def test_lines_are_read_as_they_are_needed(text_checkpoint: Path) -> None:
     assert furthest <= 4
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RuntimeError("broken"), 500, None),
+        (OffloadError("/secret/store cannot be read"), 503, "weights_unreadable"),
+        (StructureError("too many states"), 400, "structure_too_complex"),
+    ],
+)
 def test_a_sequence_that_fails_concerns_its_line_only(
-    model: MoE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    status: int,
+    code: str | None,
+    model: MoE,
+    server: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """And is answered as the server would."""
     sample = RunningSequence.sample
 
     def failing(sequence: RunningSequence, logits: Any) -> Any:
         if sequence.prompt_token_ids == model.codec.encode("unlucky"):
-            raise RuntimeError("broken")
+            raise error
         return sample(sequence, logits)
 
     monkeypatch.setattr(RunningSequence, "sample", failing)
     unlucky = line("bad", prompt=["fine", "unlucky"], n=2, max_tokens=3)
     files = Files(tmp_path, unlucky + line("good", prompt="fine", max_tokens=3))
     answers = {answer["custom_id"]: answer for answer in files.run(model)}
-    assert answers["bad"]["response"]["status_code"] == 500
+    bad = answers["bad"]["response"]
+    assert bad["status_code"] == status
+    assert bad["body"]["error"]["code"] == code
     assert answers["good"]["error"] is None
-    assert "line 1 failed" in caplog.text
+    assert ("line 1 failed" in caplog.text) == (status >= 500)
+    answer = server.http.post(COMPLETIONS, json={"prompt": "unlucky", "max_tokens": 3})
+    assert (answer.status_code, answer.json()) == (status, bad["body"])
 
 
 def test_what_fails_while_files_are_open_is_not_blamed_on_them(tmp_path: Path) -> None:
@@ -231,6 +254,7 @@ def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path) -> None:
             pass
 
     refused(files.source, files.source, "are the same file")
+    refused(files.source, Path("/dev/zero"), r"/dev/zero is no file")  # it has no last answer
     refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
     notes.write_text("my notes")  # one line without an end, which no kill has left
     refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")

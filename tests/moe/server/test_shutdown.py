@@ -21,7 +21,7 @@ URL = "/v1/completions"
 def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, launch: Any) -> None:
     headers = {"authorization": "Bearer k"}
     command = ["serve", text_checkpoint, "--port", "0"]
-    with launch(1, command, MOE_API_KEY="k") as process:
+    with launch(1, command, MOE_API_KEY="k\n") as process:  # as of a file's content
         line = process.wait_for("serving")
         found = re.fullmatch(r"moe: serving tiny at (http://127\.0\.0\.1:\d+)", line)
         assert found, process.everything()
