@@ -86,6 +86,9 @@ def _load(
         network, weights, plan = planned.network, planned.weights, planned.memory
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
+        # before the weights: what is wrong with small files is not to be heard of minutes later
+        codec = TextCodec.from_directory(path, planned.config)
+        sampling = OwnSampling.from_directory(path)
         made, loaded = planned.source.load(weights, device, report, planned.room)
     offloaded = made if isinstance(made, Offloaded) else None
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
@@ -101,8 +104,6 @@ def _load(
     ready = _make_ready(trunk, experts, policies, profile)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes
-    codec = TextCodec.from_directory(path, planned.config)
-    sampling = OwnSampling.from_directory(path)
     return LoadedModel(
         trunk=ready.trunk,
         experts=experts,

@@ -5,8 +5,7 @@ Code that a directory may hold is never run; a tokenizer that needs it counts as
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-
-_logger = logging.getLogger(__name__)
 
 
 def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
@@ -34,9 +31,8 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # damaged files surface as almost any type, KeyError for one
-        reason = f"the tokenizer in {directory} cannot be loaded ({type(error).__name__}: {error})"
-        _logger.warning("prompts can only be token ids: %s", reason)
-        return None, reason
+        why = f"{type(error).__name__}: {error}"
+        return None, f"the tokenizer in {directory} cannot be loaded ({why})"
     return tokenizer, ""
 
 
@@ -63,7 +59,8 @@ def _generation_eos(directory: Path) -> set[int]:
         ) from error
 
 
-def _as_ids(value: int | Iterable[int] | None) -> set[int]:
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
+def _as_ids(value: int | Sequence[int] | None) -> set[int]:
+    ids = [] if value is None else [value] if isinstance(value, int) else value
+    if not isinstance(ids, list | tuple) or not all(type(each) is int for each in ids):
+        raise TypeError(f"got {value!r:.80}")
+    return set(ids)

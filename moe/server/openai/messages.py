@@ -40,7 +40,7 @@ class Message(Returned):
             if thought is not None and self.role != "assistant":
                 raise ValueError(f"reasoning is of role assistant; got role {self.role!r:.80}")
         if self.content is None and self.tool_calls is None:
-            raise ValueError("the field 'content' is missing")
+            raise ValueError("content is missing or has nothing in it")
         return self
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe import MoE
 from moe.errors import CheckpointError
 from moe.loading.generation_config import FILE, OwnSampling
 from moe.sampling.params import SamplingParams
@@ -74,6 +78,17 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json must be a JSON object"):
         OwnSampling.from_directory(tmp_path)
+
+
+def test_it_is_refused_before_weights_are_read(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
+    phases: list[str] = []
+    with suppress(CheckpointError):
+        (model / FILE).write_text('{"eos_token_id": "</s>"}')
+        MoE.from_pretrained(model, progress=lambda now: phases.append(now.phase))
+    assert set(phases) == {"planning"}
 
 
 def test_the_file_may_be_absent(tmp_path: Path) -> None:
