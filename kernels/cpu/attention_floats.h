@@ -20,21 +20,27 @@ class Floats {
             first + t < a.keys ? from[t * a.k_row + d] : 0;
   }
 
-  static long task_bytes(const Attend&) { return 0; }
-  Floats(const Attend& a, long kv_head, const char* packed, char*)
-      : a_(a), panels_(reinterpret_cast<const float*>(packed)), v_(a.v + kv_head * a.v_head) {}
+  // The queries of a tile side by side, too: with a pointer each they are more than the registers
+  // for addresses hold.
+  static long task_bytes(const Attend& a) {
+    return ROWS_A_TASK * a.key_size * long(sizeof(float));
+  }
+  Floats(const Attend& a, long kv_head, const char* packed, char* memory)
+      : a_(a), panels_(reinterpret_cast<const float*>(packed)), v_(a.v + kv_head * a.v_head),
+        queries_(reinterpret_cast<float*>(memory)) {}
 
   void take(long i, const float* row) {
-    rows_[i] = row;
-    for (int after = 1; after < TILE; ++after) rows_[i + after] = row;  // of the last tile
+    float* to = queries_ + i / TILE * TILE * a_.key_size + i % TILE;
+    for (long d = 0; d < a_.key_size; ++d) to[d * TILE] = row[d];
   }
 
   void scores(long i, long split, long count, Score* score) const {
-    const float* panel = panels_ + split * a_.key_size;
+    const float *panel = panels_ + split * a_.key_size, *queries = queries_ + i * a_.key_size;
+    const auto query = [&](int own, long d) { return queries[d * TILE + own]; };
     for (long t = 0; t < count; t += PANEL_KEYS, panel += PANEL_KEYS * a_.key_size)
       for (long key = 0; key < PANEL_KEYS; key += 2 * LANES) {
         vf sum[TILE][2];
-        product(rows_ + i, panel + key, PANEL_KEYS, a_.key_size, 2 * LANES, sum);
+        product(query, panel + key, PANEL_KEYS, a_.key_size, 2 * LANES, sum);
         UNROLL for (int own = 0; own < TILE; ++own)
           UNROLL for (int c = 0; c < 2; ++c)
             store(score[own].key + t + key + c * LANES, sum[own][c]);
@@ -45,8 +51,7 @@ class Floats {
 
   template <class Join>
   void sums(long used, long split, long count, const Score* score, const Join& join) const {
-    const float* weights[TILE];
-    for (int i = 0; i < TILE; ++i) weights[i] = score[i].key;
+    const auto weights = [&](int own, long t) { return score[own].key[t]; };
     const float* v = v_ + split * a_.v_row;
     const auto join_all = [&](auto& sum, long c) {
       for (long i = 0; i < used; ++i)
@@ -69,10 +74,10 @@ class Floats {
   }
 
  private:
-  // sum[i][c] = sum over t of rows[i][t] * from[t * stride + c], `PART` of the columns being there.
-  template <int COLS, bool PART = false>
-  static void product(const float* const* rows, const float* from, long stride, long count,
-                      long columns, vf (&sum)[TILE][COLS]) {
+  // sum[i][c] = sum over t of row(i, t) * from[t * stride + c], `PART` of the columns being there.
+  template <int COLS, bool PART = false, class Row>
+  static void product(const Row& row, const float* from, long stride, long count, long columns,
+                      vf (&sum)[TILE][COLS]) {
     UNROLL for (int i = 0; i < TILE; ++i) UNROLL for (int c = 0; c < COLS; ++c) sum[i][c] = vf{};
     for (long t = 0; t < count; ++t) {
       vf x[COLS];
@@ -80,11 +85,11 @@ class Floats {
         x[c] = PART ? load_part<vf>(from + t * stride, columns)
                     : load<vf>(from + t * stride + c * LANES);
       UNROLL for (int i = 0; i < TILE; ++i)
-        UNROLL for (int c = 0; c < COLS; ++c) sum[i][c] += rows[i][t] * x[c];
+        UNROLL for (int c = 0; c < COLS; ++c) sum[i][c] += row(i, t) * x[c];
     }
   }
 
   const Attend& a_;
   const float *const panels_, *const v_;
-  const float* rows_[ROWS_A_TASK + TILE - 1];
+  float* const queries_;
 };

@@ -109,6 +109,14 @@ struct Nested {
   }
 };
 
+// What is fetched while codes are multiplied: two vectors of each chunk of the planes needed next. One
+// at a time, as some CPUs leave out what they cannot take at once: Zen 4 most of a burst.
+struct Ahead {
+  const uint8_t* vector[2];
+  long step[2];  // bytes to that of the next chunk
+  const uint16_t* scales;
+};
+
 // Consecutive blocks of codes unpacked before, a byte each.
 struct Unpacked {
   static constexpr int BLOCKS = LANES == BLOCK_ROWS ? 2 : 1;  // an activation serves both
@@ -116,20 +124,25 @@ struct Unpacked {
   const uint8_t* codes;
   const uint16_t* scales;
   long chunks, groups;  // of a row
+  Ahead ahead;
 
   void load_steps(int slice, long chunk, int half, vu* code) const {
-    const uint8_t* p = codes + ((slice / SLICES * chunks + chunk) * 2 + half) * STEPS * STEP_BYTES;
+    chunk += slice / SLICES * chunks;
+    if (slice % SLICES == 0)
+      __builtin_prefetch(ahead.vector[half] + chunk * ahead.step[half], 0, 3);
+    const uint8_t* p = codes + (chunk * 2 + half) * STEPS * STEP_BYTES;
     for (int j = 0; j < STEPS; ++j)
       code[j] = load<vu>(p + j * STEP_BYTES + slice % SLICES * LANES * 4);
   }
   vf load_scales(int slice, long group) const {
-    return from_fp16(load<vh>(scales + (slice / SLICES * groups + group) * BLOCK_ROWS +
-                              slice % SLICES * LANES));
+    const long at = (slice / SLICES * groups + group) * BLOCK_ROWS;
+    if (slice % SLICES == 0) __builtin_prefetch(ahead.scales + at, 0, 2);
+    return from_fp16(load<vh>(scales + at + slice % SLICES * LANES));
   }
 };
 
 template <class Source>
-static void unpack(const Source& source, long blocks, uint8_t* to) {
+__attribute__((noinline)) static void unpack(const Source& source, long blocks, uint8_t* to) {
   for (long chunk = 0; chunk < blocks * source.chunks; ++chunk)
     UNROLL for (int half = 0; half < 2; ++half, to += STEPS * STEP_BYTES)
       for (int s = 0; s < SLICES; ++s) {

@@ -20,7 +20,7 @@ from kernels.planes import PLANE_BITS
 
 
 class MatrixRecord(ctypes.Structure):
-    """`PlaneMatrix` of kernels/cpu/linear.h."""
+    """`PlaneMatrix` of kernels/cpu/panel.h."""
 
     _fields_ = (
         ("plane", ctypes.c_void_p * len(PLANE_BITS)),

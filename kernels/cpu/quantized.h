@@ -83,19 +83,21 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
   turns.run_ahead(tasks, [&](long task, long next) {
     const long e = routing.active[task / panels], panel = task % panels, begin = routing.begin[e];
     const PlaneMatrix gate = weights(task, 0), up = weights(task, layer.parts - 1);
-    const PlaneMatrix after = weights(next < tasks ? next : task, 0);
     const long rows = routing.begin[e + 1] - begin;
     const long count = gate.blocks() < blocks ? gate.blocks() : blocks;
     if (count < blocks) memset(sums, 0, sizeof sums);
-    const Panel a(gate, layer.parts == 2 ? up : after, count, rows, memory);
-    const Panel b(up, after, layer.parts == 2 ? count : 0, rows,
+    // One part is read behind the other, or both at the beginning of a task.
+    const bool in_turn = layer.parts == 2 && !fetches_late(rows);
+    const auto after = [&](int part) { return weights(next < tasks ? next : task, part); };
+    const Panel a(gate, in_turn ? up : after(0), count, rows, memory);
+    const Panel b(up, after(in_turn ? 0 : layer.parts - 1), layer.parts == 2 ? count : 0, rows,
                   memory + Panel::unpacked_bytes(gate, count));
-    for (long row = 0, tile; row < rows; row += tile) {
-      tile = a.tile_rows(row, rows);
-      a.multiply(x.from(begin + row), tile, sums[0][0], MAX_GROUP);
-      b.multiply(x.from(begin + row), tile, sums[1][0], MAX_GROUP);
-      for (long i = 0; i < tile; ++i) finish(e, begin + row + i, panel, sums[0][i], sums[1][i]);
-    }
+    a.each_tile([&](const Tile& tile) {
+      a.multiply(x.from(begin), tile, sums[0][0], MAX_GROUP);
+      b.multiply(x.from(begin), tile, sums[1][0], MAX_GROUP);
+      for (long i = 0; i < tile.rows; ++i)
+        finish(e, begin + tile.begin + i, panel, sums[0][i], sums[1][i]);
+    });
   });
 }
 
