@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -104,6 +105,7 @@ def stream_events(
                     raise outcome
                 yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
     finally:  # a pass that sleeps would never be garbage
-        with turn():
-            for group in groups:
-                engine.cancel(group)
+        if not sys.is_finalizing():  # when the program ends, torch is half gone
+            with turn():
+                for group in groups:
+                    engine.cancel(group)

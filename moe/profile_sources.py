@@ -73,7 +73,7 @@ def flatten(tree: Mapping[Any, Any], keys: Keys, source: str, prefix: str = "") 
         elif key in keys.leaves:
             new = {key: value}
         else:
-            valid = [*keys.leaves, *keys.sections]
+            valid = keys.leaves if "." in key else [*keys.leaves, *keys.sections]
             raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
         if twice := flat.keys() & new.keys():
             raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
@@ -149,11 +149,13 @@ def _configs() -> Path:
 
 
 def suggestion(word: str, valid: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near."""
+    """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near. Those
+    that only lack their section are nearest."""
     words = list(valid)
+    ended = [each for each in words if each.endswith(f".{word}")]
     begun = [each for each in words if "." in word and each.startswith(word)]
-    near = begun or difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = ended or begun[:1] or difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe.commands.terminal import RunStats, load, run, write_out
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.model import MoE
 from moe.profile import LoadedProfile
 from moe.tools.reasoning import KEY
@@ -89,7 +89,9 @@ def _answer(model: MoE, history: list[dict[str, object]], line: str) -> RunStats
         tokens = model.codec.reasoning_tokens.values()
         _, stats = run(model, messages, answer.write, shown=tokens)
     except RequestError as error:
-        print(f"moe: {error}", file=sys.stderr)
+        full = isinstance(error, ContextError) and len(history) > 1
+        way_out = "; /reset forgets the conversation" if full else ""
+        print(f"moe: {error}{way_out}", file=sys.stderr)
         return None
     except KeyboardInterrupt:
         print("\n(interrupted; this turn is forgotten)")

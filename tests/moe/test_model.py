@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -141,6 +143,21 @@ def test_closing_a_stream_stops_it(model: MoE) -> None:
     stream.close()
     (completion,) = model.generate([5, 9, 33], GREEDY)
     assert len(completion.token_ids) == 6
+
+
+def test_a_program_may_end_in_the_midst_of_a_stream(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Of a module: what it holds is let go when torch is half gone."""
+    program = (
+        "from moe import MoE\n"
+        f"model = MoE.from_pretrained({str(tiny_checkpoint('qwen3_moe'))!r})\n"
+        "events = model.stream([5, 9, 33])\n"
+        "for event in events:\n"
+        "    break\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_closing_a_stream_ends_a_pass_that_sleeps(tiny_checkpoint: Callable[[str], Path]) -> None:

@@ -54,6 +54,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
             "unknown key 'routing.polices'; did you mean 'routing.policies'?",
         ),
         ("routng: {}", "unknown key 'routng'; did you mean 'routing'?"),
+        ("device_gib: 4", "unknown key 'device_gib'; did you mean 'memory.device_gib'?"),
+        ("mode: off", "'mode'; did you mean 'prefill.mode' or 'speculation.mode'?"),
+        # a section would be no answer here
+        ("engine: {engin: 1}", "unknown key 'engine.engin'; did you mean 'engine.fused'?"),
         ("zzz: 1", "unknown key 'zzz'"),
         ("routing: 3", "routing is a section: write its keys below it"),
         ("device: tpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:N'; got 'tpu'"),

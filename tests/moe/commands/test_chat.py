@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe.commands import chat
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.text.prompts import TextCodec
 from tests.moe.text.test_prompts import VOCAB_SIZE, make_tokenizer
 from tests.moe.tools.reasoning_templates import QWEN3, QWEN3_OPENED
@@ -55,6 +55,25 @@ def test_thoughts_are_dimmed_and_kept_apart(
     )
     thought = {"reasoning_content": "Hm."} if "Hm." in text else {}
     assert history == [QUESTION, {"role": "assistant", "content": "Yes.", **thought}]
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_conversation_that_has_become_too_long_can_be_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turns: int
+) -> None:
+    """A first question that is too long only can be shortened."""
+
+    def run(*_: object, **__: object) -> Any:
+        raise ContextError("too long")
+
+    monkeypatch.setattr(chat, "run", run)
+    model: Any = SimpleNamespace(codec=TextCodec(make_tokenizer(HERMES), VOCAB_SIZE))
+    history: list[dict[str, object]] = [QUESTION, {"role": "assistant", "content": "No."}] * turns
+    before = [*history]
+    assert chat._answer(model, history, "Rain?") is None
+    assert history == before
+    way_out = "; /reset forgets the conversation" if turns else ""
+    assert capsys.readouterr().err == f"moe: too long{way_out}\n"
 
 
 @pytest.mark.parametrize("has_tokenizer", [False, True])
