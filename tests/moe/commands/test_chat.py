@@ -68,7 +68,8 @@ def test_a_conversation_that_has_become_too_long_can_be_forgotten(
 
     monkeypatch.setattr(chat, "run", run)
     model: Any = SimpleNamespace(codec=TextCodec(make_tokenizer(HERMES), VOCAB_SIZE))
-    history: list[dict[str, object]] = [QUESTION, {"role": "assistant", "content": "No."}] * turns
+    turn: list[dict[str, object]] = [{**QUESTION}, {"role": "assistant", "content": "No."}]
+    history = turn * turns
     before = [*history]
     assert chat._answer(model, history, "Rain?") is None
     assert history == before
