@@ -111,6 +111,6 @@ def _text_of(argument: str, what: str) -> str:
     if not argument.startswith("@"):
         return argument
     try:
-        return Path(argument[1:]).read_text(encoding="utf-8")
+        return Path(argument[1:]).read_bytes().decode()  # "\r\n" is two characters, as on stdin
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the {what} file {argument[1:]}: {error}") from error

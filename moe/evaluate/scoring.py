@@ -56,9 +56,9 @@ class Reading:
 
 
 def read_text(path: Path) -> str:
-    """What ``--text`` names. Raises `RequestError` where it cannot be read."""
+    """What ``--text`` names, to the byte. Raises `RequestError` where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # `Path.read_text` makes one character of "\r\n"
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the text {path}: {error}") from error
 

@@ -65,6 +65,8 @@ def read(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} must be a JSON object: {error}; repair or remove the file"

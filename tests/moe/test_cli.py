@@ -103,14 +103,15 @@ def test_the_summary_follows_the_text_where_both_go_to_one_file(
 def test_the_prompt_from_stdin_and_from_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("def main():")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def main():"))
+    file, text = tmp_path / "prompt.txt", "def main():\r\n\tpass\r"
+    file.write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     outputs = [
-        run(capsys, "generate", DEMO, "--prompt", prompt, *SHORT)[1]
-        for prompt in ("def main():", "-", f"@{file}")
+        json.loads(run(capsys, "generate", DEMO, "--prompt", prompt, "--json", *SHORT)[1])
+        for prompt in (text, "-", f"@{file}")
     ]
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert len({tuple(output["prompt_token_ids"]) for output in outputs}) == 1
+    assert len({output["text"] for output in outputs}) == 1
 
 
 def test_stdin_and_stdout_of_any_encoding(

@@ -14,7 +14,7 @@ from moe import MoE
 from moe.cli import main
 from moe.errors import RequestError
 from moe.evaluate.command import evaluate
-from moe.evaluate.scoring import WINDOW, Score, read, windows_of
+from moe.evaluate.scoring import WINDOW, Score, read, read_text, windows_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "examples/demo-model"
@@ -38,6 +38,12 @@ def test_each_token_but_the_first_is_predicted_once(demo: MoE) -> None:
     assert len(windows) > 1
     assert [token for window in windows for token in window[1:]] == ids[1:]
     assert sum(map(len, windows_of(demo, text, tokens=20))) == 20
+
+
+def test_a_text_is_what_its_file_has(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"a\r\nb\rc\n")
+    assert read_text(file).encode() == file.read_bytes()
 
 
 def test_bits_per_byte_and_perplexity(demo: MoE) -> None:

@@ -91,6 +91,12 @@ def test_it_is_refused_before_weights_are_read(
     assert set(phases) == {"planning"}
 
 
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*generation_config.json: Is a dir"):
+        OwnSampling.from_directory(tmp_path)
+
+
 def test_the_file_may_be_absent(tmp_path: Path) -> None:
     assert OwnSampling.from_directory(tmp_path) == OwnSampling()
     (tmp_path / FILE).write_text(json.dumps(QWEN3))
