@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from moe.calibrate.foresight import Expect, expectation, look_ahead
+from moe.calibrate.foresight import Expect, expectation, foresee, look_ahead
 from moe.device import use_device
 from moe.engine.borrowing import borrowing_notice
 from moe.errors import ProfileError
@@ -141,16 +141,17 @@ def _look_ahead(
 ) -> tuple[Prefetcher | None, Expect | None, list[str]]:
     """To read experts that will be needed, and to group requests by what they will need; why not,
     where that is wanted."""
-    prefetcher, foresight = None, ""
+    prefetcher, foresight, learning = None, "", ""
     if offloaded is not None:
         for layer in offloaded.layers:
             layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
         prefetcher, foresight = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
+        learning = foresee(offloaded, path, config, profile.offload)
     expect, apart = None, ""
     if profile.engine.overlap_patience:
         expect, apart = expectation(path, config, [layer.num_experts for layer in layers])
-    return prefetcher, expect, [foresight, apart]
+    return prefetcher, expect, [foresight, learning, apart]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Legend as in kernels/reference.py; a slot is an expert to the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -44,6 +44,7 @@ class OffloadedExperts:
     Attributes:
         whole_share: see `offload.light`; None where prefixes are not served.
         ahead: whether the next layer is read ahead, see `offload.ahead`.
+        hears: who is told of this layer's rows ``(T, H)`` before its experts are asked for.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OffloadedExperts:
         self._copies, self.late = copies, late
         self.whole_share: float | None = None
         self.ahead = False
+        self.hears: Callable[[int, Tensor], object] | None = None
         self._how: LayerCall | None = None
 
     @property
@@ -115,6 +117,8 @@ class OffloadedExperts:
         light: Sequence[int] = ()
         if self.whole_share is not None:
             light = light_experts(ids_TK, weights_TK, self.whole_share)
+        if self.hears is not None:
+            self.hears(self.layer, hidden_TH)
         with self._held(asked, wanted, elsewhere, light) as held:
             if copies is not None:
                 copies.launch()
@@ -154,6 +158,8 @@ class OffloadedExperts:
         Returns:
             None: ``rows.out_TH`` has been filled.
         """
+        if self.hears is not None:
+            self.hears(self.layer, hidden_TH)
         with self.cache.acquire(self.layer, wanted) as held:
             if run_arriving(held, how, self.slots, rows):
                 return None

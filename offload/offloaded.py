@@ -12,6 +12,8 @@ from offload.cache import ExpertCache
 from offload.experts import OffloadedExperts
 from offload.governor import BidRecord
 from offload.hot_set import save_hot_set
+from offload.policies import ForecastPolicy
+from offload.policies.next_use import NextUse
 from offload.prefetch import Prefetcher
 from offload.tiers import Tier, bytes_in
 from offload.transfer import Reader
@@ -95,6 +97,14 @@ class Offloaded:
             read_seconds=read_seconds if from_disk else None,
         )
         return self.prefetcher
+
+    def foresee_with(self, next_use: NextUse) -> None:
+        """From now on a policy that forecasts goes by what calibration has learnt, too."""
+        policy, cache = self.cache.policy, self.cache
+        assert isinstance(policy, ForecastPolicy)
+        policy.calibrate(next_use, lambda: cache.slots)
+        for layer in self.layers:
+            layer.hears = policy.hear
 
     def statistics(self) -> dict[str, Any]:
         """What the caches did and hold, for JSON: of the fastest in detail, and of each tier.

@@ -1,8 +1,9 @@
 """What calibration leaves beside a model, and how it is read back: numbers in safetensors, what
 they are for in JSON.
 
-``predictors.safetensors``, ``trace.safetensors`` and ``calibration.json``, which is written last:
-without it there is no calibration.
+``predictors.safetensors``, ``next_use.safetensors`` where the cache gains by it,
+``trace.safetensors``, and ``calibration.json``, which is written last: without it there is no
+calibration.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from moe.calibrate.fit import Fitted
+from moe.calibrate.fit import NEXT_USE, Fitted
 from moe.calibrate.trace import Trace
 from moe.errors import CalibrationError
+from offload.policies.next_use import NextUse
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
 from routing.routers import GroupScore, RouterRule, Score
 
 FOLDER = "moe-calibration"
 ABOUT = "calibration.json"
 PREDICTORS_FILE, TRACE_FILE = "predictors.safetensors", "trace.safetensors"
+NEXT_USE_FILE = f"{NEXT_USE}.safetensors"
 _MAX_ABOUT_BYTES = 16 << 20
 _PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config")
 
@@ -65,7 +68,7 @@ class About(_Record):
     num_experts: tuple[Count, ...] = Field(min_length=1)
     rules: tuple[RuleRecord, ...]
     unavailable: dict[str, str]
-    """Predictors that this model does not have, and why."""
+    """Predictors that this model does not have, or `NEXT_USE`, and why."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]
@@ -81,12 +84,16 @@ def fingerprint(config: Any) -> str:
 
 def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) -> None:
     """Replace what `folder` holds. Raises `CalibrationError` where it cannot be written."""
-    model = fitted.calibrated.model
+    model, files = fitted.calibrated.model, [PREDICTORS_FILE, TRACE_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ABOUT).unlink(missing_ok=True)
         (folder / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
         trace.save(folder / TRACE_FILE)
+        (folder / NEXT_USE_FILE).unlink(missing_ok=True)
+        if fitted.next_use is not None:
+            (folder / NEXT_USE_FILE).write_bytes(save(fitted.next_use.tensors()))
+            files.append(NEXT_USE_FILE)
         about = About(
             model=fingerprint(config),
             architecture=(getattr(config, "architectures", None) or ["?"])[0],
@@ -100,7 +107,7 @@ def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) ->
             ),
             unavailable=fitted.unavailable,
             made_by={name: version(name) for name in ("torch", "transformers")},
-            files={name: _digest(folder / name) for name in (PREDICTORS_FILE, TRACE_FILE)},
+            files={name: _digest(folder / name) for name in files},
         )
         (folder / ABOUT).write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
@@ -181,6 +188,21 @@ def load_calibration(
     except (LookupError, RuntimeError, ValueError) as error:
         raise CalibrationError(
             f"{folder / PREDICTORS_FILE} is not whole ({error}); run moe calibrate again"
+        ) from error
+
+
+def load_next_use(folder: Path, config: Any, num_experts: Sequence[int]) -> NextUse | None:
+    """What the cache goes by; None where the calibration has none. Raises `CalibrationError` as
+    `read_about` does."""
+    about = read_about(folder, config, num_experts)
+    if NEXT_USE_FILE not in about.files:
+        return None
+    tensors = _load(folder / NEXT_USE_FILE, about, ("",))
+    try:
+        return NextUse.restore(tensors, num_experts)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise CalibrationError(
+            f"{folder / NEXT_USE_FILE} is not whole ({error}); run moe calibrate again"
         ) from error
 
 

@@ -1,9 +1,11 @@
-"""``moe calibrate``: read a text, fit predictors, leave them beside the model."""
+"""``moe calibrate``: read a text, fit predictors and what the cache goes by, leave them beside the
+model."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from torch import Tensor
 
 from moe.calibrate.artefacts import FOLDER, check_writable, unavailable_before, write
 from moe.calibrate.compression import analyse
-from moe.calibrate.fit import ASIDE, Fitted, fit_predictors
-from moe.calibrate.gates import find_gates
+from moe.calibrate.fit import ASIDE, NEXT_USE, Fitted, fit_predictors
+from moe.calibrate.fit_next_use import fit_next_use
+from moe.calibrate.gates import FoundGate, find_gates
 from moe.calibrate.record import record
 from moe.calibrate.trace import Trace
 from moe.commands.progress import OnStep, step_bar
@@ -46,8 +49,9 @@ def calibrate_model(
     Raises:
         CalibrationError: there is too little text, or activations are not finite.
     """
-    trace = _recorded(model, text, tokens, on_step)
-    return trace, _fitted(model, trace, on_step)
+    found = find_gates(model.trunk)
+    trace = _recorded(model, text, tokens, found, on_step)
+    return trace, _fitted(model, trace, found, on_step)
 
 
 def calibrate(
@@ -72,43 +76,52 @@ def calibrate(
     check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
+    found = find_gates(model.trunk)
     with step_bar() as on_step:
-        trace = _recorded(model, words, tokens, on_step)
+        trace = _recorded(model, words, tokens, found, on_step)
         unavailable = None
         if compression is not None:  # perhaps the rest of a run that was stopped
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
-            fitted = _fitted(model, trace, on_step)
+            fitted = _fitted(model, trace, found, on_step)
             write(folder, model.config, text.name, trace, fitted)
             unavailable = fitted.unavailable
     if compression is not None:
-        if trace.rows is not None:  # half of their memory was for the predictors
-            trace = replace(trace, rows=replace(trace.rows, entered=[]))
+        if trace.rows is not None:  # most of their memory was for the predictors
+            trace = replace(trace, rows=replace(trace.rows, entered=[]), scored=None)
         with step_bar() as on_step:
             notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:
             print(f"moe: {notice}", file=sys.stderr)
-    for predictor, reason in unavailable.items():
-        print(f"moe: no predictor {predictor}: {reason}", file=sys.stderr)
+    for name_of, reason in unavailable.items():
+        what = "next uses for the cache" if name_of == NEXT_USE else f"predictor {name_of}"
+        print(f"moe: no {what}: {reason}", file=sys.stderr)
     seconds = time.perf_counter() - began
     print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
     return 0
 
 
-def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
+def _recorded(
+    model: MoE, text: str, tokens: int, found: Sequence[FoundGate], on_step: OnStep
+) -> Trace:
     read = windows(model, text, tokens)
     total = sum(map(len, read))
+    gates = [one.gate for one in found if one.gate is not None]
     return record(
         model.trunk,
         model.experts,
         read,
+        gates=gates if len(gates) == len(found) else (),
         on_tokens=lambda done: on_step("reading text", done, total),
     )
 
 
-def _fitted(model: MoE, trace: Trace, on_step: OnStep) -> Fitted:
+def _fitted(model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep) -> Fitted:
     vectors = token_vectors(model.trunk.model.get_input_embeddings(), VECTOR)
-    return fit_predictors(trace, find_gates(model.trunk), vectors, on_step)
+    fitted = fit_predictors(trace, found, vectors, on_step)
+    next_use, reason = fit_next_use(trace, found, on_step)
+    unavailable = fitted.unavailable | ({} if next_use else {NEXT_USE: reason})
+    return replace(fitted, next_use=next_use, unavailable=unavailable)
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """What a calibration is for: which predictor looks ahead for experts on disk, by what the profile
-wants and what calibration has left beside the model; and which experts a prompt will need."""
+wants and what calibration has left beside the model; what the cache's policy goes by; and which
+experts a prompt will need."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from moe.calibrate.artefacts import ABOUT, FOLDER, load_calibration
+from moe.calibrate.artefacts import ABOUT, FOLDER, load_calibration, load_next_use
 from moe.errors import CalibrationError, ProfileError
 from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
+from offload.policies import ForecastPolicy
 from offload.prefetch import Prefetcher
 from routing import RoutingError
 from routing.predict import Told, contexts
@@ -64,6 +66,24 @@ def look_ahead(
             raise CalibrationError(str(error)) from error
         return None, f"nobody looks ahead for experts on disk: {error}"
     return offloaded.prefetch_with(predictor), ""
+
+
+def foresee(
+    offloaded: Offloaded, path: Path, config: PreTrainedConfig, settings: OffloadSettings
+) -> str:
+    """Let the cache's policy go by `moe calibrate`, where that is wanted and there is something;
+    why not, where what is there cannot be used."""
+    folder = path / FOLDER
+    if settings.policy != ForecastPolicy.name or not (folder / ABOUT).exists():
+        return ""
+    try:
+        counts = [layer.num_experts for layer in offloaded.layers]
+        next_use = load_next_use(folder, config, counts)
+    except CalibrationError as error:
+        return f"the cache learns on the way only: {error}"
+    if next_use is not None:
+        offloaded.foresee_with(next_use)
+    return ""
 
 
 def expectation(

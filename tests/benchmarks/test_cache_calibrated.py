@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from benchmarks.cache_calibrated import DISCOUNT, KINDS, Known
 
 TOKENS, LAYERS, WIDTH = 6, 3, 4

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from benchmarks.cache_calibrated import DISCOUNT
 from benchmarks.cache_heard import Heard
+
 from benchmarks.cache_traces import Recorded
 from moe.calibrate.trace import Rows, Trace
 from moe.selection import FoundSelector, Selector

@@ -1,0 +1,287 @@
+"""From a trace to what the expert cache goes by: how soon each unit is asked for next.
+
+A network is fitted by log loss to `DISCOUNT` to the power of the visits until the next use, on what
+`offload.policies.heard` knows behind one visit of each token. The text is cut into runs that start
+from an empty cache; every fifth is kept aside, and there the fitted policy must hit more than the
+one that only learns on the way, else it is not kept.
+Legend: L layers, W experts of the widest, U = L * W, F memories, H hidden, N rows to learn from,
+S scored tokens, C context, D hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, gelu
+
+from moe.calibrate.gates import FoundGate
+from moe.calibrate.trace import Scored, Trace
+from moe.commands.progress import OnStep
+from offload.policies import ForecastPolicy
+from offload.policies.heard import HALF_LIVES, Heard
+from offload.policies.next_use import DISCOUNT, NextUse
+from offload.replay import hit_ratio
+from routing.predict.base import Floats, floats
+
+ASIDE = 5
+"""Every so many-th run is judged by."""
+RUN_TOKENS = 1024
+"""Of windows that follow each other, cached from an empty start."""
+CAPACITIES = (0.25, 0.5)
+"""Shares of the experts in memory, by which a fit is judged."""
+UNITS = 512
+"""D."""
+_BYTES = 1 << 30  # of rows to learn from
+_JUDGED = 8  # runs at most
+_BATCH, _EPOCHS, _STEP, _DECAY, _DROPPED = 1024, 8, 2e-3, 1e-4, 0.1
+_FIRST_SHARE, _DEFAULT_SHARE = 0.05, 0.7
+
+
+@dataclass(frozen=True)
+class Run:
+    """Scored tokens that follow each other, from an empty cache.
+
+    Attributes:
+        asked: ``(n, L, W)`` bool.
+        scores: of each layer ``(n, E)``.
+        read: ``(n, H)``, by the last layer's experts.
+    """
+
+    asked: NDArray[np.bool_]
+    scores: list[Floats]
+    read: Floats
+
+    @classmethod
+    def of(cls, trace: Trace, scored: Scored) -> Run:
+        """All scored tokens."""
+        width = max(trace.num_experts)
+        experts = torch.stack([ids[scored.tokens].long() for ids in trace.expert_ids], 1)
+        asked = torch.zeros(*experts.shape[:2], width + 1, dtype=torch.bool)
+        asked.scatter_(2, torch.where(experts < 0, width, experts), True)
+        scores = [floats(own) for own in scored.scores]
+        return cls(asked[..., :-1].numpy(), scores, floats(scored.read))
+
+    def split(self, count: int) -> list[Run]:
+        """So many runs of about the same length."""
+        parts = (np.array_split(part, count) for part in (self.asked, *self.scores, self.read))
+        return [Run(asked, scores, read) for asked, *scores, read in zip(*parts, strict=True)]
+
+    def experts(self, token: int, layer: int) -> list[int]:
+        found: list[int] = self.asked[token, layer].nonzero()[0].tolist()
+        return found
+
+    def calls(self) -> list[list[int]]:
+        """For `offload.replay`."""
+        tokens, layers, width = self.asked.shape
+        return [
+            [layer * width + expert for expert in self.experts(token, layer)]
+            for token in range(tokens)
+            for layer in range(layers)
+        ]
+
+    def soon(self) -> Floats:
+        """``(n + 1, L, W)``: before each token, how soon each unit is asked for."""
+        found = np.concatenate([self.asked, self.asked.mean(0, keepdims=True)], dtype=np.float32)
+        for token in range(len(self.asked) - 1, -1, -1):
+            found[token] += (1 - found[token]) * DISCOUNT * found[token + 1]
+        return found
+
+
+class Overheard(ForecastPolicy):
+    """The policy in a replay with so many slots, which hears what the run's routers gave."""
+
+    def __init__(self, run: Run, next_use: NextUse, slots: int) -> None:
+        _, layers, width = run.asked.shape
+        super().__init__(layers, width)
+        self.calibrate(next_use, lambda: slots)
+        self._run = run
+
+    def touch(self, layer: int, units: Sequence[int]) -> None:
+        assert self.foresight is not None
+        token = self._calls // self._layers
+        self.foresight.listen(layer, self._run.scores[layer][token], self._run.read[token])
+        super().touch(layer, units)
+
+
+@torch.inference_mode(False)
+def fit_next_use(
+    trace: Trace, found: Sequence[FoundGate], on_step: OnStep
+) -> tuple[NextUse | None, str]:
+    """What was fitted, or None and why there is nothing.
+
+    Args:
+        trace: with what its routers gave, where their gates are known.
+        found: of each MoE layer.
+        on_step: hears how far it is.
+    """
+    gates = [one.gate for one in found if one.gate is not None]
+    if trace.scored is None or len(gates) < len(found):
+        reasons = (one.reason for one in found if one.gate is None)
+        return None, next(reasons, "its experts read rows of different sizes")
+    runs = Run.of(trace, trace.scored).split(
+        max(ASIDE, round(len(trace.scored.tokens) / RUN_TOKENS))
+    )
+    learnt = [run for index, run in enumerate(runs) if index % ASIDE != ASIDE - 1]
+    usual = np.concatenate([run.asked for run in learnt]).mean(0, dtype=np.float32)
+    examples = _examples(learnt, usual, on_step)
+    network = _fitted(examples, on_step)
+    layers, width = usual.shape
+    weights = np.zeros((layers, width, len(gates[0].weight[0])), np.float32)
+    biases = np.zeros_like(usual)
+    for layer, gate in enumerate(gates):
+        weights[layer, : len(gate.weight)] = floats(gate.weight)
+        if gate.bias is not None:
+            biases[layer, : len(gate.weight)] = floats(gate.bias)
+    made = NextUse(tuple(trace.num_experts), weights, biases, usual, **network.numbers())
+    # What is judged is what comes back from the file.
+    made = NextUse.restore(made.tensors(), trace.num_experts)
+    aside = runs[ASIDE - 1 :: ASIDE]
+    fitted, learning = judge(aside[:: -(-len(aside) // _JUDGED)], made)
+    if fitted <= learning:
+        return None, (
+            f"on text kept aside the cache would hit {fitted:.3f} by it and hits {learning:.3f} "
+            "without; calibrate on more text"
+        )
+    return made, ""
+
+
+def judge(runs: Sequence[Run], next_use: NextUse) -> tuple[float, float]:
+    """Mean hit ratios over `CAPACITIES` with what was fitted, and without."""
+    fitted, learning = [], []
+    for run in runs:
+        calls, (_, layers, width) = run.calls(), run.asked.shape
+        for capacity in CAPACITIES:
+            slots = int(capacity * sum(next_use.num_experts))
+            fitted.append(hit_ratio(calls, slots, Overheard(run, next_use, slots), width))
+            learning.append(hit_ratio(calls, slots, ForecastPolicy(layers, width), width))
+    return float(np.mean(fitted)), float(np.mean(learning))
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """N rows: log-odds ``(N, F + 1, U)`` and contexts ``(N, C)``, both float16, the layer that has
+    been ``(N,)``, and how soon units are asked for ``(N, U)``, float16."""
+
+    said: Tensor
+    context: Tensor
+    layer: Tensor
+    soon: Tensor
+
+
+def _examples(runs: Sequence[Run], usual: Floats, on_step: OnStep) -> _Examples:
+    """One visit of each token, all layers in turn; of every so many-th where memory is short."""
+    layers, hidden = len(usual), runs[0].read.shape[1]
+    total = sum(len(run.asked) for run in runs)
+    size = 2 * ((len(HALF_LIVES) + 4) * usual.size + hidden + layers)
+    stride = -(-total * size // _BYTES)
+    found: list[tuple[Tensor, Tensor, int, Tensor]] = []
+    seen = 0
+    for run in runs:
+        heard, learning, soon = Heard(usual, hidden), ForecastPolicy(*usual.shape), run.soon()
+        for token in range(len(run.asked)):
+            # All pairs of a place in the text and a layer, in no order that a text could have.
+            chosen = (seen * 5 + seen // 6) % layers if seen % stride == 0 else -1
+            for layer in range(layers):
+                heard.listen(layer, run.scores[layer][token], run.read[token])
+                experts = run.experts(token, layer)
+                heard.visit(layer, experts)
+                learning.touch(layer, [layer * usual.shape[1] + expert for expert in experts])
+                if layer == chosen:
+                    found.append(_example(heard, learning, soon[token : token + 2]))
+            seen += 1
+        on_step("next uses", seen, 2 * total)
+    said, context, been, target = zip(*found, strict=True)
+    return _Examples(
+        torch.stack(said), torch.stack(context), torch.tensor(been), torch.stack(target)
+    )
+
+
+def _example(
+    heard: Heard, learning: ForecastPolicy, soon: Floats
+) -> tuple[Tensor, Tensor, int, Tensor]:
+    odds = learning.learning_odds(learning.values())
+    said = np.concatenate([heard.memories, odds[None]]).reshape(len(HALF_LIVES) + 1, -1)
+    been = np.arange(soon.shape[1])[:, None] <= heard.layer
+    target = np.where(been, soon[1], soon[0]).ravel()
+    return _half(said), _half(heard.context()), heard.layer, _half(target)
+
+
+def _half(numbers: Floats) -> Tensor:
+    return torch.from_numpy(numbers).half()
+
+
+class _Network(nn.Module):
+    def __init__(self, examples: _Examples) -> None:
+        super().__init__()
+        said, context = examples.said, examples.context.float()
+        self.layers = int(examples.layer.max()) + 1
+        self.units = said.shape[2]
+        self._mean, self._deviation = context.mean(0), context.std(0).clamp_min(1e-3)
+        shares = torch.full((said.shape[1], self.layers, self.layers), _FIRST_SHARE)
+        shares[-1] = _DEFAULT_SHARE
+        self.shares = nn.Parameter(shares)
+        self.up, self.down = nn.Linear(context.shape[1], UNITS), nn.Linear(UNITS, self.units)
+        self._dropout = nn.Dropout(_DROPPED)
+        nn.init.normal_(self.down.weight, std=0.01)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, said: Tensor, context: Tensor, layer: Tensor) -> Tensor:
+        """``(N, U)`` log-odds."""
+        rows = self._dropout((context - self._mean) / self._deviation)
+        width = self.units // self.layers
+        shares = self.shares[:, layer].repeat_interleave(width, -1).transpose(0, 1)
+        moved: Tensor = self.down(self._dropout(gelu(self.up(rows), approximate="tanh")))
+        return moved + (shares * said).sum(1)
+
+    @torch.no_grad()
+    def numbers(self) -> dict[str, Floats]:
+        """For `NextUse`, the scale of the context within them."""
+        up = self.up.weight / self._deviation
+        bias = self.up.bias - up @ self._mean
+        shape = (self.layers, self.units // self.layers)
+        return {
+            "shares": floats(self.shares),
+            "up": floats(up.T.contiguous()),
+            "up_bias": floats(bias),
+            "down": floats(self.down.weight).reshape(*shape, UNITS),
+            "down_bias": floats(self.down.bias).reshape(shape),
+        }
+
+
+@torch.enable_grad()
+def _fitted(examples: _Examples, on_step: OnStep) -> _Network:
+    """By log loss, on rows in random order."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = _Network(examples)
+        _train(network, examples, on_step)
+    return network.eval()
+
+
+def _train(network: _Network, examples: _Examples, on_step: OnStep) -> None:
+    count = len(examples.layer)
+    batch = min(_BATCH, max(count // 8, 1))
+    steps = _EPOCHS * (count // batch)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=_STEP, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, _STEP, total_steps=steps, pct_start=0.1
+    )
+    for step in range(steps):
+        at = step % (count // batch)
+        if at == 0:
+            order = torch.randperm(count)
+        rows = order[at * batch : (at + 1) * batch]
+        said, context, soon = (
+            part[rows].float() for part in (examples.said, examples.context, examples.soon)
+        )
+        guess = network(said, context, examples.layer[rows])
+        optimiser.zero_grad()
+        binary_cross_entropy_with_logits(guess, soon).backward()
+        optimiser.step()
+        schedule.step()
+        on_step("next uses", steps + step + 1, 2 * steps)
