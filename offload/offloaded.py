@@ -61,10 +61,12 @@ class Offloaded:
         return min(far.misses / asked, 1.0) if asked else 0.0
 
     def status(self) -> dict[str, Any]:
-        """What runs how, for JSON; ``late``: seconds by which the processor is asked or not."""
+        """What runs how, for JSON; ``calibrated``: the policy goes by a calibration as well;
+        ``late``: seconds by which the processor is asked or not."""
         late = self.layers[0].late
         return {
             "policy": self.cache.policy.name,
+            "calibrated": getattr(self.cache.policy, "foresight", None) is not None,
             "reader": {"name": self.reader.name, "reason": self.reader.reason},
             "predictor": None if self.prefetcher is None else self.prefetcher.predictor.name,
             "experts": sum(layer.num_experts for layer in self.layers),

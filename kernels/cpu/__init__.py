@@ -20,6 +20,7 @@ from kernels.cpu.assign import NativeAssign
 from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
+from kernels.cpu.foresight import NativeForesight
 from kernels.cpu.layer import LayerCall
 from kernels.cpu.learning import NativeLearner
 from kernels.cpu.linear import NativeLinear
@@ -83,6 +84,10 @@ class NativeKernels:
     def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
         """What a cache of experts learns; see NativeLearner."""
         return NativeLearner(self.library, *arguments, **options)
+
+    def foresight(self, *arguments: Any, **options: Any) -> NativeForesight:
+        """How soon a cache's experts are asked for next; see NativeForesight."""
+        return NativeForesight(self.library, *arguments, **options)
 
     def arriving(self, *arguments: Any) -> ArrivingCall:
         """A call of a layer whose experts are still coming; see ArrivingCall."""

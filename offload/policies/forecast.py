@@ -18,9 +18,10 @@ from torch import Tensor
 
 from offload.policies.base import Values
 from offload.policies.duel import Duel
+from offload.policies.foresight import Foresight
 from offload.policies.frequency_recency import FrequencyRecency
 from offload.policies.heard import log_odds
-from offload.policies.next_use import Foresight, NextUse
+from offload.policies.next_use import NextUse
 from routing.predict.base import Floats
 
 
@@ -72,8 +73,9 @@ class ForecastPolicy(FrequencyRecency):
             return values
         if self._valued != self._calls:
             self._valued = self._calls
-            soon = foresight.soon(self.learning_odds(values))
-            self._foreseen = (self._discounts[self._layer][:, None] * soon).reshape(-1)
+            discounts = self._discounts[self._layer]
+            soon = foresight.soon(values, discounts)
+            self._foreseen = (discounts[:, None] * soon).reshape(-1)
             self._believed = self._duel.settle(self._foreseen, values)
         return self._foreseen if self._believed else values
 

@@ -16,7 +16,7 @@ HALF_LIVES = (1.5, 5.0, 20.0, 80.0, 300.0)
 """Of each memory: visits of a layer after which one counts half."""
 LEAST_ODDS = 1e-3
 """Probabilities are kept so far from 0 and 1."""
-_KEEP = (0.5 ** (1 / np.array(HALF_LIVES))).astype(np.float32)
+KEEP = (0.5 ** (1 / np.array(HALF_LIVES))).astype(np.float32)
 
 
 class Heard:
@@ -54,7 +54,7 @@ class Heard:
         self.layer = layer
         self._visits[layer] += 1
         # The first visits are averaged evenly, else the start would be remembered for long.
-        keep = np.minimum(_KEEP, 1 - 1 / (self._visits[layer] + 1))[:, None]
+        keep = np.minimum(KEEP, 1 - 1 / (self._visits[layer] + 1))[:, None]
         means = self._means[:, layer]
         means *= keep
         means[:, experts] += 1 - keep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,20 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibrate.artefacts import ABOUT, PREDICTORS_FILE, load_calibration, load_trace
+from moe.calibrate.artefacts import (
+    ABOUT,
+    NEXT_USE_FILE,
+    PREDICTORS_FILE,
+    load_calibration,
+    load_next_use,
+    load_trace,
+)
 from moe.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
 from moe.calibrate.fit import ASIDE
 from moe.calibrate.record import record
 from moe.cli import main
 from moe.errors import CalibrationError
+from moe.selection import find_selectors
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
 
@@ -82,6 +91,27 @@ def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
 def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:
     calibrated = load_calibration(folder, demo.config, experts(demo), ["token_table"])
     assert calibrated.clues.keys() == calibrated.weights.keys() == {"token_table"}
+
+
+def test_next_uses_come_back(demo: MoE, folder: Path, tmp_path: Path) -> None:
+    found = load_next_use(folder, demo.config, experts(demo))
+    assert found is not None
+    assert found.down.shape[:2] == (6, 32)
+    row = torch.randn(1, found.gates.shape[-1])
+    selector = find_selectors(demo.trunk)[2].selector
+    assert selector is not None
+    theirs = torch.nn.functional.linear(row, selector.weight.float())
+    torch.testing.assert_close(
+        row @ torch.from_numpy(found.gates[2]).T, theirs, rtol=1e-2, atol=1e-2
+    )
+    shutil.copytree(folder, tmp_path / "other")
+    (tmp_path / "other" / NEXT_USE_FILE).write_bytes(b"")
+    with pytest.raises(CalibrationError, match="is not the file that"):
+        load_next_use(tmp_path / "other", demo.config, experts(demo))
+    about = json.loads((folder / ABOUT).read_text())  # of before there were any
+    del about["files"][NEXT_USE_FILE]
+    (tmp_path / "other" / ABOUT).write_text(json.dumps(about))
+    assert load_next_use(tmp_path / "other", demo.config, experts(demo)) is None
 
 
 def test_a_calibration_of_another_model_is_refused(

@@ -1,0 +1,90 @@
+"""Fitting next uses: learnt where routers tell them, refused where nothing does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moe.calibrate.fit_next_use import Overheard, Run, fit_next_use
+from moe.calibrate.gates import FoundGate
+from moe.calibrate.trace import Scored, Trace
+from offload.policies import ForecastPolicy
+from offload.replay import hit_ratio
+from routing.predict.gate import Gate
+from routing.routers import RouterRule
+
+LAYERS, WIDTH, HIDDEN, TOKENS = 3, 12, 8, 4000
+
+
+def told(seed: int, *, telling: bool) -> tuple[Trace, list[FoundGate]]:
+    """Routers that give more to what comes sooner, where they tell anything."""
+    draw = torch.Generator().manual_seed(seed)
+    coming = torch.randint(WIDTH, (TOKENS, LAYERS), generator=draw)
+    asked = torch.nn.functional.one_hot(coming, WIDTH).bool().numpy()
+    soon = torch.from_numpy(Run(asked, [], np.zeros((TOKENS, 1), np.float32)).soon()[1:])
+    noise = 0.02 * torch.randn(TOKENS, LAYERS, WIDTH, generator=draw)
+    scores = [own.half() for own in ((soon if telling else 0.0) + noise).unbind(1)]
+    read = torch.zeros(TOKENS, HIDDEN).half()
+    trace = Trace(
+        torch.zeros(TOKENS, dtype=torch.int32),
+        [TOKENS],
+        [WIDTH] * LAYERS,
+        [coming[:, layer, None].to(torch.int16) for layer in range(LAYERS)],
+        [torch.ones(TOKENS, 1).half()] * LAYERS,
+        scored=Scored(torch.arange(TOKENS), scores, read),
+    )
+    gate = Gate(torch.zeros(WIDTH, HIDDEN), RouterRule(top_k=1))
+    return trace, [FoundGate(gate, None)] * LAYERS
+
+
+def test_what_routers_nearly_chose_is_kept() -> None:
+    trace, found = told(0, telling=True)
+    learnt, reason = fit_next_use(trace, found, lambda what, done, total: None)
+    assert learnt is not None, reason
+    assert not reason
+    other, _ = told(1, telling=True)
+    assert other.scored is not None
+    run, slots = Run.of(other, other.scored), LAYERS * WIDTH // 3
+    ratios = [
+        hit_ratio(run.calls(), slots, policy, WIDTH)
+        for policy in (Overheard(run, learnt, slots), ForecastPolicy(LAYERS, WIDTH))
+    ]
+    assert ratios[0] > ratios[1] + 0.2, ratios
+
+
+def test_what_does_not_help_is_not_kept() -> None:
+    """Uniform routing of which nothing tells: any fit is noise."""
+    learnt, reason = fit_next_use(*told(0, telling=False), lambda what, done, total: None)
+    if learnt is None:
+        assert "on text kept aside the cache would hit" in reason
+    else:  # by luck: then it is no better than chance
+        other, _ = told(1, telling=False)
+        assert other.scored is not None
+        run, slots = Run.of(other, other.scored), LAYERS * WIDTH // 3
+        assert (
+            abs(hit_ratio(run.calls(), slots, Overheard(run, learnt, slots), WIDTH) - 1 / 3) < 0.03
+        )
+
+
+@pytest.mark.parametrize("which", ["scored", "gate"])
+def test_without_routers_there_is_a_reason(which: str) -> None:
+    trace, found = told(0, telling=True)
+    if which == "gate":
+        found = [*found[:-1], FoundGate(None, None, "its router follows no rule")]
+    else:
+        trace = Trace(*(getattr(trace, n) for n in ("token_ids", "lengths", "num_experts",
+                                                    "expert_ids", "weights")))  # fmt: skip
+    learnt, reason = fit_next_use(trace, found, lambda what, done, total: None)
+    assert learnt is None
+    assert reason == ("its router follows no rule" if which == "gate" else
+                      "its experts read rows of different sizes")  # fmt: skip
+
+
+def test_how_soon_counts_visits_of_the_layer() -> None:
+    asked = np.zeros((4, 1, 2), bool)
+    asked[2, 0, 0] = asked[:, 0, 1] = True
+    soon = Run(asked, [], np.zeros((4, 1), np.float32)).soon()
+    np.testing.assert_allclose(soon[:3, 0, 0], [0.85**2, 0.85, 1])
+    np.testing.assert_allclose(soon[:4, 0, 1], 1)
+    np.testing.assert_allclose(soon[3, 0, 0], 0.85 * 0.25)  # nothing is known: the mean

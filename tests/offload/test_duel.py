@@ -1,0 +1,49 @@
+"""Set duelling against a brute force, and on units that are many."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.policies.duel import DOUBT, FOLLOWED, MEMORY, Duel
+
+
+@given(units=st.integers(2, 30), slots=st.integers(1, 20), seed=st.integers(0, 99))
+def test_the_advantage_is_the_difference_of_hits_of_two_caches(
+    units: int, slots: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    duel, there, advantage = Duel(units, lambda: slots), (set[int](), set[int]()), 0.0
+    for visit in range(1, 60):
+        asked = sorted(draw.sample(range(units), draw.randint(1, min(4, units))))
+        hits = [len(own & set(asked)) for own in there]
+        keep = min(MEMORY, 1 - 1 / (visit + DOUBT))
+        advantage = keep * advantage + (1 - keep) * (hits[0] - hits[1])
+        duel.visit(asked)
+        worths = [draw.sample(range(units), units) for _ in there]
+        for own, worth in zip(there, worths, strict=True):
+            own.update(asked)
+            surplus = max(0, len(own) - slots)
+            for unit in sorted(own, key=worth.__getitem__)[:surplus]:
+                own.remove(unit)
+        believed = duel.settle(*(np.array(worth, float) for worth in worths))
+        np.testing.assert_allclose(duel.advantage, advantage, rtol=1e-9, atol=1e-12)
+        assert believed == (advantage >= 0) or abs(advantage) < 1e-12
+
+
+def test_who_keeps_what_comes_back_is_believed_also_of_many_units() -> None:
+    for units in (64, 5 * FOLLOWED):
+        favourites = np.arange(units) % 4 == 0
+        good, bad = favourites.astype(float), 1.0 - favourites
+        draw = random.Random(0)
+        for challenger, default, right in ((good, bad, True), (bad, good, False)):
+            duel = Duel(units, partial(int, units / 4))
+            for _ in range(600):
+                liked = {4 * unit for unit in draw.sample(range(units // 4), 6)}
+                duel.visit(sorted(liked | set(draw.sample(range(units), 4))))
+                believed = duel.settle(challenger, default)
+            assert believed == right, (units, duel.advantage)
