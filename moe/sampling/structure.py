@@ -45,7 +45,9 @@ class Structure:
             )
         name = KINDS[self.kind]
         if not isinstance(self.source, str) or not self.source.strip():
-            raise RequestError(f"a {name} must be a text that is not empty, got {self.source!r}")
+            raise RequestError(
+                f"a {name} must be a text that is not empty, got {self.source!r:.80}"
+            )
         if len(self.source) > MAX_SOURCE:
             raise RequestError(
                 f"a {name} may have {MAX_SOURCE} characters, got {len(self.source)}; shorten it"

@@ -22,6 +22,7 @@ from moe.settings import ServerSettings
 
 _REFERENCE = "#/components/schemas/{model}"
 _MOST_PROBLEMS = 64  # that are looked at
+_LONGEST_PLACE = 100  # characters: keys of a client's own objects may be as long as its body
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -66,10 +67,10 @@ def _refusal(error: ValidationError, tree: Any) -> APIError:
     ways = [place for place in places if place[: len(places[0])] == places[0]]
     furthest = max(ways, key=len)
     problem = problems[places.index(furthest)]
-    where = ".".join(map(str, furthest))
+    where = ".".join(map(str, furthest))[:_LONGEST_PLACE]
     rule = _rule(p["msg"] for p, place in zip(problems, places, strict=True) if place == furthest)
     if problem["type"] == "extra_forbidden":
-        return APIError(400, f"unknown field {where[:100]!r}; remove it", param=where[:100])
+        return APIError(400, f"unknown field {where!r}; remove it", param=where)
     if problem["type"] == "not_supported":
         name = rule.partition(" ")[0]
         return APIError(400, rule, param=name, code=CODES.get(name))

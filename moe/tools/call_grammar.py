@@ -111,7 +111,7 @@ class CallGrammar:
         if not _texts(required):
             raise _unsaid("a required that is no list of names")
         if unknown := [key for key in required if key not in properties]:
-            raise _unsaid(f"required argument {unknown[0]!r}, which is no property,")
+            raise _unsaid(f"required argument {unknown[0]!r:.80}, which is no property,")
         rules, parts = [], list(begin)
         for index, (key, given) in enumerate(properties.items()):
             name = f"{rule}_{index}"
@@ -127,14 +127,14 @@ class CallGrammar:
         if not isinstance(given, Mapping) or given.get("type") != "string":
             inner = given if isinstance(given, Mapping) else {}
             if not isinstance(inner.get("type"), str):
-                raise _unsaid(f"argument {key!r} of several types")
+                raise _unsaid(f"argument {key!r:.80} of several types")
             value = json_of(dict(inner) | _definitions(schema))
             return [_rule(rule, [*begin, value, self._text(close)])]
         if given.keys() - _OF_STRINGS:
-            raise _unsaid(f"argument {key!r} that is not any string")
+            raise _unsaid(f"argument {key!r:.80} that is not any string")
         if "enum" in given:
             if not _texts(given["enum"]) or not given["enum"]:
-                raise _unsaid(f"argument {key!r} whose enum is no list of strings")
+                raise _unsaid(f"argument {key!r:.80} whose enum is no list of strings")
             choices = " | ".join(map(quoted, given["enum"]))
             return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
         end = close.rstrip()

@@ -20,6 +20,7 @@ CHAT = {"model": "m", "messages": [TURN]}
 TEXT = {"model": "m", "prompt": "x"}
 MESSAGES = {"model": "m", "max_tokens": 1, "messages": [TURN]}
 MANY = 20_000
+LONG = "a" * 5000
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,24 @@ def test_faults_are_named_as_clients_write_them(
         parse(model, json.dumps(body).encode())
     assert info.value.param == param
     assert str(info.value) == f"{param}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (ChatRequest, CHAT | {"metadata": {LONG: 1}}),
+        (ChatRequest, CHAT | {"chat_template_kwargs": {LONG: "x"}}),
+        (ChatRequest, CHAT | {LONG: 1}),
+        (ResponsesRequest, {"model": "m", "input": "x", "client_metadata": {LONG: 1}}),
+        (MessagesRequest, MESSAGES | {"metadata": {LONG: 1}}),
+    ],
+)
+def test_a_long_key_is_not_said_back(model: type[BaseModel], body: dict[str, Any]) -> None:
+    with pytest.raises(APIError) as caught:
+        parse(model, json.dumps(body).encode())
+    assert caught.value.param is not None
+    assert len(caught.value.param) <= 100
+    assert len(caught.value.message) < 500
 
 
 def test_missing_parts_of_a_choice_are_named() -> None:

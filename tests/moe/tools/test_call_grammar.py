@@ -133,6 +133,20 @@ def test_arguments_that_are_no_object_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TAGGED)
+def test_a_long_name_is_not_said_back(name: str) -> None:
+    grammar, long = CallGrammar(format_of(name), {}), "a" * 5000
+    for schema in (
+        {"properties": {}, "required": [long]},
+        {"properties": {long: {"type": ["string", "null"]}}},
+        {"properties": {long: {"type": "string", "pattern": "x"}}},
+        {"properties": {long: {"type": "string", "enum": 5}}},
+    ):
+        with pytest.raises(RequestError) as caught:
+            grammar.calls({"f": schema}, several=False)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("name", TAGGED)
 def test_what_tags_cannot_say_is_refused(name: str) -> None:
     grammar = CallGrammar(format_of(name), {})
     for schema, what in (
