@@ -26,7 +26,8 @@ def notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport
     made = []
     if not packing.enabled:
         made.append(
-            f"each sequence runs in a pass of its own and prompts are not cut: {packing.reason}"
+            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"others that begin alike: {packing.reason}"
         )
     if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
         made.append(f"decode steps run through transformers' own layers: {fused.reason}")

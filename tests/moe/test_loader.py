@@ -24,7 +24,9 @@ def test_tensors_left_out_or_filled_in_are_said(
     report = LoadReport(ignored, computed)
     codec = TextCodec(None, vocab_size=10, no_tokenizer_reason="none was given")
     packing, tokenizer, tensors = notices(Packing(False, "a reason"), FUSED_OFF, codec, report)
-    assert packing.endswith("prompts are not cut: a reason")
+    assert packing.endswith(
+        "prompts are neither cut nor kept for others that begin alike: a reason"
+    )
     assert tokenizer == "prompts can only be token ids: none was given"
     assert tensors.startswith(expected)
     assert tensors.endswith(f"(the first: {(ignored + computed)[0]})")

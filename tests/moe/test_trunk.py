@@ -152,6 +152,7 @@ def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> Non
     hybrid = tiny_moe("qwen3_next")
     assert hybrid.status()["packing"]["enabled"] is False
     assert hybrid.notices[0].startswith(
-        "each sequence runs in a pass of its own and prompts are not cut: "
+        "each sequence runs in a pass of its own, and prompts are neither cut nor kept for others "
+        "that begin alike: "
     )
     assert tiny_moe("qwen3_moe").status()["packing"]["enabled"] is True
