@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
@@ -43,6 +44,10 @@ class Offloaded:
     hot_set_file: Path | None
     closing: ExitStack
     prefetcher: Prefetcher | None = None
+
+    def __post_init__(self) -> None:
+        # Where loading fails later, nobody closes it.
+        weakref.finalize(self, self.closing.close)
 
     @property
     def cache(self) -> ExpertCache:

@@ -15,6 +15,7 @@ A17  here: the hot set; `tests/moe/convert/test_convert.py`; `tests/moe/loading/
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import time
@@ -27,11 +28,13 @@ from typing import Any
 import pytest
 
 from experts.manifest import read_manifest
-from moe import MoE, SamplingParams
+from moe import MoE, SamplingParams, loader
+from moe.errors import ProfileError
 from moe.plan.memory import GIB
 from offload.capacity import slot_bytes
 from offload.errors import OffloadError
 from offload.transfer import Read, Reader, Transfer
+from tests.open_files import num_open
 
 SMALL: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
@@ -63,6 +66,21 @@ def open_offloaded(store: Path, resident: MoE, mode: str = "auto", hot_set: bool
     model = MoE.from_pretrained(store, SMALL | changes)
     assert model.memory_plan.expert_slots == 8
     return model
+
+
+def test_a_load_that_fails_behind_the_experts_leaves_no_file_open(
+    store: Path, resident: MoE, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        assert num_open(own) > 0
+        raise ProfileError("too late")
+
+    own = Path(shutil.copytree(store, tmp_path / "store"))
+    monkeypatch.setattr(loader, "enable_contrast", fail)
+    with pytest.raises(ProfileError, match="too late"):
+        open_offloaded(own, resident)
+    gc.collect()
+    assert num_open(own) == 0
 
 
 class Meddling:
