@@ -54,7 +54,7 @@ def main() -> None:
     model = MoE.from_pretrained(str(MODEL))
     print_header(environment())
     results = []
-    tokens, learn = (512, 5_000) if options.quick else (4096, 70_000)
+    tokens, learn = (512, 2_000) if options.quick else (4096, 70_000)
     next_use = calibrated(model, learn if options.learn is None else options.learn, tokens, options)
     read = recordings(model, tokens)
     if options.others:
@@ -77,7 +77,9 @@ def calibrated(model: MoE, learn: int, tokens: int, options: argparse.Namespace)
     if not learn:
         return None
     trace = to_learn_from(model, learn, tokens, options.others)
-    next_use, reason = fit_next_use(trace, find_gates(model.trunk), lambda *_: None)
+    next_use, reason = fit_next_use(
+        trace, find_gates(model.trunk), lambda *_: None, example_bytes=4 << 30
+    )
     print(f"learnt from {trace.num_tokens} tokens{reason and ': '}{reason}")
     return next_use
 

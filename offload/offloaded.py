@@ -109,7 +109,7 @@ class Offloaded:
         """From now on a policy that forecasts goes by what calibration has learnt, too."""
         policy, cache = self.cache.policy, self.cache
         assert isinstance(policy, ForecastPolicy)
-        policy.calibrate(next_use, lambda: cache.slots)
+        policy.calibrate(next_use, lambda: cache.slots, self.load_seconds)
         for layer in self.layers:
             layer.hears = policy.hear
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
 from moe.calibrate.gates import FoundGate
+from moe.calibrate.record import affordable
 from moe.calibrate.trace import Scored, Trace
 from moe.commands.progress import OnStep
 from offload.policies import ForecastPolicy
@@ -36,7 +37,8 @@ CAPACITIES = (0.25, 0.5)
 """Shares of the experts in memory, by which a fit is judged."""
 UNITS = 512
 """D."""
-_BYTES = 1 << 30  # of rows to learn from
+EXAMPLE_BYTES = 1 << 30
+"""Memory for rows to learn from."""
 _JUDGED = 8  # runs at most
 _BATCH, _EPOCHS, _STEP, _DECAY, _DROPPED = 1024, 8, 2e-3, 1e-4, 0.1
 _FIRST_SHARE, _DEFAULT_SHARE = 0.05, 0.7
@@ -110,7 +112,11 @@ class Overheard(ForecastPolicy):
 
 @torch.inference_mode(False)
 def fit_next_use(
-    trace: Trace, found: Sequence[FoundGate], on_step: OnStep
+    trace: Trace,
+    found: Sequence[FoundGate],
+    on_step: OnStep,
+    *,
+    example_bytes: int | None = None,
 ) -> tuple[NextUse | None, str]:
     """What was fitted, or None and why there is nothing.
 
@@ -118,6 +124,7 @@ def fit_next_use(
         trace: with what its routers gave, where their gates are known.
         found: of each MoE layer.
         on_step: hears how far it is.
+        example_bytes: memory for rows to learn from; None: `EXAMPLE_BYTES`, if affordable.
     """
     gates = [one.gate for one in found if one.gate is not None]
     if trace.scored is None or len(gates) < len(found):
@@ -128,7 +135,8 @@ def fit_next_use(
     )
     learnt = [run for index, run in enumerate(runs) if index % ASIDE != ASIDE - 1]
     usual = np.concatenate([run.asked for run in learnt]).mean(0, dtype=np.float32)
-    examples = _examples(learnt, usual, on_step)
+    most = affordable(EXAMPLE_BYTES) if example_bytes is None else example_bytes
+    examples = _examples(learnt, usual, most, on_step)
     network = _fitted(examples, on_step)
     layers, width = usual.shape
     weights = np.zeros((layers, width, len(gates[0].weight[0])), np.float32)
@@ -173,12 +181,12 @@ class _Examples:
     soon: Tensor
 
 
-def _examples(runs: Sequence[Run], usual: Floats, on_step: OnStep) -> _Examples:
+def _examples(runs: Sequence[Run], usual: Floats, most_bytes: int, on_step: OnStep) -> _Examples:
     """One visit of each token, all layers in turn; of every so many-th where memory is short."""
     layers, hidden = len(usual), runs[0].read.shape[1]
     total = sum(len(run.asked) for run in runs)
     size = 2 * ((len(HALF_LIVES) + 4) * usual.size + hidden + layers)
-    stride = -(-total * size // _BYTES)
+    stride = -(-total * size // most_bytes)
     found: list[tuple[Tensor, Tensor, int, Tensor]] = []
     seen = 0
     for run in runs:

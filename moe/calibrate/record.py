@@ -19,6 +19,7 @@ from moe.calibrate.trace import Rows, Scored, Trace
 from moe.errors import CalibrationError
 from moe.kv import Work
 from moe.lanes import run_lanes
+from moe.machine import memory_available
 from moe.moe_layer import MoELayers
 from moe.selection import blocks
 from moe.trunk import Trunk
@@ -31,7 +32,7 @@ from routing.routing import UNUSED
 ROW_BYTES = 1 << 30
 """Memory for kept activations."""
 
-SCORE_BYTES = 1 << 30
+SCORE_BYTES = 1 << 29
 """Memory for what routers gave."""
 
 PASS_TOKENS = 2048
@@ -44,7 +45,7 @@ def record(
     experts: MoELayers | Forced,
     windows: Sequence[Sequence[int]],
     *,
-    row_bytes: int = ROW_BYTES,
+    row_bytes: int | None = None,
     gates: Sequence[Gate] = (),
     on_tokens: Callable[[int], object] = lambda done: None,
 ) -> Trace:
@@ -53,13 +54,15 @@ def record(
     Args:
         trunk, experts: of a loaded model; `Forced` experts are sent what a trace says.
         windows: token ids; at least one, none empty.
-        row_bytes: memory for activations; 0 keeps none.
+        row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
         gates: of each MoE layer, to keep what they give; none: that is not kept.
         on_tokens: hears how many tokens have been read.
 
     Raises:
         CalibrationError: activations are not finite.
     """
+    if row_bytes is None:
+        row_bytes = affordable(ROW_BYTES)
     recorder = _Recorder(trunk, experts, sum(map(len, windows)), row_bytes, gates)
     with recorder.watching():
         for indices in batches(windows, PASS_TOKENS if trunk.packed else 0):
@@ -154,7 +157,9 @@ class _Recorder:
         """Of whole passes, as what follows what matters."""
         if layer == 0:
             needed = self._total * 2 * (sum(self._num_experts) + rows.shape[-1])
-            self._every, self._passes = -(-needed // SCORE_BYTES), self._passes + 1
+            if not self._passes:
+                self._every = -(-needed // affordable(SCORE_BYTES))
+            self._passes += 1
         if self._passes % self._every:
             return
         gate = self._gates[layer]
@@ -185,6 +190,12 @@ class _Recorder:
             return None
         scores = [torch.cat(parts) for parts in self._scores]
         return Scored(torch.cat(self._scored), scores, torch.cat(self._last))
+
+
+def affordable(most: int) -> int:
+    """Bytes up to so many that may be kept: the model may have filled memory."""
+    available = memory_available()
+    return most if available is None else max(1, min(most, available // 4))
 
 
 def _stacked(parts: Sequence[Tensor], unused: int) -> Tensor:

@@ -25,6 +25,7 @@ class Duel:
 
     Attributes:
         advantage: hits a visit that the challenger has more, of late.
+        visits: since the start.
 
     Args:
         units: of all layers.
@@ -35,20 +36,24 @@ class Duel:
         # Odd, so that the sample is not of the same experts of each layer.
         self._stride = 1 if units <= FOLLOWED else -(-units // FOLLOWED) | 1
         count = -(-units // self._stride)
-        self._room, self._visits = room, 0
+        self._room, self.visits = room, 0
         self._there = np.zeros((2, count), dtype=bool)
         self.advantage = 0.0
 
     def visit(self, units: Sequence[int]) -> None:
         """These are asked for."""
         own = [unit // self._stride for unit in units if unit % self._stride == 0]
-        self._visits += 1
+        self.visits += 1
         if not own:
             return
         hits = np.add.reduce(self._there[:, own], axis=1)
         self._there[:, own] = True
-        keep = min(MEMORY, 1 - 1 / (self._visits + DOUBT))
+        keep = min(MEMORY, 1 - 1 / (self.visits + DOUBT))
         self.advantage += (1 - keep) * (float(hits[0]) - float(hits[1]) - self.advantage)
+
+    def restart(self) -> None:
+        """Who was better long ago says little."""
+        self.visits, self.advantage = 0, 0.0
 
     def settle(self, challenger: Values, default: Values) -> bool:
         """Evict by these ``(units,)`` values; whether the challenger's are to be believed."""

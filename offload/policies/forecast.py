@@ -4,13 +4,15 @@ Two voices learn on the way how likely a unit's next use is: the usual rates, an
 followed which (`offload.policies.succession`). Each is scored on what then happens, by its log
 loss; the better one is listened to. With nothing to go by it is frequency_recency. Where the model
 has been calibrated, a third hears both and the routers (`offload.policies.next_use`), and decides
-where one sequence decodes, as long as it would hit more (`offload.policies.duel`). Predictors
-(`routing.predict`) are not asked: they know the next layers, and what goes is not asked for in them
-anyway.
+where one sequence decodes, as long as it would hit more (`offload.policies.duel`), by more than its
+arithmetic costs. Predictors (`routing.predict`) are not asked: they know the next layers, and what
+goes is not asked for in them anyway.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,6 +26,11 @@ from offload.policies.heard import log_odds
 from offload.policies.next_use import NextUse
 from routing.predict.base import Floats
 
+TRIAL = 1000
+"""Visits before it is judged whether foresight saves more time than it takes."""
+REST, LONGEST_REST = 4096, 1 << 18
+"""Visits without it where it does not; twice as many each time, at most so many."""
+
 
 class ForecastPolicy(FrequencyRecency):
     """See the module.
@@ -34,50 +41,76 @@ class ForecastPolicy(FrequencyRecency):
 
     name = "forecast"
     _habits = True
+    _clock = staticmethod(time.perf_counter)
 
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__(num_layers, width)
         self.foresight: Foresight | None = None
-        self._duel = Duel(0, lambda: 0)
+        self._duel, self._load_seconds = Duel(0, lambda: 0), 0.0
         self._valued = -1  # the call behind which units were valued last
         self._foreseen = super().values()
         self._believed = False
+        self._spent, self._began = 0.0, 0.0  # seconds: of foresight a visit, and in this one
+        self._wakes, self._rest = 0, REST
 
-    def calibrate(self, next_use: NextUse, room: Callable[[], int]) -> None:
-        """Go by this from now on, where it is better.
+    def calibrate(
+        self, next_use: NextUse, room: Callable[[], int], load_seconds: float | None = None
+    ) -> None:
+        """Go by this from now on, where it is better by more than its arithmetic costs.
 
         Args:
             next_use: for as many layers and experts.
             room: how many units the cache can hold now.
+            load_seconds: that a hit saves; None: time does not count.
         """
         self.foresight = Foresight(next_use)
+        self._load_seconds = math.inf if load_seconds is None else load_seconds
         self._duel = Duel(self._layers * self._width, room)
+
+    @property
+    def _listens(self) -> bool:
+        return self.foresight is not None and self._calls >= self._wakes
 
     def hear(self, layer: int, rows: Tensor) -> None:
         """A layer is about to ask for what its router chose for rows ``(T, H)``; the last is the
         latest of its sequence."""
-        if self.foresight is not None:
+        if self.foresight is not None and self._listens:
+            began = self._clock()
             self.foresight.hear(layer, rows)
+            self._began = self._clock() - began
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
         super().touch(layer, units)
         foresight = self.foresight
         if foresight is not None and len(units):
             foresight.visit(layer, [unit - layer * self._width for unit in units])
-            if foresight.speaks:
+            if foresight.speaks and self._listens:
                 self._duel.visit(units)
 
     def values(self) -> Values:
         values, foresight = super().values(), self.foresight
-        if foresight is None or not foresight.speaks:
+        if foresight is None or not foresight.speaks or not self._listens:
             return values
         if self._valued != self._calls:
-            self._valued = self._calls
+            self._valued, began = self._calls, self._clock()
             discounts = self._discounts[self._layer]
             soon = foresight.soon(values, discounts)
             self._foreseen = (discounts[:, None] * soon).reshape(-1)
             self._believed = self._duel.settle(self._foreseen, values)
+            self._weigh(self._began + self._clock() - began)
         return self._foreseen if self._believed else values
+
+    def _weigh(self, seconds: float) -> None:
+        """Rest for a while, where what is spent on a visit is more than it saves."""
+        self._spent += (seconds - self._spent) / 16
+        if self._duel.visits < TRIAL or self._load_seconds == math.inf:
+            return
+        if self._duel.advantage * self._load_seconds >= self._spent:
+            self._rest = REST
+            return
+        self._wakes, self._rest = self._calls + self._rest, min(2 * self._rest, LONGEST_REST)
+        self._duel.restart()
+        self._believed = False
 
     def learning_odds(self, values: Values) -> Floats:
         """``(L, W)`` log-odds by what is learnt on the way, of its `values`; distances left out."""
