@@ -171,6 +171,6 @@ def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_bytes().decode(errors="replace")  # to the byte, as a prompt is
     except OSError as error:
         raise CalibrationError(f"cannot read the text {path}: {error}") from error

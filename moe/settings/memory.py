@@ -64,7 +64,8 @@ class OffloadSettings(Settings):
     policy: Literal["forecast", "frequency_recency", "lru", "lfu"] = "forecast"
     """Which experts are worth keeping. forecast: those expected soonest, going by what has
     predicted better: habits of the routing, frequencies, or what `moe calibrate` has learnt.
-    frequency_recency: those used most often of late. lru: those used last. lfu: those used most often."""
+    frequency_recency: those used most often of late. lru: those used last. lfu: those used most
+    often."""
 
     predictor: Annotated[str, Off] = "auto"
     """Which predictor of `moe calibrate` says what comes next. auto: the ensemble of all, where the

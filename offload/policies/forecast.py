@@ -26,11 +26,6 @@ from offload.policies.heard import log_odds
 from offload.policies.next_use import NextUse
 from routing.predict.base import Floats
 
-TRIAL = 1000
-"""Visits before it is judged whether foresight saves more time than it takes."""
-REST, LONGEST_REST = 4096, 1 << 18
-"""Visits without it where it does not; twice as many each time, at most so many."""
-
 
 class ForecastPolicy(FrequencyRecency):
     """See the module.
@@ -46,50 +41,43 @@ class ForecastPolicy(FrequencyRecency):
     def __init__(self, num_layers: int, width: int) -> None:
         super().__init__(num_layers, width)
         self.foresight: Foresight | None = None
-        self._duel, self._load_seconds = Duel(0, lambda: 0), 0.0
+        self._duel = Duel(0, lambda: 0, 0.0)
         self._valued = -1  # the call behind which units were valued last
-        self._foreseen = super().values()
-        self._believed = False
-        self._spent, self._began = 0.0, 0.0  # seconds: of foresight a visit, and in this one
-        self._wakes, self._rest = 0, REST
+        self._foreseen, self._believed = super().values(), False
+        self._heard_in = 0.0  # seconds
 
     def calibrate(
-        self, next_use: NextUse, room: Callable[[], int], load_seconds: float | None = None
+        self, next_use: NextUse, room: Callable[[], int], load_seconds: float = math.inf
     ) -> None:
         """Go by this from now on, where it is better by more than its arithmetic costs.
 
         Args:
             next_use: for as many layers and experts.
             room: how many units the cache can hold now.
-            load_seconds: that a hit saves; None: time does not count.
+            load_seconds: that a hit saves; inf: time does not count.
         """
         self.foresight = Foresight(next_use)
-        self._load_seconds = math.inf if load_seconds is None else load_seconds
-        self._duel = Duel(self._layers * self._width, room)
-
-    @property
-    def _listens(self) -> bool:
-        return self.foresight is not None and self._calls >= self._wakes
+        self._duel = Duel(self._layers * self._width, room, load_seconds)
 
     def hear(self, layer: int, rows: Tensor) -> None:
         """A layer is about to ask for what its router chose for rows ``(T, H)``; the last is the
         latest of its sequence."""
-        if self.foresight is not None and self._listens:
+        if self.foresight is not None and not self._duel.rests:
             began = self._clock()
             self.foresight.hear(layer, rows)
-            self._began = self._clock() - began
+            self._heard_in = self._clock() - began
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
         super().touch(layer, units)
         foresight = self.foresight
         if foresight is not None and len(units):
             foresight.visit(layer, [unit - layer * self._width for unit in units])
-            if foresight.speaks and self._listens:
+            if foresight.speaks:
                 self._duel.visit(units)
 
     def values(self) -> Values:
         values, foresight = super().values(), self.foresight
-        if foresight is None or not foresight.speaks or not self._listens:
+        if foresight is None or not foresight.speaks or self._duel.rests:
             return values
         if self._valued != self._calls:
             self._valued, began = self._calls, self._clock()
@@ -97,20 +85,8 @@ class ForecastPolicy(FrequencyRecency):
             soon = foresight.soon(values, discounts)
             self._foreseen = (discounts[:, None] * soon).reshape(-1)
             self._believed = self._duel.settle(self._foreseen, values)
-            self._weigh(self._began + self._clock() - began)
+            self._duel.pay(self._heard_in + self._clock() - began)
         return self._foreseen if self._believed else values
-
-    def _weigh(self, seconds: float) -> None:
-        """Rest for a while, where what is spent on a visit is more than it saves."""
-        self._spent += (seconds - self._spent) / 16
-        if self._duel.visits < TRIAL or self._load_seconds == math.inf:
-            return
-        if self._duel.advantage * self._load_seconds >= self._spent:
-            self._rest = REST
-            return
-        self._wakes, self._rest = self._calls + self._rest, min(2 * self._rest, LONGEST_REST)
-        self._duel.restart()
-        self._believed = False
 
     def learning_odds(self, values: Values) -> Floats:
         """``(L, W)`` log-odds by what is learnt on the way, of its `values`; distances left out."""
@@ -119,7 +95,7 @@ class ForecastPolicy(FrequencyRecency):
 
     def bid(self, unit: int, probability: float) -> float:
         foresight = self.foresight
-        if foresight is None or not foresight.speaks or not self._believed:
+        if foresight is None or not foresight.speaks or not self._believed or self._duel.rests:
             return super().bid(unit, probability)
         then, expert = divmod(unit, self._width)
         later = (1 - probability) * foresight.tail(then, expert)

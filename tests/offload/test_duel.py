@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import partial
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.policies.duel import DOUBT, FOLLOWED, MEMORY, Duel
+from offload.policies.duel import DOUBT, FOLLOWED, MEMORY, REST, TRIAL, Duel
 
 
 @given(units=st.integers(2, 30), slots=st.integers(1, 20), seed=st.integers(0, 99))
@@ -17,7 +19,8 @@ def test_the_advantage_is_the_difference_of_hits_of_two_caches(
     units: int, slots: int, seed: int
 ) -> None:
     draw = random.Random(seed)
-    duel, there, advantage = Duel(units, lambda: slots), (set[int](), set[int]()), 0.0
+    duel, advantage = Duel(units, lambda: slots, math.inf), 0.0
+    there = set[int](), set[int]()
     for visit in range(1, 60):
         asked = sorted(draw.sample(range(units), draw.randint(1, min(4, units))))
         hits = [len(own & set(asked)) for own in there]
@@ -41,9 +44,24 @@ def test_who_keeps_what_comes_back_is_believed_also_of_many_units() -> None:
         good, bad = favourites.astype(float), 1.0 - favourites
         draw = random.Random(0)
         for challenger, default, right in ((good, bad, True), (bad, good, False)):
-            duel = Duel(units, partial(int, units / 4))
+            duel = Duel(units, partial(int, units / 4), math.inf)
             for _ in range(600):
                 liked = {4 * unit for unit in draw.sample(range(units // 4), 6)}
                 duel.visit(sorted(liked | set(draw.sample(range(units), 4))))
                 believed = duel.settle(challenger, default)
             assert believed == right, (units, duel.advantage)
+
+
+@pytest.mark.parametrize("load_seconds", [1.0, 0.001])
+def test_a_challenger_rests_while_it_costs_more_than_it_saves(load_seconds: float) -> None:
+    """It hits about two units more a visit, for half a second each time."""
+    liked = np.arange(64) % 4 == 0
+    duel, draw, rested = Duel(64, lambda: 16, load_seconds), random.Random(0), []
+    for _ in range(2 * TRIAL + REST + 10):
+        duel.visit(sorted({4 * draw.randrange(16) for _ in range(6)} | {draw.randrange(64)}))
+        rested.append(duel.rests)
+        if not duel.rests:
+            duel.settle(liked.astype(float), 1.0 - liked)
+            duel.pay(0.5)
+    assert sum(rested) == (0 if load_seconds == 1 else REST - 1 + 10)
+    assert rested[TRIAL:].count(False) >= TRIAL  # it is tried again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from kernels.cpu import choose_kernel
 from offload.policies import ForecastPolicy
-from offload.policies.duel import Duel
-from offload.policies.forecast import REST, TRIAL
 from offload.policies.foresight import Foresight, Reference, new_arithmetic
 from offload.policies.heard import HALF_LIVES, Heard, log_odds
 from offload.policies.next_use import NextUse
@@ -174,34 +171,3 @@ def test_where_several_sequences_decode_the_policy_is_as_without_a_calibration()
         else:
             apart += not np.array_equal(calibrated.values(), learning.values())
     assert apart > 0
-
-
-def half_a_hit_better(duel: Duel, units: Sequence[int]) -> None:
-    duel.visits, duel.advantage = duel.visits + 1, 0.5
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_foresight_rests_where_it_costs_more_than_it_saves(
-    pays: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A millisecond a look at the clock, half a hit a visit more."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 1e-3
-        return now[0]
-
-    monkeypatch.setattr(ForecastPolicy, "_clock", staticmethod(clock))
-    policy, learning, draw = ForecastPolicy(2, 6), ForecastPolicy(2, 6), random.Random(0)
-    policy.calibrate(some((6, 6), 2, 8, 1), lambda: 4, 0.1 if pays else 0.001)
-    monkeypatch.setattr(Duel, "visit", half_a_hit_better)
-    same = []
-    for call in range(TRIAL + REST + 40):
-        policy.hear(call % 2, torch.zeros(1, 2))
-        units = sorted(6 * (call % 2) + expert for expert in draw.sample(range(6), 2))
-        policy.touch(call % 2, units)
-        learning.touch(call % 2, units)
-        same.append(bool(np.array_equal(policy.values(), learning.values())))
-    resting = same[TRIAL : TRIAL + REST - 1]
-    assert all(resting) != pays
-    assert not all(same[TRIAL + REST :])  # tried again
