@@ -31,7 +31,7 @@ from routing.predict.base import Floats, floats
 
 ASIDE = 5
 """Every so many-th run is judged by."""
-RUN_TOKENS = 1024
+RUN_TOKENS = 4096
 """Of windows that follow each other, cached from an empty start."""
 CAPACITIES = (0.25, 0.5)
 """Shares of the experts in memory, by which a fit is judged."""

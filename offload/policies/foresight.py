@@ -22,7 +22,7 @@ from offload.policies.next_use import DISCOUNT, NextUse
 from routing.predict.base import Floats, floats
 from routing.predict.gate import sigmoid
 
-CORRECTION = 0.05
+CORRECTION = 0.02
 """How much of an error corrects a unit's log-odds."""
 SPEAKS = 8
 """Times a pass over the layers that all units are valued anew; in between, those of the layers that
