@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,8 +40,9 @@ UNITS = 512
 """D."""
 EXAMPLE_BYTES = 1 << 30
 """Memory for rows to learn from."""
-_JUDGED = 8  # runs at most
+_JUDGED_VISITS = 100_000  # about so many: minutes for a deep model
 _BATCH, _EPOCHS, _STEP, _DECAY, _DROPPED = 1024, 8, 2e-3, 1e-4, 0.1
+_MOMENTS = 4096  # rows that means and deviations are of
 _FIRST_SHARE, _DEFAULT_SHARE = 0.05, 0.7
 
 
@@ -50,13 +52,13 @@ class Run:
 
     Attributes:
         asked: ``(n, L, W)`` bool.
-        scores: of each layer ``(n, E)``.
-        read: ``(n, H)``, by the last layer's experts.
+        scores: of each layer ``(n, E)`` float16.
+        read: ``(n, H)`` float16, by the last layer's experts.
     """
 
     asked: NDArray[np.bool_]
-    scores: list[Floats]
-    read: Floats
+    scores: list[NDArray[np.float16]]
+    read: NDArray[np.float16]
 
     @classmethod
     def of(cls, trace: Trace, scored: Scored) -> Run:
@@ -65,13 +67,22 @@ class Run:
         experts = torch.stack([ids[scored.tokens].long() for ids in trace.expert_ids], 1)
         asked = torch.zeros(*experts.shape[:2], width + 1, dtype=torch.bool)
         asked.scatter_(2, torch.where(experts < 0, width, experts), True)
-        scores = [floats(own) for own in scored.scores]
-        return cls(asked[..., :-1].numpy(), scores, floats(scored.read))
+        scores = [own.numpy() for own in scored.scores]
+        return cls(asked[..., :-1].numpy(), scores, scored.read.numpy())
 
     def split(self, count: int) -> list[Run]:
         """So many runs of about the same length."""
         parts = (np.array_split(part, count) for part in (self.asked, *self.scores, self.read))
         return [Run(asked, scores, read) for asked, *scores, read in zip(*parts, strict=True)]
+
+    def head(self, count: int) -> Run:
+        """The first tokens."""
+        return Run(self.asked[:count], [own[:count] for own in self.scores], self.read[:count])
+
+    def given(self, token: int, layer: int) -> tuple[Floats, Floats]:
+        """``(E,)`` scores and the row ``(H,)`` that the last layer's experts read."""
+        scores, read = self.scores[layer][token], self.read[token]
+        return scores.astype(np.float32), read.astype(np.float32)
 
     def experts(self, token: int, layer: int) -> list[int]:
         found: list[int] = self.asked[token, layer].nonzero()[0].tolist()
@@ -105,8 +116,7 @@ class Overheard(ForecastPolicy):
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
         assert self.foresight is not None
-        token = self._calls // self._layers
-        self.foresight.listen(layer, self._run.scores[layer][token], self._run.read[token])
+        self.foresight.listen(layer, *self._run.given(self._calls // self._layers, layer))
         super().touch(layer, units)
 
 
@@ -121,24 +131,27 @@ def fit_next_use(
     """What was fitted, or None and why there is nothing.
 
     Args:
-        trace: with what its routers gave, where their gates are known.
+        trace: with what its routers gave, if all their gates are known.
         found: of each MoE layer.
         on_step: hears how far it is.
         example_bytes: memory for rows to learn from; None: `EXAMPLE_BYTES`, if affordable.
     """
     gates = [one.gate for one in found if one.gate is not None]
-    if trace.scored is None or len(gates) < len(found):
-        reasons = (one.reason for one in found if one.gate is None)
-        return None, next(reasons, "its experts read rows of different sizes")
+    if len(gates) < len(found):
+        return None, next(one.reason for one in found if one.gate is None)
+    if len({gate.weight.shape[1] for gate in gates}) > 1:
+        return None, "its layers' routers read rows of different sizes"
+    assert trace.scored is not None
     runs = Run.of(trace, trace.scored).split(
         max(ASIDE, round(len(trace.scored.tokens) / RUN_TOKENS))
     )
     learnt = [run for index, run in enumerate(runs) if index % ASIDE != ASIDE - 1]
-    usual = np.concatenate([run.asked for run in learnt]).mean(0, dtype=np.float32)
+    counts, total = sum(run.asked.sum(0) for run in learnt), sum(len(run.asked) for run in learnt)
+    usual = (counts / total).astype(np.float32)
     most = affordable(EXAMPLE_BYTES) if example_bytes is None else example_bytes
     examples = _examples(learnt, usual, most, on_step)
-    network = _fitted(examples, on_step)
     layers, width = usual.shape
+    network = _fitted(examples, layers, on_step)
     weights = np.zeros((layers, width, len(gates[0].weight[0])), np.float32)
     biases = np.zeros_like(usual)
     for layer, gate in enumerate(gates):
@@ -148,8 +161,9 @@ def fit_next_use(
     made = NextUse(tuple(trace.num_experts), weights, biases, usual, **network.numbers())
     # What is judged is what comes back from the file.
     made = NextUse.restore(made.tensors(), trace.num_experts)
-    aside = runs[ASIDE - 1 :: ASIDE]
-    fitted, learning = judge(aside[:: -(-len(aside) // _JUDGED)], made)
+    tokens, aside = max(_JUDGED_VISITS // layers, 1), runs[ASIDE - 1 :: ASIDE]
+    stride = -(-len(aside) * RUN_TOKENS // max(tokens, RUN_TOKENS))
+    fitted, learning = judge([run.head(tokens) for run in aside[::stride]], made)
     if fitted <= learning:
         return None, (
             f"on text kept aside the cache would hit {fitted:.3f} by it and hits {learning:.3f} "
@@ -180,55 +194,55 @@ class _Examples:
     layer: Tensor
     soon: Tensor
 
+    @classmethod
+    def empty(cls, count: int, memories: int, units: int, context: int) -> _Examples:
+        half = partial(torch.empty, dtype=torch.float16)
+        said, contexts = half(count, memories, units), half(count, context)
+        return cls(said, contexts, torch.empty(count, dtype=torch.int64), half(count, units))
+
+    def put(self, number: int, heard: Heard, learning: ForecastPolicy, soon: Floats) -> None:
+        """The row of a visit that has just been; ``soon`` is ``(2, L, W)``, before and behind."""
+        odds = learning.learning_odds(learning.values())
+        said = np.concatenate([heard.memories, odds[None]])
+        been = np.arange(soon.shape[1])[:, None] <= heard.layer
+        self.said[number] = torch.from_numpy(said).flatten(1)
+        self.context[number] = torch.from_numpy(heard.context())
+        self.layer[number] = heard.layer
+        self.soon[number] = torch.from_numpy(np.where(been, soon[1], soon[0])).flatten()
+
 
 def _examples(runs: Sequence[Run], usual: Floats, most_bytes: int, on_step: OnStep) -> _Examples:
     """One visit of each token, all layers in turn; of every so many-th where memory is short."""
     layers, hidden = len(usual), runs[0].read.shape[1]
-    total = sum(len(run.asked) for run in runs)
-    size = 2 * ((len(HALF_LIVES) + 4) * usual.size + hidden + layers)
-    stride = -(-total * size // most_bytes)
-    found: list[tuple[Tensor, Tensor, int, Tensor]] = []
+    total, memories = sum(len(run.asked) for run in runs), len(HALF_LIVES) + 1
+    context = 2 * usual.size + hidden + layers
+    stride = -(-total * 2 * (memories * usual.size + context + usual.size) // most_bytes)
+    examples = _Examples.empty(-(-total // stride), memories, usual.size, context)
     seen = 0
     for run in runs:
         heard, learning, soon = Heard(usual, hidden), ForecastPolicy(*usual.shape), run.soon()
         for token in range(len(run.asked)):
-            # All pairs of a place in the text and a layer, in no order that a text could have.
-            chosen = (seen * 5 + seen // 6) % layers if seen % stride == 0 else -1
+            number, rest = divmod(seen, stride)
+            # All layers, in no order that a text could have.
+            chosen = (number * 5 + number // 6) % layers if rest == 0 else -1
             for layer in range(layers):
-                heard.listen(layer, run.scores[layer][token], run.read[token])
+                heard.listen(layer, *run.given(token, layer))
                 experts = run.experts(token, layer)
                 heard.visit(layer, experts)
                 learning.touch(layer, [layer * usual.shape[1] + expert for expert in experts])
                 if layer == chosen:
-                    found.append(_example(heard, learning, soon[token : token + 2]))
+                    examples.put(number, heard, learning, soon[token : token + 2])
             seen += 1
         on_step("next uses", seen, 2 * total)
-    said, context, been, target = zip(*found, strict=True)
-    return _Examples(
-        torch.stack(said), torch.stack(context), torch.tensor(been), torch.stack(target)
-    )
-
-
-def _example(
-    heard: Heard, learning: ForecastPolicy, soon: Floats
-) -> tuple[Tensor, Tensor, int, Tensor]:
-    odds = learning.learning_odds(learning.values())
-    said = np.concatenate([heard.memories, odds[None]]).reshape(len(HALF_LIVES) + 1, -1)
-    been = np.arange(soon.shape[1])[:, None] <= heard.layer
-    target = np.where(been, soon[1], soon[0]).ravel()
-    return _half(said), _half(heard.context()), heard.layer, _half(target)
-
-
-def _half(numbers: Floats) -> Tensor:
-    return torch.from_numpy(numbers).half()
+    return examples
 
 
 class _Network(nn.Module):
-    def __init__(self, examples: _Examples) -> None:
+    def __init__(self, examples: _Examples, layers: int) -> None:
         super().__init__()
-        said, context = examples.said, examples.context.float()
-        self.layers = int(examples.layer.max()) + 1
+        said, self.layers = examples.said, layers
         self.units = said.shape[2]
+        context = examples.context[:: -(-len(said) // _MOMENTS)].float()
         self._mean, self._deviation = context.mean(0), context.std(0).clamp_min(1e-3)
         shares = torch.full((said.shape[1], self.layers, self.layers), _FIRST_SHARE)
         shares[-1] = _DEFAULT_SHARE
@@ -262,11 +276,11 @@ class _Network(nn.Module):
 
 
 @torch.enable_grad()
-def _fitted(examples: _Examples, on_step: OnStep) -> _Network:
+def _fitted(examples: _Examples, layers: int, on_step: OnStep) -> _Network:
     """By log loss, on rows in random order."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = _Network(examples)
+        network = _Network(examples, layers)
         _train(network, examples, on_step)
     return network.eval()
 

@@ -160,7 +160,7 @@ class _Recorder:
             if not self._passes:
                 self._every = -(-needed // affordable(SCORE_BYTES))
             self._passes += 1
-        if self._passes % self._every:
+        if (self._passes - 1) % self._every:
             return
         gate = self._gates[layer]
         self._scores[layer].append(_half(torch.from_numpy(gate.logits(floats(rows)))))

@@ -22,7 +22,7 @@ def told(seed: int, *, telling: bool) -> tuple[Trace, list[FoundGate]]:
     draw = torch.Generator().manual_seed(seed)
     coming = torch.randint(WIDTH, (TOKENS, LAYERS), generator=draw)
     asked = torch.nn.functional.one_hot(coming, WIDTH).bool().numpy()
-    soon = torch.from_numpy(Run(asked, [], np.zeros((TOKENS, 1), np.float32)).soon()[1:])
+    soon = torch.from_numpy(Run(asked, [], np.zeros((TOKENS, 1), np.float16)).soon()[1:])
     noise = 0.02 * torch.randn(TOKENS, LAYERS, WIDTH, generator=draw)
     scores = [own.half() for own in ((soon if telling else 0.0) + noise).unbind(1)]
     read = torch.zeros(TOKENS, HIDDEN).half()
@@ -67,24 +67,23 @@ def test_what_does_not_help_is_not_kept() -> None:
         )
 
 
-@pytest.mark.parametrize("which", ["scored", "gate"])
+@pytest.mark.parametrize("which", ["sizes", "gate"])
 def test_without_routers_there_is_a_reason(which: str) -> None:
     trace, found = told(0, telling=True)
-    if which == "gate":
-        found = [*found[:-1], FoundGate(None, None, "its router follows no rule")]
-    else:
-        trace = Trace(*(getattr(trace, n) for n in ("token_ids", "lengths", "num_experts",
-                                                    "expert_ids", "weights")))  # fmt: skip
-    learnt, reason = fit_next_use(trace, found, lambda what, done, total: None)
+    reason = "its router follows no rule"
+    other = FoundGate(None, None, reason)
+    if which == "sizes":
+        other = FoundGate(Gate(torch.zeros(WIDTH, HIDDEN + 1), RouterRule(top_k=1)), None)
+        reason = "its layers' routers read rows of different sizes"
+    learnt, why = fit_next_use(trace, [*found[:-1], other], lambda what, done, total: None)
     assert learnt is None
-    assert reason == ("its router follows no rule" if which == "gate" else
-                      "its experts read rows of different sizes")  # fmt: skip
+    assert why == reason
 
 
 def test_how_soon_counts_visits_of_the_layer() -> None:
     asked = np.zeros((4, 1, 2), bool)
     asked[2, 0, 0] = asked[:, 0, 1] = True
-    soon = Run(asked, [], np.zeros((4, 1), np.float32)).soon()
+    soon = Run(asked, [], np.zeros((4, 1), np.float16)).soon()
     np.testing.assert_allclose(soon[:3, 0, 0], [0.85**2, 0.85, 1])
     np.testing.assert_allclose(soon[:4, 0, 1], 1)
     np.testing.assert_allclose(soon[3, 0, 0], 0.85 * 0.25)  # nothing is known: the mean
