@@ -145,7 +145,8 @@ class Foresight:
     def hear(self, layer: int, rows: Tensor) -> None:
         """A layer's router has read rows ``(T, H)``; the last is the latest of its sequence."""
         self._rows = len(rows)
-        self._arithmetic.hear(layer, floats(rows[-1]), None)
+        if self._rows:
+            self._arithmetic.hear(layer, floats(rows[-1]), None)
 
     def listen(self, layer: int, scores: Floats, row: Floats) -> None:
         """The same of one row ``(H,)``, with what the router gave it, ``(E,)``."""

@@ -133,10 +133,10 @@ def test_units_that_are_asked_for_more_than_the_network_believes_are_corrected()
 def test_it_speaks_of_one_sequence_only() -> None:
     foresight = Foresight(some((4,), 2, 8, 3))
     spoke = [foresight.speaks]
-    for rows in (1, 3, 1):
+    for rows in (1, 3, 1, 0):
         foresight.hear(0, torch.zeros(rows, 2))
         spoke.append(foresight.speaks)
-    assert spoke == [False, True, False, True]
+    assert spoke == [False, True, False, True, False]
 
 
 def test_what_is_kept_comes_back_and_what_is_not_whole_is_refused() -> None:
