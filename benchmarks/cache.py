@@ -54,7 +54,7 @@ def main() -> None:
     model = MoE.from_pretrained(str(MODEL))
     print_header(environment())
     results = []
-    tokens, learn = (512, 2_000) if options.quick else (4096, 170_000)
+    tokens, learn = (512, 2_000) if options.quick else (4096, 190_000)
     next_use = calibrated(model, learn if options.learn is None else options.learn, tokens, options)
     read = recordings(model, tokens)
     if options.others:
