@@ -114,12 +114,8 @@ class OffloadedExperts:
         if late is not None:
             wanted, ids_TK = late.others, late.others_TK
         elsewhere = () if late is None else late.experts
-        light: Sequence[int] = ()
-        if self.whole_share is not None:
-            light = light_experts(ids_TK, weights_TK, self.whole_share)
-        if self.hears is not None:
-            self.hears(self.layer, hidden_TH)
-        with self._held(asked, wanted, elsewhere, light) as held:
+        self._tell(hidden_TH)
+        with self._held(asked, wanted, elsewhere, self._light(ids_TK, weights_TK)) as held:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:
@@ -158,8 +154,7 @@ class OffloadedExperts:
         Returns:
             None: ``rows.out_TH`` has been filled.
         """
-        if self.hears is not None:
-            self.hears(self.layer, hidden_TH)
+        self._tell(hidden_TH)
         with self.cache.acquire(self.layer, wanted) as held:
             if run_arriving(held, how, self.slots, rows):
                 return None
@@ -168,6 +163,16 @@ class OffloadedExperts:
                 ids_TK = wave.slot_ids.take(routing.expert_ids)
                 experts_forward(hidden_TH, ids_TK, routing.weights, self.slots, total_TH)
             return total_TH
+
+    def _tell(self, hidden_TH: Tensor) -> None:
+        if self.hears is not None:
+            self.hears(self.layer, hidden_TH)
+
+    def _light(self, ids_TK: Tensor, weights_TK: Tensor) -> Sequence[int]:
+        """Experts of which a prefix may do."""
+        if self.whole_share is None:
+            return ()
+        return light_experts(ids_TK, weights_TK, self.whole_share)
 
     @contextmanager
     def _held(
