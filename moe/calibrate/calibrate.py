@@ -93,8 +93,8 @@ def calibrate(
             notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:
             print(f"moe: {notice}", file=sys.stderr)
-    for name_of, reason in unavailable.items():
-        what = "next uses for the cache" if name_of == NEXT_USE else f"predictor {name_of}"
+    for absent, reason in unavailable.items():
+        what = "next uses for the cache" if absent == NEXT_USE else f"predictor {absent}"
         print(f"moe: no {what}: {reason}", file=sys.stderr)
     seconds = time.perf_counter() - began
     print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
