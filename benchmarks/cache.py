@@ -55,7 +55,9 @@ def main() -> None:
     print_header(environment())
     results = []
     tokens, learn = (512, 2_000) if options.quick else (4096, 190_000)
-    next_use = calibrated(model, learn if options.learn is None else options.learn, tokens, options)
+    next_use = calibrated(
+        model, learn if options.learn is None else options.learn, tokens, options.others
+    )
     read = recordings(model, tokens)
     if options.others:
         read = other_recordings(model, tokens, options.others)
@@ -72,11 +74,11 @@ def main() -> None:
     )  # fmt: skip
 
 
-def calibrated(model: MoE, learn: int, tokens: int, options: argparse.Namespace) -> NextUse | None:
-    """What `moe calibrate` would leave for the cache."""
+def calibrated(model: MoE, learn: int, tokens: int, others: int) -> NextUse | None:
+    """What `moe calibrate` would leave for the cache, of texts behind so many of so many tokens."""
     if not learn:
         return None
-    trace = to_learn_from(model, learn, tokens, options.others)
+    trace = to_learn_from(model, learn, tokens, others)
     next_use, reason = fit_next_use(
         trace, find_gates(model.trunk), lambda *_: None, example_bytes=4 << 30
     )

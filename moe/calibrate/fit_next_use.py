@@ -159,8 +159,10 @@ def fit_next_use(
         if gate.bias is not None:
             biases[layer, : len(gate.weight)] = floats(gate.bias)
     made = NextUse(tuple(trace.num_experts), weights, biases, usual, **network.numbers())
-    # What is judged is what comes back from the file.
-    made = NextUse.restore(made.tensors(), trace.num_experts)
+    try:  # what is judged is what comes back from the file
+        made = NextUse.restore(made.tensors(), trace.num_experts)
+    except ValueError as error:
+        return None, f"what was fitted does not fit half precision: {error}"
     tokens, aside = max(_JUDGED_VISITS // layers, 1), runs[ASIDE - 1 :: ASIDE]
     stride = -(-len(aside) * RUN_TOKENS // max(tokens, RUN_TOKENS))
     fitted, learning = judge([run.head(tokens) for run in aside[::stride]], made)

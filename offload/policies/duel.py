@@ -30,7 +30,7 @@ class Duel:
     """Between a challenger, which is believed at first, and a default.
 
     Attributes:
-        advantage: hits a visit that the challenger has more, of late.
+        advantage: hits a visit that the challenger has more, of late, of all units.
 
     Args:
         units: of all layers.
@@ -53,14 +53,14 @@ class Duel:
         if self._rest:
             self._rest -= 1
             return
-        own = [unit // self._stride for unit in units if unit % self._stride == 0]
+        stride, more = self._stride, 0.0
+        if own := [unit // stride for unit in units if unit % stride == 0]:
+            hits = np.add.reduce(self._there[:, own], axis=1)
+            self._there[:, own] = True
+            more = stride * (float(hits[0]) - float(hits[1]))
         self._visits += 1
-        if not own:
-            return
-        hits = np.add.reduce(self._there[:, own], axis=1)
-        self._there[:, own] = True
         keep = min(MEMORY, 1 - 1 / (self._visits + DOUBT))
-        self.advantage += (1 - keep) * (float(hits[0]) - float(hits[1]) - self.advantage)
+        self.advantage += (1 - keep) * (more - self.advantage)
 
     @property
     def rests(self) -> bool:

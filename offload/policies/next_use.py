@@ -68,6 +68,7 @@ class NextUse:
             "usual": (layers, width),
             "shares": (len(HALF_LIVES) + 1, layers, layers),
             "up": (2 * layers * width + hidden + layers, size),
+            "up_bias": (size,),
             "down": (layers, width, size),
             "down_bias": (layers, width),
         }

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe.calibrate.fit_next_use import Overheard, Run, fit_next_use
+from moe.calibrate import fit_next_use as fit_module
+from moe.calibrate.fit_next_use import CAPACITIES, Overheard, Run, fit_next_use, judge
 from moe.calibrate.gates import FoundGate
 from moe.calibrate.trace import Scored, Trace
 from offload.policies import ForecastPolicy
@@ -53,18 +54,26 @@ def test_what_routers_nearly_chose_is_kept() -> None:
     assert ratios[0] > ratios[1] + 0.2, ratios
 
 
-def test_what_does_not_help_is_not_kept() -> None:
-    """Uniform routing of which nothing tells: any fit is noise."""
+@pytest.mark.parametrize(("fitted", "kept"), [(0.51, True), (0.5, False), (0.49, False)])
+def test_what_hits_no_more_on_text_kept_aside_is_not_kept(
+    fitted: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_module, "judge", lambda runs, next_use: (fitted, 0.5))
     learnt, reason = fit_next_use(*told(0, telling=False), lambda what, done, total: None)
-    if learnt is None:
-        assert "on text kept aside the cache would hit" in reason
-    else:  # by luck: then it is no better than chance
-        other, _ = told(1, telling=False)
-        assert other.scored is not None
-        run, slots = Run.of(other, other.scored), LAYERS * WIDTH // 3
-        assert (
-            abs(hit_ratio(run.calls(), slots, Overheard(run, learnt, slots), WIDTH) - 1 / 3) < 0.03
-        )
+    assert (learnt is not None) == kept
+    assert kept or f"would hit {fitted:.3f} by it and hits 0.500 without" in reason
+
+
+def test_it_is_judged_by_what_it_hits() -> None:
+    """On uniform routing of which nothing tells, what was fitted to another is worth nothing."""
+    trace, found = told(0, telling=True)
+    learnt, _ = fit_next_use(trace, found, lambda what, done, total: None)
+    other, _ = told(1, telling=False)
+    assert learnt is not None
+    assert other.scored is not None
+    fitted, learning = judge([Run.of(other, other.scored)], learnt)
+    assert abs(fitted - learning) < 0.03  # the duel sees to that
+    assert abs(learning - sum(CAPACITIES) / len(CAPACITIES)) < 0.03
 
 
 @pytest.mark.parametrize("which", ["sizes", "gate"])
