@@ -14,7 +14,7 @@ from kernels import Forward, experts_forward
 from moe.expert_rows import Brought, run_rows, serve
 from moe.parallel.lockstep import Pass
 from moe.policing import decide
-from moe.selection import Selector
+from moe.selector import Selector
 from moe.visit import Visit
 from offload.experts import LayerExperts
 from offload.prefetch import Prefetcher

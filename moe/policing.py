@@ -13,41 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe.errors import ProfileError
-from moe.seam import experts_modules
-from moe.selection import Selector, find_selectors
-from moe.trunk import Trunk
+from moe.selector import Selector
 from moe.visit import Visit
 from offload.experts import LayerExperts, OffloadedExperts
-from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext, RoutingError
-
-
-def prepare(chain: PolicyChain, trunk: Trunk) -> list[Selector]:
-    """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
-    again.
-
-    Raises:
-        ProfileError: a policy is not made for this model, or cannot choose again in it.
-    """
-    name = type(trunk.model).__name__
-    for policy in chain.policies:
-        try:
-            policy.check(len(experts_modules(trunk.model)))
-        except RoutingError as error:
-            raise ProfileError(f"routing.policies: {error}") from error
-    trunk.watched = "importance" in chain.needs
-    if "select" not in chain.needs:
-        return []
-    found = find_selectors(trunk)
-    selectors = [layer.selector for layer in found if layer.selector is not None]
-    if len(selectors) < len(found):
-        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
-        index = next(at for at, layer in enumerate(found) if layer.selector is None)
-        raise ProfileError(
-            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
-            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
-        )
-    return selectors
+from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext
 
 
 def decide(

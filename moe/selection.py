@@ -9,53 +9,21 @@ Legend: T rows, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from moe.errors import ProfileError
 from moe.fused.description import NotDescribed, OwnRouter, Router
 from moe.fused.observe import Observation, observe_random
 from moe.fused.router import describe_router
 from moe.seam import experts_modules, layer_of, parents_of
+from moe.selector import FoundSelector, Selector
 from moe.trunk import Trunk
-from routing import Routing
-from routing.routers import RouterRule
+from routing import PolicyChain, Routing, RoutingError
 
 _TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Selector:
-    """The router of one MoE layer, for the rows that reach its experts."""
-
-    weight: Tensor  # (E, H); the model's own
-    bias: Tensor | None  # (E,)
-    rule: RouterRule
-
-    @torch.inference_mode()
-    def scores(self, hidden: Tensor) -> Tensor:
-        """``(T, E)`` float32 of rows ``(T, H)``: what weights are made of (`RouterRule`)."""
-        return self.rule.scores(linear(hidden.float(), self.weight.float(), self.bias))
-
-    @torch.inference_mode()
-    def select(
-        self, scores: Tensor, allowed: Tensor | None = None, top_k: int | None = None
-    ) -> Routing:
-        """The router's decision, or what it would be among ``allowed`` experts, ``top_k`` of them:
-        see `RouterRule.select`. Weights are not scaled up for what is left out, unless the router
-        itself renormalises."""
-        return self.rule.select(scores, allowed, top_k)
-
-
-@dataclass(frozen=True)
-class FoundSelector:
-    """What is known of one MoE layer's router; ``reason`` says why there is no selector."""
-
-    selector: Selector | None
-    reason: str = ""
 
 
 def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundSelector]:
@@ -69,6 +37,34 @@ def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundS
     layers = zip(experts_modules(trunk.model), blocks(trunk.model), strict=True)
     with torch.inference_mode():
         return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
+
+
+def prepare(chain: PolicyChain, trunk: Trunk) -> list[Selector]:
+    """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
+    again.
+
+    Raises:
+        ProfileError: a policy is not made for this model, or cannot choose again in it.
+    """
+    name = type(trunk.model).__name__
+    for policy in chain.policies:
+        try:
+            policy.check(len(experts_modules(trunk.model)))
+        except RoutingError as error:
+            raise ProfileError(f"routing.policies: {error}") from error
+    trunk.watched = "importance" in chain.needs
+    if "select" not in chain.needs:
+        return []
+    found = find_selectors(trunk)
+    selectors = [layer.selector for layer in found if layer.selector is not None]
+    if len(selectors) < len(found):
+        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
+        index = next(at for at, layer in enumerate(found) if layer.selector is None)
+        raise ProfileError(
+            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
+            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
+        )
+    return selectors
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -22,12 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from moe.calibrate.fit import NEXT_USE, Fitted
 from moe.calibrate.trace import Trace
 from moe.errors import CalibrationError
 from offload.policies.next_use import NextUse
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
 from routing.routers import GroupScore, RouterRule, Score
+
+NEXT_USE = "next_use"
 
 FOLDER = "moe-calibration"
 ABOUT = "calibration.json"
@@ -37,6 +39,20 @@ _MAX_ABOUT_BYTES = 16 << 20
 _PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config")
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What calibration gave, and why it could not give the rest.
+
+    Attributes:
+        unavailable: reasons by name of the predictor, or `NEXT_USE`.
+        next_use: see `moe.calibrate.fit_next_use`.
+    """
+
+    calibrated: Calibrated
+    unavailable: dict[str, str]
+    next_use: NextUse | None = None
 
 
 class _Record(BaseModel):

@@ -12,9 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe.calibrate.artefacts import FOLDER, check_writable, unavailable_before, write
+from moe.calibrate.artefacts import (
+    FOLDER,
+    NEXT_USE,
+    Fitted,
+    check_writable,
+    unavailable_before,
+    write,
+)
 from moe.calibrate.compression import analyse
-from moe.calibrate.fit import ASIDE, NEXT_USE, Fitted, fit_predictors
+from moe.calibrate.fit import ASIDE, fit_predictors
 from moe.calibrate.fit_next_use import fit_next_use
 from moe.calibrate.gates import FoundGate, find_gates
 from moe.calibrate.record import record

@@ -7,16 +7,15 @@ believed more than it deserves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moe.calibrate.artefacts import Fitted
 from moe.calibrate.fit_gates import GateFitter, visits
 from moe.calibrate.gates import FoundGate
 from moe.calibrate.trace import Rows, Trace
 from moe.commands.progress import OnStep
-from offload.policies.next_use import NextUse
 from routing.predict.base import Clue
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
 from routing.predict.ensemble import Situation, fit_situation
@@ -28,23 +27,7 @@ from routing.routing import Routing
 ASIDE = 5
 """Every so many-th sequence is kept from the clues."""
 
-NEXT_USE = "next_use"
-
 _MAX_WEIGHED = 4096  # rows; more change nothing
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What calibration gave, and why it could not give the rest.
-
-    Attributes:
-        unavailable: reasons by name of the predictor, or `NEXT_USE`.
-        next_use: see `moe.calibrate.fit_next_use`.
-    """
-
-    calibrated: Calibrated
-    unavailable: dict[str, str]
-    next_use: NextUse | None = None
 
 
 @torch.inference_mode(False)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moe.fused.observe import Observation, observe_random
 from moe.fused.parts import describe_norm, same
 from moe.seam import experts_modules
-from moe.selection import Selector, blocks, find_selectors
+from moe.selection import blocks, find_selectors
+from moe.selector import Selector
 from moe.trunk import Trunk
 from routing.predict.gate import Gate
 

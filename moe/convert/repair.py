@@ -23,7 +23,8 @@ from moe.calibrate.forced import Forced
 from moe.calibrate.record import record
 from moe.errors import CalibrationError
 from moe.model import MoE
-from moe.selection import Selector, find_selectors
+from moe.selection import find_selectors
+from moe.selector import Selector
 
 _AGREES = 0.99
 """Of the original's choices, those that its router's weights must give on rows that were kept."""

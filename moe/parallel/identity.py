@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moe import __version__
 from moe.profile import KEYS, Profile, value_of
 from offload.hot_set import FILE_NAME
 
@@ -27,7 +26,7 @@ Identity = dict[str, str]
 
 def identity(profile: Profile, model: Path) -> Identity:
     """Everything that must be equal, by the name that an error gives it."""
-    same: Identity = {"moe": __version__, "python": platform.python_version()}
+    same: Identity = {"moe": _version("moe-inference"), "python": platform.python_version()}
     same["code"] = code_digest(ROOT)
     same |= {name: _version(name) for name in PACKAGES}
     for key in KEYS.leaves:

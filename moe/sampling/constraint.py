@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import llguidance.hf
 import numpy as np
@@ -22,10 +22,16 @@ from moe.sampling.grammar import LIMITS, fault, grammar_of
 from moe.sampling.params import SamplingParams
 from moe.sampling.structure import Structure
 
-if TYPE_CHECKING:
-    from moe.text.prompts import TextCodec
-
 _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or name
+
+
+class Vocabulary(Protocol):
+    """What structures need of a model's text codec (`moe.text.prompts.TextCodec`)."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def require_tokenizer(self, what: str) -> Any: ...
 
 
 class Constraint:
@@ -82,7 +88,7 @@ class Structures:
         vocab_size: V of its logits.
     """
 
-    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+    def __init__(self, codec: Vocabulary, vocab_size: int) -> None:
         self._codec = codec
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | str | None = None

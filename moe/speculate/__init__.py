@@ -13,7 +13,8 @@ from typing import Any
 from kernels import Forward, QuantizedExperts
 from kernels.planes import num_planes
 from moe.moe_layer import MoELayers
-from moe.selection import Selector, find_selectors
+from moe.selection import find_selectors
+from moe.selector import Selector
 from moe.settings import SpeculationSettings
 from moe.speculate.control.make import make_controller
 from moe.speculate.draft import Controller, Mode

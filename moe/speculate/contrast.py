@@ -20,7 +20,8 @@ from moe.errors import ProfileError
 from moe.kv import SequenceKV, Work
 from moe.loading.hub import experts_per_token
 from moe.moe_layer import MoELayers
-from moe.selection import Selector, find_selectors
+from moe.selection import find_selectors
+from moe.selector import Selector
 from moe.settings import SpeculationSettings
 from moe.trunk import Forward, Trunk
 from moe.visit import Visit

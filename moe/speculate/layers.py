@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import Forward, QuantizedExperts
 from kernels.reference import AnyExperts
-from moe.selection import Selector
+from moe.selector import Selector
 from moe.speculate.draft import Mode
 from moe.visit import Visit
 from offload.experts import LayerExperts, OffloadedExperts, held_experts, one_expert_bytes

@@ -11,7 +11,8 @@ from torch import Tensor
 from moe import MoE
 from moe.kv import Work
 from moe.lanes import run_lanes
-from moe.selection import FoundSelector, Selector, find_selectors
+from moe.selection import find_selectors
+from moe.selector import FoundSelector, Selector
 from moe.visit import Visit
 
 FOUND = [
