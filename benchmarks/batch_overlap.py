@@ -3,7 +3,7 @@
     python -m benchmarks.batch_overlap [--quick]
 
 Held-out sequences of three kinds wait in random order; batches are taken from the queue in order,
-or by `routing.predict.overlap.choose_batch` from what the token table and the path predictor expect
+or by `moe.engine.scheduler.choose_batch` from what the token table and the path predictor expect
 of the prompt, from the prompt's true routing, or from the true routing of what is read next (which
 nobody can know). Then every batch reads its sequences in step, and distinct experts a step and
 layer are counted, after the prompt, and how many batches the unluckiest in a hundred wait. The
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.predict import ROOT, TEXTS, calibration_text, heldout
 from moe import MoE
-from moe.calibrate.calibrate import calibrate_model
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
-from routing.predict.base import Floats
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.calibrate import calibrate_model
+from moe.commands.calibrate.record import record
+from moe.engine.scheduler import choose_batch
 from routing.predict.calibrated import Calibrated
-from routing.predict.overlap import choose_batch
+from routing.predict.forecast import Floats
 
 PROMPT, ANSWER = 64, 64
 BATCHES = (2, 4, 8, 16, 32, 64)

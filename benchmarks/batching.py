@@ -30,10 +30,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.load_generator import Request, Result, closed_load
-from benchmarks.random_models import random_2b, without_end
 from benchmarks.servers import ROOT, Server, ServerError, moe_serve, transformers_serve
 from benchmarks.serving_figures import Target, summary
 from benchmarks.traces import PromptMaker
+from examples.models.random_models import random_2b, without_end
 
 ANY = Target(float("inf"), float("inf"))
 

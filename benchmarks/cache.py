@@ -28,8 +28,8 @@ import torch
 from benchmarks.cache_traces import Recorded, other_recordings, recordings, to_learn_from
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
-from moe.calibrate.fit_next_use import Overheard, Run, fit_next_use
-from moe.calibrate.gates import find_gates
+from moe.calibration.gates import find_gates
+from moe.commands.calibrate.fit_next_use import Overheard, Run, fit_next_use
 from offload.policies import LRU, POLICIES, FrequencyRecency
 from offload.policies.next_use import NextUse
 from offload.replay import RandomChoice, belady, hit_ratio

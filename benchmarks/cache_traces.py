@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.predict import TEXTS, WINDOW, heldout, other_texts
 from moe import MoE
-from moe.calibrate.gates import find_gates
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.gates import find_gates
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.record import record
 from offload.replay import calls_of
 
 SUBJECT_TOKENS = 128

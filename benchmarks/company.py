@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.decode_contenders import model_folder
 from moe import MoE
-from moe.kv import SequenceCache, Work
-from moe.lanes import run_lanes
+from moe.network.kv_cache import SequenceCache, Work
+from moe.network.lanes import run_lanes
 from routing import Phase
 
 WIDTHS: dict[str, dict[str, Any]] = {

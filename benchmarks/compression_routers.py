@@ -11,13 +11,12 @@ from torch import Tensor
 
 from benchmarks.compression_setup import Calibrated, Text
 from benchmarks.compression_ways import METHODS, allotted
-from experts.compress.routers import repaired
 from kernels import ExpertWeights, experts_forward
 from moe import MoE
-from moe.calibrate.forced import Forced
-from moe.calibrate.record import record
-from moe.selection import find_selectors
-from moe.visit import Visit
+from moe.commands.calibrate.record import Forced, record
+from moe.commands.convert.repair import repaired
+from moe.describe.routers import find_selectors
+from moe.network.lanes import Visit
 
 
 def with_repaired_routers(
@@ -36,7 +35,7 @@ def with_repaired_routers(
 
 @torch.inference_mode()
 def repaired_weights(model: MoE, own: Calibrated, layers: dict[int, ExpertWeights]) -> list[Tensor]:
-    """As `moe.convert.repair` makes them, without keeping a part of the text aside."""
+    """As `moe.commands.convert.repair` makes them, without keeping a part of the text aside."""
 
     def run(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
         (visit,) = visits

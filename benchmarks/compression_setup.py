@@ -14,17 +14,15 @@ from torch import Tensor
 
 from experts.compress.calibrated import output_errors
 from experts.compress.gptq import Moments, compensate, nearest, spread
-from experts.compress.inputs import LayerInputs, moments
-from experts.compress.statistics import LayerStatistics, usage
-from experts.grid import quantize_exactly
+from experts.compress.statistics import LayerInputs, LayerStatistics, moments, usage
+from experts.weights import quantize_exactly
 from kernels import ExpertWeights
 from kernels.planes import PREFIX_BITS, ZERO_CODE
 from moe import MoE
-from moe.calibrate import compression
-from moe.calibrate.pieces import take
-from moe.calibrate.record import record
-from moe.calibrate.sensitivity import Original
-from moe.evaluate.scoring import Reading, Score, read, windows_of
+from moe.commands.calibrate import compression
+from moe.commands.calibrate.compression import Original, take
+from moe.commands.calibrate.record import record
+from moe.commands.evaluate.scoring import Reading, Score, read, windows_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

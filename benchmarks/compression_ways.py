@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.compression_setup import GROUP_SIZE, WIDTHS, Bits
-from experts.compress.allocation import allocate
-from experts.compress.damage import predicted_damage
+from experts.compress.allocation import allocate, predicted_damage
 from experts.compress.statistics import LayerStatistics
 from kernels.planes import PREFIX_BITS
 

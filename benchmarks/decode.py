@@ -14,7 +14,8 @@ values) over the step's time and the read bandwidth measured in the same run. ll
 where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last line is JSON: the
 figures of the first width, and those of the others in ``other_bits``.
 
-``30b`` is a store of Qwen3-30B-A3B's shape (`benchmarks.random_store`), against a GGUF file of the
+``30b`` is a store of Qwen3-30B-A3B's shape (`examples.models.random_store`), against a GGUF file
+of the
 same shape. Two of them do not fit into most machines: there contenders come one after the other.
 """
 
@@ -41,7 +42,7 @@ from benchmarks.common import (
 from benchmarks.decode_contenders import Ours, contenders, model_folder
 from benchmarks.decode_peers import Contender
 from experts.manifest import is_store
-from moe.freed_memory import give_back_freed_memory
+from moe.loader import give_back_freed_memory
 
 BATCHES = (1, 4, 16)
 PROMPTS = (512, 2048)

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.decode_peers import Contender, LlamaCpp, Tokens, Transformers
-from benchmarks.random_models import bench_dir, random_2b
-from benchmarks.random_store import random_30b
+from examples.models.random_models import bench_dir, random_2b
+from examples.models.random_store import random_30b
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
-from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Token
 
 ROOT = Path(__file__).parents[1]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.published import drawn
 from experts.dispatch import AllToAllDispatcher, SocketExchange
 from experts.dispatch.all_to_all import Sum
-from experts.dispatch.at_once import ArrivedAtOnce
+from experts.dispatch.native import ArrivedAtOnce
 from experts.placement import first_placement
 from routing import Routing
 

@@ -32,9 +32,9 @@ from benchmarks.placement import ROOT, TEXTS, judge, text_trace, zipf_trace
 from benchmarks.rank_points import points, run
 from experts.dispatch.all_to_all import Sum
 from moe import MoE
-from moe.plan.command import model_sizes
-from moe.plan.planning import planning
-from moe.profile import load_profile
+from moe.commands.plan.command import model_sizes
+from moe.memory.planning import planning
+from moe.settings.profile import load_profile
 
 REPLICAS = 0.25
 COMBINE: dict[Sum, str] = {"exact": "", "summed": ", summed"}

@@ -5,8 +5,8 @@
 For every MoE causal LM of the installed transformers: a tiny random model is saved, loaded through
 `MoE.from_pretrained`, and compared with transformers' own eager forward: float32 logits and 24
 greedy tokens of two prompts of different lengths in one batch. And in how many MoE layers the
-router's rule is found, so that policies and drafts can choose again (`moe.selection`), with the
-reason where it is not. `--quick` takes every fourth one. The last line is one JSON object.
+router's rule is found, so that policies and drafts can choose again (`moe.describe.routers`), with
+the reason where it is not. `--quick` takes every fourth one. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.architectures import moe_architectures, tiny_model
+from examples.models.tiny import moe_architectures, tiny_model
 from moe import MoE, SamplingParams
+from moe.describe.routers import find_selectors
 from moe.errors import UnsupportedModelError
-from moe.selection import find_selectors
 
 PROMPT_LENGTHS = (23, 9)
 NEW_TOKENS = 24

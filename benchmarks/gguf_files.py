@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.gguf_models import stays_whole, write_keys, write_model
+from examples.models.gguf_files import stays_whole, write_keys, write_model
 
 
 def write_gguf(checkpoint: Path, kind: str, out: Path) -> None:

@@ -28,10 +28,10 @@ from benchmarks.predict import TEXTS, heldout
 from benchmarks.scorer import ROOT
 from experts.manifest import read_manifest
 from moe import MoE
-from moe.convert.convert import convert
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.plan.memory import GIB
+from moe.commands.convert.convert import convert
+from moe.loading.memory_plan import GIB
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
 

@@ -40,18 +40,16 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.memory_group import drop_from_cache
-from experts.blobs import as_bytes
-from experts.layer_reader import READ_BYTES
-from experts.opening import open_tensors
+from experts.layer_file import READ_BYTES
 from experts.reading import FileReader, fresh_bytes
+from experts.safetensors_io import as_bytes, open_tensors
 from moe import MoE, SamplingParams
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
-from moe.loading.load import load_weights
+from moe.loading.load import load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import LoadProgress
 from moe.loading.store import READERS
-from moe.loading.weight_plan import plan_weights
 
 DEMO = Path(__file__).parents[1] / "examples/demo-model"
 SHARD_BYTES = 200 << 20

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_bench import Bench, measure
 from benchmarks.offload_models import targets
-from moe.plan.machine_speeds import disk_speed
+from moe.commands.plan.speeds import disk_speed
 
 PARTS = ("random", "replayed", "prompts")
 

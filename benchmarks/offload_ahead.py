@@ -18,8 +18,8 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.offload_routing import published_trace
 from benchmarks.offload_simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
 from benchmarks.simulated_disk import Clock, Disk, Room
-from offload.ahead import read_ahead
 from offload.cache import ExpertCache
+from offload.layer import read_ahead
 from offload.policies import POLICIES
 from offload.slots import Sizes
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from benchmarks.decode_contenders import gguf_file
-from benchmarks.random_models import bench_dir, random_2b
-from benchmarks.random_store import is_readable, random_30b
+from examples.models.random_models import bench_dir, random_2b
+from examples.models.random_store import is_readable, random_30b
 from experts.manifest import read_manifest
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.machine import memory_total
-from moe.plan.planning import planning
-from moe.profile import load_profile
+from moe.memory.planning import planning
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from offload.capacity import slot_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ import httpx
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.memory_group import drop_from_cache, memory_group
-from benchmarks.random_store import random_30b
 from benchmarks.servers import Server, moe_serve
+from examples.models.random_store import random_30b
 
 SETTINGS = (
     "memory.kv_tokens=1536",

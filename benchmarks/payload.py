@@ -23,7 +23,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts
 from experts.dispatch.rows import dequantize, pack, quantize
 from moe import MoE
-from moe.evaluate.scoring import Score, read
+from moe.commands.evaluate.scoring import Score, read
 
 BOUND = 0.5 / 127
 

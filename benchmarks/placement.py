@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_routing import Record
 from benchmarks.placement_online import Reader, online, token_table
-from benchmarks.sharing_optimum import optimum
 from experts.placement import (
     Placement,
     eplb,
@@ -45,10 +44,11 @@ from experts.placement import (
     pack,
     slots_for,
 )
-from experts.placement.sharing import share_evenly
+from experts.placement.packing import share_evenly
 from moe import MoE
 from routing import PolicyChain
 from routing.balance import choose_counts
+from tests.oracles.sharing_optimum import optimum
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

@@ -18,10 +18,10 @@ from experts.placement.background import Job
 from experts.placement.packing import Repacked
 from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
-from moe.calibrate.calibrate import windows
-from moe.calibrate.record import record
-from moe.engine.wave import Piece, Step, Wave
-from moe.parallel.arrivals import Arrivals
+from moe.commands.calibrate.calibrate import windows
+from moe.commands.calibrate.record import record
+from moe.engine.prefill_batch import Piece, Step, Wave
+from moe.parallel.expected_load import Arrivals
 from routing.predict.token_table import TokenTable, fit_token_table
 
 TABLE_TOKENS, PROMPT = 60_000, 1024

@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 
 from moe import MoE
-from moe.calibrate.record import record
-from moe.evaluate.policy_costs import WINDOW, PolicyCost, PolicyPrices, Way
-from moe.evaluate.routed import distinct_experts, routed_by
-from moe.evaluate.scoring import windows_of
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.policing import prepare
-from moe.tracing.tokens import weight_ratios
+from moe.commands.calibrate.record import record
+from moe.commands.evaluate.command import (
+    WINDOW,
+    PolicyCost,
+    PolicyPrices,
+    Way,
+    distinct_experts,
+    routed_by,
+)
+from moe.commands.evaluate.scoring import windows_of
+from moe.commands.trace.findings import weight_ratios
+from moe.describe.routers import prepare
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
 from routing import PolicyChain, parse_policies
 
 ROOT = Path(__file__).parents[1]

@@ -31,13 +31,12 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from examples.demo_data import NEAR_DUPLICATE, long_lines
 from moe import MoE
-from moe.calibrate.artefacts import load_calibration
-from moe.calibrate.calibrate import calibrate_model
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.artefacts import load_calibration
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.calibrate import calibrate_model
+from moe.commands.calibrate.record import record
 from routing import Routing
-from routing.predict.calibrated import PREDICTORS, Calibrated
-from routing.predict.ensemble import Ensemble
+from routing.predict.calibrated import PREDICTORS, Calibrated, Ensemble
 from routing.predict.forecast import Forecast
 
 ROOT = Path(__file__).parents[1]

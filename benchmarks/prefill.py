@@ -7,10 +7,10 @@ Sequences decode all the time while prompts arrive one after the other. For each
 expert loads (distinct experts of every layer and step) and bytes from a prompt's arrival to its
 first token, and measures time to first token (TTFT), time between tokens of the decoding sequences
 (TBT) and the time to the end of a short answer. The modes alternate prompt by prompt. The random 2B
-model (`benchmarks.random_models`) reads random tokens, others read held-out text.
+model (`examples.models.random_models`) reads random tokens, others read held-out text.
 
-Predicted loads are those of `moe.engine.prefill` with the model's own expert frequencies, measured
-in the same run. Beside each time stands the least that bytes and operations allow
+Predicted loads are those of `moe.engine.prefill_mode` with the model's own expert frequencies,
+measured in the same run. Beside each time stands the least that bytes and operations allow
 (`benchmarks.prefill_cost`). The last line is one JSON object: the figures of every point of the
 sweep, and at its top level those of all points together.
 """
@@ -36,7 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.prefill_cost import Machine, Shape, bounds, matmul_rate, parts_of, predicted_loads
 from benchmarks.prefill_modes import MODES, Figures, Mode, savings
-from benchmarks.random_models import random_2b
+from examples.models.random_models import random_2b
 from moe import MoE
 
 ROOT = Path(__file__).parents[1]

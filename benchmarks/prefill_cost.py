@@ -17,8 +17,14 @@ import numpy as np
 import torch
 
 from moe import MoE
-from moe.engine.prefill import Frequencies, chunk_sizes, distinct_experts, pauses
-from moe.engine.stages import LayerWork, trunk_weights
+from moe.engine.prefill_mode import (
+    Frequencies,
+    LayerWork,
+    chunk_sizes,
+    distinct_experts,
+    pauses,
+    trunk_weights,
+)
 from moe.settings import PrefillSettings
 
 
@@ -92,7 +98,7 @@ def parts_of(
     frequencies: Frequencies,
     work: LayerWork,
 ) -> list[Part]:
-    """The steps in which a mode reads a prompt, as `moe.engine.prefill` would cut it."""
+    """The steps in which a mode reads a prompt, as `moe.engine.prefill_mode` would cut it."""
     settings = PrefillSettings(chunk_tokens=chunk, group_tokens=chunk)
     layers = len(frequencies)
     if mode == "whole":

@@ -14,8 +14,8 @@ import numpy as np
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.prefill import Frequencies, measured_frequencies
-from moe.engine.wave import Group
+from moe.engine.prefill_batch import Group
+from moe.engine.prefill_mode import Frequencies, measured_frequencies
 
 MODES = ("whole", "chunked", "layered")
 ANSWER = 8  # tokens of the answer to each prompt that arrives

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts, medians
-from moe import MoE, policing
-from moe.evaluate.policy_costs import PolicyCost
-from moe.visit import Visit
+from moe import MoE
+from moe.commands.evaluate.command import PolicyCost
+from moe.network import routing_policies as policing
+from moe.network.lanes import Visit
 
 FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.8, 0.6)
 """Of the ratios, without protection."""

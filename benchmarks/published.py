@@ -21,7 +21,7 @@ from scipy.optimize import brentq
 from benchmarks.simulator import Lane, lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
 from experts.placement import eplb, linear
-from moe.plan.rank_traffic import StepTraffic, step_traffic
+from moe.commands.plan.ranks import StepTraffic, step_traffic
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 7168, 256, 8, 128
 OUT_BYTES, BACK_BYTES = HIDDEN + HIDDEN / 128 * 4, 2.0 * HIDDEN

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from moe import MoE, SamplingParams
-from moe.parallel.leading import Leading
+from moe.parallel.coordinator import Leading
 from moe.parallel.overlap import Overlap
 
 ROOT = Path(__file__).parents[1]

@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.router_recall import recalls
 from examples.lab.objectives import watched_routers
+from examples.lab.router import LabRouter
 from moe import MoE
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
-from moe.lab.router import LabRouter
-from moe.tracing.locality import distinct
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.record import record
+from moe.commands.trace.findings import distinct
 from offload.policies import LRU
 from offload.replay import belady, calls_of, hit_ratio
 from routing.routers import RouterRule

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.calibrate.calibrate import token_vectors
-from moe.calibrate.fit import fit_predictors
-from moe.calibrate.fit_gates import visits
-from moe.calibrate.gates import find_gates
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.gates import find_gates
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.calibrate import token_vectors
+from moe.commands.calibrate.fit import fit_predictors, visits
+from moe.commands.calibrate.record import record
 from routing import Routing
 from routing.predict.calibrated import Calibrated
 from routing.predict.path import CONTEXT, VECTOR

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import ExpertWeights, QuantizedExperts
 from moe import MoE
-from moe.visit import Visit
+from moe.network.lanes import Visit
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

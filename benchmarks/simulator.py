@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulator_costs import Costs, Floats, Network
 from experts.placement import Placement
-from moe.plan.rank_traffic import StepTraffic, step_traffic
+from moe.commands.plan.ranks import StepTraffic, step_traffic
 
 Ints = NDArray[np.int64]
 

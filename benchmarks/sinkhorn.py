@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from examples import demo_data as data
+from examples.lab import router
 from examples.lab.objectives import watched_routers
+from examples.lab.routers import Plan, sinkhorn
 from examples.lab.train import BATCH, LENGTH, build_model, load_corpus, training_step
 from examples.lab.variants import VARIANTS
 from examples.train_demo import build_optimizer
-from moe.lab import router
-from routing.routers import Plan, sinkhorn
 
 SHARES = (0.001, 0.01, 0.2, 1.0)
 RATE = 1e-3

@@ -16,14 +16,13 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Token
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
-from moe.speculate.draft import Draft, Mode
+from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree, NGram, Past
+from moe.speculate.ngram import ModelFree, NGram, Past
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6

@@ -24,11 +24,10 @@ from benchmarks.speculation_residents import Popularity, Resident, first
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, decode
 from kernels import ExpertWeights, experts_forward
 from moe import MoE
-from moe.selection import find_selectors
+from moe.describe.routers import find_selectors
 from moe.speculate import Speculator
-from moe.speculate.draft import Mode
+from moe.speculate.draft import FixedDepth, Mode
 from moe.speculate.elastic import ElasticDrafts
-from moe.speculate.fixed import FixedDepth
 
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 BITS = (2, 4, 8)

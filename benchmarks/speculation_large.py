@@ -27,11 +27,10 @@ from benchmarks.speculation_replay import (
 from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decode
 from benchmarks.speculation_tables import describe
 from moe import MoE
-from moe.selection import find_selectors
+from moe.describe.routers import find_selectors
 from moe.speculate.control.make import make_controller
-from moe.speculate.draft import Controller, Mode
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree, NGram
+from moe.speculate.draft import Controller, FixedDepth, Mode
+from moe.speculate.ngram import ModelFree, NGram
 from routing import PolicyChain
 
 TOKENS = 48

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.common import environment, print_header, print_json
 from benchmarks.offload_models import Target, targets
-from benchmarks.random_models import bench_dir
 from benchmarks.speculation_runs import Prompts, load, speculator
+from examples.models.random_models import bench_dir
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.speculate import Speculator

@@ -22,14 +22,13 @@ from torch import Tensor
 from benchmarks.offload_routing import Trace
 from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
-from moe.engine.sequence import RunningSequence
-from moe.kv import Work
+from moe.network.backbone import Forward
+from moe.network.kv_cache import Work
+from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round
-from moe.speculate.elastic import ElasticDrafts, GoesOn, _Pending
-from moe.speculate.layers import DraftLayers
-from moe.speculate.model_free import ModelFree
+from moe.speculate.elastic import DraftLayers, ElasticDrafts, GoesOn, _Pending
+from moe.speculate.ngram import ModelFree
 from moe.speculate.speculator import Speculator
-from moe.trunk import Forward
 from routing import Policy, Routing, RoutingContext
 
 SPAN = 512
@@ -70,7 +69,7 @@ class ReplayedLayers(DraftLayers):
 
 
 class Says:
-    """Replaces what the model says; see `moe.trunk.Trunk.contrast`.
+    """Replaces what the model says; see `moe.network.backbone.Trunk.contrast`.
 
     Attributes:
         rates: acceptance by position of the draft that is being made; None where the model reads.

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.speculate.layers import DraftLayers
-from moe.visit import Visit
+from moe.network.kv_cache import Work
+from moe.network.lanes import Visit, run_lanes
+from moe.speculate.elastic import DraftLayers
 from routing import Routing
 from routing.policies.base import by_expert
 from routing.routing import UNUSED, select_top_k

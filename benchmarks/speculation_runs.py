@@ -11,11 +11,10 @@ from benchmarks.offload_models import Target
 from benchmarks.predict import TEXTS, heldout
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Token
 from moe.settings import SpeculationSettings
 from moe.speculate import Speculator, enable_speculation
-from moe.speculate.draft import Mode
-from moe.speculate.fixed import FixedDepth
+from moe.speculate.draft import FixedDepth, Mode
 
 MAX_DEPTH = 6
 PROMPT = 64

@@ -18,9 +18,9 @@ from benchmarks.speculation_account import COSTS, MAX_DEPTH, MODES, Costs, Said,
 from benchmarks.speculation_runs import Prompts
 from benchmarks.speculation_runs import decode as say
 from moe import MoE
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.draft import Draft
-from moe.speculate.model_free import NGram
+from moe.speculate.ngram import NGram
 from moe.speculate.speculator import Speculator
 
 TOKENS, TEXTS, AT_ONCE = 192, 96, 16

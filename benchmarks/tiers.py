@@ -3,7 +3,8 @@
     python -m benchmarks.tiers [--tokens 2048]
 
 The shipped model reads held-out text of each domain; its routings are replayed through the caches
-of a device and of host memory (`offload/tiers.py`), at batch 1. Counted is what comes from disk, as
+of a device and of host memory (`offload/offloaded.py`), at batch 1. Counted is what comes from
+disk, as
 a share of the experts asked for. `inclusive`: host memory values all units alike. `half`: it gives
 up first what is safest on the device, the more valuable half (what is done). `none`: it gives up
 first all that is on the device. `one cache`: as if both were one, the least there can be; two tiers
@@ -23,10 +24,10 @@ from benchmarks.cache_traces import Recorded, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from offload.cache import ExpertCache
+from offload.offloaded import HostValues
 from offload.policies import POLICIES, Policy, Values
 from offload.replay import hit_ratio
 from offload.slots import Sizes
-from offload.tiers import HostValues
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 SIZES = ((0.125, 0.25), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.5, 0.5))

@@ -12,9 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experts.blobs import FileRecord, digest_of, write_bytes
-from experts.header import HeaderError, parse_json
-from experts.opening import contained
+from experts.safetensors_io import (
+    FileRecord,
+    HeaderError,
+    contained,
+    digest_of,
+    parse_json,
+    write_bytes,
+)
 from experts.weights import ExpertShape
 from kernels.planes import PrefixBits
 

@@ -15,8 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from experts.header import pread_exactly
-from experts.opening import OpenFile
+from experts.safetensors_io import OpenFile, pread_exactly
 
 BLOCK = 4096
 """Addresses, offsets and lengths of reads past the page cache are multiples of it."""

@@ -13,12 +13,18 @@ from pathlib import Path
 
 import torch
 
-from experts.blobs import Entry, FileRecord, digest_of, read_record
-from experts.header import HeaderError, TensorInfo
-from experts.layer_file import WHOLE, blob_name, layer_entries, plane_name
-from experts.layer_reader import read_layer
+from experts.layer_file import WHOLE, blob_name, layer_entries, plane_name, read_layer
 from experts.manifest import LayerRecord, Manifest, StoreError, read_manifest
-from experts.opening import OpenFile, open_tensors
+from experts.safetensors_io import (
+    Entry,
+    FileRecord,
+    HeaderError,
+    OpenFile,
+    TensorInfo,
+    digest_of,
+    open_tensors,
+    read_record,
+)
 from experts.weights import ExpertKey
 from kernels import ExpertWeights
 from kernels.planes import num_planes

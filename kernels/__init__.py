@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels import quantized, reference
-from kernels.backends import Backend, Forward, choose_backend, triton_kernels
+from kernels.backends import Backend, Forward, choose_backend, triton_kernels, weighted_sum
 from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError
-from kernels.plane_weights import PlaneMatrix, QuantizedExperts
+from kernels.planes import PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights
-from kernels.sums import weighted_sum
 
 __all__ = [
     "Backend",

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import planes as nested
-from kernels.plane_weights import PlaneMatrix, QuantizedExperts
-from kernels.planes import ZERO_CODE
+from kernels.planes import ZERO_CODE, PlaneMatrix, QuantizedExperts
 
 TINY = 2.0**-100
 _MAX_CODE = 127

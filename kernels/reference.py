@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels import quantized
-from kernels.plane_weights import QuantizedExperts
+from kernels.planes import QuantizedExperts
 
 
 @dataclass(frozen=True, eq=False)

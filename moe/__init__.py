@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe.completion import Completion, StreamEvent
     from moe.model import MoE
-    from moe.profile import Profile
-    from moe.sampling.params import SamplingParams
-    from moe.sampling.structure import Structure
+    from moe.sampling.params import SamplingParams, Structure
+    from moe.settings.profile import Profile
 
 try:
     __version__ = version("moe-inference")
@@ -20,10 +19,10 @@ except PackageNotFoundError:  # run from a checkout that was never installed
 _HOMES = {
     "Completion": "moe.completion",
     "MoE": "moe.model",
-    "Profile": "moe.profile",
+    "Profile": "moe.settings.profile",
     "SamplingParams": "moe.sampling.params",
     "StreamEvent": "moe.completion",
-    "Structure": "moe.sampling.structure",
+    "Structure": "moe.sampling.params",
 }
 
 __all__ = [

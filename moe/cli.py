@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from moe import __version__
-from moe.commands import arguments, on_ranks, subcommands
+from moe.commands import arguments, subcommands
+from moe.commands import subcommands as on_ranks
 from moe.errors import MoEError, ProfileError, RankLostError
 from offload.errors import OffloadError
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moe.engine.engine import StepLoop
-from moe.engine.sequence import Delta, FinishReason, RunningSequence
-from moe.engine.wave import Group
-from moe.sampling.logprobs import Token
-from moe.turn import Turn
+from moe.engine.prefill_batch import Group
+from moe.model_lock import Turn
+from moe.sampling.sampler import Token
+from moe.sequence import Delta, FinishReason, RunningSequence
 
 
 @dataclass(frozen=True)

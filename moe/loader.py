@@ -2,47 +2,164 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from moe.calibrate.foresight import Expect, expectation, foresee, look_ahead
-from moe.device import use_device
+from moe.calibration.foresight import Expect, expectation, foresee, look_ahead
+from moe.decode.enable import FUSED_OFF, Fused, enable_fused
+from moe.describe.packing import Packing, enable_packing
+from moe.describe.routers import prepare
+from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.errors import ProfileError
-from moe.freed_memory import keep_freed_memory
-from moe.fused.enable import FUSED_OFF, Fused, enable_fused
-from moe.loaded import LoadedModel
-from moe.loading.generation_config import OwnSampling
 from moe.loading.hub import resolve_model
+from moe.loading.load import LoadReport
+from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
-from moe.moe_layer import MoELayers
-from moe.notices import late_notices, notices
-from moe.packing import Packing, enable_packing
-from moe.plan.fit import check_fit
-from moe.plan.memory import MemoryPlan
-from moe.plan.planning import planning
-from moe.policing import prepare
-from moe.profile import Profile
-from moe.row_wise import make_row_wise
+from moe.loading.sources import total_bytes
+from moe.loading.takeover import mend_linears, precision_notices
+from moe.memory.planning import check_fit, planning
+from moe.network.backbone import Trunk
+from moe.network.moe_layer import MoELayers
+from moe.network.seam import attach
 from moe.sampling.constraint import Structures
-from moe.seam import attach
+from moe.settings.device import use_device
+from moe.settings.profile import Profile
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
-from moe.text.prompts import TextCodec
-from moe.trunk import Trunk
-from moe.weights.linears import mend_linears
-from moe.weights.sources import total_bytes
-from moe.weights.takeover import precision_notices
-from offload.experts import LayerExperts, held_experts
+from moe.text.generation_config import OwnSampling
+from moe.text.tokenizer import TextCodec
+from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
+
+# ---- A loaded model, as a value: what `moe.loader` makes and the rest of `moe` runs.
+
+
+@dataclass
+class LoadedModel:
+    """Everything that belongs to one loaded model.
+
+    Attributes:
+        trunk: the model without its experts.
+        experts: its MoE layers.
+        backend: what runs them.
+        codec: tokenizer and vocabulary rules.
+        structures: what a request may want its text to be like.
+        packing: whether sequences share a forward pass, and why.
+        fused: whether decode steps bypass transformers' forward, and why.
+        speculation: what drafts tokens for the model to verify, if anything does.
+        memory_plan: what was planned before loading.
+        weight_bytes: memory of all weights.
+        logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
+        context_length: most tokens of a sequence, None where nothing limits it.
+        offloaded: the experts that are not all in memory; None where they are.
+        expect: what a prompt needs, where requests may be grouped by it.
+        sampling: how the model itself wants its tokens sampled.
+        notices: what fell back or was turned off, one sentence each.
+    """
+
+    trunk: Trunk
+    experts: MoELayers
+    backend: Backend
+    codec: TextCodec
+    structures: Structures
+    packing: Packing
+    fused: Fused
+    speculation: Speculation
+    memory_plan: MemoryPlan
+    weight_bytes: int
+    logits_size: int
+    context_length: int | None
+    offloaded: Offloaded | None
+    expect: Expect | None = None
+    sampling: OwnSampling = field(default_factory=OwnSampling)
+    notices: list[str] = field(default_factory=list)
+
+
+# ---- What fell back or changes nothing, and why: one sentence each, for whoever loads a model.
+
+
+def late_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
+    bits = profile.offload.late_bits
+    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
+        return []
+    if offloaded is None:
+        return ["offload.late: prefix changes nothing: all experts are in memory"]
+    return [
+        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
+        "(offload.late_bits)"
+    ]
+
+
+def notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
+    made = []
+    if not packing.enabled:
+        made.append(
+            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"others that begin alike: {packing.reason}"
+        )
+    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
+        made.append(f"decode steps run through transformers' own layers: {fused.reason}")
+    if codec.tokenizer is None:
+        made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
+    for names, what in (
+        (report.ignored, "in the checkpoint are not used by this architecture"),
+        (
+            report.computed,
+            "are not in the checkpoint and were filled by the architecture's own rule",
+        ),
+    ):
+        if names:
+            made.append(f"{len(names)} tensors {what} (the first: {names[0]})")
+    return made
+
+
+# ---- Telling glibc to keep what is freed for the next who asks.
+#
+# By itself it gives every large block back to the system when it is freed. A pass over thousands
+# of tokens makes and drops blocks of tens of megabytes in every layer, and then takes a page
+# fault for each of their pages again: a tenth of the processor time of reading a long prompt
+# (docs/results/2026-11-21-prefill.md).
+
+KEPT = 2**30
+"""Bytes at the end of the heap that may stay with the process while nobody uses them."""
+_STEP = 2**28
+"""Bytes by which the heap grows at least."""
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # names of mallopt(3), from malloc.h
+
+
+def keep_freed_memory() -> bool:
+    """Take large blocks from the heap of this process from now on; False without glibc.
+
+    Concerns every allocation of the process. What was allocated before stays where it is.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # no such function, or no such library
+        return False
+    return all(
+        mallopt(option, value) == 1
+        for option, value in ((_TRIM_THRESHOLD, KEPT), (_TOP_PAD, _STEP), (_MMAP_MAX, 0))
+    )
+
+
+def give_back_freed_memory() -> None:
+    """Let the system have what is kept, also between blocks in use; nothing without glibc."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# ----
 
 
 def load_model(
@@ -61,7 +178,7 @@ def load_model(
         on_plan: hears of the memory plan before it is checked and anything is read.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.seam`.
+        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
         DoesNotFitError: the memory plan says so; nothing has been read.
         ProfileError: the device or the kernels' backend is absent, or a routing policy is not valid
             for this profile.
@@ -156,7 +273,7 @@ def _look_ahead(
 
 @dataclass(frozen=True)
 class _Ready:
-    """How a loaded model runs; ``mended``: see `moe.weights.linears.mend_linears`."""
+    """How a loaded model runs; ``mended``: see `moe.loading.takeover.mend_linears`."""
 
     trunk: Trunk
     packing: Packing

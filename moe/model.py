@@ -20,28 +20,86 @@ import torch
 from torch import Tensor
 
 from moe.completion import Completion, StreamEvent, collect, stream_events
-from moe.counters import counters, describe, reset
-from moe.defaults import Defaults
 from moe.engine.borrowing import borrowed_room
 from moe.engine.engine import Engine, StepLoop
-from moe.engine.wave import Group
+from moe.engine.prefill_batch import Group
 from moe.errors import RankLostError, RequestError
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.loaded import LoadedModel
-from moe.loader import load_model
+from moe.loader import LoadedModel, load_model
+from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import Report
+from moe.model_lock import Turn, plain_torch
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+from moe.parallel.coordinator import Leading
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.following import Following
-from moe.parallel.leading import Leading
-from moe.parallel.part import Elsewhere
+from moe.parallel.orders import Elsewhere
 from moe.parallel.ranks import load_with_ranks
-from moe.plan.memory import MemoryPlan
-from moe.profile import LoadedProfile, Profile, load_profile
-from moe.requests import as_batch, check_length, is_chat, make_group
+from moe.parallel.worker import Following
+from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
-from moe.text.prompts import Prompt
-from moe.turn import Turn, plain_torch
+from moe.settings.profile import LoadedProfile, Profile, load_profile
+from moe.text.tokenizer import Prompt
+from routing import READERS
+
+# ---- What a loaded model has done and what runs how, ready for JSON.
+
+Session = Leading | Following | None
+"""The ranks of a launch, if this process is one of them."""
+
+
+def counters(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+    """See `MoE.stats`."""
+    experts = loaded.experts
+    bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
+    offloaded, speculator = loaded.offloaded, loaded.speculation.speculator
+    return {
+        "weight_bytes": loaded.weight_bytes,
+        "expert_bytes": experts.expert_bytes,
+        "expert_bytes_read": sum(bytes_by.values()),
+        "expert_bytes_read_by": bytes_by,
+        "expert_loads_by": {
+            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in READERS
+        },
+        "layers": layers,
+        "offload": None if offloaded is None else offloaded.statistics(),
+        "speculation": None if speculator is None else speculator.figures(),
+        "parallel": session.statistics() if isinstance(session, Leading) else None,
+    }
+
+
+def reset(loaded: LoadedModel, session: Session) -> None:
+    """Count from here on."""
+    loaded.experts.statistics.reset()
+    if loaded.offloaded is not None:
+        loaded.offloaded.reset_statistics()
+    if isinstance(session, Leading):
+        session.reset_statistics()
+    if loaded.speculation.speculator is not None:
+        loaded.speculation.speculator.report.reset()
+
+
+def describe(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+    """See `MoE.status`."""
+    offloaded, speculation = loaded.offloaded, loaded.speculation
+    return {
+        "architecture": type(loaded.trunk.model).__name__,
+        "device": str(loaded.trunk.device),
+        "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
+        "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
+        "speculation": {
+            "enabled": speculation.speculator is not None,
+            "why": speculation.reason,
+        },
+        "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
+        "offload": None if offloaded is None else offloaded.status(),
+        "parallel": session.status() if isinstance(session, Leading) else None,
+        "tools": loaded.codec.tools.as_dict(),
+        "reasoning": loaded.codec.reasoning.as_dict(),
+        "notices": list(loaded.notices),
+    }
+
+
+# ----
 
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from experts.header import DTYPES
 from experts.layer_file import WHOLE
 from experts.manifest import LayerRecord, Manifest
+from experts.safetensors_io import DTYPES
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
-from offload.between_steps import LEAST_SLOTS
+from offload.cache import LEAST_SLOTS
 from offload.slots import Sizes
 
 

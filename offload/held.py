@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import OffloadError
-from offload.filling import Filling
+from offload.fetches import Filling
 from offload.transfer import Transfer
 from routing.routing import UNUSED
 

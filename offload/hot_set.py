@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from experts.blobs import digest_of, write_bytes
+from experts.safetensors_io import digest_of, write_bytes
 
 FILE_NAME = "hot-set.json"
 _logger = logging.getLogger("moe")

@@ -2,7 +2,7 @@
 
 Copies of an expert hold the same weights, so the choice changes no output. Tokens flow from heavy
 ranks to light ones along experts that have copies on both: where no way leads further, the heaviest
-rank is as light as any choice can make it (`experts.placement.sharing` is the
+rank is as light as any choice can make it (`experts.placement.packing` is the
 same with divisible loads and many steps at once).
 
 Legend: E experts, R ranks.

@@ -19,14 +19,14 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.internal.conjecture import providers
 
-from moe.profile_sources import ENVIRONMENT_PREFIX, OTHER_VARIABLES
+from moe.settings.profile import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 from tests.launched import Launch, Launched, Nursery, free_port
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe import MoE
-    from moe.plan.footprint import Footprint
+    from moe.memory.footprint import Footprint
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -89,7 +89,7 @@ def pytest_runtest_call() -> None:
 def footprints() -> Iterator[None]:
     """Measured once for each configuration: of loading a tiny model it is more than half."""
     from kernels import backend_status
-    from moe.plan import planning
+    from moe.memory import planning
 
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
@@ -112,7 +112,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
     @cache
     def make(model_type: str) -> Path:
-        from benchmarks.architectures import tiny_model
+        from examples.models.tiny import tiny_model
 
         path = tmp_path_factory.mktemp(model_type)
         tiny_model(model_type).save_pretrained(path)

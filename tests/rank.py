@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any
 
 MODULES = (
-    *("moe.server.serve", "moe.parallel.leading", "moe.parallel.following"),
+    *("moe.server.serve", "moe.parallel.coordinator", "moe.parallel.worker"),
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 
@@ -29,7 +29,7 @@ STALL_S, SLOW_S = 1000.0, 0.05
 
 def break_steps() -> None:
     """All take a while, and one raises or never ends."""
-    from moe.parallel.mirror import Mirror
+    from moe.parallel.rank_worker import Mirror
 
     steps, run = 0, Mirror.run
 
@@ -47,8 +47,8 @@ def break_steps() -> None:
 
 def run_out_of_memory() -> None:
     """When experts are run in one step of this rank, once."""
-    from moe import expert_rows
-    from moe.parallel.mirror import Mirror
+    from moe.network import moe_layer as expert_rows
+    from moe.parallel.rank_worker import Mirror
 
     steps, run, run_rows = 0, Mirror.run, expert_rows.run_rows
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize, silu
 from transformers import AutoModelForCausalLM
 
+from examples.lab import LabForCausalLM
 from examples.lab.train import LENGTH, load_corpus
-from moe.lab import LabForCausalLM
 
 LEARNT, ASKED = 24, 8
 """Windows a batch of training text and held-out text."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy
 
-from moe.lab.router import LabRouter
+from examples.lab.router import LabRouter
 from routing import Routing
 
 _SHARPNESS = 100.0

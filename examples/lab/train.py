@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples import demo_data as data
+from examples.lab import LabConfig, LabForCausalLM
 from examples.lab.objectives import (
     Routed,
     budget_loss,
@@ -27,10 +28,9 @@ from examples.lab.objectives import (
     switch_loss,
     watched_routers,
 )
+from examples.lab.routers import Step, bias_step, dual_rate
 from examples.lab.variants import BASE, VARIANTS, Variant
 from examples.train_demo import build_optimizer
-from moe.lab import LabConfig, LabForCausalLM
-from routing.routers import Step, bias_step, dual_rate
 
 REPO = Path(__file__).resolve().parents[2]
 LENGTH, BATCH, VOCABULARY = 128, 8, 1024

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from experts.compress.gptq import Moments, compensate
-from experts.compress.inputs import LayerInputs, moments, output
-from experts.grid import quantize_exactly
+from experts.compress.statistics import LayerInputs, moments, output
 from experts.weights import (
     ExpertShape,
     beside_weights,
     from_expert_blobs,
     is_interleaved,
+    quantize_exactly,
     split_parts,
 )
 from kernels import ExpertWeights, QuantizedExperts
-from kernels.plane_weights import PlaneMatrix
-from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes, pack, pack_scales
+from kernels.planes import PREFIX_BITS, PlaneLayout, PlaneMatrix, num_planes, pack, pack_scales
 from kernels.quantized import join_matrices
 
 MIN_ROWS = 128

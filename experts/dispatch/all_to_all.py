@@ -13,7 +13,8 @@ rank that served the token, which is the least there is to send, and equal up to
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,18 +23,74 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from experts.dispatch import rows as wire
-from experts.dispatch.agreement import Bytes, agree
 from experts.dispatch.assignment import Assignment
-from experts.dispatch.at_once import ArrivedAtOnce, AtOnce
-from experts.dispatch.base import Combined, Failures, fitting
+from experts.dispatch.base import Combined, Dispatched, DispatchStatistics, Failures, fitting
 from experts.dispatch.exchange import Exchange
-from experts.dispatch.rooms import Rooms
-from experts.dispatch.statistics import DispatchStatistics
-from experts.dispatch.together import Together
-from experts.dispatch.travelling import Arrived, Arriving, Returning, Sent
+from experts.dispatch.native import ArrivedAtOnce, AtOnce
+from experts.dispatch.routing_exchange import Bytes, Rooms, agree
+from experts.dispatch.rows import Together
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
+
+# ---- Rows between two halves of a dispatch and between two of a combine.
+
+Wait = Callable[[], None]
+
+
+@dataclass
+class Sent:
+    """Tokens on their way.
+
+    Attributes:
+        layer: MoE layer.
+        part: of this rank.
+        weights: of its tokens.
+        hidden, dtype: of a row.
+        rows: ``(tokens, W)`` bytes of each rank's tokens, where all have come.
+        coming: else those of tokens that others bring here, its own, and the wait for the former.
+    """
+
+    layer: int
+    part: Assignment
+    weights: Tensor
+    hidden: int
+    dtype: torch.dtype
+    rows: Sequence[Bytes] | None
+    coming: tuple[Tensor, Tensor, Wait] | None
+
+
+@dataclass
+class Arrived(Dispatched):
+    """Rows that this rank serves: those of other ranks in their order, then its own."""
+
+    sent: Sent
+
+
+@dataclass
+class Returning:
+    """Results on their way back.
+
+    Attributes:
+        come: ``(results, H)`` of other ranks for the tokens of this one, there after the wait.
+        stay: ``(results, H)`` of its own.
+        position: ``(T, ...)`` of each token's results in those and then these, negative for none.
+        weights: of each of those results.
+        dtype: of the sum.
+    """
+
+    come: Tensor
+    stay: Tensor
+    position: Tensor
+    weights: Tensor
+    dtype: torch.dtype
+    wait: Wait
+
+
+Arriving = Arrived | ArrivedAtOnce
+
+
+# ----
 
 Sum = Literal["exact", "summed"]
 

@@ -4,10 +4,15 @@
 """
 
 from experts.placement.eplb import eplb
-from experts.placement.first import first_placement, slots_for, without_ranks
-from experts.placement.moves import fewest_moves
-from experts.placement.packing import pack, repack
-from experts.placement.placement import Placement, PlacementError, imbalance, linear, step_costs
+from experts.placement.packing import first_placement, pack, repack, slots_for, without_ranks
+from experts.placement.placement import (
+    Placement,
+    PlacementError,
+    fewest_moves,
+    imbalance,
+    linear,
+    step_costs,
+)
 
 __all__ = [
     "Placement",

@@ -12,16 +12,207 @@ Legend: S steps, E experts, R ranks, P slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from experts.placement.cuts import MOST_RANKS, anneal, heaviest_by_cuts
 from experts.placement.eplb import eplb, replicate
-from experts.placement.moves import fewest_moves
-from experts.placement.placement import Floats, Ints, Placement, check_shape
-from experts.placement.sharing import share_by_price
+from experts.placement.placement import (
+    Floats,
+    Ints,
+    Placement,
+    PlacementError,
+    check_shape,
+    fewest_moves,
+    linear,
+)
+
+# ---- How copies of experts share their loads over many steps: by this measure placements are
+# judged.
+#
+# A rank's price is its load: minimising half the sum of squared loads has just these dual prices,
+# and its solution has the least heaviest load too (it is the least majorised one). Every expert
+# in turn moves its tokens to where they are cheapest until prices are level. `routing.balance`
+# does the same for the whole tokens of one step.
+#
+# Legend: S steps, E experts, R ranks, N ranks with a copy of an expert.
+
+MAX_SWEEPS = 200
+LEVEL = 1e-3
+"""Prices are level when a sweep moves no more than this share of the mean load anywhere."""
+
+
+def share_evenly(loads_SE: Floats, copies_ER: Ints) -> Floats:
+    """``(S, E, R)``: as taking turns does it, each copy of an expert gets the same part."""
+    return np.asarray(loads_SE[:, :, None] * (copies_ER / copies_ER.sum(1, keepdims=True)))
+
+
+def share_by_price(loads_SE: Floats, copies_ER: Ints, max_sweeps: int = MAX_SWEEPS) -> Floats:
+    """``(S, E, R)`` parts of each expert's load in each step that make the heaviest rank lightest.
+
+    Args:
+        loads_SE: tokens, or what they cost.
+        copies_ER: copies of each expert on each rank; at least one of each expert.
+        max_sweeps: turns of every expert; fewer are less exact.
+    """
+    shares_SER = share_evenly(loads_SE, (copies_ER > 0).astype(np.int64))
+    movable = np.flatnonzero((copies_ER > 0).sum(1) > 1)
+    movable = movable[np.argsort(-loads_SE[:, movable].sum(0), kind="stable")]
+    prices_SR = shares_SER.sum(1)
+    enough_S = LEVEL * loads_SE.sum(1) / copies_ER.shape[1]
+    for _ in range(max_sweeps if len(movable) else 0):
+        before_SR = prices_SR.copy()
+        for expert in movable:
+            ranks = np.flatnonzero(copies_ER[expert])
+            others = prices_SR[:, ranks] - shares_SER[:, expert, ranks]
+            parts = _fill(others, loads_SE[:, expert])
+            shares_SER[:, expert, ranks] = parts
+            prices_SR[:, ranks] = others + parts
+        if (np.abs(prices_SR - before_SR).max(1) <= enough_S).all():
+            break
+    return shares_SER
+
+
+def _fill(prices_SN: Floats, amounts_S: Floats) -> Floats:
+    """Pour an amount over ranks of these prices as water would lie: ``(S, N)``."""
+    ordered = np.sort(prices_SN, axis=1)
+    levels = (amounts_S[:, None] + ordered.cumsum(1)) / np.arange(1, ordered.shape[1] + 1)
+    wet = (levels > ordered).sum(1).clip(1) - 1
+    level_S = np.take_along_axis(levels, wet[:, None], 1)
+    return np.asarray((level_S - prices_SN).clip(0.0))
+
+
+# ---- The most level placement on few ranks: loads judged exactly, and slots exchanged by
+# annealing.
+#
+# Whoever shares out the tokens, ranks that alone hold some experts serve all tokens of these: the
+# heaviest rank of a set is at least as heavy as their load over the number of ranks. The largest
+# of these bounds over all sets of ranks is also reached (largest flow, least cut), so sharing by
+# price need not be played to know what it comes to, and what an exchange of two slots changes is
+# two experts' part in each set. There are ``2^R - 1`` sets, so this is for few ranks.
+#
+# Legend: S steps, E experts, R ranks, N slots of a rank, M sets of ranks with the empty one, C
+# without it.
+
+MOST_RANKS = 8
+PROPOSALS, MOST_PROPOSALS = 200, 8_000
+"""For each slot, and of a walk."""
+GIFTS = 0.4
+"""Share of the proposals that give a copy's slot to another expert; the others exchange two."""
+HOT, COLD = 1e-2, 3e-4
+"""How much worse, as a share of the mean load, a change may be that is still likely to be made."""
+
+_CutChange = tuple[tuple[int, int, int], ...]
+"""Slots that change: rank, slot of the rank, expert that comes in."""
+
+
+def heaviest_by_cuts(costs_SE: Floats, copies_ER: Ints) -> Floats:
+    """``(S,)``: the heaviest rank's load in each step, shared out as evenly as copies allow."""
+    return np.asarray((costs_SE @ _parts(copies_ER.shape[1])[_sets(copies_ER)]).max(1))
+
+
+def anneal(copies_ER: Ints, costs_SE: Floats, price_E: Floats) -> Ints:
+    """The best placement found on a walk that begins here; the same for the same arguments.
+
+    Args:
+        copies_ER: at most one of an expert on a rank.
+        costs_SE: what each expert costs in each step.
+        price_E: of each copy that a rank does not hold at the beginning.
+    """
+    walk = _Walk(copies_ER, costs_SE, price_E)
+    best, found_ER = walk.value, copies_ER
+    rng = np.random.default_rng(0)
+    proposals = min(PROPOSALS * int(copies_ER.sum()), MOST_PROPOSALS)
+    for heat in np.geomspace(HOT, COLD, proposals) * walk.level:
+        change = walk.proposal(rng)
+        made = change and walk.make(change, worse=-heat * np.log(1.0 - rng.random()))
+        if made and walk.value < best:
+            best, found_ER = walk.value, walk.copies_ER
+    return found_ER
+
+
+class _Walk:
+    """Where a walk is.
+
+    Attributes:
+        level: mean load of a rank.
+        value: mean over the steps of the heaviest load, and the price of what has moved.
+    """
+
+    def __init__(self, copies_ER: Ints, costs_SE: Floats, price_E: Floats) -> None:
+        self._costs_SE, self._price_E, self._home_E = costs_SE, price_E, _sets(copies_ER)
+        self._parts_MC = _parts(copies_ER.shape[1])
+        self._slots_RN = np.nonzero(copies_ER.T)[1].reshape(copies_ER.shape[1], -1).tolist()
+        self._sets: list[int] = self._home_E.tolist()
+        self._loads_SC = costs_SE @ self._parts_MC[self._home_E]
+        self._fee = 0.0
+        self.level = float(costs_SE.sum(1).mean()) / copies_ER.shape[1]
+        self.value = float(self._loads_SC.max(1).mean())
+
+    @property
+    def copies_ER(self) -> Ints:
+        sets_E = np.array(self._sets, np.int64)
+        return (sets_E[:, None] >> np.arange(len(self._slots_RN))) & 1
+
+    def proposal(self, rng: np.random.Generator) -> _CutChange:
+        """Nothing where what was drawn is none."""
+        ranks, rows = len(self._slots_RN), len(self._slots_RN[0])
+        draws = rng.random(5).tolist()
+        rank, slot = int(draws[1] * ranks), int(draws[2] * rows)
+        expert = self._slots_RN[rank][slot]
+        if draws[0] < GIFTS:
+            taker, held = int(draws[3] * len(self._sets)), self._sets[expert]
+            alone = held & (held - 1) == 0
+            return () if alone or self._sets[taker] >> rank & 1 else ((rank, slot, taker),)
+        other, place = int(draws[3] * ranks), int(draws[4] * rows)
+        partner = self._slots_RN[other][place]
+        if self._sets[expert] >> other & 1 or self._sets[partner] >> rank & 1:
+            return ()
+        return (rank, slot, partner), (other, place, expert)
+
+    def make(self, change: _CutChange, worse: float) -> bool:
+        """Whether the change was made: it is unless the value grows by more than `worse`."""
+        sets: dict[int, int] = {}
+        for rank, slot, comes in change:
+            for expert in (self._slots_RN[rank][slot], comes):
+                sets[expert] = sets.get(expert, self._sets[expert]) ^ (1 << rank)
+        experts, after = list(sets), list(sets.values())
+        before = [self._sets[expert] for expert in experts]
+        moved_KC = self._parts_MC[after] - self._parts_MC[before]
+        loads_SC = self._loads_SC + self._costs_SE[:, experts] @ moved_KC
+        fee = self._fee
+        for expert, old, new in zip(experts, before, after, strict=True):
+            away = ~int(self._home_E[expert])
+            copies = (new & away).bit_count() - (old & away).bit_count()
+            fee += float(self._price_E[expert]) * copies
+        value = float(loads_SC.max(1).mean()) + fee
+        if value > self.value + worse:
+            return False
+        self._loads_SC, self._fee, self.value = loads_SC, fee, value
+        for expert, new in sets.items():
+            self._sets[expert] = new
+        for rank, slot, comes in change:
+            self._slots_RN[rank][slot] = comes
+        return True
+
+
+def _sets(copies_ER: Ints) -> Ints:
+    """``(E,)``: the ranks of each expert as bits."""
+    return np.asarray((copies_ER > 0) @ (1 << np.arange(copies_ER.shape[1])), np.int64)
+
+
+@cache
+def _parts(ranks: int) -> Floats:
+    """``(M, C)``: of an expert on these ranks, what each rank of a set must bear on average."""
+    sets_M = np.arange(1 << ranks)
+    size_M = (sets_M[:, None] >> np.arange(ranks) & 1).sum(1)
+    within_MC = sets_M[:, None] & ~sets_M[None, 1:] == 0
+    return np.asarray(within_MC / size_M[1:])
+
+
+# ----
 
 Change = tuple[tuple[int, int, int], ...]
 """Experts, ranks, and copies more or less there."""
@@ -206,3 +397,86 @@ def _replacements(
         for expert, growth in zip(helped.tolist(), growth_N, strict=True):
             if expert != spare:
                 yield float(growth), ((spare, other, -1), (expert, other, 1))
+
+
+# ---- Where experts are at first, and after ranks were lost.
+
+KINDS = ("packed", "eplb", "linear")
+STEPS = 64
+"""That a placement is made for where none has been seen."""
+
+
+def slots_for(num_experts: int, ranks: int, replicas: float) -> int:
+    """Slots of all ranks: a share of further copies, rounded up to equally many on each rank."""
+    rows = -(-round(num_experts * (1.0 + replicas), 6) // ranks)
+    return int(min(rows, num_experts)) * ranks
+
+
+def first_placement(
+    kind: str, num_experts: int, ranks: int, replicas: float, seen_SE: Floats | None = None
+) -> Placement:
+    """The placement of one layer before anything has run here; the same on every rank.
+
+    Args:
+        kind: one of `KINDS`.
+        replicas: share of further copies.
+        seen_SE: tokens of each expert in steps of a calibration; None where there is none, and no
+            expert is expected to have more than any other.
+
+    Raises:
+        PlacementError: an unknown kind, or EPLB with slots that it cannot deal.
+    """
+    slots = slots_for(num_experts, ranks, replicas)
+    if kind == "packed":
+        if seen_SE is None:
+            return _for_unseen(num_experts, slots, ranks)
+        return pack(seen_SE, slots, ranks)
+    if kind == "eplb":
+        return eplb(np.ones(num_experts) if seen_SE is None else seen_SE.mean(0), slots, ranks)
+    if kind == "linear":
+        return linear(num_experts, slots, ranks)
+    raise PlacementError(f"no placement is called {kind!r}; there are {', '.join(KINDS)}")
+
+
+@cache
+def _for_unseen(num_experts: int, slots: int, ranks: int) -> Placement:
+    """For steps of which only a mean is known: what an expert gets is exponential, the least that
+    can be assumed (its entropy is the largest). So copies are spread as to help whoever has more
+    than others in a step; to even loads any copies would do. It is a second's work on few ranks and
+    finds nothing better on many."""
+    if ranks > MOST_RANKS:
+        return pack(np.ones((1, num_experts)), slots, ranks)
+    return pack(np.random.default_rng(0).exponential(size=(STEPS, num_experts)), slots, ranks)
+
+
+def without_ranks(current: Placement, lost: Collection[int], slots: int) -> Placement:
+    """The placement of those that are left, in their order: everybody keeps what it holds.
+
+    Experts that nobody holds any more go to ranks with room, or else take the place of a copy.
+    Room that is left is for copies, of those with fewest first.
+
+    Args:
+        slots: of the survivors together.
+
+    Raises:
+        PlacementError: nobody is left, or the slots cannot be dealt so.
+    """
+    left = [rank for rank in range(current.ranks) if rank not in lost]
+    check_shape(current.num_experts, slots, len(left))
+    held_ER = current.copies_ER[:, left] > 0
+    rows = slots // len(left)
+    if (held_ER.sum(0) > rows).any():
+        raise PlacementError(f"{slots} slots on {len(left)} ranks are fewer than these hold now")
+    for expert in np.flatnonzero(~held_ER.any(1)):
+        rank = int(held_ER.sum(0).argmin())
+        if held_ER[:, rank].sum() == rows:
+            copies_E = held_ER.sum(1)
+            copied = int(copies_E.argmax())
+            rank = int(held_ER[copied].argmax())
+            held_ER[copied, rank] = False
+        held_ER[expert, rank] = True
+    while (held_ER.sum(0) < rows).any():
+        rank = int(held_ER.sum(0).argmin())
+        copies_E = np.where(held_ER[:, rank], len(left), held_ER.sum(1))
+        held_ER[copies_E.argmin(), rank] = True
+    return Placement.from_held(held_ER)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -119,3 +121,36 @@ def imbalance(loads_SR: Floats) -> Floats:
     """``(S,)``: the heaviest rank's load over the mean; 1 where a step has none."""
     mean_S = loads_SR.mean(1)
     return np.divide(loads_SR.max(1), mean_S, out=np.ones_like(mean_S), where=mean_S > 0)
+
+
+# ---- From one placement to another with as little moved as can be: ranks get the best names.
+
+
+def fewest_moves(current: Placement, new: Placement, price_E: Floats) -> Placement:
+    """The new placement with its ranks renamed, and experts that stay in the slots they had.
+
+    Ranks are taken to be alike, so that any naming is as good (one node, or equal links).
+
+    Args:
+        current, new: of one shape.
+        price_E: of bringing each expert to a rank.
+    """
+    held_ER, wanted_ER = current.copies_ER > 0, new.copies_ER > 0
+    kept_RR = (held_ER * price_E[:, None]).T @ wanted_ER
+    _, names = linear_sum_assignment(kept_RR, maximize=True)
+    before_RN = np.array(current.experts_P).reshape(current.ranks, -1)
+    after_RN = np.array(new.experts_P).reshape(new.ranks, -1)[names]
+    slots = [_in_place(b, a) for b, a in zip(before_RN.tolist(), after_RN.tolist(), strict=True)]
+    return Placement(tuple(chain.from_iterable(slots)), new.num_experts, new.ranks)
+
+
+def _in_place(before: list[int], after: list[int]) -> list[int]:
+    """The experts of `after`, those in `before` where they were."""
+    left = list(after)
+    placed: list[int | None] = []
+    for expert in before:
+        stays = expert in left
+        placed.append(expert if stays else None)
+        if stays:
+            left.remove(expert)
+    return [left.pop(0) if expert is None else expert for expert in placed]

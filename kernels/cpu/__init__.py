@@ -14,22 +14,16 @@ from typing import Any
 
 from torch import Tensor, dtype
 
-from kernels.cpu import calls
-from kernels.cpu.arriving import ArrivingCall, declare_arriving
-from kernels.cpu.assign import NativeAssign
-from kernels.cpu.attention import NativeAttention
+from kernels.cpu import interface as calls
+from kernels.cpu.all_to_all import NativeAssign, NativeMeeting
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
+from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
 from kernels.cpu.foresight import NativeForesight
-from kernels.cpu.layer import LayerCall
 from kernels.cpu.learning import NativeLearner
-from kernels.cpu.linear import NativeLinear
-from kernels.cpu.meeting import NativeMeeting
-from kernels.cpu.native import NativeExperts
-from kernels.cpu.native_planes import NativePlanes
-from kernels.cpu.norms import NativeNorms
-from kernels.cpu.reading import NativeReads
-from kernels.plane_weights import QuantizedExperts
+from kernels.cpu.streaming import ArrivingCall, NativeReads, declare_arriving
+from kernels.cpu.trunk import NativeAttention, NativeLinear, NativeNorms
+from kernels.planes import QuantizedExperts
 from kernels.reference import AnyExperts
 
 _ENVIRONMENT = "MOE_CPU_KERNEL"
@@ -100,7 +94,7 @@ class NativeKernels:
     def weighted_sum(
         self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype, more_BH: Tensor
     ) -> Tensor:
-        """As kernels.sums.weighted_sum, of contiguous tensors: float32, and int32 positions."""
+        """As kernels.backends.weighted_sum, of contiguous tensors: float32, and int32 positions."""
         return calls.weighted_sum(self.library, row_AH, position_TK, weights_TK, to, more_BH)
 
 

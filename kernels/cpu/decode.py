@@ -10,8 +10,7 @@ from ctypes import addressof
 from typing import Any
 
 from kernels.cpu.activation import Activation
-from kernels.cpu.calls import NUMBER, POINTER, check_done, declare
-from kernels.cpu.plans import MatrixRecord
+from kernels.cpu.interface import NUMBER, POINTER, MatrixRecord, check_done, declare
 
 ABSENT, BIT_PLANES = -1, 8
 SCORES = ("softmax", "sigmoid", "mixer")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.assign import address
-from kernels.cpu.calls import POINTER, SIZE, declare, integers
+from kernels.cpu.all_to_all import address
+from kernels.cpu.interface import POINTER, SIZE, declare, integers
 
 Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
@@ -51,7 +51,7 @@ class NativeForesight:
         shares: ``(F + 1, L, L)``.
         up, up_bias: ``(2 L E + H + L, D)`` and ``(D,)``.
         down, down_bias: ``(L, E, D)`` and ``(L, E)``.
-        discount, correction, least: see `offload.policies.next_use` and `offload.policies.heard`.
+        discount, correction, least: see `offload.policies.next_use` and `offload.policies.base`.
 
     Attributes:
         soon: ``(L, E)``, live.

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.assign import address
-from kernels.cpu.calls import POINTER, SIZE, declare, integers
+from kernels.cpu.all_to_all import address
+from kernels.cpu.interface import POINTER, SIZE, declare, integers
 
 Floats = NDArray[np.float64]
 

@@ -21,8 +21,8 @@ from moe.commands.console import stdout_console
 from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.profile import LoadedProfile, load_profile
 from moe.sampling.params import SamplingParams
+from moe.settings.profile import LoadedProfile, load_profile
 
 BATCHES = (1, 4)
 ROUNDS = 3

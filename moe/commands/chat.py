@@ -9,9 +9,8 @@ from pathlib import Path
 from moe.commands.terminal import RunStats, load, run, write_out
 from moe.errors import ContextError, RequestError
 from moe.model import MoE
-from moe.profile import LoadedProfile
-from moe.tools.reasoning import KEY
-from moe.tools.reasoning_parser import ReasoningParser
+from moe.settings.profile import LoadedProfile
+from moe.text.tool_calls.reasoning import KEY, ReasoningParser
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 

@@ -2,16 +2,206 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib import metadata, util
+from pathlib import Path
+from typing import Literal
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from moe.commands import doctor_checks as checks
+from moe import machine
 from moe.commands.console import stdout_console
-from moe.commands.doctor_checks import Finding
+
+# ---- The checks of ``moe doctor``: each looks at one thing and returns a ``Finding``.
+#
+# Slow or risky things are looked up, not imported: deepspeed prints and probes when imported, and
+# megablocks cannot be imported without its CUDA extension.
+
+Status = Literal["ok", "warning", "missing"]
+
+MIN_PYTHON = (3, 10)
+LOW_MEMORY = 4 * 2**30
+LOW_DISK = 10 * 2**30
+REINSTALL = "run 'make venv', or pip install moe-inference again"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. ``required``: nothing runs where this is missing."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    required: bool = False
+
+
+def check_python() -> Finding:
+    found, wanted = platform.python_version(), ".".join(map(str, MIN_PYTHON))
+    if sys.version_info >= MIN_PYTHON:
+        return Finding("Python", "ok", found, required=True)
+    return Finding("Python", "missing", found, f"install Python {wanted} or newer", required=True)
+
+
+def check_library(requirement: str, required: bool = True) -> Finding:
+    """Is the distribution installed, in a version that the requirement admits?"""
+    wanted = Requirement(requirement)
+    found = _version(wanted.name)
+    if found is None:
+        return Finding(wanted.name, "missing", "not installed", REINSTALL, required)
+    if not wanted.specifier.contains(found, prereleases=True):
+        remedy = f"pip install '{requirement}'"
+        return Finding(wanted.name, "missing", f"{found}, not {wanted.specifier}", remedy, required)
+    return Finding(wanted.name, "ok", found, required=required)
+
+
+def check_libraries(requirements: Sequence[str]) -> Finding:
+    """One finding for many libraries, which says what is wrong with which."""
+    wrong = [found for found in map(check_library, requirements) if found.status != "ok"]
+    if not wrong:
+        return Finding("libraries", "ok", f"{len(requirements)} more, as required", required=True)
+    detail = "; ".join(f"{finding.name}: {finding.detail}" for finding in wrong)
+    return Finding("libraries", "missing", detail, REINSTALL, required=True)
+
+
+def check_cpu() -> Finding:
+    found = machine.instruction_sets()
+    detail = f"{platform.machine()}: {', '.join(found) or 'no vector extension we know'}"
+    if found:
+        return Finding("CPU", "ok", detail)
+    return Finding("CPU", "warning", detail, "the portable kernels run, several times slower")
+
+
+def check_threads() -> Finding:
+    import torch
+
+    threads, cpus, quota = torch.get_num_threads(), machine.usable_cpus(), machine.cpu_quota()
+    limit = "" if quota is None else f", limited to {quota:g} CPUs' time by the control group"
+    detail = f"{threads} on {cpus} usable CPUs{limit}"
+    most = cpus if quota is None else min(cpus, max(1, int(quota)))
+    if threads > most:
+        return Finding("threads", "warning", detail, f"slower than --set threads={most}")
+    return Finding("threads", "ok", detail)
+
+
+def check_compiler() -> Finding:
+    candidates = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    for command in map(shlex.split, candidates):
+        if command and shutil.which(command[0]):
+            asked = [*command, "--version"]
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False)
+            if done.returncode == 0:
+                return Finding(
+                    "compiler", "ok", f"{shlex.join(command)}: {done.stdout.splitlines()[0]}"
+                )
+    remedy = "install g++ or clang++; until then the reference kernel runs, slowly"
+    return Finding("compiler", "missing", "no C++ compiler on the path", remedy)
+
+
+def check_cpu_kernel() -> Finding:
+    import kernels
+
+    backend = kernels.backend_status()
+    if backend["name"] == "native":
+        return Finding("CPU kernel", "ok", f"native: {backend['reason']}")
+    remedy = "the reference kernel runs, slowly; resolve the reason given"
+    return Finding("CPU kernel", "warning", f"{backend['name']}: {backend['reason']}", remedy)
+
+
+def check_memory() -> Finding:
+    total, free, limit = machine.memory_total(), machine.memory_available(), machine.memory_limit()
+    if total is None or free is None:
+        return Finding("memory", "warning", "cannot be read on this system")
+    limited = " (the control group's limit)" if total == limit else ""
+    detail = f"{_gib(total)}{limited}, {_gib(free)} available"
+    if free < LOW_MEMORY:
+        return Finding("memory", "warning", detail, "close programs, or choose a small model")
+    return Finding("memory", "ok", detail)
+
+
+def check_disk() -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE)
+    there = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    detail = f"{_gib(free)} free in {cache}"
+    if free < LOW_DISK:
+        return Finding("disk", "warning", detail, "free some, or point HF_HOME at a larger disk")
+    return Finding("disk", "ok", detail)
+
+
+def check_gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return Finding("GPU", "ok", ", ".join(f"{d.name} {_gib(d.total_memory)}" for d in devices))
+    if Path("/proc/driver/nvidia").exists():
+        detail = f"a driver is there, but torch {torch.__version__} does not see a GPU"
+        return Finding("GPU", "warning", detail, "install a CUDA build of torch for this driver")
+    return Finding("GPU", "missing", "none seen by torch", "optional: everything runs on the CPU")
+
+
+def check_triton() -> Finding:
+    found = _version("triton")
+    if found:
+        return Finding("triton", "ok", found)
+    remedy = "optional, for CUDA: pip install 'moe-inference[gpu]'"
+    return Finding("triton", "missing", "not installed", remedy)
+
+
+def check_megablocks() -> Finding:
+    found = _version("megablocks")
+    if not found or util.find_spec("megablocks") is None:
+        remedy = "optional, for CUDA: pip install --no-deps megablocks"
+        return Finding("megablocks", "missing", "not installed", remedy)
+    if util.find_spec("megablocks_ops") is None:
+        detail = f"{found} without its CUDA extension megablocks_ops: not usable"
+        return Finding("megablocks", "warning", detail, "build it on a machine with CUDA")
+    return Finding("megablocks", "ok", found)
+
+
+def check_gguf() -> Finding:
+    found = _version("gguf")
+    if found:
+        return Finding("gguf", "ok", found)
+    remedy = "optional, to read GGUF files: pip install 'moe-inference[gguf]'"
+    return Finding("gguf", "missing", "not installed", remedy)
+
+
+def check_module_names() -> Finding:
+    """transformers imports a distribution named kernels by the name of our own package."""
+    found = _version("kernels")
+    if found:
+        detail = f"the distribution kernels {found} has the name of our package"
+        return Finding("module names", "warning", detail, "pip uninstall kernels")
+    return Finding("module names", "ok", "no other distribution has the name of our packages")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+# ----
 
 __all__ = ["Finding", "exit_code", "main", "print_doctor", "run_doctor"]
 
@@ -38,22 +228,22 @@ OTHER_LIBRARIES = (
 )
 
 CHECKS: dict[str, Callable[[], Finding]] = {
-    "Python": checks.check_python,
-    "torch": partial(checks.check_library, TORCH),
-    "transformers": partial(checks.check_library, TRANSFORMERS),
-    "deepspeed": partial(checks.check_library, DEEPSPEED, required=False),
-    "libraries": partial(checks.check_libraries, OTHER_LIBRARIES),
-    "module names": checks.check_module_names,
-    "CPU": checks.check_cpu,
-    "threads": checks.check_threads,
-    "compiler": checks.check_compiler,
-    "CPU kernel": checks.check_cpu_kernel,
-    "memory": checks.check_memory,
-    "disk": checks.check_disk,
-    "GPU": checks.check_gpu,
-    "triton": checks.check_triton,
-    "megablocks": checks.check_megablocks,
-    "gguf": checks.check_gguf,
+    "Python": check_python,
+    "torch": partial(check_library, TORCH),
+    "transformers": partial(check_library, TRANSFORMERS),
+    "deepspeed": partial(check_library, DEEPSPEED, required=False),
+    "libraries": partial(check_libraries, OTHER_LIBRARIES),
+    "module names": check_module_names,
+    "CPU": check_cpu,
+    "threads": check_threads,
+    "compiler": check_compiler,
+    "CPU kernel": check_cpu_kernel,
+    "memory": check_memory,
+    "disk": check_disk,
+    "GPU": check_gpu,
+    "triton": check_triton,
+    "megablocks": check_megablocks,
+    "gguf": check_gguf,
 }
 
 

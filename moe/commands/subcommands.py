@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe.errors import ProfileError
+from moe.errors import ProfileError, RequestError
+from moe.model import MoE
+from moe.settings.profile import LoadedProfile
 
 
 @contextmanager
@@ -38,9 +40,8 @@ def importing() -> Iterator[None]:
 def load_settings(options: argparse.Namespace) -> Any:
     """The profile that a command line asks for; sampling options are settings like any other,
     and so are allowed origins."""
-    from moe.profile import load_profile
-    from moe.profile_sources import parse_assignments
     from moe.settings import GenerationSettings
+    from moe.settings.profile import load_profile, parse_assignments
 
     overrides = parse_assignments(options.settings)
     for name in GenerationSettings.model_fields:
@@ -53,8 +54,8 @@ def load_settings(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> int:
     with importing():
-        from moe.convert.allotment import Budget
-        from moe.convert.convert import convert as run
+        from moe.commands.convert.allotment import Budget
+        from moe.commands.convert.convert import convert as run
         from moe.settings import ModelSettings
 
     settings = ModelSettings(
@@ -84,7 +85,7 @@ def convert(options: argparse.Namespace) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     with importing():
-        from moe.evaluate.command import run
+        from moe.commands.evaluate.command import run
 
     return run(
         options.model,
@@ -99,7 +100,7 @@ def evaluate(options: argparse.Namespace) -> int:
 def trace(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     with importing():
-        from moe.tracing.command import run
+        from moe.commands.trace.command import run
 
     return run(
         options.model,
@@ -113,7 +114,7 @@ def trace(options: argparse.Namespace) -> int:
 
 def inspect_store(options: argparse.Namespace) -> int:
     with importing():
-        from moe.convert.inspect_store import run
+        from moe.commands.convert.inspect_store import run
 
     return run(Path(options.store), None if options.image is None else Path(options.image))
 
@@ -121,7 +122,7 @@ def inspect_store(options: argparse.Namespace) -> int:
 def calibrate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     with importing():
-        from moe.calibrate.calibrate import calibrate as run
+        from moe.commands.calibrate.calibrate import calibrate as run
 
     out = None if options.out is None else Path(options.out)
     text = Path(options.text)
@@ -132,7 +133,7 @@ def plan(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if options.ranks is not None:
         with importing():
-            from moe.plan.rank_command import run as run_ranks
+            from moe.commands.plan.rank_command import run as run_ranks
 
         return run_ranks(
             options.model,
@@ -146,7 +147,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.nodes != 1 or options.link is not None or options.network is not None:
         raise ProfileError("--nodes, --link and --network are about several ranks; add --ranks N")
     with importing():
-        from moe.plan.command import run
+        from moe.commands.plan.command import run
 
     return run(options.model, profile, as_json=options.json)
 
@@ -165,3 +166,125 @@ def doctor(_: argparse.Namespace) -> int:
         from moe.commands.doctor import main as doctor
 
     return doctor()
+
+
+# ---- Subcommands of ``moe`` that run a model, on one rank or as one of several: each returns the
+# exit code.
+#
+# Heavy modules are imported by the one that needs them.
+
+
+def generate(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    if options.print_config:
+        from moe.settings.profile import print_config
+
+        print(print_config(profile))
+        return 0
+    if options.model is None:
+        raise ProfileError("no model was given; write moe generate MODEL --prompt TEXT")
+    if _follows(options.model, profile):
+        return 0
+    if options.batch is not None or options.out is not None:
+        return _batch(options, profile)
+    prompt = _prompt_of(options.prompt)
+    asked = {"stop": options.stop} if options.stop else {}
+    if options.json_schema is not None:
+        from moe.sampling.params import Structure
+
+        asked["structure"] = Structure.json_schema(_text_of(options.json_schema, "schema"))
+    with importing():
+        from moe.commands import terminal
+
+    return terminal.generate(options.model, profile, prompt, asked, as_json=options.json)
+
+
+def chat(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    if _follows(options.model, profile):
+        return 0
+    system = None if options.system is None else _text_of(options.system, "system")
+    with importing():
+        from moe.commands.chat import chat as run
+
+    return run(options.model, profile, system)
+
+
+def serve(options: argparse.Namespace) -> int:
+    profile = load_settings(options)
+    if _follows(options.model, profile):
+        return 0
+    with importing():
+        from moe.server.serve import serve as run
+
+    listens = (options.host, options.port, options.api_key)
+    return run(options.model, profile, *listens, options.served_model_name)
+
+
+def _batch(options: argparse.Namespace, profile: Any) -> int:
+    if options.batch is None or options.out is None:
+        raise RequestError("--batch and --out belong together: give both files")
+    if options.prompt is not None or options.json or options.json_schema or options.stop:
+        raise RequestError(
+            "--batch takes its prompts and what is asked of them from the file; leave out "
+            "--prompt, --json, --json-schema and --stop"
+        )
+    with importing():
+        from moe.commands.terminal import batch
+
+    return batch(options.model, profile, Path(options.batch), Path(options.out))
+
+
+def _follows(model: str, profile: Any) -> bool:
+    """Whether this process is not the first rank of a launch; its part is done then."""
+    from moe.parallel.endings import sheltered
+    from moe.parallel.launch import end_with_parent, wanted_launch
+
+    launch = wanted_launch(profile.profile)
+    if launch is None:
+        return False
+    end_with_parent()
+    if launch.rank == 0:  # launchers make SIGTERM of the SIGINT that a terminal sends to everybody
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return False
+    if profile.profile.parallel.on_rank_loss == "continue":
+        sheltered(launch)
+
+    follow(model, profile)
+    return True
+
+
+def _prompt_of(argument: str | None) -> str:
+    """The text that ``--prompt`` names."""
+    if argument is None:
+        raise RequestError("no prompt was given; write --prompt TEXT, --prompt - or --prompt @FILE")
+    if argument == "-":
+        return sys.stdin.read()
+    return _text_of(argument, "prompt")
+
+
+def _text_of(argument: str, what: str) -> str:
+    """An argument that is a text, or @ and the name of a file that has it."""
+    if not argument.startswith("@"):
+        return argument
+    try:
+        return Path(argument[1:]).read_bytes().decode()  # "\r\n" is two characters, as on stdin
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the {what} file {argument[1:]}: {error}") from error
+
+
+# ---- What ``moe`` does on every rank but the first.
+
+
+def follow(name: str, profile: LoadedProfile) -> None:
+    """Load the model and compute until rank 0 stops.
+
+    Raises:
+        MoEError: the model cannot be loaded, or the ranks do not come together.
+        RankLostError: rank 0 is lost.
+    """
+    with closing(MoE.from_pretrained(name, profile)) as model:
+        # A launcher signals all ranks: rank 0 finishes what it has begun, then stops the others.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        model.serve_rank()

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.batch.files import Tally, open_files
-from moe.batch.run import run_batch
-from moe.commands.progress import step_bar
+from moe.commands.batch import Tally, open_files, run_batch
+from moe.commands.console import step_bar
 from moe.completion import Completion, collect
 from moe.loading.hub import public_name
 from moe.model import MoE
-from moe.profile import LoadedProfile
-from moe.text.prompts import Prompt
+from moe.settings.profile import LoadedProfile
+from moe.text.tokenizer import Prompt
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from moe.plan.memory import MemoryPlan
+from moe.loading.memory_plan import MemoryPlan
 from moe.settings import OffloadSettings, Profile
 from offload.cache import ExpertCache
 from offload.errors import OffloadError

@@ -6,23 +6,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from moe.calibrate.foresight import Expect
+from moe.calibration.foresight import Expect
 from moe.engine.borrowing import BorrowedRoom
-from moe.engine.grouping import Grouping
-from moe.engine.prefill import PrefillPlanner
-from moe.engine.prefix import PrefixCache
-from moe.engine.reading import Outcome
+from moe.engine.prefill_batch import Group, Outcome, Step, Wave
+from moe.engine.prefill_mode import LayerWork, PrefillPlanner
+from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import Runner
-from moe.engine.scheduler import Scheduler
-from moe.engine.sequence import Delta, RunningSequence
-from moe.engine.stages import LayerWork
-from moe.engine.wave import Group, Step, Wave
-from moe.kv import SequenceKV
-from moe.moe_layer import MoELayers
-from moe.sampling.logprobs import Token
+from moe.engine.scheduler import Grouping, Scheduler
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import SequenceKV
+from moe.network.moe_layer import MoELayers
+from moe.sampling.sampler import Token
+from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
 from moe.speculate import Speculator
-from moe.trunk import Trunk
 
 Event = tuple[RunningSequence, Delta | Exception]
 """A sequence and what a step brought it."""

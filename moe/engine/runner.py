@@ -16,17 +16,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.engine.reading import Outcome, Reading, results, sample
-from moe.engine.sequence import RunningSequence
-from moe.engine.wave import Step, Wave
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.moe_layer import MoELayers
-from moe.parallel.halves import run_halves
-from moe.sampling.logprobs import Token
+from moe.engine.halves import run_halves
+from moe.engine.prefill_batch import Outcome, Reading, Step, Wave, results, sample
+from moe.network.backbone import SHORT, Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+from moe.network.moe_layer import MoELayers
+from moe.sampling.sampler import Token
+from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
-from moe.trunk import SHORT, Trunk
 
 
 class Runner:

@@ -119,8 +119,6 @@ def read_config(path: Path) -> PreTrainedConfig:
     Raises `CheckpointError` when it is absent, not JSON or not sensible, `UnsupportedModelError`
     for a model_type that the installed transformers does not know. Runs no code from `path`.
     """
-    import moe.lab  # noqa: F401 - makes our own architecture known; slow to import
-
     file = path / "config.json"
     raw = _read_json(file)
     model_type = raw.get("model_type")

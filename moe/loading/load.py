@@ -10,20 +10,245 @@ which leaves alone what is marked as loaded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
+from experts.linear import QuantizedLinear
+from experts.safetensors_io import TensorInfo
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.order import in_order, modules_of
+from moe.loading.plan import Plan
 from moe.loading.progress import LoadProgress, Report
-from moe.loading.reader import WeightReader
-from moe.loading.weight_plan import WeightPlan, tied_names
+from moe.loading.transfer import Transfer
+
+# ---- In which order a checkpoint is read: as it lies on disk, but some modules in one piece.
+#
+# A module that is quantized or written away as soon as it is complete must not wait half-read for
+# files that come later: then all of them would be in memory at once.
+
+
+def modules_of(transfer: Transfer, modules: Collection[str]) -> list[str]:
+    """Those of `modules` that own its targets, once for each target."""
+    owners = [name.rpartition(".")[0] for name in transfer.targets]
+    return [name for name in owners if name in modules]
+
+
+def in_order(
+    transfers: Sequence[Transfer], checkpoint: Checkpoint, modules: Collection[str]
+) -> list[Transfer]:
+    """By place in the files, but what belongs to one of `modules` together with its first."""
+    places = {id(transfer): _position(transfer, checkpoint) for transfer in transfers}
+    ordered = sorted(transfers, key=lambda t: places[id(t)])
+    first: dict[str, tuple[str, int]] = {}
+    for transfer in ordered:
+        for name in modules_of(transfer, modules):
+            first.setdefault(name, places[id(transfer)])
+
+    def key(transfer: Transfer) -> tuple[str, int]:
+        owners = modules_of(transfer, modules)
+        return min(first[name] for name in owners) if owners else places[id(transfer)]
+
+    return sorted(ordered, key=key)
+
+
+def _position(transfer: Transfer, checkpoint: Checkpoint) -> tuple[str, int]:
+    first = checkpoint.tensors[transfer.names[0]]
+    return str(first.file), first.start
+
+
+# ---- Moves the bytes of a checkpoint to where a parameter lives, a slice or an expert at a time.
+
+SLICE_BYTES = 16 << 20  # large enough for full disk speed, small beside any model
+
+
+@dataclass
+class WeightReader:
+    """Fills preallocated tensors; `advance` is told every number of bytes read.
+
+    With `check_finite`, `not_finite` ends up naming each tensor that holds NaN or infinity.
+    """
+
+    checkpoint: Checkpoint
+    check_finite: bool
+    advance: Callable[[int], None]
+    not_finite: list[str] = field(default_factory=list)
+
+    def fill(self, transfer: Transfer, model: PreTrainedModel, places: dict[str, Tensor]) -> None:
+        for name, index in transfer.pieces:
+            self._stream(name, places[transfer.first_target][index])
+        if not transfer.pieces:
+            whole = {p: [self._whole(n) for n in names] for p, names in transfer.sources.items()}
+            for name, value in transfer.convert(model, whole).items():
+                places[name].copy_(value)
+
+    def _stream(self, name: str, place: Tensor) -> None:
+        """`name` into `place`: read there directly where dtype and device allow it."""
+        info = self.checkpoint.tensors[name]
+        direct = place.device.type == "cpu" and place.dtype == info.dtype and place.is_contiguous()
+        for rows in _slices(info):
+            part = place if rows is None else place[rows]
+            if direct:
+                self.checkpoint.read_into(name, part, rows=rows)
+                self._count(name, part)
+            else:
+                staged = self.checkpoint.read(name, rows=rows)
+                self._count(name, staged)
+                part.copy_(staged)
+
+    def _whole(self, name: str) -> Tensor:
+        tensor = self.checkpoint.read(name)
+        self._count(name, tensor)
+        return tensor
+
+    def _count(self, name: str, part: Tensor) -> None:
+        self.advance(part.nbytes)
+        if self.check_finite and part.is_floating_point() and part.numel() and not is_finite(part):
+            fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
+            if fault not in self.not_finite[-1:]:
+                self.not_finite.append(fault)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor that is not empty holds neither NaN nor infinity."""
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # NaN spreads
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _slices(info: TensorInfo) -> Iterator[slice | None]:
+    """Row ranges of about `SLICE_BYTES`; None for the whole of a small or 0-dimensional tensor."""
+    if info.nbytes <= SLICE_BYTES or not info.shape:
+        yield None
+        return
+    step = max(1, SLICE_BYTES * info.shape[0] // info.nbytes)
+    for start in range(0, info.shape[0], step):
+        yield slice(start, min(start + step, info.shape[0]))
+
+
+def same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Whether two tensors are stored with equal dtype, shape and bytes."""
+    one, two = checkpoint.tensors[first], checkpoint.tensors[second]
+    return (one.dtype, one.shape) == (two.dtype, two.shape) and all(
+        torch.equal(
+            checkpoint.read(first, rows=rows).view(torch.uint8),
+            checkpoint.read(second, rows=rows).view(torch.uint8),
+        )
+        for rows in _slices(one)
+    )
+
+
+# ---- Where every weight of a checkpoint goes, and how large it will be, before anything is read.
+
+DtypeFor = Callable[[str, torch.dtype], torch.dtype]
+"""``(parameter name, dtype in the checkpoint)`` to the dtype that it is kept in."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Where every weight goes, and how large it will be; nothing is allocated yet.
+
+    Attributes:
+        plan: what is read, and what need not be there.
+        dtypes: what each parameter that is read is kept in.
+        nbytes: memory of each parameter and buffer; 0 for one that shares another's.
+        bytes_to_read: bytes of the checkpoint.
+    """
+
+    plan: Plan
+    dtypes: dict[str, torch.dtype]
+    nbytes: dict[str, int]
+    bytes_to_read: int
+
+    def without(self, modules: Collection[str], checkpoint: Checkpoint) -> WeightPlan:
+        """The plan but for what fills `modules` only."""
+        kept = [
+            transfer
+            for transfer in self.plan.transfers
+            if not all(name.rpartition(".")[0] in modules for name in transfer.targets)
+        ]
+        total = sum(checkpoint.tensors[n].nbytes for transfer in kept for n in transfer.names)
+        return replace(self, plan=replace(self.plan, transfers=kept), bytes_to_read=total)
+
+
+def plan_weights(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    dtype_for: DtypeFor,
+    make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], Plan] | None = None,
+) -> WeightPlan:
+    """Match the checkpoint with `model` (on meta, see `meta_model`).
+
+    ``dtype_for(parameter name, dtype in the checkpoint)`` gives the dtype that a parameter is kept
+    in, unless the architecture fixes it. Raises one `CheckpointError` listing every fault; names
+    and shapes are checked from headers, and only tied tensors that are stored twice are read.
+    """
+    plan = checkpoint.make_plan(model) if make is None else make(model, checkpoint.tensors)
+    if plan.problems:
+        title = f"the weights in {checkpoint.path} do not fit {type(model).__name__}"
+        raise CheckpointError(listing(title, plan.problems))
+    _share_equal_ties(model, checkpoint, plan)
+    dtypes = {
+        name: _kept(model, name, checkpoint.tensors[transfer.names[0]].dtype, dtype_for)
+        for transfer in plan.transfers
+        for name in transfer.targets
+    }
+    shared = plan.missing & tied_names(model)
+    nbytes = {
+        name: 0 if name in shared else tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
+    total = sum(checkpoint.tensors[n].nbytes for t in plan.transfers for n in t.names)
+    return WeightPlan(plan, dtypes, nbytes, total)
+
+
+def _kept(
+    model: PreTrainedModel, name: str, dtype: torch.dtype, dtype_for: DtypeFor
+) -> torch.dtype:
+    """The dtype `name` stays in: the caller's choice, unless the architecture fixes another."""
+    built = model.get_parameter_or_buffer(name).dtype
+    owner, _, last = name.rpartition(".")
+    in_planes = last == "scales" and isinstance(model.get_submodule(owner), QuantizedLinear)
+    if not built.is_floating_point or in_planes:
+        return built
+    chosen = dtype_for(name, dtype)
+    plan = model._get_dtype_plan(chosen)
+    if plan:
+        alternation, pattern_by_group, _ = build_glob_alternation(list(plan))
+        if match := alternation.search(name):
+            assert match.lastgroup is not None  # every branch is a named group
+            return plan[pattern_by_group[match.lastgroup]]
+    return built if built != model.config.dtype else chosen
+
+
+def _share_equal_ties(model: PreTrainedModel, checkpoint: Checkpoint, plan: Plan) -> None:
+    """Where both tensors of a tied pair are stored with equal bytes, load one of them.
+
+    Unequal ones are both loaded, and `tie_weights` leaves them apart with a warning.
+    """
+    renamed = {t.first_target: t for t in plan.transfers if t.converter is None}
+    for target, source in model.all_tied_weights_keys.items():
+        if target in renamed and source in renamed:
+            first, second = renamed[target].names[0], renamed[source].names[0]
+            if same_bytes(checkpoint, first, second):
+                plan.transfers.remove(renamed[target])
+                plan.missing.add(target)
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Parameters that share memory with another, and those others."""
+    tied = model.all_tied_weights_keys
+    return set(tied) | set(tied.values())
+
+
+# ----
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from experts.header import TensorInfo
+from experts.safetensors_io import TensorInfo
 from moe.loading.transfer import Transfer, expert_faults, expert_pieces
 
 

@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from experts.header import TensorInfo
+from experts.safetensors_io import TensorInfo
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.float_schemes import fp8, mxfp4
 from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf
-from moe.loading.integer_schemes import awq, compressed_tensors, gptq
-from moe.loading.schemes import Coding, Scheme, SchemeError
+from moe.loading.schemes import (
+    Coding,
+    Scheme,
+    SchemeError,
+    awq,
+    compressed_tensors,
+    fp8,
+    gptq,
+    mxfp4,
+)
 
 METHODS: dict[str, Callable[[dict[str, Any]], Coding]] = {
     "fp8": fp8,

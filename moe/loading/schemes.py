@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.header import TensorInfo
+from experts.safetensors_io import TensorInfo
 
 Infos = Mapping[str, TensorInfo]
 Parts = Mapping[str, Tensor]
@@ -26,7 +26,7 @@ class Coding:
     Attributes:
         name: the method.
         fits_bfloat16: decoded weights are exact in bfloat16.
-        few_values: so few values a scale that 8-bit planes hold them exactly (`experts.grid`),
+        few_values: so few values a scale that 8-bit planes hold them exactly (`experts.weights`),
             where no group of theirs ends inside one of ours.
     """
 
@@ -95,3 +95,232 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
     if bits not in known:
         raise SchemeError(f"{key} is {bits}, known are {known}")
     return int(bits)
+
+
+# ---- The arithmetic of quantised checkpoints: stored tensors of one weight in, float32 out.
+#
+# Every function gives the exact products of codes and scales; what is rounded, and to what, is up
+# to whoever keeps the result. Legend: N rows (outputs), K columns (inputs), D groups of a row.
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = 127
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column that each 4-bit field of a word holds, lowest field first (AutoAWQ's GEMM packing)."""
+
+
+def decode_fp8(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """``(..., N, K)`` float8 times one scale for each block of rows and columns.
+
+    Scales of one byte are exponents (E8M0).
+    """
+    rows, columns = weight.shape[-2:]
+    spread = _e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
+    spread = spread.repeat_interleave(block[0], -2)[..., :rows, :]
+    return weight.float() * spread.repeat_interleave(block[1], -1)[..., :columns]
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """``(E, N, D, 16)`` bytes of two numbers each, low one first, to ``(E, K, N)``.
+
+    The result is transposed, as transformers' own decoder does for these checkpoints.
+    """
+    values = torch.tensor(_FP4 + tuple(-value for value in _FP4))
+    fields = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    decoded = values[fields.int()] * _e8m0(scales)[..., None]
+    return decoded.flatten(-2).transpose(-2, -1).contiguous()
+
+
+def decode_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, bits: int, zero_offset: int
+) -> Tensor:
+    """``(K / f, N)``, ``(D, N / f)`` words, ``(D, N)`` scales and the group of each column."""
+    codes_KN = _fields(qweight, bits).transpose(1, 2).flatten(0, 1)
+    zeros_DN = _fields(qzeros, bits).flatten(1) + zero_offset
+    group = g_idx.long()
+    return ((codes_KN - zeros_DN[group]) * scales.float()[group]).T.contiguous()
+
+
+def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    """``(K, N / 8)``, ``(D, N / 8)`` words and ``(D, N)`` scales."""
+    codes_KN = _unscramble(_fields(qweight, 4)).flatten(1)
+    zeros_DN = _unscramble(_fields(qzeros, 4)).flatten(1)
+    repeat = codes_KN.shape[0] // scales.shape[0]
+    spread = scales.float().repeat_interleave(repeat, 0)
+    return ((codes_KN - zeros_DN.repeat_interleave(repeat, 0)) * spread).T.contiguous()
+
+
+def decode_packed(packed: Tensor, scales: Tensor, columns: int, bits: int) -> Tensor:
+    """``(N, K / f)`` words of codes around ``2 ** (bits - 1)`` and ``(N, D)`` scales."""
+    codes_NK = _fields(packed, bits).flatten(1)[:, :columns] - 2 ** (bits - 1)
+    return codes_NK * scales.float().repeat_interleave(columns // scales.shape[1], 1)
+
+
+def _fields(words: Tensor, bits: int) -> Tensor:
+    """``(..., 32 / bits)`` numbers in float32 that int32 words hold, lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & (2**bits - 1)).float()
+
+
+def _unscramble(fields: Tensor) -> Tensor:
+    places = torch.tensor(_AWQ_ORDER).argsort()
+    return fields[..., places]
+
+
+def _e8m0(exponents: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
+
+
+# ---- Weights as small floating point numbers: FP8 with scales of blocks or rows, and MXFP4.
+
+
+def fp8(config: dict[str, Any]) -> Scheme:
+    stated = config.get("weight_block_size")
+    block = None if stated is None else (int(stated[0]), int(stated[1]))
+    if block is not None and min(block) < 1:
+        raise SchemeError(f"weight_block_size is {block}")
+
+    def shape(parts: Infos) -> tuple[int, ...]:
+        weight, scale = need(parts, "weight", "scale")
+        check_dtype(weight, torch.float8_e4m3fn, torch.float8_e5m2)
+        if len(weight.shape) < 2:
+            raise SchemeError(f"the weight must be a matrix, it is {weight.shape}")
+        rows, columns = weight.shape[-2:]
+        size = block or (rows, columns)
+        expected = (*weight.shape[:-2], -(-rows // size[0]), -(-columns // size[1]))
+        single = block is None and scale.shape in ((), (1,))
+        if scale.shape != expected and not single:
+            raise SchemeError(
+                f"scales of blocks of {size} must be {expected} for a weight {weight.shape}, "
+                f"they are {scale.shape}"
+            )
+        return weight.shape
+
+    def decode(parts: Parts) -> Tensor:
+        weight, scale = parts["weight"], parts["scale"]
+        size = block or (weight.shape[-2], weight.shape[-1])
+        scale = scale.reshape(1, 1) if scale.dim() < 2 else scale
+        return decode_fp8(weight, scale, size)
+
+    parts = {"scale": "_scale_inv", "weight": ""}
+    return Scheme("FP8", parts, shape, decode, "", ignored=("activation_scale", "input_scale"))
+
+
+def mxfp4(_: dict[str, Any]) -> Scheme:
+    def shape(parts: Infos) -> tuple[int, ...]:
+        blocks, scales = need(parts, "blocks", "scales")
+        check_dtype(blocks, torch.uint8)
+        check_dtype(scales, torch.uint8)
+        if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise SchemeError(
+                f"blocks must be (experts, rows, groups, 16) with a scale each, they are "
+                f"{blocks.shape} and {scales.shape}"
+            )
+        experts, rows, groups, _ = blocks.shape
+        return experts, groups * 32, rows
+
+    def decode(parts: Parts) -> Tensor:
+        return decode_mxfp4(parts["blocks"], parts["scales"])
+
+    names = {"blocks": "_blocks", "scales": "_scales"}
+    return Scheme("MXFP4", names, shape, decode, "", fits_bfloat16=True, few_values=True)
+
+
+def float8_rows() -> Scheme:
+    def shape(parts: Infos) -> tuple[int, ...]:
+        weight, scale = need(parts, "weight", "scale")
+        check_dtype(weight, torch.float8_e4m3fn)
+        if len(weight.shape) != 2 or scale.shape not in ((1,), (1, 1), (weight.shape[0], 1)):
+            raise SchemeError(
+                f"there must be one scale, or one a row of a weight {weight.shape}, they are "
+                f"{scale.shape}"
+            )
+        return weight.shape
+
+    names = {"scale": ".weight_scale", "weight": ".weight"}
+    return Scheme(
+        "compressed-tensors",
+        names,
+        shape,
+        lambda parts: parts["weight"].float() * parts["scale"].float(),
+        ignored=(".input_scale",),
+    )
+
+
+# ---- Weights as integers of 4 or 8 bits in 32-bit words: GPTQ, AWQ and compressed-tensors.
+
+
+def gptq(config: dict[str, Any]) -> Scheme:
+    bits = known_bits(config, "bits", (4, 8))
+    offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def shape(parts: Infos) -> tuple[int, ...]:
+        qweight, qzeros, scales, g_idx = [
+            *need(parts, "qweight", "qzeros", "scales", dimensions=2),
+            *need(parts, "g_idx"),
+        ]
+        columns, rows = qweight.shape[0] * (32 // bits), qweight.shape[-1]
+        groups = scales.shape[0]
+        check(qweight, torch.int32, (columns * bits // 32, rows))
+        check(qzeros, torch.int32, (groups, -(-rows * bits // 32)))
+        check(scales, scales.dtype, (groups, rows))
+        check(g_idx, torch.int32, (columns,))
+        return rows, columns
+
+    def decode(parts: Parts) -> Tensor:
+        group = parts["g_idx"]
+        if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < len(parts["scales"]):
+            raise SchemeError("g_idx names groups that have no scales")
+        return decode_gptq(**parts, bits=bits, zero_offset=offset)
+
+    names = {role: f".{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
+    return Scheme("GPTQ", names, shape, decode, few_values=bits == 4)
+
+
+def awq(config: dict[str, Any]) -> Scheme:
+    known_bits(config, "bits", (4,))
+    version = str(config.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise SchemeError(f"version is {version}, only gemm can be read")
+
+    def shape(parts: Infos) -> tuple[int, ...]:
+        qweight, qzeros, scales = need(parts, "qweight", "qzeros", "scales", dimensions=2)
+        columns, rows = qweight.shape[0], qweight.shape[-1] * 8
+        groups = scales.shape[0]
+        check(qweight, torch.int32, (columns, rows // 8))
+        check(qzeros, torch.int32, (groups, rows // 8))
+        check(scales, scales.dtype, (groups, rows))
+        check_groups(groups, columns)
+        return rows, columns
+
+    names = {role: f".{role}" for role in ("qweight", "qzeros", "scales")}
+    return Scheme("AWQ", names, shape, lambda parts: decode_awq(**parts), few_values=True)
+
+
+def compressed_tensors(config: dict[str, Any]) -> Scheme:
+    weights = [group["weights"] for group in config["config_groups"].values()]
+    if len({(w["num_bits"], w["type"], w.get("symmetric", True)) for w in weights}) != 1:
+        raise SchemeError("its groups of layers have different formats")
+    if weights[0]["type"] == "float" and weights[0]["num_bits"] == 8:
+        return float8_rows()
+    bits = known_bits(weights[0], "num_bits", (4, 8))
+    if config.get("format") != "pack-quantized" or not weights[0].get("symmetric", True):
+        raise SchemeError(
+            f"format {config.get('format')}, only symmetric pack-quantized and float8 can be read"
+        )
+
+    def shape(parts: Infos) -> tuple[int, ...]:
+        packed, scale = need(parts, "packed", "scale", dimensions=2)
+        check(packed, torch.int32, packed.shape[:2])
+        rows, columns = packed.shape[0], packed.shape[1] * (32 // bits)
+        check(scale, scale.dtype, (rows, scale.shape[-1]))
+        check_groups(scale.shape[-1], columns)
+        return rows, columns
+
+    def decode(parts: Parts) -> Tensor:
+        columns = parts["packed"].shape[1] * (32 // bits)
+        return decode_packed(parts["packed"], parts["scale"], columns, bits)
+
+    names = {"packed": ".weight_packed", "scale": ".weight_scale"}
+    ignored = (".weight_shape", ".input_scale")
+    few = bits == 4
+    return Scheme("compressed-tensors", names, shape, decode, ignored=ignored, few_values=few)

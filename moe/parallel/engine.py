@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from moe.engine.engine import Engine, Event
-from moe.engine.sequence import RunningSequence
-from moe.engine.wave import Group, Step
+from moe.engine.prefill_batch import Group, Step
 from moe.errors import RankLostError, RequestError
-from moe.parallel.leading import Leading
-from moe.parallel.orders import Desk
-from moe.parallel.part import Part, is_last, layers_of
+from moe.parallel.coordinator import Leading
+from moe.parallel.orders import Desk, Part, is_last, layers_of
+from moe.sequence import RunningSequence
 
 NewEngine = Callable[[int], Engine]
 """Makes the scheduler's side of a rank, with room for so many tokens of keys and values."""

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from experts.dispatch import Exchange, GroupExchange, nearest
-from experts.dispatch.sockets import SocketExchange
+from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
-from moe.parallel.watch import Pulse
+from moe.parallel.watchdog import Pulse
 
 
 class WatchedExchange:

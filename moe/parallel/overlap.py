@@ -1,4 +1,4 @@
-"""Whether steps run in halves (`moe.parallel.halves`): measured, as it often does not pay.
+"""Whether steps run in halves (`moe.engine.halves`): measured, as it often does not pay.
 
 Where links are fast, or few tokens share each expert, two halves cost more than they hide: each
 reads the experts that both need.

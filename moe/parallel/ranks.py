@@ -14,24 +14,20 @@ import torch
 
 from moe.engine.borrowing import borrowed_room
 from moe.engine.runner import Runner
-from moe.loaded import LoadedModel
+from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
+from moe.loading.memory_plan import GIB
 from moe.machine import memory_available
-from moe.parallel.arrivals import arrivals_of
-from moe.parallel.follower import Follower
-from moe.parallel.following import Following
+from moe.parallel.coordinator import Leading
+from moe.parallel.expected_load import arrivals_of
 from moe.parallel.group import own_address, use_interface
-from moe.parallel.identity import identity
 from moe.parallel.launch import LOOPBACK, Launch
-from moe.parallel.leader import Leader
-from moe.parallel.leading import Leading
-from moe.parallel.mirror import Mirror
-from moe.parallel.roll import WATCH, Roll
-from moe.parallel.start import come_together
-from moe.parallel.station import Station
-from moe.parallel.watch import Pulse
-from moe.plan.memory import GIB
-from moe.profile import Profile
+from moe.parallel.membership import WATCH, Roll, come_together, identity
+from moe.parallel.rank_worker import Mirror, Station
+from moe.parallel.team import Follower, Leader
+from moe.parallel.watchdog import Pulse
+from moe.parallel.worker import Following
+from moe.settings.profile import Profile
 
 WHOLE = (
     "every rank holds all experts, and only shares the work: moe convert writes a store, of which "

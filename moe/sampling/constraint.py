@@ -19,14 +19,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from moe.errors import RequestError, StructureError
 from moe.sampling.grammar import LIMITS, fault, grammar_of
-from moe.sampling.params import SamplingParams
-from moe.sampling.structure import Structure
+from moe.sampling.params import SamplingParams, Structure
 
 _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or name
 
 
 class Vocabulary(Protocol):
-    """What structures need of a model's text codec (`moe.text.prompts.TextCodec`)."""
+    """What structures need of a model's text codec (`moe.text.tokenizer.TextCodec`)."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...

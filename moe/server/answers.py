@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 from moe.completion import StreamEvent
 from moe.server.errors import APIError
 from moe.server.fields import Json
-from moe.tools.call_parser import Call, CallParser
-from moe.tools.reasoning_parser import ReasoningParser
+from moe.text.tool_calls.parser import Call, CallParser
+from moe.text.tool_calls.reasoning import ReasoningParser
 
 Ending = Literal["stop", "length", "tool_calls"]
 _ID_LENGTH = 9  # some chat templates take ids of nine letters and digits, and no others

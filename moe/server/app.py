@@ -16,10 +16,11 @@ from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import RequestError
-from moe.profile import KEYS, value_of
-from moe.server import routes, texts
-from moe.server.anthropic.request import MessagesRequest
+from moe.server import routes
+from moe.server import routes as texts
+from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
+from moe.server.engine_thread import Runner
 from moe.server.errors import (
     ANTHROPIC_ERROR_SCHEMA,
     ERROR_SCHEMA,
@@ -30,9 +31,9 @@ from moe.server.errors import (
 from moe.server.generation import check_model
 from moe.server.guard import Guard
 from moe.server.openai.request import ChatRequest
-from moe.server.responses.request import ResponsesRequest
-from moe.server.runner import Runner
+from moe.server.responses import ResponsesRequest
 from moe.settings import ServerSettings
+from moe.settings.profile import KEYS, value_of
 
 _BODIES = (ChatRequest, texts.TokenizeRequest, ResponsesRequest, MessagesRequest)
 _ERRORS = {"Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}

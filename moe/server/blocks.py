@@ -14,7 +14,7 @@ from moe.server.answers import AnswerReader, Called, Ending
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.openai.request import ChatRequest
-from moe.text.prompts import TextCodec
+from moe.text.tokenizer import TextCodec
 
 Kind = Literal["reasoning", "text"]
 

@@ -11,8 +11,106 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from moe.server.rank_metrics import rank_metrics
-from moe.server.speculation_metrics import speculation_metrics
+# ---- Prometheus metrics of several ranks, from `MoE.stats`.
+
+
+def rank_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """What each rank has served and sent; nothing where there is one, or before their first step.
+
+    Counters begin anew where ranks go on without one that they have lost.
+    """
+    ranks = [] if figures is None else [rank for rank in figures["ranks"] if rank is not None]
+    if not ranks:
+        return
+    for name, text, key in (
+        ("moe_rank_tokens", "Tokens that a rank brought, of all layers", "tokens"),
+        ("moe_rank_served", "Visits of experts that a rank served: its load", "served"),
+        ("moe_rank_wait_seconds", "Time for which a rank waited for others", "seconds"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["rank"])
+        for rank in ranks:
+            family.add_metric([str(rank["rank"])], rank[key])
+        yield family
+    text = "Bytes that a rank sent to others: rows, results, and their ids and sizes"
+    sent = CounterMetricFamily("moe_rank_bytes", text, labels=["rank", "what"])
+    for rank in ranks:
+        for what, key in (("rows", "bytes_out"), ("results", "bytes_back"), ("ids", "meta_bytes")):
+            sent.add_metric([str(rank["rank"]), what], rank[key])
+    yield sent
+    served = [rank["served"] for rank in ranks]
+    yield GaugeMetricFamily(
+        "moe_rank_imbalance",
+        "Load of the busiest rank over the mean, since the ranks came together",
+        value=max(served) * len(served) / max(sum(served), 1),
+    )
+
+
+# ---- Prometheus metrics of speculation, from `MoE.stats`.
+
+
+def speculation_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """What drafts came to; nothing where none are made."""
+    if figures is None:
+        return
+    for name, text, key in (
+        ("moe_speculation_steps", "Decode steps", "steps"),
+        ("moe_speculation_tokens", "Tokens that decode steps brought", "tokens"),
+        ("moe_speculation_rows", "Rows that decode steps have read", "rows"),
+        ("moe_speculation_draft_seconds", "Time that went into drafts", "draft_seconds"),
+        ("moe_speculation_verify_seconds", "Time of the model's own passes", "verify_seconds"),
+    ):
+        yield CounterMetricFamily(name, text, value=figures[key])
+    depths = CounterMetricFamily(
+        "moe_speculation_depth", "Sequences of steps by drafted tokens verified", labels=["depth"]
+    )
+    for depth, count in figures["depths"].items():
+        depths.add_metric([depth], count)
+    yield depths
+    yield from _by_mode(figures["modes"])
+    if figures["control"] is not None:
+        yield from _control(figures["control"])
+
+
+def _by_mode(modes: Mapping[str, Any]) -> Iterator[Metric]:
+    labels = ["mode", "position"]
+    verified = CounterMetricFamily(
+        "moe_draft_verified_tokens", "Drafted tokens that the model has read", labels=labels
+    )
+    accepted = CounterMetricFamily(
+        "moe_draft_accepted_tokens", "Those that it would have chosen itself", labels=labels
+    )
+    read = CounterMetricFamily(
+        "moe_draft_expert_bytes", "Bytes of experts that drafting has read", labels=["mode"]
+    )
+    for mode, record in modes.items():
+        read.add_metric([mode], record["draft_bytes"])
+        for position, counts in enumerate(record["by_position"], 1):
+            verified.add_metric([mode, str(position)], counts["verified"])
+            accepted.add_metric([mode, str(position)], counts["accepted"])
+    yield from (verified, accepted, read)
+
+
+def _control(control: Mapping[str, Any]) -> Iterator[Metric]:
+    gain = GaugeMetricFamily(
+        "moe_speculation_gain", "Speed of late over that of plain decoding", labels=["how"]
+    )
+    efficiency = GaugeMetricFamily(
+        "moe_speculation_target_efficiency",
+        "Time of a plain pass over that of one that verifies",
+        labels=["how"],
+    )
+    for how in ("predicted", "measured"):
+        if control[f"{how}_gain"] is not None:
+            gain.add_metric([how], control[f"{how}_gain"])
+        if control["target_efficiency"][how] is not None:
+            efficiency.add_metric([how], control["target_efficiency"][how])
+    yield from (gain, efficiency)
+    if control["prediction_error"] is not None:
+        name, text = "moe_speculation_prediction_error", "Median relative error of step times"
+        yield GaugeMetricFamily(name, text, value=control["prediction_error"])
+
+
+# ----
 
 Readings = Mapping[str, Mapping[str, Any]]
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moe.model import MoE
-from moe.server.anthropic.answer import MessagesAnswer
-from moe.server.anthropic.request import CountRequest, MessagesRequest
-from moe.server.bodies import json_body, schema_of
-from moe.server.fields import Json
+from moe.server.anthropic import CountRequest, MessagesAnswer, MessagesRequest
+from moe.server.bodies import RequestBody, json_body, schema_of
+from moe.server.engine_thread import Runner
+from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import answer, chat_prompt, check_model
-from moe.server.openai.chat import ChatAnswer
-from moe.server.openai.completion import CompletionAnswer
-from moe.server.openai.request import ChatRequest, CompletionRequest
-from moe.server.responses.answer import ResponsesAnswer
-from moe.server.responses.request import ResponsesRequest
-from moe.server.runner import Runner
+from moe.server.openai.answers import ChatAnswer, CompletionAnswer
+from moe.server.openai.request import (
+    ChatEnding,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    conversation,
+)
+from moe.server.responses import ResponsesAnswer, ResponsesRequest
 
 _STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
 router = APIRouter()
@@ -67,6 +71,62 @@ async def count_tokens(
 
     def work(model: MoE) -> dict[str, int]:
         return {"input_tokens": len(chat_prompt(model, body.chat))}
+
+    runner: Runner = request.app.state.runner
+    return await runner.text(work)
+
+
+# ---- ``/tokenize`` and ``/detokenize``: prompts to token ids and back.
+
+text_router = APIRouter()
+
+
+class TokenizeRequest(ChatEnding):
+    """A prompt or messages, as one of the two routes above would read them."""
+
+    model: str | None = None
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        if self.messages is None and (self.add_generation_prompt or self.continue_final_message):
+            raise ValueError("add_generation_prompt, continue_final_message: only with messages")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | None = None
+    tokens: Items[int]
+
+
+@text_router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+async def tokenize(
+    request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
+) -> dict[str, Any]:
+    """Token ids of a text, or of messages put through the chat template."""
+    check_model(request.app.state.model_names, body.model)
+
+    def work(model: MoE) -> dict[str, Any]:
+        prompt = conversation(body.messages or ()) if body.prompt is None else body.prompt
+        ids = model.codec.encode(prompt, ending=body.ending)
+        return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
+
+    runner: Runner = request.app.state.runner
+    return await runner.text(work)
+
+
+@text_router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+async def detokenize(
+    request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
+) -> dict[str, Any]:
+    """Text of token ids, special tokens included."""
+    check_model(request.app.state.model_names, body.model)
+
+    def work(model: MoE) -> dict[str, Any]:
+        return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
 
     runner: Runner = request.app.state.runner
     return await runner.text(work)

@@ -12,18 +12,20 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from moe.settings.base import Settings
-from moe.settings.memory import MemorySettings, OffloadSettings
-from moe.settings.parallel import ParallelSettings
-from moe.settings.requests import (
+from moe.settings.sections import (
     EngineSettings,
     GenerationSettings,
+    KernelSettings,
+    MemorySettings,
+    ModelSettings,
+    OffloadSettings,
+    ParallelSettings,
     PrefillSettings,
     RoutingSettings,
     ServerSettings,
+    Settings,
+    SpeculationSettings,
 )
-from moe.settings.speculation import SpeculationSettings
-from moe.settings.weights import KernelSettings, ModelSettings
 
 __all__ = [
     "EngineSettings",

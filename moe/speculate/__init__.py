@@ -12,19 +12,17 @@ from typing import Any
 
 from kernels import Forward, QuantizedExperts
 from kernels.planes import num_planes
-from moe.moe_layer import MoELayers
-from moe.selection import find_selectors
-from moe.selector import Selector
+from moe.describe.routers import find_selectors
+from moe.network.backbone import Trunk
+from moe.network.moe_layer import MoELayers
+from moe.network.routing_policies import Selector
 from moe.settings import SpeculationSettings
 from moe.speculate.control.make import make_controller
-from moe.speculate.draft import Controller, Mode
-from moe.speculate.elastic import ElasticDrafts
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.layers import DraftLayers
-from moe.speculate.model_free import ModelFree, NGram, Recycling
+from moe.speculate.draft import Controller, FixedDepth, Mode
+from moe.speculate.elastic import DraftLayers, ElasticDrafts
+from moe.speculate.ngram import ModelFree, NGram, Recycling
 from moe.speculate.speculator import Speculator
-from moe.trunk import Trunk
-from offload.experts import LayerExperts, OffloadedExperts, held_experts
+from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
 FEW = 2
 """Experts of a token in the leanest draft that auto tries."""

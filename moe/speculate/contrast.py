@@ -16,15 +16,15 @@ from math import log
 import torch
 from torch import Tensor
 
+from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
-from moe.kv import SequenceKV, Work
 from moe.loading.hub import experts_per_token
-from moe.moe_layer import MoELayers
-from moe.selection import find_selectors
-from moe.selector import Selector
+from moe.network.backbone import Forward, Trunk
+from moe.network.kv_cache import SequenceKV, Work
+from moe.network.lanes import Visit
+from moe.network.moe_layer import MoELayers
+from moe.network.routing_policies import Selector
 from moe.settings import SpeculationSettings
-from moe.trunk import Forward, Trunk
-from moe.visit import Visit
 from routing import Routing
 from routing.policies.base import keep
 

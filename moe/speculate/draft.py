@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from moe.engine.sequence import RunningSequence
-from moe.sampling.candidates import Proposal
+from moe.sampling.sampler import Proposal
+from moe.sequence import RunningSequence
 
 Source = Literal["elastic", "ngram", "recycling"]
 Core = Literal["all", "seq", "vote"]
@@ -193,3 +193,25 @@ class Controller(ABC):
     def figures(self) -> dict[str, Any] | None:
         """What it has learnt, for JSON; None where it does not learn."""
         return None
+
+
+# ---- A controller that decides nothing: one mode, one depth.
+
+
+@dataclass(frozen=True)
+class FixedDepth(Controller):
+    """Always drafts in one mode, and as far as it may; at depth 0 it rests."""
+
+    mode: Mode
+    depth: int
+
+    def plan(
+        self,
+        sequences: Sequence[RunningSequence],
+        limits: Sequence[int],
+        offers: Sequence[Sequence[Draft]],
+    ) -> Sequence[Choice]:
+        return [Choice(self.mode, min(self.depth, limit)) for limit in limits]
+
+    def rests(self, batch: int) -> int:
+        return 0 if self.depth else 1

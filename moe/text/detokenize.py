@@ -9,12 +9,13 @@ after skipped special tokens and on runs of byte tokens, and cannot be flushed.)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -143,3 +144,110 @@ def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     decode = cast("Callable[..., str]", tokenizer.decode)  # of one text
     return partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+# ---- What single tokens stand for, as bytes: a token may be half a character, and joined they
+# are the text that they make.
+
+_BEFORE = "a"  # a tokenizer may strip what a text begins with, such as a space
+# How byte-level tokenizers write bytes, since GPT-2: those that can be shown as they are.
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = sorted(set(range(256)) - set(_SHOWN))
+_BYTES = {chr(byte): byte for byte in _SHOWN}
+_BYTES |= {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
+
+
+class Pieces:
+    """The bytes of each token of a tokenizer, in the midst of a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = special_token_ids(tokenizer)
+        before = tokenizer.convert_tokens_to_ids(_BEFORE)
+        self._before: list[int] = []
+        if isinstance(before, int) and self._decode([before]) == _BEFORE:
+            self._before.append(before)
+
+    def of(self, token_id: int) -> bytes:
+        text = self._text(token_id)
+        if REPLACEMENT in text:
+            token = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+            if found := BYTE_TOKEN.fullmatch(token):
+                return bytes.fromhex(found[1])
+            if all(character in _BYTES for character in token):
+                return bytes(_BYTES[character] for character in token)
+        return text.encode()
+
+    def _text(self, token_id: int) -> str:
+        if self._before and token_id not in self._special_ids:
+            text = self._decode([*self._before, token_id])
+            if text.startswith(_BEFORE):
+                return text.removeprefix(_BEFORE)
+        return self._decode([token_id])
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+
+
+# ---- Strings that end a text, found however tokens cut them up.
+
+
+class StopStrings:
+    """Ends a text before the first of some strings that comes up in it, however it is cut up.
+
+    First is what ends first; of strings that end together, the longest counts. Text that could
+    be the beginning of a stop string is held back until it is known not to be one.
+
+    Attributes:
+        matched: the string that was found, else None; nothing may be pushed after that.
+    """
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        self._patterns = [(string, _borders(string)) for string in stop]
+        # How much of each string the text so far ends with (Knuth-Morris-Pratt).
+        self._progress = [0] * len(self._patterns)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Take in a piece of text; returns what can be handed out."""
+        assert self.matched is None, "text after a stop string"
+        if not self._patterns:
+            return text
+        buffer = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            if match := self._advance(character):
+                self.matched, self._held = match, ""
+                return buffer[: end - len(match)]
+        keep = max(self._progress)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def finish(self) -> str:
+        """The text still held back, when generation ends without a match."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> str:
+        """The longest string that ends with this character, else ""."""
+        match = ""
+        for index, (string, borders) in enumerate(self._patterns):
+            length = self._progress[index]
+            while length and string[length] != character:
+                length = borders[length - 1]
+            length += string[length] == character
+            self._progress[index] = length
+            if length == len(string) > len(match):
+                match = string
+        return match
+
+
+def _borders(string: str) -> list[int]:
+    """For each prefix of `string`, the length of its longest proper prefix that is its suffix."""
+    borders = [0] * len(string)
+    for end in range(1, len(string)):
+        length = borders[end - 1]
+        while length and string[length] != string[end]:
+            length = borders[length - 1]
+        borders[end] = length + (string[length] == string[end])
+    return borders

@@ -6,10 +6,9 @@ A policy sees what is asked for and what is predicted, never where anything live
 from collections.abc import Callable
 
 from offload.policies.base import Policy, Values
+from offload.policies.classic import LFU, LRU
 from offload.policies.forecast import ForecastPolicy
 from offload.policies.frequency_recency import FrequencyRecency
-from offload.policies.lfu import LFU
-from offload.policies.lru import LRU
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "lru": LRU,

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from offload.policies.base import Values
+from offload.policies.base import Values, log_odds
 from offload.policies.duel import Duel
 from offload.policies.foresight import Foresight
 from offload.policies.frequency_recency import FrequencyRecency
-from offload.policies.heard import log_odds
 from offload.policies.next_use import NextUse
-from routing.predict.base import Floats
+from routing.predict.forecast import Floats
 
 
 class ForecastPolicy(FrequencyRecency):

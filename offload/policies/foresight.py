@@ -16,11 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from kernels.cpu import choose_kernel
-from offload.policies.base import Values
-from offload.policies.heard import KEEP, LEAST_ODDS, Heard, log_odds
+from offload.policies.base import KEEP, LEAST_ODDS, Heard, Values, log_odds
 from offload.policies.next_use import DISCOUNT, NextUse
-from routing.predict.base import Floats, floats
-from routing.predict.gate import sigmoid
+from routing.predict.forecast import Floats, floats
+from routing.predict.lookahead import sigmoid
 
 CORRECTION = 0.02
 """How much of an error corrects a unit's log-odds."""

@@ -3,7 +3,7 @@
 It goes by what was asked for of late, by what the policy that learns on the way says, and by what
 the routers gave to all experts: who was nearly chosen is soon asked for. Its answer is `DISCOUNT`
 to the power of the visits of the unit's layer until then, 0 to 1. Legend as in
-offload/policies/heard.py; C context, T rows.
+offload/policies/base.py; C context, T rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.policies.heard import HALF_LIVES
-from routing.predict.base import Floats, floats
+from offload.policies.base import HALF_LIVES
+from routing.predict.forecast import Floats, floats
 
 DISCOUNT = 0.85
 """What a use is worth that comes a visit of its layer later."""

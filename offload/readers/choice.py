@@ -19,9 +19,9 @@ import torch
 from kernels.cpu import choose_kernel
 from offload.errors import OffloadError
 from offload.readers.deepspeed import DeepSpeedReads, load_deepspeed
+from offload.readers.direct_io import Buffered, Direct, DirectFiles, Way
 from offload.readers.native import NativeReader
 from offload.readers.threads import THREADS, ThreadedReader
-from offload.readers.ways import Buffered, Direct, DirectFiles, Way
 from offload.transfer import Read, Reader
 
 MEASURE_S = 0.08

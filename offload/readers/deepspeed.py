@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from offload.readers.ways import (
+from offload.readers.direct_io import (
     ALIGNMENT,
     Direct,
     DirectFiles,

@@ -14,19 +14,11 @@ from collections.abc import Sequence
 
 from experts.reading import address_of
 from kernels.cpu import NativeKernels
-from kernels.cpu.reading import (
-    CANCELLED,
-    CHANGED,
-    CLOSED,
-    TRUNCATED,
-    NativeReads,
-    ReadJob,
-)
+from kernels.cpu.streaming import CANCELLED, CHANGED, CLOSED, TRUNCATED, NativeReads, ReadJob
 from offload.errors import OffloadError
-from offload.readers.job import cancelled, closed, hangs
-from offload.readers.pieces import PIECE_BYTES, Piece, cut, explain
+from offload.readers.direct_io import DirectFiles
+from offload.readers.jobs import PIECE_BYTES, Piece, cancelled, closed, cut, explain, hangs
 from offload.readers.threads import IN_FLIGHT_BYTES, PATIENCE_S, THREADS
-from offload.readers.ways import DirectFiles
 from offload.transfer import Read
 
 LOOK_S = 0.5

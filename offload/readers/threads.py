@@ -15,10 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from threading import Condition, Thread
 
-from offload.readers.job import Job, cancelled, closed
-from offload.readers.meter import Meter
-from offload.readers.pieces import Piece, cut, explain
-from offload.readers.ways import Way
+from offload.readers.direct_io import Way
+from offload.readers.jobs import Job, Meter, Piece, cancelled, closed, cut, explain
 from offload.transfer import Read
 
 THREADS = 4

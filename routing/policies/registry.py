@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from routing.policies.base import Policy, PolicyChain
-from routing.policies.odp import OnlineDynamicPruning
-from routing.policies.pesf import PrefillSkipping
+from routing.policies.pruning import OnlineDynamicPruning, PrefillSkipping, TopK, TopP
 from routing.policies.resident import Resident
 from routing.policies.sharing import Seq, Vote
-from routing.policies.top_k import TopK
-from routing.policies.top_p import TopP
 from routing.routing import RoutingError
 
 POLICIES: dict[str, Callable[[list[str]], Policy]] = {

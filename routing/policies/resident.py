@@ -13,8 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from routing.policies.arguments import Arguments
-from routing.policies.base import Need, Policy, RoutingContext, by_expert
+from routing.policies.base import Arguments, Need, Policy, RoutingContext, by_expert
 from routing.routing import UNUSED, Routing
 from routing.statistics import Phase
 

@@ -19,8 +19,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from routing.policies.arguments import Arguments, PerLayer
-from routing.policies.base import Need, Policy, RoutingContext, by_expert, rescaled
+from routing.policies.base import (
+    Arguments,
+    Need,
+    PerLayer,
+    Policy,
+    RoutingContext,
+    by_expert,
+    rescaled,
+)
 from routing.routing import Routing, select_top_k
 from routing.statistics import Phase
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
-from routing.predict.base import ClueBase, Floats, Tensors, floats
+from routing.predict.forecast import ClueBase, Floats, Tensors, floats
 
 CONTEXT = 16
 VECTOR = 64

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing.predict.base import ClueBase, Floats, Tensors
-from routing.predict.gate import sigmoid
+from routing.predict.forecast import ClueBase, Floats, Tensors
+from routing.predict.lookahead import sigmoid
 
 _SMOOTHING = {1: 8.0, 2: 1.0}  # tokens' worth of what a row falls back on, by tokens of its key
 _MAX_BYTES = 64 << 20

@@ -10,8 +10,7 @@ import torch
 from benchmarks.compression import averaged
 from benchmarks.compression_setup import WIDTHS
 from benchmarks.compression_ways import METHODS, allotted
-from experts.compress.inputs import LayerInputs
-from experts.compress.statistics import LayerStatistics
+from experts.compress.statistics import LayerInputs, LayerStatistics
 from kernels.planes import PREFIX_BITS
 
 EXPERTS = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import load_memory
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 
 

@@ -22,7 +22,7 @@ from benchmarks.offload_routing import (
     locality,
     published_trace,
 )
-from benchmarks.random_store import SHAPE, write_random_store
+from examples.models.random_store import SHAPE, write_random_store
 from moe import MoE
 from routing import Routing, RoutingContext
 

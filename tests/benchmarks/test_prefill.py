@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.prefill import Run, random_tokens
 from benchmarks.prefill_cost import Machine, Part, Shape, bounds, parts_of, predicted_loads
 from benchmarks.prefill_modes import MODES, Figures, savings
-from benchmarks.random_models import bench_dir, without_end
+from examples.models.random_models import bench_dir, without_end
 from moe import MoE
-from moe.engine.prefill import choose
-from moe.engine.stages import LayerWork
+from moe.engine.prefill_mode import LayerWork, choose
 from moe.settings import PrefillSettings
 
 SHAPE = Shape(

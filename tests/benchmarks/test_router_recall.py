@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.router_recall import AHEAD, recall_at_used, recalls
+from examples.lab import LabConfig, LabForCausalLM
 from moe import MoE
-from moe.calibrate.record import record
-from moe.lab import LabConfig, LabForCausalLM
+from moe.commands.calibrate.record import record
 from routing.predict.calibrated import PREDICTORS
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from benchmarks.random_models import tokenizer as rule_tokenizer
 from benchmarks.traces import TRACES, Lengths, PromptMaker, poisson_arrivals, request_lengths
+from examples.models.random_models import tokenizer as rule_tokenizer
 
 DEMO_TOKENIZER = Path(__file__).parents[2] / "examples/demo-model/tokenizer.json"
 

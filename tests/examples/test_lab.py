@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from examples import demo_data as data
+from examples.lab import LabConfig
 from examples.lab.early_residual import fit, recall, watch
 from examples.lab.objectives import (
     CHUNK,
@@ -18,11 +19,10 @@ from examples.lab.objectives import (
     locality_loss,
     switch_loss,
 )
+from examples.lab.router import LabRouter
 from examples.lab.train import EARLIER, build_model, load_corpus, train
 from examples.lab.variants import BASE, VARIANTS
 from moe import MoE
-from moe.lab import LabConfig
-from moe.lab.router import LabRouter
 from routing import Routing
 
 KINDS = ("softmax", "bias", "bias-dual", "sinkhorn-often", "relu-local", "sizes", "pre-gated")

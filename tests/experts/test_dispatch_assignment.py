@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from experts.dispatch import assignment
 from experts.dispatch.assignment import Assignment, serve
-from experts.dispatch.statistics import DispatchStatistics
+from experts.dispatch.base import DispatchStatistics
 from experts.placement import Placement, linear
 from tests.experts.dispatch_cases import random_placement
 

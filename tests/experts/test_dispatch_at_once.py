@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher, Combined, ExchangeError, Failure, SocketExchange
-from experts.dispatch.at_once import ArrivedAtOnce
+from experts.dispatch.native import ArrivedAtOnce
 from experts.placement import Placement, linear
 from routing import Routing
 from tests.experts.dispatch_cases import random_placement

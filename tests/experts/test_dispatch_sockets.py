@@ -137,6 +137,6 @@ def test_where_one_is_out_of_reach_all_stay_with_what_they_have(
         connect(self, address)
 
     refused: list[Any] = []
-    monkeypatch.setattr("experts.dispatch.sockets._CONNECT_S", 0.2)
+    monkeypatch.setattr("experts.dispatch.exchange._CONNECT_S", 0.2)
     monkeypatch.setattr(socket.socket, "connect", refuse)
     assert on_ranks(3, run) == [True] * 3

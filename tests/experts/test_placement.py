@@ -18,8 +18,8 @@ from experts.placement import (
     repack,
     step_costs,
 )
+from experts.placement.packing import share_by_price, share_evenly
 from experts.placement.placement import Floats
-from experts.placement.sharing import share_by_price, share_evenly
 
 GOLDEN = (
     # Loads, placement by groups and nodes, imbalance of it and of the global one: EPLB's README.

@@ -17,8 +17,7 @@ from experts.placement import (
     slots_for,
     without_ranks,
 )
-from experts.placement.first import KINDS
-from experts.placement.packing import heaviest
+from experts.placement.packing import KINDS, heaviest
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.floats(0, 1))

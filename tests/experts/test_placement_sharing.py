@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.sharing_optimum import optimum
+from experts.placement.packing import share_by_price, share_evenly
 from experts.placement.placement import Ints
-from experts.placement.sharing import share_by_price, share_evenly
+from tests.oracles.sharing_optimum import optimum
 from tests.routing.balance_cases import steps
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import reference
 from kernels.cpu.build import load_library
-from kernels.cpu.native import NativeExperts
+from kernels.cpu.experts import NativeExperts
 from tests.kernels.kernel_cases import (
     ACTIVATIONS,
     DTYPES,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.attention import NativeAttention
 from kernels.cpu.build import load_library
+from kernels.cpu.trunk import NativeAttention
 from tests.kernels.kernel_cases import TARGETS
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import PlaneMatrix, planes, quantized, reference
 from kernels.cpu.build import load_library
-from kernels.cpu.native_planes import NativePlanes
+from kernels.cpu.experts import NativePlanes
 from kernels.planes import PREFIX_BITS, PlaneLayout
 from tests.kernels.kernel_cases import ACTIVATIONS, TARGETS
 from tests.kernels.plane_cases import (

@@ -11,8 +11,8 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.triton.attention import OPTIONS
-from kernels.triton.attention_kernels import attend_kernel, join_kernel, store_kernel
-from kernels.triton.combine import combine_kernel
+from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
+from kernels.triton.experts import combine_kernel
 from kernels.triton.planes import planes_kernel
 from kernels.triton.tiles import DECODE, PREFILL
 from kernels.triton.whole import whole_kernel

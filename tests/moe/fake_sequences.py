@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe.engine.prefill import Mode
+from moe.engine.prefill_mode import Mode, Prompts
 from moe.engine.scheduler import Scheduler
-from moe.engine.sequence import RunningSequence
-from moe.engine.stages import Prompts
+from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
 AGE = 5

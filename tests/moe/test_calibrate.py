@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibrate.artefacts import (
+from moe.calibration.artefacts import (
     ABOUT,
     NEXT_USE_FILE,
     PREDICTORS_FILE,
@@ -19,12 +19,12 @@ from moe.calibrate.artefacts import (
     load_next_use,
     load_trace,
 )
-from moe.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
-from moe.calibrate.fit import ASIDE
-from moe.calibrate.record import record
 from moe.cli import main
+from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
+from moe.commands.calibrate.fit import ASIDE
+from moe.commands.calibrate.record import record
+from moe.describe.routers import find_selectors
 from moe.errors import CalibrationError
-from moe.selection import find_selectors
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe import MoE
-from moe.calibrate.gates import find_gates
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.gates import find_gates
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.record import record
 from moe.errors import CalibrationError
-from routing.predict.base import floats
+from routing.predict.forecast import floats
 
 WINDOWS = [list(range(1, 21)), list(range(30, 37)), [5]]
 

@@ -10,11 +10,10 @@ import pytest
 from experts.manifest import read_manifest
 from kernels import QuantizedExperts
 from moe import MoE
-from moe.calibrate.artefacts import PREDICTORS_FILE
-from moe.calibrate.compression import layer_path
-from moe.calibrate.sensitivity import Original
+from moe.calibration.artefacts import PREDICTORS_FILE
 from moe.cli import main
-from moe.convert.inspect_store import bit_map, expert_bytes
+from moe.commands.calibrate.compression import Original, layer_path
+from moe.commands.convert.inspect_store import bit_map, expert_bytes
 from moe.sampling.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +74,7 @@ def test_a_run_that_was_stopped_goes_on(calibration: Path, monkeypatch: pytest.M
         return losses(self, layer, versions)
 
     monkeypatch.setattr(Original, "losses", spy)
-    monkeypatch.setattr("moe.calibrate.calibrate.fit_predictors", None)
+    monkeypatch.setattr("moe.commands.calibrate.calibrate.fit_predictors", None)
     assert calibrate(calibration) == 0
     assert measured == [4, 5]
     assert [path.read_bytes() for path in layers] == before

@@ -14,18 +14,18 @@ import torch
 from experts.manifest import read_manifest
 from kernels import ExpertWeights
 from moe import MoE
-from moe.calibrate import pieces, sensitivity
-from moe.calibrate.compression import analyse, load_statistics, spread
-from moe.calibrate.record import record
-from moe.calibrate.sensitivity import Original
-from moe.calibrate.trace import Trace
-from moe.convert.convert import convert
+from moe.calibration.trace import Trace
+from moe.commands.calibrate import compression as pieces
+from moe.commands.calibrate import compression as sensitivity
+from moe.commands.calibrate.compression import Original, analyse, load_statistics, spread
+from moe.commands.calibrate.record import record
+from moe.commands.convert.convert import convert
+from moe.commands.evaluate.scoring import Score, read
 from moe.errors import CalibrationError
-from moe.evaluate.scoring import Score, read
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
-from offload.experts import OffloadedExperts
+from offload.layer import OffloadedExperts
 
 SMALL: dict[str, Any] = {"kv_tokens": 1024, "reserve_gib": 0.0}
 PREFILL: dict[str, Any] = {"wave_tokens": 128, "mode": "whole"}

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from moe import MoE, SamplingParams
-from moe.defaults import CONTINUATION, Defaults
 from moe.errors import RequestError
-from moe.kv import SequenceKV
-from moe.loading.generation_config import FILE, OwnSampling
+from moe.network.kv_cache import SequenceKV
+from moe.requests import CONTINUATION, Defaults
 from moe.settings import GenerationSettings
+from moe.text.generation_config import FILE, OwnSampling
 
 OWN = OwnSampling({"temperature": 0.6, "top_k": 20, "min_p": 0.05})
 
@@ -142,7 +142,7 @@ def test_answers_are_the_same_when_buffers_grow_at_every_step(
         reserve(cache, end)
         grown.extend([cache.room] * (0 < before < cache.room))
 
-    monkeypatch.setattr("moe.kv._AHEAD", 1)
+    monkeypatch.setattr("moe.network.kv_cache._AHEAD", 1)
     monkeypatch.setattr(SequenceKV, "reserve", watched)
     assert answers() == usual
     assert len(grown) > 20

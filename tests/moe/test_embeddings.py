@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from moe import MoE
-from moe.embeddings import trunk_dtype
+from moe.network.seam import trunk_dtype
 
 IDS = list(range(3, 26))
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from moe.calibrate import fit_next_use as fit_module
-from moe.calibrate.fit_next_use import CAPACITIES, Overheard, Run, fit_next_use, judge
-from moe.calibrate.gates import FoundGate
-from moe.calibrate.trace import Scored, Trace
+from moe.calibration.gates import FoundGate
+from moe.calibration.trace import Scored, Trace
+from moe.commands.calibrate import fit_next_use as fit_module
+from moe.commands.calibrate.fit_next_use import CAPACITIES, Overheard, Run, fit_next_use, judge
 from offload.policies import ForecastPolicy
 from offload.replay import hit_ratio
-from routing.predict.gate import Gate
+from routing.predict.lookahead import Gate
 from routing.routers import RouterRule
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 3, 12, 8, 4000

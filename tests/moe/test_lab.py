@@ -12,20 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.lab import LabConfig, LabForCausalLM
+from examples.lab.attention import Neighbours
+from examples.lab.router import LabRouter
+from examples.lab.routers import neighbour_scores
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.calibrate.record import record
-from moe.convert.convert import convert
+from moe.commands.calibrate.record import record
+from moe.commands.convert.convert import convert
+from moe.describe.routers import find_selectors
 from moe.errors import CheckpointError
-from moe.lab import LabConfig, LabForCausalLM
-from moe.lab.attention import Neighbours
-from moe.lab.router import LabRouter
-from moe.plan.memory import GIB
-from moe.selection import find_selectors
+from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
 from routing import Routing
-from routing.routers import neighbour_scores
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.lanes import Lane, LaneCancelled, LaneState, run_lanes, visit_experts
-from moe.visit import Visit
+from moe.network.lanes import Lane, LaneCancelled, LaneState, Visit, run_lanes, visit_experts
 from routing import Routing
 
 

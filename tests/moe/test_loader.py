@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from moe.fused.enable import FUSED_OFF
+from moe.decode.enable import FUSED_OFF
+from moe.describe.packing import Packing
+from moe.loader import notices
 from moe.loading.load import LoadReport
-from moe.notices import notices
-from moe.packing import Packing
-from moe.text.prompts import TextCodec
+from moe.text.tokenizer import TextCodec
 
 
 @pytest.mark.parametrize(

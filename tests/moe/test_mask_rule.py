@@ -15,9 +15,8 @@ from transformers.masking_utils import (
 )
 
 from kernels.cpu import choose_kernel
-from moe.attention import packed_attention, packed_pass
-from moe.kv import PackedCache, SequenceKV
-from moe.mask_rule import MaskRule, first_keys, packed_mask
+from moe.network.attention import MaskRule, first_keys, packed_attention, packed_mask, packed_pass
+from moe.network.kv_cache import PackedCache, SequenceKV
 
 causal: Any = causal_mask_function
 NO_PADDING = torch.zeros(1, dtype=torch.long)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
 from moe.errors import ContextError, ProfileError, RequestError, UnsupportedModelError
-from moe.lanes import Lane, LaneState
+from moe.network.lanes import Lane, LaneState
 from tests.moe.text.test_detokenize import TOKENIZERS, ids_of
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from experts.manifest import read_manifest
 from kernels import experts_forward
 from moe import MoE, SamplingParams
+from moe.commands.convert.convert import convert
 from moe.commands.terminal import run
-from moe.convert.convert import convert
 from moe.errors import DoesNotFitError
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, sizes_of, slot_bytes
 from offload.hot_set import FILE_NAME

@@ -30,7 +30,7 @@ import pytest
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams, loader
 from moe.errors import ProfileError
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
 from offload.capacity import slot_bytes
 from offload.errors import OffloadError
 from offload.transfer import Read, Reader, Transfer
@@ -258,7 +258,7 @@ def test_a_full_disk_costs_the_hot_set_and_nothing_else(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("experts.blobs.os.fsync", full)
+        patch.setattr("experts.safetensors_io.os.fsync", full)
         model.close()
     assert "the hot set was not saved to" in caplog.text
     assert "No space left on device" in caplog.text

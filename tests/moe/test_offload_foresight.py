@@ -12,16 +12,16 @@ from torch import Tensor
 from experts.manifest import read_manifest
 from kernels import experts_forward
 from moe import MoE, SamplingParams
-from moe.calibrate.artefacts import FOLDER, write
-from moe.calibrate.calibrate import calibrate_model
-from moe.convert.convert import convert
+from moe.calibration.artefacts import FOLDER, write
+from moe.commands.calibrate.calibrate import calibrate_model
+from moe.commands.convert.convert import convert
 from moe.errors import CalibrationError, ProfileError
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
+from moe.network.lanes import Visit
 from moe.settings import ModelSettings
-from moe.visit import Visit
 from offload.capacity import slot_bytes
 from offload.errors import OffloadError
-from offload.experts import OffloadedExperts
+from offload.layer import OffloadedExperts
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.predict import Forecast

@@ -12,7 +12,7 @@ import torch
 from experts.manifest import read_manifest
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
 from offload.capacity import slot_bytes
 from offload.streams import CudaStreams
 from tests.moe.test_offload_tiers import PROMPTS, SMALL, tier_of

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import DoesNotFitError
-from moe.plan.memory import GIB
-from moe.plan.planning import host_room
-from moe.profile import load_profile
+from moe.loading.memory_plan import GIB
+from moe.memory.planning import host_room
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from offload.capacity import fixed_bytes, sizes_of, slot_bytes
+from offload.cpu_experts import Costs
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
-from offload.late import Costs
 from tests.offload.two_queues import LateCopies
 
 SMALL: dict[str, Any] = {
@@ -54,8 +54,8 @@ def load(resident: MoE, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MoE]:
         size, fixed = slot_bytes(manifest, manifest.bits), fixed_bytes(manifest)
         rest = sum(line.bytes for line in like.memory_plan.lines if line.name != "experts")
         memory = SMALL["memory"] | {"device_gib": (rest + slots * size + 16) / GIB}
-        monkeypatch.setattr("moe.plan.planning.host_room", lambda *_: host_slots * size + fixed)
-        monkeypatch.setattr("offload.opening.open_streams", lambda _: LateCopies(Random(slots)))
+        monkeypatch.setattr("moe.memory.planning.host_room", lambda *_: host_slots * size + fixed)
+        monkeypatch.setattr("offload.open_store.open_streams", lambda _: LateCopies(Random(slots)))
         return MoE.from_pretrained(store, SMALL | changed | {"memory": memory})
 
     return load_tiers
@@ -142,7 +142,7 @@ def test_late_experts_may_be_computed_by_the_processor(
     store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here both kernels are one, so only the order of sums changes."""
-    monkeypatch.setattr("offload.opening.measure", lambda *_: Costs(1.0, 0.5, 0.0))
+    monkeypatch.setattr("offload.open_store.measure", lambda *_: Costs(1.0, 0.5, 0.0))
     offload = {"hot_set": False, "late": "host"}
     model = load(store, 8, EXPERTS, lossless=False, offload=offload)
     waiting = load(store, 8, EXPERTS)
@@ -252,7 +252,7 @@ def test_interpreted_triton_kernels_find_what_is_in_the_slots(
 
 
 def test_host_memory_for_experts_follows_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.plan.planning.memory_available", lambda: 100 * GIB)
+    monkeypatch.setattr("moe.memory.planning.memory_available", lambda: 100 * GIB)
     cuda = torch.device("cuda")
 
     def room(ranks: int = 1, **memory: Any) -> int | None:

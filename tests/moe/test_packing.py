@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import moe.attention
 from moe import MoE
-from moe.mask_rule import MaskRule
+from moe.network import attention as packed
+from moe.network.attention import MaskRule
 
 DEMO = Path(__file__).parents[2] / "examples/demo-model"
-attend = moe.attention._attend
+attend = packed._attend
 
 
 def last_bits(*args: Any) -> Tensor:
@@ -45,6 +45,6 @@ def test_rounding_is_told_from_a_wrong_mask(
 ) -> None:
     """Layers that round what they read to 8 bits make thousandths of last bits."""
     for name in ("_attend_prompt", "_attend"):
-        monkeypatch.setattr(moe.attention, name, attention)
+        monkeypatch.setattr(packed, name, attention)
     with MoE.from_pretrained(DEMO, model={"trunk_bits": bits, "head_bits": bits}) as model:
         assert model.status()["packing"]["enabled"] == equal

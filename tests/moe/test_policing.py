@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
+from moe.describe.routers import prepare
 from moe.errors import ProfileError
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.plan.memory import GIB
-from moe.policing import decide, prepare
+from moe.loading.memory_plan import GIB
+from moe.network.kv_cache import Work
+from moe.network.lanes import Visit, run_lanes
+from moe.network.routing_policies import decide
 from moe.settings import ModelSettings
-from moe.visit import Visit
 from routing import Need, Phase, Policy, PolicyChain, Routing, RoutingContext
-from routing.policies.top_k import TopK
+from routing.policies.pruning import TopK
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/demo-model"

@@ -14,8 +14,15 @@ from pydantic import BaseModel, ValidationError
 
 import configs
 from moe.errors import ProfileError
-from moe.profile import KEYS, Profile, load_profile, print_config, value_of
-from moe.profile_sources import parse_assignments, section_of
+from moe.settings.profile import (
+    KEYS,
+    Profile,
+    load_profile,
+    parse_assignments,
+    print_config,
+    section_of,
+    value_of,
+)
 
 DEFAULT_YAML = Path(str(configs.__file__)).parent / "default.yaml"
 

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from moe.errors import MoEError, ProfileError
-from moe.profile import Profile, load_profile
-from moe.profile_sources import MAX_FILE_BYTES, parse_assignments, profile_names
+from moe.settings.profile import (
+    MAX_FILE_BYTES,
+    Profile,
+    load_profile,
+    parse_assignments,
+    profile_names,
+)
 
 NO_ENVIRONMENT: dict[str, str] = {}
 

@@ -16,14 +16,14 @@ from torch.nn.functional import gelu, linear, silu
 
 from kernels import backend_status, row_linear
 from moe import MoE, SamplingParams
+from moe.describe.row_wise import RowWise
 from moe.engine.engine import Engine
-from moe.engine.prefix import PrefixCache
-from moe.engine.sequence import Delta, RunningSequence
-from moe.kv import SequenceCache, Work
-from moe.lanes import run_lanes
-from moe.row_wise import RowWise
-from moe.sampling.logprobs import Token
-from moe.seam import routing_modules
+from moe.engine.prefix_cache import PrefixCache
+from moe.network.kv_cache import SequenceCache, Work
+from moe.network.lanes import run_lanes
+from moe.network.seam import routing_modules
+from moe.sampling.sampler import Token
+from moe.sequence import Delta, RunningSequence
 from routing import Phase
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.selection import find_selectors
-from moe.selector import FoundSelector, Selector
-from moe.visit import Visit
+from moe.describe.routers import find_selectors
+from moe.network.kv_cache import Work
+from moe.network.lanes import Visit, run_lanes
+from moe.network.routing_policies import FoundSelector, Selector
 
 FOUND = [
     "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "gpt_oss",

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe import MoE
-from moe.kv import Work
-from moe.lanes import Lane, LaneState, run_lanes
-from moe.trunk import Trunk
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import Lane, LaneState, run_lanes
 
 ARCHITECTURES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 TOLERANCE = 1e-5  # to the same engine's pass over one sequence

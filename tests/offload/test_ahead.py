@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.simulated_disk import Clock, Disk, Room
-from offload.ahead import read_ahead
 from offload.cache import ExpertCache
+from offload.layer import read_ahead
 from offload.policies import POLICIES
 from offload.slots import Sizes
 

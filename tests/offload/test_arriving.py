@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kernels import ExpertWeights, experts_forward
 from kernels.cpu import NativeKernels, choose_kernel
-from kernels.cpu.arriving import Rows
+from kernels.cpu.streaming import Rows
+from offload.readers.direct_io import DirectFiles
 from offload.readers.native import NativeReader
-from offload.readers.ways import DirectFiles
 from offload.transfer import Read
 from tests.kernels.kernel_cases import make_case
 from tests.kernels.plane_cases import make_layer

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from offload.between_steps import LEAST_SLOTS
+from offload.cache import LEAST_SLOTS
 from offload.errors import BudgetError, OffloadError
 from offload.held import RING
 from tests.offload.cache_cases import (

@@ -19,7 +19,7 @@ from kernels.reference import AnyExperts
 from offload.arena import Arena, plane_arena, whole_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.experts import OffloadedExperts
+from offload.layer import OffloadedExperts
 from offload.policies import POLICIES
 from offload.slots import Sizes
 from routing import Routing

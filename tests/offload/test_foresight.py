@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kernels.cpu import choose_kernel
 from offload.policies import ForecastPolicy
+from offload.policies.base import HALF_LIVES, Heard, log_odds
 from offload.policies.foresight import Foresight, Reference, new_arithmetic
-from offload.policies.heard import HALF_LIVES, Heard, log_odds
 from offload.policies.next_use import NextUse
-from routing.predict.base import Floats
+from routing.predict.forecast import Floats
 
 
 def some(num_experts: tuple[int, ...], hidden: int, units: int, seed: int) -> NextUse:

@@ -19,10 +19,10 @@ from kernels.reference import AnyExperts
 from offload.arena import PAGE, Arena, plane_arena, whole_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.experts import OffloadedExperts
-from offload.host import HostSource
+from offload.host_tier import HostSource
+from offload.layer import OffloadedExperts
+from offload.offloaded import HostValues
 from offload.policies import LRU, POLICIES
-from offload.tiers import HostValues
 from tests.offload.test_experts import (
     EXPERTS,
     HIDDEN,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import experts_forward
-from offload.experts import OffloadedExperts
-from offload.late import Costs, LateExperts, measure
+from offload.cpu_experts import Costs, LateExperts, measure
+from offload.layer import OffloadedExperts
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, draw_routing, make
 from tests.offload.test_host import Tiers, check_at_rest
 

@@ -18,8 +18,7 @@ from kernels.reference import AnyExperts
 from offload.arena import plane_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.experts import OffloadedExperts
-from offload.light import light_experts
+from offload.layer import OffloadedExperts, light_experts
 from offload.policies import POLICIES
 from offload.slots import Sizes
 from tests.kernels.plane_cases import make_layer

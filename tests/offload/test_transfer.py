@@ -16,10 +16,11 @@ from torch import Tensor
 
 from kernels.cpu import NativeKernels, choose_kernel
 from offload.errors import OffloadError
-from offload.readers import ThreadedReader, ways
+from offload.readers import ThreadedReader
+from offload.readers import direct_io as ways
+from offload.readers.direct_io import Buffered, Direct, DirectFiles
+from offload.readers.jobs import PIECE_BYTES, cut
 from offload.readers.native import NativeReader
-from offload.readers.pieces import PIECE_BYTES, cut
-from offload.readers.ways import Buffered, Direct, DirectFiles
 from offload.transfer import Read, Reader
 from tests.open_files import num_open
 

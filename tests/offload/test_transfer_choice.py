@@ -15,8 +15,8 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.readers import choice, choose_reader, deepspeed
 from offload.readers.deepspeed import BLOCK_BYTES, DeepSpeedReads, load_deepspeed
-from offload.readers.pieces import PIECE_BYTES
-from offload.readers.ways import DirectFiles
+from offload.readers.direct_io import DirectFiles
+from offload.readers.jobs import PIECE_BYTES
 from offload.transfer import Read
 
 

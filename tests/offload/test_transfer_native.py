@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offload.errors import OffloadError
+from offload.readers.direct_io import DirectFiles
+from offload.readers.jobs import PIECE_BYTES
 from offload.readers.native import NativeJob, NativeReader
-from offload.readers.pieces import PIECE_BYTES
-from offload.readers.ways import DirectFiles
 from offload.transfer import Read
 from tests.offload.test_transfer import native, place
 

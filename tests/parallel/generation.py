@@ -17,8 +17,8 @@ import numpy as np
 from experts.placement import Placement
 from experts.placement.rebalance import Moves
 from moe import MoE, SamplingParams
-from moe.parallel.leading import Leading
-from moe.profile import load_profile
+from moe.parallel.coordinator import Leading
+from moe.settings.profile import load_profile
 
 RANDOM = random.Random(7)
 PROMPTS = [[RANDOM.randrange(3, 90) for _ in range(n)] for n in (3, 40, 9, 70, 1, 25)]

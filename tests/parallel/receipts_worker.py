@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, nearest
-from experts.dispatch.at_once import AtOnce
+from experts.dispatch.native import AtOnce
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
-from moe.kv import SequenceCache, Work
-from moe.lanes import run_lanes
-from moe.parallel.halves import run_halves
-from moe.plan.memory import GIB
+from moe.engine.halves import run_halves
+from moe.loading.memory_plan import GIB
+from moe.network.kv_cache import SequenceCache, Work
+from moe.network.lanes import run_lanes
 from offload.capacity import slot_bytes
 from routing import Phase
 from tests.experts.dispatch_cases import random_placement

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from experts.placement.placement import Floats
 from moe import MoE, SamplingParams
-from moe.engine.wave import Group, Piece, Step, Wave
-from moe.parallel.arrivals import AHEAD, SAMPLE, Arrivals, arrivals_of
+from moe.engine.prefill_batch import Group, Piece, Step, Wave
 from moe.parallel.engine import ParallelEngine
-from moe.profile import load_profile
+from moe.parallel.expected_load import AHEAD, SAMPLE, Arrivals, arrivals_of
+from moe.settings.profile import load_profile
 from routing.predict import contexts
 from routing.predict.token_table import TokenTable, fit_token_table
 from tests.parallel.generation import MODES, PROMPTS

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from moe import MoE
-from moe.convert.convert import convert
-from moe.profile import load_profile
+from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from tests.parallel import generation
 
 

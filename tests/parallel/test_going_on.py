@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe import MoE
-from moe.profile import load_profile
+from moe.settings.profile import load_profile
 from tests.parallel import losing
 from tests.parallel.generation import SETTINGS
 

@@ -17,11 +17,9 @@ from moe import MoE, SamplingParams, Structure
 from moe.engine.runner import Runner
 from moe.errors import RankLostError, RequestError
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.mirror import Mirror
-from moe.parallel.station import Station
-from moe.parallel.watch import Pulse
-from moe.sampling.logprobs import LogitsError
-from moe.sampling.sampler import Sampler
+from moe.parallel.rank_worker import Mirror, Station
+from moe.parallel.watchdog import Pulse
+from moe.sampling.sampler import LogitsError, Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
 

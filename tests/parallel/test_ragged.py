@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe import MoE
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.moe.test_lab import lab_model
 from tests.parallel import generation

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kernels.cpu import choose_kernel
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.parallel import receipts_worker
 from tests.parallel.receipts_worker import PROMPTS, RANKS, SECONDS, STEPS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError
-from moe.parallel.secret import SECRET, heard_secret, new_secret
-from moe.profile import load_profile
+from moe.parallel.launch import SECRET, heard_secret, new_secret
+from moe.settings.profile import load_profile
 
 
 def test_on_one_machine_it_is_in_a_file_that_nobody_else_may_read() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from moe import MoE
-from moe.convert.convert import convert
-from moe.profile import load_profile
+from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from tests.parallel import generation
 from tests.parallel.test_generation import alike
 

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError, ProfileError
-from moe.parallel.identity import ROOT, code_digest, identity
-from moe.parallel.launch import Launch, wanted_launch
-from moe.parallel.roll import CONTROL, WATCH, Roll
-from moe.parallel.secret import SECRET
-from moe.parallel.start import come_together
-from moe.profile import load_profile
+from moe.parallel.launch import SECRET, Launch, wanted_launch
+from moe.parallel.membership import CONTROL, ROOT, WATCH, Roll, code_digest, come_together, identity
+from moe.settings.profile import load_profile
 from tests.launched import free_port
 
 SAME = {"moe": "1", "setting lossless": "True"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from moe.parallel.watch import SOONER, Pulse, State, Watch
-from moe.parallel.wire import Connection, WireError
+from moe.parallel.transport import Connection, WireError
+from moe.parallel.watchdog import SOONER, Pulse, State, Watch
 
 TIMEOUT_S = 2.0
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.parallel import wire
-from moe.parallel.wire import Connection, WireError, accept, connect, listen
+from moe.parallel import transport as wire
+from moe.parallel.transport import Connection, WireError, accept, connect, listen
 
 SECRET = b"a secret"
 WHO = {"rank": 1, "kind": "watch"}

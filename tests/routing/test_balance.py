@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.sharing_optimum import optimum
 from routing.balance import choose_counts, deal
+from tests.oracles.sharing_optimum import optimum
 from tests.routing.balance_cases import Ints, steps
 
 

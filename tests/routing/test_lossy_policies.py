@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from routing import Phase, Routing, RoutingContext, RoutingError, parse_policies
-from routing.policies.odp import OnlineDynamicPruning
+from routing.policies.pruning import OnlineDynamicPruning
 from routing.routers import RouterRule
 
 E, K = 12, 3

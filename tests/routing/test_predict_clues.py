@@ -13,11 +13,18 @@ from torch import Tensor
 
 from routing import Routing
 from routing.predict import contexts
-from routing.predict.base import Clue, floats
-from routing.predict.gate import Gate, margins, sigmoid
-from routing.predict.lookahead import ANY_DISTANCE, Lookahead, PreAttention, normed
+from routing.predict.forecast import Clue, floats
+from routing.predict.lookahead import (
+    ANY_DISTANCE,
+    Gate,
+    Lookahead,
+    PreAttention,
+    fit_gate,
+    margins,
+    normed,
+    sigmoid,
+)
 from routing.predict.path import CONTEXT, Path, PathNetwork, fit_path
-from routing.predict.ridge import fit_gate
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
 

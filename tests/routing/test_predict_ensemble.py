@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from routing import Routing
-from routing.predict.base import ClueBase, Floats, Tensors
-from routing.predict.calibrated import PREDICTORS, Calibrated, Model
-from routing.predict.ensemble import Ensemble, Situation, fit_logistic, fit_situation
-from routing.predict.gate import Gate
-from routing.predict.lookahead import Lookahead
+from routing.predict.calibrated import (
+    PREDICTORS,
+    Calibrated,
+    Ensemble,
+    Model,
+    Situation,
+    fit_logistic,
+    fit_situation,
+)
+from routing.predict.forecast import ClueBase, Floats, Tensors
+from routing.predict.lookahead import Gate, Lookahead
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
 from routing.routing import RoutingError

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from routing.routers import (
-    RouterRule,
+from examples.lab.routers import (
     balanced_routing,
     bias_step,
     dual_rate,
@@ -23,6 +22,7 @@ from routing.routers import (
     sinkhorn,
     size_routing,
 )
+from routing.routers import RouterRule
 
 EXPERTS = 10
 SEEDS = st.integers(0, 1 << 30)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,93 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experts.header import TensorInfo, pread_exactly
-from experts.opening import OpenFile
+from experts.safetensors_io import OpenFile, TensorInfo, pread_exactly
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
+from moe.loading.gguf.config import Architecture, architecture
 from moe.loading.gguf.directory import open_all
-from moe.loading.gguf.header import GgufTensor
-from moe.loading.gguf.keys import architecture
-from moe.loading.gguf.names import Seat, seats_of
-from moe.loading.gguf.types import FLOATS, decode, kind_name
+from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
 from moe.loading.plan import Plan, adjusted, without_tied
 from moe.loading.schemes import Coding
 from moe.loading.transfer import Index, Transfer
+from moe.network.seam import experts_modules
+
+# ---- Where the tensors of a GGUF file go in a network, by the table of names in the package
+# ``gguf``.
+#
+# A layer's experts lie in one tensor for each of gate, up and down, whatever the network has.
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a stored tensor goes in a network.
+
+    Attributes:
+        target: the parameter.
+        index: which part of it; behind the expert's number, where it has one.
+        each: it holds all experts, and is presented as one tensor for each.
+        heads: rows are in the order of pairs that turn together, in so many heads; 0: they are not.
+        transposed: the network has columns where the file has rows.
+    """
+
+    target: str
+    index: Index = ()
+    each: bool = False
+    heads: int = 0
+    transposed: bool = False
+
+
+def seats_of(
+    model: PreTrainedModel, name: str, known: Architecture, expected: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Seat]]:
+    """Where the tensors that a file may have go, by their names in it."""
+    gguf, config = package(), model.config
+    kinds = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[name], config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    experts = {f"{path}.{own}" for path, m in experts_modules(model) for own in m._parameters}
+    for path, module in experts_modules(model):
+        block = table.get_name(f"{path}.down_proj").rpartition(".")[0]
+        yield from _expert_seats(block, path, module)
+    for target in expected.keys() - experts:
+        for theirs, ending in _spellings(target):
+            if (found := table.get_name(theirs)) is not None:
+                own = heads.get(found.rpartition(".")[2], 0) if known.pairs else 0
+                yield f"{found}{ending}", Seat(target, heads=own)
+
+
+def _spellings(target: str) -> Iterator[tuple[str, str]]:
+    """Names that llama.cpp's table may know a parameter by, each with the ending of its tensor."""
+    for name in (target, target.replace(".mlp.", ".block_sparse_moe.")):
+        stem, _, leaf = name.rpartition(".")
+        if leaf in ("weight", "bias"):
+            yield stem, f".{leaf}"
+        else:
+            yield name, ".weight"
+            yield name.removesuffix("_bias"), ".bias"
+
+
+def _expert_seats(block: str, path: str, module: Any) -> Iterator[tuple[str, Seat]]:
+    """Of a layer's experts. Legend: gate and up one behind the other, or in turns."""
+    turned = bool(module.is_transposed)
+    width = module.gate_up_proj.shape[2 if turned else 1] // 2
+    halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+    if module.is_concatenated:
+        halves = {"gate": slice(0, width), "up": slice(width, None)}
+        yield f"{block}.ffn_gate_up_exps.weight", Seat(f"{path}.gate_up_proj", (), True, 0, turned)
+    for part, half in halves.items():
+        index = (slice(None), half) if turned else (half,)
+        seat = Seat(f"{path}.gate_up_proj", index, each=True, transposed=turned)
+        yield f"{block}.ffn_{part}_exps.weight", seat
+        yield (
+            f"{block}.ffn_{part}_exps.bias",
+            Seat(f"{path}.gate_up_proj_bias", (slice(None), half)),
+        )
+    yield f"{block}.ffn_down_exps.weight", Seat(f"{path}.down_proj", (), True, 0, turned)
+    yield f"{block}.ffn_down_exps.bias", Seat(f"{path}.down_proj_bias")
+
+
+# ----
 
 FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
 """Types whose weights are whole multiples of a scale, 16 at most."""

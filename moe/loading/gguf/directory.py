@@ -16,12 +16,11 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from experts.header import HeaderError
+from experts.safetensors_io import HeaderError
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import listing
 from moe.loading.gguf.config import gguf_config
-from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf
-from moe.loading.gguf.types import package
+from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf, package
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

@@ -3,7 +3,7 @@
 Of each mode that drafts with passes of the model there is one estimate a position (given that all
 positions before were accepted), one factor a sequence, and one table that turns the draft's own
 confidence into a probability (SpecDec++'s stopping rule without its trained head). Model-free
-drafts know their chances themselves (`moe.speculate.model_free`).
+drafts know their chances themselves (`moe.speculate.ngram`).
 """
 
 from __future__ import annotations

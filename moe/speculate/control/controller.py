@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from math import isnan
 from typing import Any
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
 from moe.speculate.control.account import Account
 from moe.speculate.control.coverage import Counter, Counts

@@ -9,13 +9,13 @@ from torch import nn
 from kernels import QuantizedExperts
 from kernels.planes import PREFIX_BITS
 from moe.loading.hub import experts_per_token
-from moe.moe_layer import MoELayers
+from moe.network.backbone import Trunk
+from moe.network.moe_layer import MoELayers
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Counts, Sizes
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Mode
-from moe.trunk import Trunk
-from offload.experts import OffloadedExperts, held_experts
+from offload.layer import OffloadedExperts, held_experts
 
 MEMORY, DISK = 12e9, 1e9
 """Bytes a second that are assumed until steps have been measured; their proportion matters."""

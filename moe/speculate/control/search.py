@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.control.acceptance import Acceptance
 from moe.speculate.control.goodput import Option, best_option
 from moe.speculate.control.steps import Effort, StepCosts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from experts.compress.allocation import DAMAGE_MODELS, predicted_damage
 from experts.compress.calibrated import (
     MIN_ROWS,
     output_errors,
@@ -17,9 +18,13 @@ from experts.compress.calibrated import (
     quantize_calibrated,
     too_few,
 )
-from experts.compress.damage import DAMAGE_MODELS, predicted_damage
-from experts.compress.inputs import LayerInputs, moments
-from experts.compress.statistics import LayerStatistics, StatisticsError, usage
+from experts.compress.statistics import (
+    LayerInputs,
+    LayerStatistics,
+    StatisticsError,
+    moments,
+    usage,
+)
 from experts.weights import dequantize_experts, quantize_experts
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.planes import PREFIX_BITS

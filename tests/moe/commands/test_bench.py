@@ -12,7 +12,7 @@ import pytest
 from moe.cli import main
 from moe.commands import bench
 from moe.commands.bench import _with_drafts
-from moe.profile import load_profile
+from moe.settings.profile import load_profile
 
 DEMO = str(Path("examples/demo-model").resolve())
 SMALL = ["--prompt-tokens", "24", "--new-tokens", "8", "--set", "memory.kv_tokens=1024"]

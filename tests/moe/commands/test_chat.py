@@ -11,10 +11,10 @@ import pytest
 
 from moe.commands import chat
 from moe.errors import ContextError, RequestError
-from moe.text.prompts import TextCodec
+from moe.text.tokenizer import TextCodec
 from tests.moe.text.test_prompts import VOCAB_SIZE, make_tokenizer
-from tests.moe.tools.reasoning_templates import QWEN3, QWEN3_OPENED
-from tests.moe.tools.templates import HERMES
+from tests.moe.text.tool_calls.reasoning_templates import QWEN3, QWEN3_OPENED
+from tests.moe.text.tool_calls.templates import HERMES
 
 QUESTION = {"role": "user", "content": "Rain?"}
 

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from moe import machine
-from moe.commands import doctor, doctor_checks
+from moe.commands import doctor
+from moe.commands import doctor as doctor_checks
 from moe.commands.doctor import Finding, exit_code, print_doctor, run_doctor
 
 ROOT = Path(__file__).parents[3]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
-from moe.convert.convert import convert
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.record import record
+from moe.commands.convert.convert import convert
 from tests.moe.convert.stores import SETTINGS, content
 
 

@@ -12,17 +12,22 @@ import torch
 from experts.manifest import StoreError, read_manifest
 from kernels import QuantizedExperts
 from moe import MoE
-from moe.calibrate.compression import analyse, inputs_of, layer_path, load_statistics
-from moe.calibrate.pieces import pieces
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.trace import Trace
 from moe.cli import main
-from moe.convert import allotment
-from moe.convert.allotment import Budget
-from moe.convert.convert import convert
-from moe.convert.inspect_store import bit_map, draw, expert_bytes
+from moe.commands.calibrate.compression import (
+    analyse,
+    inputs_of,
+    layer_path,
+    load_statistics,
+    pieces,
+)
+from moe.commands.calibrate.record import record
+from moe.commands.convert import allotment
+from moe.commands.convert.allotment import Budget
+from moe.commands.convert.convert import convert
+from moe.commands.convert.inspect_store import bit_map, draw, expert_bytes
+from moe.commands.evaluate.scoring import read
 from moe.errors import CalibrationError, CheckpointError, ProfileError
-from moe.evaluate.scoring import read
 from moe.settings import ModelSettings
 from offload.capacity import why_not
 
@@ -72,7 +77,7 @@ def test_a_stopped_analysis_goes_on(
         measured.append(model.experts.layers.index(experts))
         return pieces(experts)
 
-    monkeypatch.setattr("moe.calibrate.compression.pieces", spy)
+    monkeypatch.setattr("moe.commands.calibrate.compression.pieces", spy)
     analyse(model, trace, folder, read_tokens=200, group_size=32)
     assert measured == [1]
     assert [layer_path(folder, layer).read_bytes() for layer in range(2)] == before

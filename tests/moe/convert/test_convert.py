@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from experts.linear import QuantizedLinear
 from experts.manifest import MANIFEST_NAME
 from moe import MoE
 from moe.cli import main
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading import takeover
+from moe.loading.takeover import Takeover
 from moe.settings import ModelSettings
-from moe.weights import takeover
-from moe.weights.takeover import Takeover
 from tests.moe.convert.stores import SETTINGS, content
 
 IDS = list(range(3, 23))
@@ -92,7 +92,7 @@ def test_a_disk_that_is_too_small(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("moe.convert.convert.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("moe.commands.convert.convert.shutil.disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match=r"needs 0\.\d\d MiB more, and .* has 0\.00 MiB free"):
         convert(path, tmp_path / "store", SETTINGS)
 

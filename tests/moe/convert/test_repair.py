@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from experts.compress.routers import repaired
 from experts.manifest import TRUNK_NAME
 from moe import MoE
-from moe.calibrate.artefacts import ABOUT, TRACE_FILE, About, RuleRecord, fingerprint
-from moe.calibrate.compression import analyse, layer_path
-from moe.calibrate.record import record
-from moe.calibrate.trace import Trace
+from moe.calibration.artefacts import ABOUT, TRACE_FILE, About, RuleRecord, fingerprint
+from moe.calibration.trace import Trace
 from moe.cli import main
-from moe.convert import convert
-from moe.convert.allotment import Budget
+from moe.commands.calibrate.compression import analyse, layer_path
+from moe.commands.calibrate.record import record
+from moe.commands.convert import convert
+from moe.commands.convert.allotment import Budget
+from moe.commands.convert.repair import repaired
 from moe.errors import CalibrationError
 from moe.settings import ModelSettings
 
@@ -31,7 +31,7 @@ BUDGET = Budget(bits=3.4)
 
 DEADLY = """
 import os, signal, sys
-from moe.convert import convert
+from moe.commands.convert import convert
 write = convert.write_layer
 def deadly(work, index, *rest):
     if index == 2:
@@ -98,7 +98,7 @@ def test_repaired_routers_are_in_the_store(
     path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = itertools.count(0.99, 1e-4)  # whatever comes later is better
-    monkeypatch.setattr("moe.convert.repair.agreement", lambda *_: next(shares))
+    monkeypatch.setattr("moe.commands.convert.repair.agreement", lambda *_: next(shares))
     notices: list[str] = []
     own: dict[str, Any] = {"calibration": folder, "budget": BUDGET}
     old = trunk_of(convert.convert(path, tmp_path / "old", SETTINGS, **own))

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts import blobs
+from experts import safetensors_io as blobs
 from experts.manifest import JOURNAL_NAME, MANIFEST_NAME
 from moe import MoE
 from moe.cli import main
-from moe.convert.convert import convert
-from moe.convert.journal import Journal
+from moe.commands.convert.convert import Journal, convert
 from moe.errors import CheckpointError
+from moe.loading.takeover import Takeover
 from moe.settings import ModelSettings
-from moe.weights.takeover import Takeover
 from tests.moe.convert.stores import SETTINGS, content
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.engine.borrowing import BorrowedRoom
-from moe.plan.memory import MemoryPlan, PlannedTier
+from moe.loading.memory_plan import MemoryPlan, PlannedTier
 from offload.errors import OffloadError
 
 SLOT, TOKEN, KV_TOKENS = 1000, 30, 2000

@@ -11,8 +11,7 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.engine.runner import Runner
 from moe.errors import RequestError
-from moe.lanes import LaneState
-from moe.visit import Visit
+from moe.network.lanes import LaneState, Visit
 
 GREEDY = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
 

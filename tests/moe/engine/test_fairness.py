@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.engine.prefill import Mode
-from moe.engine.sequence import check_priority
-from moe.engine.wave import Group
+from moe.engine.prefill_batch import Group
+from moe.engine.prefill_mode import Mode
+from moe.sequence import check_priority
 from tests.moe.fake_sequences import AGE, FakeSequence, run_step, scheduler
 
 

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.calibrate.artefacts import FOLDER
+from moe.calibration.artefacts import FOLDER
 from moe.cli import main
-from moe.engine.grouping import Grouping
-from moe.engine.scheduler import Scheduler
-from moe.engine.wave import Group
+from moe.engine.prefill_batch import Group
+from moe.engine.scheduler import Grouping, Scheduler
 from moe.settings import EngineSettings, PrefillSettings
-from routing.predict.base import Floats
+from routing.predict.forecast import Floats
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step
 
 ROOT = Path(__file__).parents[3]

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from moe import MoE, SamplingParams
-from moe.engine.prefill import (
+from moe.engine.prefill_mode import (
+    LayerWork,
     PrefillPlanner,
     choose,
     chunked_loads,
     layered_loads,
     measured_frequencies,
 )
-from moe.engine.stages import LayerWork
 from moe.settings import PrefillSettings
 from routing import Routing, RoutingStatistics
 

@@ -1,6 +1,6 @@
 """Layered prefill on the shipped model: nobody stalls, and experts are read as often as predicted.
 
-Loads are counted, not timed, against the formulas of `moe.engine.prefill` with the model's
+Loads are counted, not timed, against the formulas of `moe.engine.prefill_mode` with the model's
 own expert frequencies.
 """
 
@@ -13,7 +13,7 @@ import pytest
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.prefill import chunk_sizes, chunked_loads, layered_loads, measured_frequencies
+from moe.engine.prefill_mode import chunk_sizes, chunked_loads, layered_loads, measured_frequencies
 from moe.settings import PrefillSettings
 
 ROOT = Path(__file__).parents[3]

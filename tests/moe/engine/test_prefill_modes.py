@@ -19,14 +19,12 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.sequence import Delta, RunningSequence
-from moe.engine.wave import Group
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.sampling.logprobs import Token
-from moe.sampling.sampler import Sampler
-from moe.trunk import Trunk
-from moe.visit import ExpertsRunner
+from moe.engine.prefill_batch import Group
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import ExpertsRunner, run_lanes
+from moe.sampling.sampler import Sampler, Token
+from moe.sequence import Delta, RunningSequence
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
 MODES = ("whole", "chunked", "layered", "auto")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.engine.prefix import BLOCK, PrefixCache
-from moe.kv import SequenceKV
+from moe.engine.prefix_cache import BLOCK, PrefixCache
+from moe.network.kv_cache import SequenceKV
 
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from moe import MoE, SamplingParams
 from moe.completion import Completion
 from moe.errors import RequestError
-from moe.kv import Work
-from moe.lanes import Lane
-from moe.trunk import Trunk
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import Lane
 
 SCORED = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
 PLAIN = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe.engine.wave import Group
+from moe.engine.prefill_batch import Group
 from moe.errors import RequestError
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 

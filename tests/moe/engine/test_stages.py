@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.stages import LayerWork, stage_pauses
+from moe.engine.prefill_mode import LayerWork, stage_pauses
 from moe.settings import PrefillSettings
 
 DEMO = Path(__file__).parents[3] / "examples/demo-model"

@@ -12,9 +12,9 @@ import torch
 from kernels import QuantizedExperts
 from moe import MoE
 from moe.cli import main
+from moe.commands.evaluate.command import evaluate
+from moe.commands.evaluate.scoring import WINDOW, Score, read, read_text, windows_of
 from moe.errors import RequestError
-from moe.evaluate.command import evaluate
-from moe.evaluate.scoring import WINDOW, Score, read, read_text, windows_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "examples/demo-model"

@@ -11,10 +11,8 @@ import torch
 
 from moe import MoE
 from moe.cli import main
-from moe.evaluate.command import evaluate
-from moe.evaluate.policy_costs import PolicyPrices, Way
-from moe.evaluate.routed import distinct_experts
-from moe.evaluate.scoring import read
+from moe.commands.evaluate.command import PolicyPrices, Way, distinct_experts, evaluate
+from moe.commands.evaluate.scoring import read
 from routing import PolicyChain, parse_policies
 
 ROOT = Path(__file__).parents[3]

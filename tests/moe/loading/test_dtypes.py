@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
-from moe.loading.load import LoadReport, load_weights
+from moe.loading.load import DtypeFor, LoadReport, load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
-from moe.loading.weight_plan import DtypeFor, plan_weights
 
 
 def load(path: Path, dtype: torch.dtype, dtype_for: DtypeFor) -> tuple[PreTrainedModel, LoadReport]:

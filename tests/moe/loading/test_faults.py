@@ -37,9 +37,8 @@ from moe.errors import CheckpointError
 from moe.loading import plan as weight_plan
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
-from moe.loading.load import load_weights
+from moe.loading.load import load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
-from moe.loading.weight_plan import plan_weights
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 

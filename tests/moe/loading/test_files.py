@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from experts.header import DTYPES
+from experts.safetensors_io import DTYPES
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
 

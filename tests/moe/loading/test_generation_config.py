@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from moe import MoE
 from moe.errors import CheckpointError
-from moe.loading.generation_config import FILE, OwnSampling
 from moe.sampling.params import SamplingParams
+from moe.text.generation_config import FILE, OwnSampling
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

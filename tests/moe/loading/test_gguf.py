@@ -18,21 +18,21 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from benchmarks.architectures import tiny_config, tiny_model
-from benchmarks.gguf_models import ARCHITECTURES, Kind, write_model
+from examples.models.gguf_files import ARCHITECTURES, Kind, write_model
+from examples.models.tiny import tiny_config, tiny_model
 from experts.manifest import read_manifest
 from experts.store import Store
 from experts.weights import dequantize_experts
 from kernels import QuantizedExperts
 from moe import MoE
 from moe.cli import main
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError
 from moe.loading.hub import public_name, read_config, resolve_model
 from moe.loading.meta_model import build_meta_model
 from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.store import read_layers
-from moe.seam import take_experts
+from moe.network.seam import take_experts
 from moe.settings import ModelSettings
 
 IDS = list(range(3, 23))

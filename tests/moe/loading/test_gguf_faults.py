@@ -15,16 +15,16 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.architectures import tiny_model
-from benchmarks.gguf_models import write_model
-from experts.header import HeaderError
+from examples.models.gguf_files import write_model
+from examples.models.tiny import tiny_model
+from experts.safetensors_io import HeaderError
 from moe import MoE
 from moe.errors import CheckpointError, MoEError, UnsupportedModelError
 from moe.loading.gguf.header import open_gguf
 from moe.loading.hub import read_config, resolve_model
+from moe.loading.load import plan_weights
 from moe.loading.meta_model import build_meta_model
 from moe.loading.quantized import open_checkpoint
-from moe.loading.weight_plan import plan_weights
 
 
 @pytest.fixture(scope="module")

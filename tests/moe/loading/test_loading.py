@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
-from moe.loading.load import LoadReport, load_weights
+from moe.loading.load import LoadReport, load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import LoadProgress, reporting
-from moe.loading.weight_plan import plan_weights
 
 ARCHITECTURES = [
     "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
@@ -77,7 +76,7 @@ def test_expert_tensors_are_read_to_their_place_without_a_conversion(
 
 
 def test_large_tensors_go_in_slices(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.loading.reader.SLICE_BYTES", 300)
+    monkeypatch.setattr("moe.loading.load.SLICE_BYTES", 300)
     for dtype in (torch.float32, torch.float16):
         ours, _ = load(saved, dtype)
         assert_same(ours, AutoModelForCausalLM.from_pretrained(saved, dtype=dtype))

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from benchmarks.architectures import tiny_config, tiny_model
+from examples.models.tiny import tiny_config, tiny_model
 from experts.weights import dequantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from moe import MoE
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
-from moe.loading.decode import decode_fp8, decode_mxfp4
 from moe.loading.hub import read_config
 from moe.loading.quantized import decoding_notices
+from moe.loading.schemes import decode_fp8, decode_mxfp4
 from moe.settings import ModelSettings
 
 IDS = list(range(3, 23))

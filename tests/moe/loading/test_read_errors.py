@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe import MoE
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError
 from moe.settings import ModelSettings
 from tests.open_files import num_open

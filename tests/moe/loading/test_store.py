@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.architectures import tiny_model
-from experts.blobs import Entry, write_file
+from examples.models.tiny import tiny_model
 from experts.manifest import MANIFEST_NAME, TRUNK_NAME, read_manifest, write_manifest
+from experts.safetensors_io import Entry, write_file
 from experts.store import Store
 from moe import MoE
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError, ProfileError
 from moe.loading.progress import LoadProgress
 from moe.settings import ModelSettings

@@ -26,11 +26,10 @@ from experts.placement import linear
 from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.errors import RankError
-from moe.moe_layer import MoELayers
-from moe.parallel.lockstep import Pass
-from moe.visit import Visit
+from moe.network.lanes import Visit
+from moe.network.moe_layer import MoELayers, Pass
 from offload.errors import OffloadError
-from offload.experts import OffloadedExperts
+from offload.layer import OffloadedExperts
 from routing import PolicyChain, Routing, parse_policies
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Arriving, Layers, draw_routing, make

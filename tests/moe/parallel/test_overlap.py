@@ -15,11 +15,10 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
-from moe.lanes import Lane, LaneState, visit_experts
-from moe.moe_layer import MoELayers
-from moe.parallel.halves import run_halves
+from moe.engine.halves import run_halves
+from moe.network.lanes import Lane, LaneState, Visit, visit_experts
+from moe.network.moe_layer import MoELayers
 from moe.parallel.overlap import AGAIN, TRIALS, Overlap
-from moe.visit import Visit
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
 

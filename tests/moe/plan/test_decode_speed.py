@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from benchmarks.random_store import write_random_store
-from moe.calibrate.trace import Trace
+from examples.models.random_store import write_random_store
+from moe.calibration.trace import Trace
 from moe.cli import main
-from moe.plan.decode_speed import Sizes, Speeds, UniformRouting, expect
-from moe.plan.memory import GIB
-from moe.plan.traced_routing import TracedRouting
+from moe.commands.plan.traced_routing import TracedRouting
+from moe.loading.memory_plan import GIB
+from moe.memory.decode_speed import Sizes, Speeds, UniformRouting, expect
 from offload.policies import LRU
 from offload.replay import calls_of
 from offload.replay import hit_ratio as replay_hits

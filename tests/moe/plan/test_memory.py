@@ -13,26 +13,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from moe import MoE
 from moe.errors import DoesNotFitError, ProfileError
-from moe.kv import Work
-from moe.lanes import run_lanes
+from moe.loading.load import WeightReader
+from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
 from moe.loading.meta_model import build_meta_model
-from moe.loading.reader import WeightReader
-from moe.plan.budget import plan_memory
-from moe.plan.fit import check_fit
-from moe.plan.footprint import (
+from moe.memory.budget import plan_memory
+from moe.memory.footprint import (
     Footprint,
     _run,
     measure_footprint,
     stand_in_for_experts,
+    tensor_bytes,
 )
-from moe.plan.ledger import tensor_bytes
-from moe.plan.memory import GIB, MemoryPlan, Offloadable
-from moe.profile import load_profile
+from moe.memory.planning import check_fit
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
 from moe.settings import Profile
-from moe.trunk import Trunk
+from moe.settings.profile import load_profile
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"]
 LENGTH = 200
@@ -125,7 +125,7 @@ def test_an_architecture_that_cannot_be_probed_is_estimated() -> None:
 def test_nothing_is_read_of_a_model_that_does_not_fit(
     tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.plan.planning.memory_available", lambda: 1_000_000)
+    monkeypatch.setattr("moe.memory.planning.memory_available", lambda: 1_000_000)
     monkeypatch.setattr(WeightReader, "fill", lambda *_: pytest.fail("something was read"))
     seen: list[MemoryPlan] = []
     with pytest.raises(DoesNotFitError, match=r"it needs [\d.]+ MiB and +0.95 MiB are available"):

@@ -14,18 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from benchmarks.random_store import write_random_store
+from examples.models.random_store import write_random_store
 from experts.placement import first_placement
-from moe.calibrate.trace import Trace
+from moe.calibration.trace import Trace
 from moe.cli import main
+from moe.commands.plan.rank_command import expected_traffic, first_placements
+from moe.commands.plan.ranks import (
+    Machine,
+    Needs,
+    RankForecast,
+    RankPlan,
+    Traffic,
+    drawn_steps,
+    exchanges,
+    loads_of,
+    recommend,
+    step_traffic,
+    traffic,
+)
+from moe.commands.plan.speeds import Link, given_link, measure_link
+from moe.commands.plan.traced_routing import TracedRouting
 from moe.errors import ProfileError
-from moe.plan.decode_speed import Sizes, Speeds, UniformRouting
-from moe.plan.link_speed import Link, given_link, measure_link
-from moe.plan.rank_command import expected_traffic, first_placements
-from moe.plan.rank_forecast import RankForecast, exchanges
-from moe.plan.rank_plan import Machine, Needs, RankPlan, recommend
-from moe.plan.rank_traffic import Traffic, drawn_steps, loads_of, step_traffic, traffic
-from moe.plan.traced_routing import TracedRouting
+from moe.memory.decode_speed import Sizes, Speeds, UniformRouting
 
 SIZES = Sizes(
     layers=10, experts=64, top_k=8, expert_bytes=1_000_000, trunk_bytes=100_000_000, slots=640

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from moe.sampling.candidates import candidates, draw
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import Sampler
+from moe.sampling.sampler import Sampler, candidates, draw
 
 INF = float("inf")
 

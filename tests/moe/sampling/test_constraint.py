@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 
 from moe import Structure
 from moe.errors import RequestError, StructureError
-from moe.loading.tokenizer import load_tokenizer
 from moe.sampling.constraint import Structures
-from moe.sampling.logprobs import LogitsError, Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import Sampler
+from moe.sampling.sampler import LogitsError, Sampler, Token
 from moe.speculate.draft import Draft, Mode
-from moe.speculate.verify import verify
-from moe.text.prompts import TextCodec
+from moe.speculate.speculator import verify
+from moe.text.tokenizer import TextCodec, load_tokenizer
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo-model"
 ENDS = (0, 2)

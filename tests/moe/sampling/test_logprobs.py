@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.sampling.logprobs import LogitsError, score
+from moe.sampling.sampler import LogitsError, score
 
 INF = float("inf")
 

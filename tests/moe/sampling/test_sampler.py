@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from moe.sampling.logprobs import LogitsError
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import Sampler
+from moe.sampling.sampler import LogitsError, Sampler
 
 INF = float("inf")
 

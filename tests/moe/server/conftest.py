@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from moe import MoE
 from moe.engine.engine import Engine
-from moe.engine.sequence import RunningSequence
-from moe.profile import load_profile
-from moe.sampling.logprobs import Token
-from moe.server.serve import bind
-from moe.server.service import Service
-from tests.moe.tools.templates import HERMES
+from moe.sampling.sampler import Token
+from moe.sequence import RunningSequence
+from moe.server.serve import Service, bind
+from moe.settings.profile import load_profile
+from tests.moe.text.tool_calls.templates import HERMES
 
 NAMES = ("tiny", "small/tiny")
 TEMPLATE = (

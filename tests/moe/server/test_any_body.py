@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from moe import MoE
 from tests.moe.server.conftest import forget_habits
-from tests.moe.tools.templates import QWEN3_CODER
+from tests.moe.text.tool_calls.templates import QWEN3_CODER
 
 SCHEMA = {
     "type": "object",

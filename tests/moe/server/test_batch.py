@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe import MoE
-from moe.batch.files import open_files
-from moe.batch.run import Batch, run_batch
-from moe.engine.sequence import RunningSequence
+from moe.commands.batch import Batch, open_files, run_batch
 from moe.errors import RequestError, StructureError
+from moe.sequence import RunningSequence
 from offload.errors import OffloadError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,16 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.completion import StreamEvent
-from moe.engine.sequence import Delta, FinishReason
-from moe.sampling.logprobs import Token
+from moe.sampling.sampler import Token
+from moe.sequence import Delta, FinishReason
 from moe.server.answers import AnswerReader, Called
-from moe.server.anthropic.answer import MessagesAnswer
-from moe.server.anthropic.request import MessagesRequest
+from moe.server.anthropic import MessagesAnswer, MessagesRequest
 from moe.server.blocks import BlockAnswer
-from moe.server.responses.answer import ResponsesAnswer
-from moe.server.responses.request import ResponsesRequest
-from moe.tools.format import CallFormat, ObjectBody
-from moe.tools.reasoning import ReasoningFormat
+from moe.server.responses import ResponsesAnswer, ResponsesRequest
+from moe.text.tool_calls.format import CallFormat, ObjectBody
+from moe.text.tool_calls.reasoning import ReasoningFormat
 
 CALLS = CallFormat(
     ObjectBody(("name",), ("arguments",)), call_open="<tool_call>", call_close="</tool_call>"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from moe.server.anthropic.request import MessagesRequest
+from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import parse
 from moe.server.errors import APIError
 from moe.server.openai.request import ChatRequest, CompletionRequest
-from moe.server.responses.request import ResponsesRequest
-from moe.server.texts import DetokenizeRequest
+from moe.server.responses import ResponsesRequest
+from moe.server.routes import DetokenizeRequest
 
 TURN = {"role": "user", "content": "x"}
 CHAT = {"model": "m", "messages": [TURN]}

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe.server.connection import TimedProtocol
+from moe.server.guard import TimedProtocol
 from moe.server.metrics import Metrics
 
 URL = "/v1/completions"
@@ -77,7 +77,7 @@ def test_c21_an_answer_that_nobody_reads_does_not_hold_its_connection(
 def test_c21_a_flood_of_connections_is_refused_and_forgotten(
     wait_for: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.server.service.MAX_CONNECTIONS", 20)
+    monkeypatch.setattr("moe.server.serve.MAX_CONNECTIONS", 20)
     with serve(read_timeout_s=2.0) as server:  # by when all are there
         crowd = [server.connect() for _ in range(40)]
         assert server.http.get("/health").status_code == 503

@@ -11,16 +11,14 @@ import pytest
 from pydantic import BaseModel
 
 from moe import MoE
-from moe.server import unsupported
-from moe.server.anthropic import request as anthropic
-from moe.server.anthropic import turns
-from moe.server.openai.messages import Message
-from moe.server.openai.request import ChatRequest, CompletionRequest
-from moe.server.responses import items
-from moe.server.responses import request as responses
-from moe.server.texts import DetokenizeRequest, TokenizeRequest
+from moe.server import anthropic, responses
+from moe.server import anthropic as turns
+from moe.server import fields as unsupported
+from moe.server import responses as items
+from moe.server.openai.request import ChatRequest, CompletionRequest, Message
+from moe.server.routes import DetokenizeRequest, TokenizeRequest
 from moe.settings import ServerSettings
-from tests.moe.tools.templates import HERMES
+from tests.moe.text.tool_calls.templates import HERMES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text()

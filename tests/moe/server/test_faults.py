@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from moe import MoE
-from moe.text.prompts import TextCodec
+from moe.text.tokenizer import TextCodec
 
 URL = "/v1/completions"
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}

@@ -14,11 +14,11 @@ import pytest
 
 from moe import MoE
 from moe.engine.engine import Engine
-from moe.engine.sequence import RunningSequence
 from moe.errors import MoEError
 from moe.loading.progress import LoadProgress
-from moe.profile import load_profile
+from moe.sequence import RunningSequence
 from moe.server.serve import Service, _load, bind
+from moe.settings.profile import load_profile
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from moe import MoE
-from moe.server.anthropic.request import MessagesRequest
-from moe.server.unsupported import NEUTRAL_MESSAGES
+from moe.server.anthropic import MessagesRequest
+from moe.server.fields import NEUTRAL_MESSAGES
 from tests.moe.server.conftest import Say
 from tests.moe.server.wire import check_wrong_types, events_of
-from tests.moe.tools.reasoning_templates import MINIMAX, QWEN3, QWEN3_OPENED
-from tests.moe.tools.templates import HERMES
+from tests.moe.text.tool_calls.reasoning_templates import MINIMAX, QWEN3, QWEN3_OPENED
+from tests.moe.text.tool_calls.templates import HERMES
 
 ROUTE, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 ASKED: Any = [{"role": "user", "content": "Is it raining?"}]

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from experts.manifest import read_manifest
 from moe import MoE
-from moe.convert.convert import convert
-from moe.plan.memory import GIB
+from moe.commands.convert.convert import convert
+from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings
 from offload.capacity import slot_bytes
 from offload.errors import OffloadError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe.errors import ProfileError
-from moe.profile import load_profile
+from moe.settings.profile import load_profile
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 BODY = {"prompt": "hello", "max_tokens": 1}

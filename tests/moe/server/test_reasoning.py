@@ -11,7 +11,7 @@ import pytest
 
 from moe import MoE
 from tests.moe.server.conftest import Say, forget_habits
-from tests.moe.tools.reasoning_templates import (
+from tests.moe.text.tool_calls.reasoning_templates import (
     ANALYSIS,
     BRACKETS,
     FINAL,
@@ -20,7 +20,7 @@ from tests.moe.tools.reasoning_templates import (
     QWEN3,
     QWEN3_OPENED,
 )
-from tests.moe.tools.templates import HERMES
+from tests.moe.text.tool_calls.templates import HERMES
 
 ASKED: Any = [{"role": "user", "content": "Is it raining?"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {}}}

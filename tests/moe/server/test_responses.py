@@ -12,13 +12,13 @@ import pytest
 from pydantic import BaseModel
 
 from moe import MoE
-from moe.engine.sequence import RunningSequence
-from moe.server.responses.request import ResponsesRequest
-from moe.server.unsupported import NEUTRAL_RESPONSES
+from moe.sequence import RunningSequence
+from moe.server.fields import NEUTRAL_RESPONSES
+from moe.server.responses import ResponsesRequest
 from tests.moe.server.conftest import Say, forget_habits
 from tests.moe.server.wire import check_wrong_types, events_of
-from tests.moe.tools.reasoning_templates import HARMONY, MINIMAX, QWEN3
-from tests.moe.tools.templates import HERMES
+from tests.moe.text.tool_calls.reasoning_templates import HARMONY, MINIMAX, QWEN3
+from tests.moe.text.tool_calls.templates import HERMES
 
 ROUTE = "/v1/responses"
 DEMO = Path(__file__).parents[3] / "examples" / "demo-model"

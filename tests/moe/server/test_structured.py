@@ -13,8 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from moe import MoE
-from moe.batch.files import open_files
-from moe.batch.run import run_batch
+from moe.commands.batch import open_files, run_batch
 
 DEMO = "examples/demo-model"
 ASK: dict[str, Any] = {

@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel
 
 from moe import MoE
-from moe.batch.run import Batch
+from moe.commands.batch import Batch
 from tests.moe.server.conftest import Say, forget_habits
-from tests.moe.tools.templates import HERMES, KIMI, LLAMA, MISTRAL, QWEN3_CODER
+from tests.moe.text.tool_calls.templates import HERMES, KIMI, LLAMA, MISTRAL, QWEN3_CODER
 
 WEATHER: Any = {
     "type": "function",

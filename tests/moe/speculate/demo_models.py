@@ -9,11 +9,11 @@ from typing import Any, cast
 from benchmarks.speculation_lossless import NEW_TOKENS, WAYS
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.convert.convert import convert
+from moe.commands.convert.convert import convert
 from moe.engine.engine import Engine
+from moe.engine.prefill_batch import Group
 from moe.engine.runner import Runner
-from moe.engine.wave import Group
-from moe.plan.memory import GIB
+from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
 from moe.speculate.draft import Controller, Round

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Sizes
 from moe.speculate.control.steps import StepCosts
 from moe.speculate.draft import Choice, Controller, Draft, Mode, Round, Trial
-from moe.speculate.plain_steps import PlainSteps
+from moe.speculate.speculator import PlainSteps
 
 MAX_DEPTH = 6
 NGRAM = Mode("ngram")

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.errors import ProfileError
-from moe.kv import Work
-from moe.lanes import run_lanes
-from moe.profile import load_profile
+from moe.network.kv_cache import Work
+from moe.network.lanes import Visit, run_lanes
+from moe.settings.profile import load_profile
 from moe.speculate.contrast import Contrast
-from moe.visit import Visit
 from routing import Routing
 
 DEMO = Path("examples/demo-model").resolve()

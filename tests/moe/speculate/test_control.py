@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe.speculate.control.account import UNSPENT
 from moe.speculate.control.looking import typical
 from moe.speculate.draft import Mode, Plain
-from moe.speculate.plain_steps import PlainSteps
+from moe.speculate.speculator import PlainSteps
 from tests.moe.speculate.simulation import NGRAM, Always, Simulation, World, best_fixed
 
 ELASTIC, COARSE = Mode("elastic"), Mode("elastic", bits=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.control.account import CREDIT, SHARE, TRUST, UNSPENT, Account
 from moe.speculate.control.coverage import Coverage, Sizes
 from moe.speculate.control.goodput import best_option

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.architectures import tiny_model
+from examples.models.tiny import tiny_model
 from kernels.reference import AnyExperts
 from moe import MoE
-from moe.convert.convert import convert
-from moe.selection import find_selectors
+from moe.commands.convert.convert import convert
+from moe.describe.routers import find_selectors
 from moe.settings import ModelSettings
 from moe.speculate.draft import Mode
-from moe.speculate.elastic import ElasticDrafts
-from moe.speculate.layers import DraftLayers
+from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from tests.moe.speculate.test_elastic import running
 from tests.moe.test_offload import SMALL, budget
 

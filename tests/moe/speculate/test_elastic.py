@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from moe import MoE, SamplingParams
+from moe.describe.routers import find_selectors
 from moe.engine.runner import _contexts
-from moe.engine.sequence import RunningSequence
-from moe.kv import SequenceKV, Work
-from moe.selection import find_selectors
-from moe.speculate.draft import Mode
-from moe.speculate.elastic import ElasticDrafts
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.layers import DraftLayers
+from moe.network.kv_cache import SequenceKV, Work
+from moe.sequence import RunningSequence
+from moe.speculate.draft import FixedDepth, Mode
+from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from offload.cache import ExpertCache
-from offload.experts import OffloadedExperts
+from offload.layer import OffloadedExperts
 from offload.prefetch import Prefetcher
 from routing.predict import Forecast, Told
 from tests.moe.speculate.demo_models import Models, greedy, speculating, tokens_of

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ExpertWeights, experts_forward
+from moe.network.lanes import Visit
 from moe.speculate.draft import Mode
-from moe.speculate.layers import DraftLayers, elected, heaviest, middle, restrict
-from moe.visit import Visit
+from moe.speculate.elastic import DraftLayers, elected, heaviest, middle, restrict
 from routing import Routing
 
 EXPERTS, HIDDEN = 6, 8

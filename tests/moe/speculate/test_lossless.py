@@ -12,12 +12,11 @@ import pytest
 
 from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
-from moe.engine.prefix import PrefixCache
+from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import Runner
-from moe.sampling.logprobs import Token
-from moe.speculate.draft import PLAIN, Draft, Mode
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import ModelFree
+from moe.sampling.sampler import Token
+from moe.speculate.draft import PLAIN, Draft, FixedDepth, Mode
+from moe.speculate.ngram import ModelFree
 from moe.speculate.speculator import Speculator
 from tests.moe.speculate.demo_models import (
     MODES,

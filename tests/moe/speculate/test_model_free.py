@@ -10,11 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
-from moe.speculate.history import KINDS, LONGEST, SHORTEST, SIZES, History
-from moe.speculate.model_free import JUDGED, Chances, NGram, Recycling
-from moe.speculate.offers import Offers
+from moe.speculate.ngram import (
+    JUDGED,
+    KINDS,
+    LONGEST,
+    SHORTEST,
+    SIZES,
+    Chances,
+    History,
+    NGram,
+    Offers,
+    Recycling,
+)
 
 VOCABULARY = 8
 

@@ -8,11 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from moe.engine.sequence import RunningSequence
+from moe.sequence import RunningSequence
 from moe.speculate.control.account import SHARE
-from moe.speculate.draft import Choice, Plain
-from moe.speculate.fixed import FixedDepth
-from moe.speculate.model_free import NGram
+from moe.speculate.draft import Choice, FixedDepth, Plain
+from moe.speculate.ngram import NGram
 from moe.speculate.speculator import Speculator
 from tests.moe.speculate.simulation import NGRAM, Simulation, World
 

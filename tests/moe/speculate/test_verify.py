@@ -12,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.sampling.candidates import Proposal, candidates, draw_judged, row_of
-from moe.sampling.logprobs import LogitsError, Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import Sampler
+from moe.sampling.sampler import (
+    LogitsError,
+    Proposal,
+    Sampler,
+    Token,
+    candidates,
+    draw_judged,
+    row_of,
+)
 from moe.speculate.draft import PLAIN, Draft, Mode
-from moe.speculate.verify import verify
+from moe.speculate.speculator import verify
 
 MODE = Mode("elastic")
 VOCABULARY = 6

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from moe.text.deadline import DeadlineError, deadline
+from moe.text.chat import DeadlineError, deadline
 
 LOOP = compile("for _ in iter(int, 1):\n    pass", "<loop>", "exec")
 CALLS = compile("for _ in iter(lambda: abs(len([])), 1):\n    pass", "<calls>", "exec")

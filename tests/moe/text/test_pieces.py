@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.text.pieces import Pieces
+from moe.text.detokenize import Pieces
 from tests.moe.text.test_detokenize import TOKENIZERS, ids_of
 
 TEXTS = st.text("aä½é你😀. \n", max_size=12)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
 from moe.errors import CheckpointError, RequestError
-from moe.text.prompts import TextCodec
+from moe.text.tokenizer import TextCodec
 
 TEMPLATE = (
     "{% for m in messages %}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moe.text.stop_strings import StopStrings
+from moe.text.detokenize import StopStrings
 
 
 def first_match(text: str, stop: list[str]) -> tuple[str, str | None]:

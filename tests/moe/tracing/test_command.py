@@ -10,11 +10,9 @@ import pytest
 
 from moe import MoE
 from moe.cli import main
+from moe.commands.trace.command import html, odp_ratios, trace_model
+from moe.commands.trace.findings import Findings
 from moe.errors import RequestError
-from moe.tracing.command import trace_model
-from moe.tracing.findings import Findings
-from moe.tracing.report import html
-from moe.tracing.tables import odp_ratios
 from routing import parse_policies
 
 ROOT = Path(__file__).parents[3]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe.calibrate.trace import Trace
-from moe.tracing.findings import Findings, analyse
-from moe.tracing.plots import by_company, draw
-from moe.tracing.report import html
-from moe.tracing.tables import sheets
+from moe.calibration.trace import Trace
+from moe.commands.trace.command import html, sheets
+from moe.commands.trace.findings import Findings, analyse
+from moe.commands.trace.plots import by_company, draw
 
 
 def found(tokens: int, lengths: list[int], *, visited: bool = True) -> Findings:

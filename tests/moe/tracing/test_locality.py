@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.tracing import locality
-from moe.tracing.locality import Ids
+from moe.commands.trace import findings as locality
+from moe.commands.trace.findings import Ids
 
 E, K = 6, 2
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe.calibrate.trace import Trace
-from moe.tracing import tokens
+from moe.calibration.trace import Trace
+from moe.commands.trace import findings as tokens
 
 WORDS, EXPERTS, LENGTH = 40, 16, 200
 RNG = np.random.default_rng(3)

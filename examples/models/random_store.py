@@ -1,0 +1,184 @@
+"""A random model of Qwen3-30B-A3B's true shape, written straight as a 4-bit store of 17 GB.
+
+    python -m examples.models.random_store
+
+48 layers of 128 experts, hidden size 2048, expert width 768, top-8: 30.5 billion parameters, of
+which no more than two layers' planes are ever in memory. A few experts are drawn and quantised by
+the rules of `moe convert`; all others have the same codes in another order. Like the smaller models
+of `examples.models.random_models` it says nothing sensible and its routing has no locality.
+Skipped, with a notice, where the disk is short.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3MoeConfig
+
+from examples.models.random_models import bench_dir, tokenizer
+from experts.layer_file import layer_record, write_layer
+from experts.linear import QuantizedLinear
+from experts.manifest import (
+    TRUNK_NAME,
+    LayerRecord,
+    Manifest,
+    StoreError,
+    read_manifest,
+    write_manifest,
+)
+from experts.safetensors_io import Entry, FileRecord, write_file
+from experts.weights import quantize_experts
+from kernels import ExpertWeights, QuantizedExperts
+from moe.loading.meta_model import build_meta_model
+from moe.loading.takeover import chosen_linears, planes_of, quantize_linear
+from moe.network.seam import experts_modules, take_weights
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": False,
+}
+NBYTES = 17_200_000_000
+BITS: Final = 4
+GROUP_SIZE: Final = 64
+POOL = 4
+"""Experts that are drawn and quantised."""
+STD = 0.02
+SMALL = 0.1
+"""What attention adds is smaller, and embeddings are larger, than transformers would make them:
+else it drowns the token after some layers, and all tokens of a text go to the same experts."""
+VECTOR = 64
+"""Bytes of a plane that the kernels read together: in any order they are planes again."""
+
+
+def random_30b() -> Path | None:
+    """Directory of the store, made where it is not there yet; None, and why, if it cannot be."""
+    folder = bench_dir() / "random-30b-4bit"
+    if is_readable(folder):
+        return folder
+    free = shutil.disk_usage(folder.parent).free
+    if free < 1.05 * NBYTES:
+        print(f"skipped: the 30B store needs {NBYTES / 1e9:.0f} GB of disk, not {free / 1e9:.0f}")
+        return None
+    return write_random_store(Qwen3MoeConfig(**SHAPE, dtype=torch.bfloat16), folder)
+
+
+def is_readable(store: Path) -> bool:
+    """Whether there is a store that this version reads; one in an older format is taken away."""
+    try:
+        read_manifest(store)
+    except StoreError:
+        shutil.rmtree(store, ignore_errors=True)
+        return False
+    return True
+
+
+def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
+    """A store of random weights at `BITS` bits, layer by layer; the directory gets its name last.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(30)
+    network = build_meta_model(config)
+    layers = list(_write_layers(network, unfinished))
+    for name, bits in chosen_linears(network, BITS, BITS).items():
+        quantize_linear(network, name, GROUP_SIZE, bits)
+    trunk = _write_trunk(network, unfinished)
+    config.save_pretrained(unfinished)
+    tokenizer(config.vocab_size).save_pretrained(unfinished)
+    manifest = Manifest(
+        source=folder.name,
+        bits=BITS,
+        group_size=GROUP_SIZE,
+        linears=planes_of(network),
+        layers=tuple(layer for layer, _ in layers),
+        files={layer.file: file for layer, file in layers} | {TRUNK_NAME: trunk},
+    )
+    write_manifest(unfinished, manifest)
+    return unfinished.rename(folder)
+
+
+def _write_layers(
+    network: PreTrainedModel, folder: Path
+) -> Iterator[tuple[LayerRecord, FileRecord]]:
+    pool: _Pool | None = None
+    for index, (name, module) in enumerate(experts_modules(network)):
+        like = take_weights(module)
+        pool = pool or _Pool.draw(like)
+        record = layer_record(index, name, like, pool.experts.interleaved)
+        yield record, write_layer(folder, index, record, pool.layer(like.num_experts))
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A few quantised experts, and as many others as are wanted made of them."""
+
+    experts: QuantizedExperts
+
+    @classmethod
+    def draw(cls, like: ExpertWeights) -> _Pool:
+        rows, hidden = like.gate_up_EGH.shape[1:]
+        first = torch.randn(POOL, rows, hidden) * STD
+        second = torch.randn(POOL, hidden, like.intermediate_size) * STD
+        whole = replace(like, gate_up_EGH=first, down_EHF=second)
+        return cls(quantize_experts(whole, GROUP_SIZE, BITS))
+
+    def layer(self, count: int) -> QuantizedExperts:
+        """So many experts, each with the vectors of one of the pool in an order of its own."""
+        own = self.experts
+        planes, scales = [], []
+        for _ in range(count):
+            one, by = (int(torch.randint(high, (1,))) for high in (POOL, 1 << 20))
+            planes.append(tuple(plane.roll(by * VECTOR) for plane in own.planes[one]))
+            scales.append(own.scales[one])
+        return replace(own, planes=tuple(planes), scales=tuple(scales))
+
+
+def _write_trunk(network: PreTrainedModel, folder: Path) -> FileRecord:
+    state = network.state_dict()
+    entries = [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()]
+    return write_file(folder / TRUNK_NAME, entries, _trunk_tensors(network, state))
+
+
+def _trunk_tensors(network: PreTrainedModel, state: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Random values of every tensor, in order; one linear layer is in memory at a time."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        parent = name.rpartition(".")[0]
+        module = network.get_submodule(parent)
+        if isinstance(module, QuantizedLinear):
+            if name not in made:
+                linear = nn.Linear(module.in_features, module.out_features, bias=False)
+                nn.init.normal_(linear.weight, std=STD * (SMALL if "o_proj" in parent else 1))
+                planes = QuantizedLinear.of(linear, GROUP_SIZE, module.bits).state_dict()
+                made = {f"{parent}.{key}": value for key, value in planes.items()}
+            yield made[name]
+        elif tensor.dim() == 1:
+            yield torch.ones(tensor.shape, dtype=tensor.dtype)
+        else:
+            std = 1.0 if isinstance(module, nn.Embedding) else STD
+            yield torch.randn(tensor.shape, dtype=tensor.dtype) * std
+
+
+if __name__ == "__main__":
+    print(random_30b())

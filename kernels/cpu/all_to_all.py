@@ -1,0 +1,310 @@
+"""A dispatch and a combine of ranks of one machine, by a compiled library (see meeting.h, .cpp).
+
+Legend: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, declare
+
+# ---- The compiled choice of ranks: `experts.dispatch.assignment` and `routing.balance` in one
+# call.
+#
+# Legend: R ranks, T tokens of all ranks, K slots, E experts, A slots that this rank serves.
+
+Ids = NDArray[np.int16]
+Ints = NDArray[np.int64]
+Shapes = Sequence[tuple[int, ...]]
+
+
+class Assigned(NamedTuple):
+    """What `experts.dispatch.assignment.Assignment` and its `slots` hold, by the same names."""
+
+    loads_E: Ints
+    ids_TK: Ints
+    serving_TK: Ints
+    token_A: Ints
+    experts_A: Ints
+    served_R: list[int]
+    returned_R: list[int]
+    position_TK: NDArray[np.int32]
+    pairs: int
+
+
+class NativeAssign:
+    """Who serves what, by a compiled library (see kernels/cpu/build.py)."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        sizes = (SIZE,) * 4
+        declare(library, {"moe_assign": (NUMBER, (*(POINTER,) * 4, *sizes, POINTER))})
+        self._call = library.moe_assign
+
+    def __call__(self, tables: Sequence[Ids], rank: int, holders: Ints, experts: int) -> Assigned:
+        """The part of one rank.
+
+        Args:
+            tables: contiguous ``(tokens, slots)`` ids of each rank, -1 for unused slots.
+            holders: as `experts.placement.Placement.holders`.
+            experts: E.
+
+        Raises:
+            IndexError: an id outside [-1, E).
+        """
+        shapes, ranks = [table.shape for table in tables], len(tables)
+        out = np.empty(numbers(shapes, shapes[rank][0], experts), np.int64)
+        done = self._call(
+            (POINTER * ranks)(*[address(table) for table in tables]),
+            (SIZE * ranks)(*[tokens for tokens, _ in shapes]),
+            (SIZE * ranks)(*[slots for _, slots in shapes]),
+            address(holders),
+            ranks,
+            max(slots for _, slots in shapes),
+            experts,
+            rank,
+            address(out),
+        )
+        if done:
+            raise bad_id(experts)
+        return assigned(out, shapes, shapes[rank][0], experts)
+
+
+def numbers(shapes: Shapes, own: int, experts: int) -> int:
+    """That `moe_assign` writes, for the ``(tokens, slots)`` of all ranks and the tokens of one."""
+    return loads_at(shapes, own) + experts
+
+
+def loads_at(shapes: Shapes, own: int) -> int:
+    """Where tokens of each expert begin in it, behind all else."""
+    size, slots = _size(shapes)
+    return 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
+
+
+def counts_at(shapes: Shapes) -> int:
+    """Where numbers of slots begin in it: `served_R`, `returned_R`, pairs and served."""
+    return 4 * _size(shapes)[0]
+
+
+def assigned(out: Ints, shapes: Shapes, own: int, experts: int) -> Assigned:
+    """What it has written."""
+    (size, slots), ranks, at = _size(shapes), len(shapes), counts_at(shapes)
+    ends, loads = at + 2 * ranks + 2, loads_at(shapes, own)
+    *told, pairs, served = out[at:ends].tolist()
+    ids_TK, serving_TK = out[: 2 * size].reshape(2, -1, slots)
+    return Assigned(
+        loads_E=out[loads : loads + experts],
+        ids_TK=ids_TK,
+        serving_TK=serving_TK,
+        token_A=out[2 * size : 2 * size + served],
+        experts_A=out[3 * size : 3 * size + served],
+        served_R=told[:ranks],
+        returned_R=told[ranks:],
+        position_TK=out[ends:loads].view(np.int32)[: own * slots].reshape(-1, slots),
+        pairs=pairs,
+    )
+
+
+def _size(shapes: Shapes) -> tuple[int, int]:
+    """T K and K of all ranks together."""
+    slots = max(slots for _, slots in shapes)
+    return sum(tokens for tokens, _ in shapes) * slots, slots
+
+
+def bad_id(experts: int) -> IndexError:
+    return IndexError(f"an expert id is outside [-1, {experts})")
+
+
+def address(array: NDArray[Any]) -> int:
+    """Of its first element; `array.ctypes.data` takes three times as long."""
+    found: int = array.__array_interface__["data"][0]
+    return found
+
+
+# ----
+
+LOST, BAD_ID, DONE, OTHERWISE = -2, -1, 0, 1
+"""What a call says: a rank is lost; an id is no expert; all went well; see the call."""
+_SIGNATURES = {
+    "moe_dispatch": (NUMBER, (POINTER, SIZE, POINTER, POINTER)),
+    "moe_return": (NUMBER, (*(POINTER,) * 4, NUMBER, NUMBER)),
+}
+_SIZES = ("ranks", "rank", "slots", "width", "hidden", "timeout_ms", "rows_at", "epoch")
+_ARRAYS = (
+    *("files", "tokens", "slots_R", "message_bytes", "messages", "heads", "layers"),
+    *("served", "returned", "results", "ones", "chosen"),
+)
+
+
+class _Record(ctypes.Structure):
+    """`Meeting` of meeting.h."""
+
+    _fields_ = (
+        *((name, SIZE) for name in _SIZES),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, SIZE) for name in ("layer", "had", "lost", "error")),
+        ("seconds", ctypes.c_double),
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`MeetingLayer` of meeting.h."""
+
+    _fields_ = (
+        ("holders", ctypes.c_void_p),
+        ("experts", SIZE),
+        ("assigned", ctypes.c_void_p),
+    )
+
+
+class Counted(NamedTuple):
+    """Of layers, what `moe_assign` has counted.
+
+    Attributes:
+        loads_LE: tokens of each expert, on all ranks; zeros behind a layer's last one.
+        pairs, served: as `experts.dispatch.assignment.Assignment` has them, of all layers.
+        sent_back: of those served, whose results go to other ranks.
+    """
+
+    loads_LE: Ints
+    pairs: int
+    served: int
+    sent_back: int
+
+
+class NativeMeeting:
+    """What ranks exchange as long as all bring what they brought before.
+
+    Args:
+        files: sockets to all ranks; the own is not used.
+        heads: ``(R, 40)`` bytes that the ranks say of what they bring.
+        shapes: ``(tokens, slots)`` of each rank.
+        width: W.
+        rows_at: where rows begin in a message, which is ids in 16 bits behind place and head.
+        message_bytes: of each rank.
+        hidden: H.
+        epoch: of the placements.
+        layers: of each MoE layer who holds which experts, as `experts.placement.Placement.holders`,
+            and how many they are.
+
+    Attributes:
+        own_tokens: that this rank brings.
+        width: W.
+        address: for compiled callers, who meet at all layers by themselves.
+        messages: that the ranks told in the last dispatch.
+        served: ``(T K, W)`` bytes of the rows that this rank serves, in the order of its slots.
+        returned: ``(own T K, H)`` float32 results of other ranks.
+        ones: ``(T K, 1)`` weights.
+        record: where a code is LOST, `lost` says which rank and `error` why.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        files: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        heads: bytes,
+        shapes: Sequence[tuple[int, int]],
+        width: int,
+        rows_at: int,
+        message_bytes: Sequence[int],
+        hidden: int,
+        epoch: int,
+        layers: Sequence[tuple[Ints, int]],
+    ) -> None:
+        declare(library, _SIGNATURES)
+        self._dispatch, self._return = library.moe_dispatch, library.moe_return
+        self._shapes, self.width = list(shapes), width
+        self.own_tokens = shapes[rank][0]
+        self._slots = max(slots for _, slots in shapes)
+        self.messages = [np.zeros(size, np.uint8) for size in message_bytes]
+        most = sum(tokens for tokens, _ in shapes) * self._slots
+        self.served = torch.empty(most, width, dtype=torch.uint8)
+        self.returned = torch.empty(self.own_tokens * self._slots, hidden, dtype=torch.float32)
+        self._chosen = torch.empty(most, dtype=torch.int64)
+        self._results = torch.empty(most, hidden, dtype=torch.float32)
+        self.ones = torch.ones(most, 1)
+        self._experts = [experts for _, experts in layers]
+        most_numbers = numbers(shapes, self.own_tokens, max(self._experts, default=0))
+        self._out_LN = np.zeros((len(layers), most_numbers), np.int64)
+        self._rank, self._at = rank, counts_at(shapes)
+        records = [
+            _Layer(address(holders), experts, address(out))
+            for (holders, experts), out in zip(layers, self._out_LN, strict=True)
+        ]
+        self._layers = (_Layer * len(records))(*records)
+        tokens_R, slots_R = np.array(self._shapes, np.int64).T.copy()
+        pointers = np.array([address(one) for one in self.messages], np.uint64)
+        held: dict[str, NDArray[Any]] = {
+            "files": np.array(files, np.int32),
+            "tokens": tokens_R,
+            "slots_R": slots_R,
+            "message_bytes": np.array(message_bytes, np.int64),
+            "messages": pointers,
+            "heads": np.frombuffer(heads, np.uint8).copy(),
+        }
+        timeout_ms = int(timeout_s * 1000)
+        sizes = len(files), rank, self._slots, width, hidden, timeout_ms, rows_at, epoch
+        self._held = held, layers  # the record points to them
+        self.record = _Record(
+            **dict(zip(_SIZES, sizes, strict=True)),
+            **{name: address(array) for name, array in held.items()},
+            layers=ctypes.addressof(self._layers),
+            served=self.served.data_ptr(),
+            returned=self.returned.data_ptr(),
+            results=self._results.data_ptr(),
+            ones=self.ones.data_ptr(),
+            chosen=self._chosen.data_ptr(),
+            lost=-1,
+        )
+        self.address = ctypes.addressof(self.record)
+
+    def dispatch(self, layer: int, ids_TK: Tensor, rows: Tensor) -> int:
+        """One of the codes; DONE: `assigned` and `served` hold what this rank serves.
+
+        Args:
+            ids_TK, rows: contiguous, of the shapes that were told.
+        """
+        done: int = self._dispatch(self.address, layer, ids_TK.data_ptr(), rows.data_ptr())
+        return done
+
+    def assigned(self, layer: int) -> Assigned:
+        """Of the last dispatch of a layer; the next one writes over it."""
+        return assigned(self._out_LN[layer], self._shapes, self.own_tokens, self._experts[layer])
+
+    def counted(self, layers: range) -> Counted:
+        """Of the last dispatches of successive layers."""
+        out_LN, ranks, at = self._out_LN[layers.start : layers.stop], len(self._shapes), self._at
+        counts_N = out_LN[:, at : at + 2 * ranks + 2].sum(0).tolist()
+        served = counts_N[-1]
+        loads_LE = out_LN[:, loads_at(self._shapes, self.own_tokens) :]
+        return Counted(loads_LE, counts_N[-2], served, served - counts_N[self._rank])
+
+    def experts(self, layers: range) -> list[list[int]]:
+        """That this rank has served in the last dispatches of successive layers, ascending."""
+        out_LN, at = self._out_LN[layers.start : layers.stop], self._at
+        size, served_L = at // 4, out_LN[:, at + 2 * len(self._shapes) + 1]
+        layer, slot = np.nonzero(np.arange(size) < served_L[:, None])
+        found_LE = np.zeros((len(layers), max(self._experts)), bool)
+        found_LE[layer, out_LN[layer, 3 * size + slot]] = True
+        return [np.flatnonzero(found_E).tolist() for found_E in found_LE]
+
+    def combine(self, rows: Tensor, weights_TK: Tensor, out_TH: Tensor) -> int:
+        """One of the codes; DONE or OTHERWISE: ``out`` holds the sums; OTHERWISE: some are NaN."""
+        done: int = self._return(
+            self.address,
+            rows.data_ptr(),
+            weights_TK.data_ptr(),
+            out_TH.data_ptr(),
+            DTYPES[out_TH.dtype],
+            torch.get_num_threads(),
+        )
+        return done

@@ -1,1 +1,0 @@
-"""``moe generate --batch``: many requests from a file, without a server."""

@@ -1,0 +1,1 @@
+"""What calibration leaves beside a model, and how loading reads it."""

@@ -1,0 +1,324 @@
+"""Offline batches: a file of requests in, a file of answers out, in OpenAI's batch format.
+
+Lines are read as the engine takes them, answered by the code that answers HTTP requests, and
+written as they finish. What is in the output file already is not done again, so a batch that was
+killed goes on where it was. A line that is wrong gets an answer that says so and stops no other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from moe.completion import StreamEvent, places_of
+from moe.engine.prefill_batch import Group
+from moe.errors import RequestError, StructureError
+from moe.model import MoE
+from moe.sequence import RunningSequence
+from moe.server.bodies import RequestBody, parse
+from moe.server.errors import APIError, api_error
+from moe.server.fields import Json
+from moe.server.generation import check_model, make_groups
+from moe.server.openai.answers import ChatAnswer, CompletionAnswer, OpenAIAnswer
+from moe.server.openai.request import ChatRequest, CompletionRequest
+
+# ---- The two files of a batch: lines of requests, and lines of answers that survive a kill.
+
+DUPLICATE = "duplicate_custom_id"
+_ID = "batch_req_"
+_FIRST = f'{{"id": "{_ID}'.encode()  # what every answer begins with
+
+
+class BatchLine(RequestBody):
+    """One line of the input."""
+
+    custom_id: str = Field(min_length=1, max_length=512)
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+
+
+@dataclass
+class Tally:
+    """Answers in the output file, those of earlier runs included."""
+
+    answered: int = 0
+    failed: int = 0
+
+    def add(self, answer: Json) -> None:
+        self.answered += answer["error"] is None
+        self.failed += answer["error"] is not None
+
+
+@dataclass
+class BatchFiles:
+    """Both files, open; answers are only ever appended."""
+
+    source: BinaryIO
+    target: BinaryIO
+    tally: Tally
+    done: set[str]
+
+    def write(self, answer: Json) -> None:
+        try:
+            self.target.write(json.dumps(answer).encode() + b"\n")
+            self.target.flush()
+        except OSError as error:  # a full disk: the system does not say which file
+            error.filename = self.target.name
+            with suppress(OSError):
+                self.target.close()  # which tries once more
+            raise
+        self.tally.add(answer)
+
+
+@contextmanager
+def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
+    """Open both, and find out what ``target`` has already.
+
+    Raises:
+        RequestError: a file cannot be used, or another process writes to ``target``.
+        KeyboardInterrupt: says what is kept.
+    """
+    with ExitStack() as closing:
+        try:
+            lines = closing.enter_context(source.open("rb"))
+            if not lines.seekable():
+                raise RequestError(f"{source} is no file but a pipe; --batch reads its lines twice")
+            if target.exists() and not target.is_file():  # /dev/full can be read for ever
+                raise RequestError(f"{target} is no file; --out keeps answers to go on from")
+            answers = closing.enter_context(target.open("a+b"))
+            if os.path.samefile(source, target):
+                raise RequestError(f"--batch and --out are the same file {source}; name two")
+            _lock(answers, target)
+            tally = Tally()
+            files = BatchFiles(lines, answers, tally, _repair(answers, target, tally))
+        except OSError as error:
+            what = error.filename or target
+            raise RequestError(f"cannot use {what}: {error.strerror}") from error
+        try:
+            yield files
+        except KeyboardInterrupt as stop:
+            kept = f"; answers so far are in {target}, and the same command goes on from there"
+            raise KeyboardInterrupt(kept) from stop
+
+
+def _lock(answers: BinaryIO, target: Path) -> None:
+    try:
+        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"another batch is writing to {target}; name another --out") from None
+
+
+def line_key(number: int, custom_id: str | None) -> str:
+    """What tells a line of the input that is answered already."""
+    return f"#{number}" if custom_id is None else f"id:{custom_id}"
+
+
+def _repair(answers: BinaryIO, target: Path, tally: Tally) -> set[str]:
+    """Cut off what a kill left unfinished; `line_key` of every answer that is there."""
+    done: set[str] = set()
+    end = 0
+    answers.seek(0)
+    for count, line in enumerate(answers, 1):
+        if not line.endswith(b"\n") and _FIRST.startswith(line[: len(_FIRST)]):
+            break
+        try:
+            answer = from_json(line)
+            number = int(answer["id"].removeprefix(_ID))
+            repeated = (answer["error"] or {}).get("code") == DUPLICATE
+            done.add(line_key(number, None if repeated else answer["custom_id"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise RequestError(
+                f"line {count} of {target} is not an answer of a batch; name another --out"
+            ) from None
+        tally.add(answer)
+        end += len(line)
+    answers.truncate(end)
+    return done
+
+
+def output(
+    number: int,
+    custom_id: str | None,
+    status: int,
+    request_id: str,
+    body: Json,
+    error: Json | None,
+) -> Json:
+    return {
+        "id": f"{_ID}{number}",
+        "custom_id": custom_id,
+        "response": {"status_code": status, "request_id": request_id, "body": body},
+        "error": error,
+    }
+
+
+def custom_id_of(data: bytes) -> str | None:
+    """That of a line that may otherwise be wrong."""
+    try:
+        line = from_json(data)
+    except ValueError:
+        return None
+    custom_id = line.get("custom_id") if isinstance(line, dict) else None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+# ----
+
+BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
+logger = logging.getLogger("moe.batch")
+
+
+@dataclass(eq=False)
+class _Request:
+    """A line that runs."""
+
+    number: int
+    custom_id: str
+    body: ChatRequest | CompletionRequest
+    groups: Sequence[Group]
+    left: int
+    events: list[StreamEvent] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(group.sequences[0].prompt_token_ids) for group in self.groups)
+
+
+class Batch:
+    """Runs requests through an engine of its own.
+
+    Args:
+        model: what answers.
+        model_name: what requests must call it.
+        write: takes each answer, in the order in which they are done.
+    """
+
+    def __init__(self, model: MoE, model_name: str, write: Callable[[Json], object]) -> None:
+        self._model = model
+        self._name = model_name
+        self._write = write
+        self._engine = model.loop()
+        self._most_open = 2 * model.profile.profile.engine.max_batch_size
+        self._places: dict[RunningSequence, tuple[_Request, int, int]] = {}
+
+    def run(self, lines: Iterator[tuple[int, bytes]], done: set[str]) -> None:
+        """Answer numbered lines, but for those whose `line_key` is in ``done``."""
+        seen: set[str] = set()
+        while True:
+            while len(self._places) < self._most_open and (line := next(lines, None)) is not None:
+                self._take(*line, seen, done)
+            if self._engine.idle:
+                break
+            self._step()
+
+    def _take(self, number: int, data: bytes, seen: set[str], done: set[str]) -> None:
+        custom_id = custom_id_of(data)
+        repeated = custom_id in seen
+        if custom_id is not None:
+            seen.add(custom_id)
+        if line_key(number, None if repeated else custom_id) in done:
+            return
+        try:
+            if repeated:
+                raise APIError(400, f"an earlier line has custom_id {custom_id!r}", code=DUPLICATE)
+            self._submit(number, parse(BatchLine, data))
+        except (APIError, RequestError) as error:
+            self._refuse(number, custom_id, api_error(error))
+
+    def _submit(self, number: int, line: BatchLine) -> None:
+        body = parse(BODIES[line.url], to_json(line.body))
+        check_model([self._name], body.model)
+        if body.stream:
+            raise APIError(400, "a batch cannot stream; remove it", param="stream")
+        groups = make_groups(self._model, body)
+        try:
+            for group in groups:
+                self._engine.submit(group)
+        except RequestError:
+            self._cancel(groups)
+            raise
+        places = places_of(groups)
+        request = _Request(number, line.custom_id, body, groups, len(places))
+        self._places |= {sequence: (request, *place) for sequence, place in places.items()}
+
+    def _step(self) -> None:
+        for sequence, outcome in self._engine.step():
+            if sequence not in self._places:  # its request has failed in this step
+                continue
+            request, prompt, sample = self._places[sequence]
+            if isinstance(outcome, Exception):
+                self._cancel(request.groups)
+                self._refuse(request.number, request.custom_id, _told(request.number, outcome))
+                continue
+            request.events.append(StreamEvent(prompt, sample, outcome, sequence.prompt_token_ids))
+            if outcome.finish_reason is not None:
+                del self._places[sequence]
+                request.left -= 1
+                if not request.left:
+                    self._finish(request)
+
+    def _finish(self, request: _Request) -> None:
+        request_id = uuid.uuid4().hex
+        answer = self._answer(request.body, request_id)
+        whole = answer.whole(request.num_prompt_tokens, request.events)
+        self._write(output(request.number, request.custom_id, 200, request_id, whole, None))
+
+    def _answer(self, body: ChatRequest | CompletionRequest, request_id: str) -> OpenAIAnswer:
+        if isinstance(body, ChatRequest):
+            return ChatAnswer(body, self._model.codec, request_id, self._name)
+        return CompletionAnswer(body, self._model.codec, request_id, self._name)
+
+    def _refuse(self, number: int, custom_id: str | None, error: APIError) -> None:
+        reason = {"code": error.code or "request_failed", "message": error.message}
+        request_id = uuid.uuid4().hex
+        self._write(output(number, custom_id, error.status, request_id, error.body(), reason))
+
+    def _cancel(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self._engine.cancel(group)
+            for sequence in group.sequences:
+                self._places.pop(sequence, None)
+
+
+def run_batch(
+    model: MoE,
+    model_name: str,
+    files: BatchFiles,
+    on_answer: Callable[[Tally], object] = lambda _: None,
+) -> Tally:
+    """Answer every line that has no answer yet.
+
+    Args:
+        on_answer: called at the start and after every answer.
+    """
+
+    def write(answer: Json) -> None:
+        files.write(answer)
+        on_answer(files.tally)
+
+    on_answer(files.tally)
+    lines = ((number, line) for number, line in enumerate(files.source, 1) if line.strip())
+    Batch(model, model_name, write).run(lines, files.done)
+    return files.tally
+
+
+def _told(number: int, error: Exception) -> APIError:
+    """What the answer to a line says of what ended it."""
+    if not isinstance(error, StructureError):
+        logger.error("line %d failed", number, exc_info=error)
+    return api_error(error)

@@ -1,0 +1,183 @@
+"""``moe calibrate``: read a text, fit predictors and what the cache goes by, leave them beside the
+model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe.calibration.artefacts import (
+    FOLDER,
+    NEXT_USE,
+    Fitted,
+    check_writable,
+    unavailable_before,
+    write,
+)
+from moe.calibration.gates import FoundGate, find_gates
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.compression import analyse
+from moe.commands.calibrate.fit import ASIDE, fit_predictors
+from moe.commands.calibrate.fit_next_use import fit_next_use
+from moe.commands.calibrate.record import record
+from moe.commands.console import OnStep, step_bar
+from moe.errors import CalibrationError
+from moe.loading.hub import resolve_model
+from moe.model import MoE
+from moe.settings.profile import LoadedProfile
+from routing.predict.path import VECTOR
+
+WINDOW = 512
+"""Tokens of a sequence that is read, at most."""
+
+LEAST_TOKENS = 1024
+"""With fewer nothing that is fitted means anything."""
+
+TOKENS = 50_000
+"""Read where nobody says how many: minutes for a large model on two cores."""
+
+
+def calibrate_model(
+    model: MoE, text: str, *, tokens: int = TOKENS, on_step: OnStep = lambda what, done, total: None
+) -> tuple[Trace, Fitted]:
+    """Predictors from what the model does with a text.
+
+    Args:
+        text: better of the kind that the model will be used for.
+        tokens: of the text to read, taken evenly from all of it.
+        on_step: hears what is done, and how many of how many steps.
+
+    Raises:
+        CalibrationError: there is too little text, or activations are not finite.
+    """
+    found = find_gates(model.trunk)
+    trace = _recorded(model, text, tokens, found, on_step)
+    return trace, _fitted(model, trace, found, on_step)
+
+
+def calibrate(
+    name: str | Path,
+    profile: LoadedProfile,
+    text: Path,
+    tokens: int,
+    out: Path | None,
+    *,
+    compression: int | None = None,
+) -> int:
+    """The subcommand: returns the exit code. `compression`: `read_tokens` of `analyse`, if any."""
+    words = _read(text)
+    if compression is not None and compression < 1:
+        raise CalibrationError(f"--compression must be at least 1 token, got {compression}")
+    if out is None and Path(name).suffix == ".gguf":
+        raise CalibrationError(
+            f"beside {name} there is no model directory for a calibration; give it a folder with "
+            "--out, or calibrate the store that moe convert makes"
+        )
+    folder = out or resolve_model(name) / FOLDER
+    check_writable(folder)
+    began = time.perf_counter()
+    model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
+    found = find_gates(model.trunk)
+    with step_bar() as on_step:
+        trace = _recorded(model, words, tokens, found, on_step)
+        unavailable = None
+        if compression is not None:  # perhaps the rest of a run that was stopped
+            unavailable = unavailable_before(folder, model.config, trace)
+        if unavailable is None:
+            fitted = _fitted(model, trace, found, on_step)
+            write(folder, model.config, text.name, trace, fitted)
+            unavailable = fitted.unavailable
+    if compression is not None:
+        if trace.rows is not None:  # most of their memory was for the predictors
+            trace = replace(trace, rows=replace(trace.rows, entered=[]), scored=None)
+        with step_bar() as on_step:
+            notices = analyse(model, trace, folder, on_step, read_tokens=compression)
+        for notice in notices:
+            print(f"moe: {notice}", file=sys.stderr)
+    for absent, reason in unavailable.items():
+        what = "next uses for the cache" if absent == NEXT_USE else f"predictor {absent}"
+        print(f"moe: no {what}: {reason}", file=sys.stderr)
+    seconds = time.perf_counter() - began
+    print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
+    return 0
+
+
+def _recorded(
+    model: MoE, text: str, tokens: int, found: Sequence[FoundGate], on_step: OnStep
+) -> Trace:
+    read = windows(model, text, tokens)
+    total = sum(map(len, read))
+    gates = [one.gate for one in found if one.gate is not None]
+    return record(
+        model.trunk,
+        model.experts,
+        read,
+        gates=gates if len(gates) == len(found) else (),
+        on_tokens=lambda done: on_step("reading text", done, total),
+    )
+
+
+def _fitted(model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep) -> Fitted:
+    vectors = token_vectors(model.trunk.model.get_input_embeddings(), VECTOR)
+    fitted = fit_predictors(trace, found, vectors, on_step)
+    next_use, reason = fit_next_use(trace, found, on_step)
+    unavailable = fitted.unavailable | ({} if next_use else {NEXT_USE: reason})
+    return replace(fitted, next_use=next_use, unavailable=unavailable)
+
+
+@torch.inference_mode()
+def token_vectors(embedding: torch.nn.Module, size: int) -> Tensor:
+    """``(V, size)`` float32: the model's token vectors in their principal directions, scaled to a
+    deviation of 1; zeros where the model's are smaller."""
+    count = int(embedding.num_embeddings)  # type: ignore[arg-type]
+    device = next((p.device for p in embedding.parameters()), torch.device("cpu"))
+    pieces = torch.arange(count, device=device).split(1 << 14)
+
+    def vectors(ids: Tensor) -> Tensor:
+        rows: Tensor = embedding(ids).float().cpu()
+        return rows
+
+    mean = torch.stack([vectors(ids).sum(0) for ids in pieces]).sum(0) / count
+    moments = torch.zeros(len(mean), len(mean))
+    for ids in pieces:
+        centred = vectors(ids) - mean
+        moments += centred.T @ centred / count
+    directions = torch.linalg.eigh(moments).eigenvectors.flip(1)[:, :size]
+    found = torch.cat([(vectors(ids) - mean) @ directions for ids in pieces])
+    found = found / found.std().clamp_min(1e-12)
+    return torch.nn.functional.pad(found, (0, size - found.shape[1]))
+
+
+def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
+    """So many tokens in sequences, taken evenly from all of a text. Raises `CalibrationError`."""
+    if not text.strip():
+        raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
+    ids = model.codec.encode(text)
+    shortest = max(min(len(ids), tokens) // (2 * ASIDE), 1)
+    size = min(WINDOW, model.context_length or WINDOW, shortest)
+    parts = [ids[at : at + size] for at in range(0, len(ids), size)]
+    wanted = max(-(-tokens // size), 1)
+    stride = max(len(parts) / wanted, 1.0)
+    chosen = [parts[int(i * stride)] for i in range(min(wanted, len(parts)))]
+    if (surplus := sum(map(len, chosen)) - tokens) > 0:
+        chosen[-1] = chosen[-1][:-surplus]
+    found = sum(map(len, chosen))
+    if found < LEAST_TOKENS:
+        raise CalibrationError(
+            f"the text gives {found} tokens ({len(ids)} are there, --tokens is {tokens}) and "
+            f"calibration needs at least {LEAST_TOKENS}; give more text or raise --tokens"
+        )
+    return chosen
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")  # to the byte, as a prompt is
+    except OSError as error:
+        raise CalibrationError(f"cannot read the text {path}: {error}") from error

@@ -1,0 +1,363 @@
+"""What compression needs to know of each MoE layer, found out layer by layer.
+
+The trace of a calibration has the rows that experts read. From these each layer is quantised at all
+widths as ``moe convert`` would do it, the error of each expert is measured, and a part of the text
+is read with that layer quantised and everything else as it is: what the model's predictions lose.
+A finished layer's file is not made again, so a run that was stopped goes on where it was.
+
+Memory does not grow with the number of layers or experts beyond what the model itself takes: one
+layer's planes and a few whole experts are there at a time, and experts may stay on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts.compress.calibrated import MIN_ROWS, output_errors, quantize_at_each_width, too_few
+from experts.compress.statistics import LayerInputs, LayerStatistics, StatisticsError, usage
+from experts.weights import dequantize_experts
+from kernels import ExpertWeights, QuantizedExperts, experts_forward
+from kernels.planes import PREFIX_BITS
+from kernels.reference import AnyExperts
+from moe.calibration.trace import Trace
+from moe.commands.calibrate.record import batches
+from moe.commands.console import OnStep
+from moe.commands.evaluate.scoring import divergence
+from moe.errors import CalibrationError
+from moe.model import MoE
+from moe.network.kv_cache import Work
+from moe.network.lanes import Lane, Visit, run_lanes
+from moe.speculate.contrast import uncontrasted
+from offload.layer import LayerExperts, OffloadedExperts, held_experts
+
+# ---- A layer's weights a few experts at a time, wherever they are: in memory, or in a store on
+# disk.
+#
+# Experts in float32 take up to sixteen times what a store keeps of them, so no step of a
+# calibration holds a whole layer of them.
+
+PIECE_WEIGHTS = 1 << 25
+"""Weights of the gated experts that are taken at once: 128 MiB in float32."""
+
+_BIASES = ("gate_up_bias_EG", "down_bias_EH")
+
+
+def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]:
+    """All experts of a layer, in order: their ids, and the weights that they are served with.
+
+    Raises:
+        OffloadError: an expert cannot be read.
+    """
+    held = held_experts(layer)
+    weights = 3 * held.hidden_size * held.intermediate_size
+    size = max(1, PIECE_WEIGHTS // weights)
+    for start in range(0, layer.num_experts, size):
+        ids = range(start, min(start + size, layer.num_experts))
+        yield ids, take(layer, ids)
+
+
+def take(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
+    """Some experts of a layer, ids ascending, as a layer of their own.
+
+    Raises:
+        OffloadError: an expert cannot be read.
+    """
+    if not isinstance(layer, OffloadedExperts):
+        return _taken(layer, experts)
+    found = []
+    with layer.cache.acquire(layer.layer, list(experts)) as held:
+        for wave in held.waves:
+            slots = wave.slot_ids[torch.tensor(wave.experts)].tolist()
+            found.append(_taken(layer.slots, slots))
+    return _joined(found)
+
+
+def joined(parts: Sequence[QuantizedExperts]) -> QuantizedExperts:
+    """One layer of the experts of several pieces, in order."""
+    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in parts]) for name in _BIASES}
+    own["planes"] = tuple(planes for part in parts for planes in part.planes)
+    own["scales"] = tuple(scales for part in parts for scales in part.scales)
+    return replace(parts[0], **own)
+
+
+def _taken(layer: AnyExperts, experts: Sequence[int]) -> ExpertWeights:
+    """A copy, biases included."""
+    chosen = torch.tensor(experts)
+    own: dict[str, Any] = {
+        name: None if (bias := getattr(layer, name)) is None else bias[chosen] for name in _BIASES
+    }
+    if isinstance(layer, QuantizedExperts):
+        own["planes"] = tuple(layer.planes[expert] for expert in experts)
+        own["scales"] = tuple(layer.scales[expert] for expert in experts)
+        return dequantize_experts(replace(layer, **own))
+    own |= {"gate_up_EGH": layer.gate_up_EGH[chosen], "down_EHF": layer.down_EHF[chosen]}
+    return replace(layer, **own)
+
+
+def _joined(layers: Sequence[ExpertWeights]) -> ExpertWeights:
+    names = ("gate_up_EGH", "down_EHF", *_BIASES)
+    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in layers]) for name in names}
+    return replace(layers[0], **own)
+
+
+def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None
+
+
+# ---- What a model's predictions of a text lose when one MoE layer is replaced, all else as it
+# is.
+#
+# The original and all versions of the layer read side by side, each a lane. Up to the layer they
+# are one: what the original's experts gave is handed to all, and kept, so that the experts of
+# earlier layers are neither fetched nor run for it. Behind it lanes meet at each layer, so that
+# its experts are fetched once for all versions and windows. Only at the end do they go on one by
+# one, as predictions take more memory than all else. Legend: T tokens of a window.
+
+KEPT_BYTES = 256 << 20
+"""Of what the original's experts gave; what is more is made anew for each layer."""
+
+TOGETHER = 2048
+"""Tokens of all lanes that are read side by side: each holds its keys and values."""
+
+_ORIGINAL = -1
+
+Lanes = dict[Lane[list[Tensor]], tuple[int, int]]
+"""Which window a lane reads, and with which version."""
+
+
+class Original:
+    """A text as a model reads it, window by window."""
+
+    def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
+        self._model, self._windows = model, windows
+        self._given: dict[tuple[int, int], Tensor] = {}  # by window and layer
+        self._room = KEPT_BYTES
+
+    @torch.inference_mode()
+    def losses(self, layer: int, versions: Sequence[AnyExperts]) -> Tensor:
+        """``(len(versions),)`` float64: KL in bits a token with each of these in a layer's place.
+
+        Raises:
+            OffloadError: an expert cannot be read.
+        """
+        lost = torch.zeros(len(versions), dtype=torch.float64)
+        with uncontrasted(self._model.trunk, self._model.experts):
+            for windows in batches(self._windows, TOGETHER // (1 + len(versions))):
+                lost += self._divergences(windows, layer, versions)
+        return lost.clamp_min(0) / sum(map(len, self._windows))
+
+    def _divergences(
+        self, windows: Sequence[int], layer: int, versions: Sequence[AnyExperts]
+    ) -> Tensor:
+        """Sums over the tokens of these windows."""
+        lanes: Lanes = {
+            self._lane(self._windows[window]): (window, version)
+            for window in windows
+            for version in range(_ORIGINAL, len(versions))
+        }
+        run = partial(self._run, layer, versions, lanes)
+        last = len(self._model.experts.layers) - 1
+        run_lanes(list(lanes), run, pause_at=dict.fromkeys(lanes, last))
+        for failed in [lane for lane in lanes if lane.finished]:
+            failed.result()
+        rows = run(last, [lane.visit for lane in lanes if lane.visit is not None])
+        lost, before = torch.zeros(len(versions), dtype=torch.float64), torch.empty(0)
+        for own, (_, version) in zip(rows, list(lanes.values()), strict=True):
+            lane = next(iter(lanes))
+            del lanes[lane]  # and with it, at the next, its predictions
+            if isinstance(own, Exception):
+                raise own
+            lane.resume(own)
+            logprobs_TV = lane.result()[0].log_softmax(-1)
+            if version == _ORIGINAL:
+                before = logprobs_TV
+            else:
+                lost[version] += divergence(before, logprobs_TV)
+        return lost
+
+    def _lane(self, window: Sequence[int]) -> Lane[list[Tensor]]:
+        trunk = self._model.trunk
+        (lane,) = trunk.lanes([Work(list(window), trunk.new_cache(len(window)), all_logits=True)])
+        return lane
+
+    def _run(
+        self,
+        replaced: int,
+        versions: Sequence[AnyExperts],
+        lanes: Lanes,
+        layer: int,
+        visits: Sequence[Visit],
+    ) -> Sequence[Tensor | Exception]:
+        """Rows for the lanes that wait at a layer: known, a version's, or run for all together."""
+        waiting = {id(lane.visit): about for lane, about in lanes.items()}
+        whose = [waiting[id(visit)] for visit in visits]
+        if layer < replaced:  # versions are still as the original
+            whose = [(window, _ORIGINAL) for window, _ in whose]
+        rows: dict[tuple[int, int], Tensor | Exception] = {}
+        others: dict[tuple[int, int], Visit] = {}
+        for about, visit in zip(whose, visits, strict=True):
+            window, version = about
+            if version == _ORIGINAL and (window, layer) in self._given:
+                rows[about] = self._given[window, layer]
+            elif version != _ORIGINAL and layer == replaced:
+                ids, weights = visit.routing.expert_ids, visit.routing.weights
+                rows[about] = experts_forward(visit.hidden_states, ids, weights, versions[version])
+            else:
+                others[about] = visit
+        if others:
+            rows |= zip(others, self._model.experts.run(layer, list(others.values())), strict=True)
+        for (window, version), own in rows.items():
+            if version == _ORIGINAL and isinstance(own, Tensor):
+                self._keep(window, layer, own)
+        found = [rows[about] for about in whose]
+        return [own.clone() if isinstance(own, Tensor) else own for own in found]
+
+    def _keep(self, window: int, layer: int, rows_TH: Tensor) -> None:
+        if (window, layer) not in self._given and rows_TH.nbytes <= self._room:
+            self._room -= rows_TH.nbytes
+            self._given[window, layer] = rows_TH
+
+
+# ----
+
+FOLDER = "compression"
+
+
+def layer_path(folder: Path, layer: int) -> Path:
+    """File of a layer's statistics within a calibration's folder."""
+    return folder / FOLDER / f"layer-{layer:05}.safetensors"
+
+
+@torch.inference_mode()
+def analyse(
+    model: MoE,
+    trace: Trace,
+    folder: Path,
+    on_step: OnStep = lambda what, done, total: None,
+    *,
+    read_tokens: int = 2048,
+    group_size: int = 64,
+) -> list[str]:
+    """Statistics of every MoE layer, in `folder`; finished ones of the same trace are kept.
+
+    Args:
+        read_tokens: of the text, for measuring what a layer's precision costs; one sequence at
+            least.
+
+    Returns:
+        Which experts had too few tokens, one sentence a layer that has such.
+
+    Raises:
+        CalibrationError: the trace has no rows, the model is not on the CPU, a layer's losses are
+            not finite, or a file cannot be written.
+    """
+    if trace.rows is None:
+        raise CalibrationError("compression needs the rows that experts read; the trace has none")
+    if model.trunk.device.type != "cpu":
+        raise CalibrationError(
+            f"what fewer bits cost is measured on the CPU, and the model is on "
+            f"{model.trunk.device}: add --set device=cpu"
+        )
+    original = Original(model, spread(trace, read_tokens))
+    notices, count, job = [], len(trace.num_experts), _job(model, trace, read_tokens, group_size)
+    for layer in range(count):
+        on_step("measuring layers", layer, count)
+        path, inputs = layer_path(folder, layer), inputs_of(trace, layer)
+        if not _finished(path, job):
+            statistics = _analyse(model, layer, inputs, original, group_size)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                statistics.save(path, job)
+            except OSError as error:
+                raise CalibrationError(
+                    f"cannot write the calibration to {path}: {error}; name another place with "
+                    "--out, and the same command goes on from here"
+                ) from error
+        if few := too_few(inputs, trace.num_experts[layer]):
+            notices.append(
+                f"layer {layer}: {len(few)} experts have fewer than {MIN_ROWS} tokens and are "
+                f"rounded plainly: {', '.join(map(str, few))}"
+            )
+    on_step("measuring layers", count, count)
+    return notices
+
+
+def load_statistics(folder: Path, num_layers: int) -> list[LayerStatistics]:
+    """What `analyse` left. Raises `CalibrationError`."""
+    return [load_layer(folder, layer) for layer in range(num_layers)]
+
+
+def load_layer(folder: Path, layer: int) -> LayerStatistics:
+    """What it left of one layer."""
+    try:
+        return LayerStatistics.load(layer_path(folder, layer))
+    except StatisticsError as error:
+        raise CalibrationError(
+            f"{error}; run moe calibrate MODEL --text FILE --compression first"
+        ) from error
+
+
+def inputs_of(trace: Trace, layer: int) -> LayerInputs:
+    """The rows of a layer that a trace kept."""
+    assert trace.rows is not None
+    tokens = trace.rows.tokens
+    ids, weights = trace.expert_ids[layer][tokens], trace.weights[layer][tokens]
+    return LayerInputs(trace.rows.read[layer], ids, weights)
+
+
+def spread(trace: Trace, tokens: int) -> list[list[int]]:
+    """Sequences of the trace from all over it, about so many tokens together."""
+    sequences = trace.token_ids.split(trace.lengths)
+    wanted = max(1, tokens * len(sequences) // trace.num_tokens)
+    stride = max(1, len(sequences) // wanted)
+    return [ids.tolist() for ids in sequences[::stride]]
+
+
+def _analyse(
+    model: MoE, layer: int, inputs: LayerInputs, original: Original, group_size: int
+) -> LayerStatistics:
+    experts, errors = model.experts.layers[layer], []
+    at_widths: list[list[QuantizedExperts]] = [[] for _ in PREFIX_BITS]
+    for ids, whole in pieces(experts):
+        own = inputs.of_experts(ids)
+        quantized = quantize_at_each_width(whole, own, group_size)
+        errors.append(output_errors(whole, map(dequantize_experts, quantized), own))
+        for parts, part in zip(at_widths, quantized, strict=True):
+            parts.append(part)
+    error_EW = torch.cat(errors)
+    kl_W = original.losses(layer, [joined(parts) for parts in at_widths])
+    if not bool(error_EW.isfinite().all() & kl_W.isfinite().all()):
+        raise CalibrationError(
+            f"MoE layer {layer}: what it loses at {PREFIX_BITS} bits is not finite (KL "
+            f"{kl_W.tolist()}, {int((~error_EW.isfinite()).any(1).sum())} of {len(error_EW)} "
+            "experts); the model's weights are damaged, or its dtype overflows (try --set "
+            "model.dtype=float32)"
+        )
+    return LayerStatistics(inputs, *usage(inputs, experts.num_experts), error_EW, kl_W)
+
+
+def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:
+    """Digest of what the statistics depend on; the same with another number of threads."""
+    about = (model.config.to_json_string(), read_tokens, group_size, trace.lengths)
+    digest = hashlib.sha256(repr(about).encode())
+    digest.update(trace.token_ids.numpy().tobytes())
+    for ids in trace.expert_ids:  # the weights show in where they send the text
+        digest.update(ids.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _finished(path: Path, job: str) -> bool:
+    try:
+        LayerStatistics.load(path, job)
+    except StatisticsError:
+        return False
+    return True

@@ -1,0 +1,255 @@
+"""Recording a trace: a model reads windows of text, and the seam tells where their tokens go.
+
+Memory is bounded: expert ids are small, and activations are kept of as many tokens, spread over the
+text, as a budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from moe.calibration.trace import Rows, Scored, Trace
+from moe.describe.routers import blocks
+from moe.errors import CalibrationError
+from moe.machine import memory_available
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import ExpertsRunner, Visit, run_lanes
+from moe.network.moe_layer import MoELayers
+from offload.layer import LayerExperts
+from routing import Routing
+from routing.predict.forecast import floats
+from routing.predict.lookahead import Gate, normed
+from routing.routing import UNUSED
+
+# ---- A compressed model reads a recorded text with its tokens sent where the original sent them.
+#
+# What its routers read then differs from the original's rows by the experts' errors alone, not by
+# earlier routers' other choices: what routers that choose as the original's did will have to
+# read.
+
+
+class Forced:
+    """Experts behind recorded choices; takes the place of `MoELayers` in `record`.
+
+    Args:
+        layers: experts of each layer, for their numbers.
+        trace: whose windows are read, each once and in order.
+        run: what runs the experts.
+    """
+
+    def __init__(self, layers: Sequence[LayerExperts], trace: Trace, run: ExpertsRunner) -> None:
+        self.layers = list(layers)
+        self._trace, self._run = trace, run
+        self._read = [0] * len(self.layers)
+
+    def run(self, layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        (visit,) = visits  # one lane a pass
+        start = self._read[layer]
+        end = self._read[layer] = start + visit.routing.num_tokens
+        ids, weights = (
+            own[layer][start:end] for own in (self._trace.expert_ids, self._trace.weights)
+        )
+        device = visit.routing.weights.device
+        chosen = Routing(ids.to(device).long(), weights.to(visit.routing.weights))
+        return self._run(layer, [replace(visit, routing=chosen)])
+
+
+# ----
+
+ROW_BYTES = 1 << 30
+"""Memory for kept activations."""
+
+SCORE_BYTES = 1 << 29
+"""Memory for what routers gave."""
+
+PASS_TOKENS = 2048
+"""Read in one pass where sequences may share one, so that experts are read once for all."""
+
+
+@torch.inference_mode()
+def record(
+    trunk: Trunk,
+    experts: MoELayers | Forced,
+    windows: Sequence[Sequence[int]],
+    *,
+    row_bytes: int | None = None,
+    gates: Sequence[Gate] = (),
+    on_tokens: Callable[[int], object] = lambda done: None,
+) -> Trace:
+    """Read each window as a sequence of its own.
+
+    Args:
+        trunk, experts: of a loaded model; `Forced` experts are sent what a trace says.
+        windows: token ids; at least one, none empty.
+        row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
+        gates: of each MoE layer, to keep what they give; none: that is not kept.
+        on_tokens: hears how many tokens have been read.
+
+    Raises:
+        CalibrationError: activations are not finite.
+    """
+    if row_bytes is None:
+        row_bytes = affordable(ROW_BYTES)
+    recorder = _Recorder(trunk, experts, sum(map(len, windows)), row_bytes, gates)
+    with recorder.watching():
+        for indices in batches(windows, PASS_TOKENS if trunk.packed else 0):
+            batch = [windows[index] for index in indices]
+            lanes = trunk.lanes([Work(list(ids), trunk.new_cache(len(ids))) for ids in batch])
+            run_lanes(lanes, recorder.run)
+            for lane in lanes:
+                lane.result()
+            recorder.done += sum(map(len, batch))
+            on_tokens(recorder.done)
+    return recorder.trace(windows)
+
+
+class _Recorder:
+    def __init__(
+        self,
+        trunk: Trunk,
+        experts: MoELayers | Forced,
+        total: int,
+        row_bytes: int,
+        gates: Sequence[Gate],
+    ) -> None:
+        self.done = 0
+        self._experts = experts
+        self._layers = blocks(trunk.model)
+        self._num_experts = [layer.num_experts for layer in experts.layers]
+        self._total, self._row_bytes = total, row_bytes
+        self._stride = 0
+        self._gates, self._passes, self._every = gates, 0, 1
+        self._scored: list[Tensor] = []  # tokens of each pass
+        self._scores: list[list[Tensor]] = [[] for _ in gates]
+        self._last: list[Tensor] = []
+        self._entered: dict[nn.Module, Tensor] = {}
+        count = len(self._layers)
+        self._ids: list[list[Tensor]] = [[] for _ in range(count)]
+        self._weights: list[list[Tensor]] = [[] for _ in range(count)]
+        self._read: list[list[Tensor]] = [[] for _ in range(count)]
+        self._blocks: list[list[Tensor]] = [[] for _ in range(count)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep what comes into blocks."""
+
+        def keep(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            values = (*inputs, kwargs.get("hidden_states"))
+            states = next((value for value in values if isinstance(value, Tensor)), None)
+            if states is not None:
+                self._entered[module] = states
+
+        hooks = [
+            layer.register_forward_pre_hook(keep, with_kwargs=True)
+            for layer in dict.fromkeys(self._layers)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def run(self, layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        (visit,) = visits  # one lane a pass
+        rows, routing = visit.hidden_states, visit.routing
+        if not bool(torch.isfinite(rows).all() & torch.isfinite(routing.weights).all()):
+            bad = int((~torch.isfinite(rows).all(-1)).sum())
+            raise CalibrationError(
+                f"MoE layer {layer}: {bad} of {len(rows)} rows are not finite after "
+                f"{self.done} tokens; the model's weights are damaged, or its dtype overflows "
+                "(try --set model.dtype=float32)"
+            )
+        self._ids[layer].append(routing.expert_ids.to("cpu", torch.int16))
+        self._weights[layer].append(routing.weights.to("cpu", torch.float16))
+        self._keep_rows(layer, rows)
+        if self._gates:
+            self._keep_scores(layer, rows)
+        return self._experts.run(layer, visits)
+
+    def _keep_rows(self, layer: int, rows: Tensor) -> None:
+        if not self._stride:  # hidden size is known only now
+            needed = self._total * len(self._layers) * rows.shape[-1] * 4
+            self._stride = max(-(-needed // self._row_bytes), 1) if self._row_bytes else -1
+        if self._stride < 0:
+            return
+        kept = slice(-self.done % self._stride, None, self._stride)
+        entered = self._entered.pop(self._layers[layer], None)
+        self._read[layer].append(_half(rows[kept]))
+        if entered is not None and entered.numel() == rows.numel():
+            self._blocks[layer].append(
+                _half(torch.from_numpy(normed(floats(entered.reshape(rows.shape)[kept]))))
+            )
+
+    def _keep_scores(self, layer: int, rows: Tensor) -> None:
+        """Of whole passes, as what follows what matters."""
+        if layer == 0:
+            needed = self._total * 2 * (sum(self._num_experts) + rows.shape[-1])
+            if not self._passes:
+                self._every = -(-needed // affordable(SCORE_BYTES))
+            self._passes += 1
+        if (self._passes - 1) % self._every:
+            return
+        gate = self._gates[layer]
+        self._scores[layer].append(_half(torch.from_numpy(gate.logits(floats(rows)))))
+        if layer == len(self._gates) - 1:
+            self._scored.append(torch.arange(self.done, self.done + len(rows)))
+            self._last.append(_half(rows))
+
+    def trace(self, windows: Sequence[Sequence[int]]) -> Trace:
+        rows = None
+        if self._stride > 0:
+            tokens = torch.arange(0, self._total, self._stride)
+            whole = all(sum(map(len, parts)) == len(tokens) for parts in self._blocks)
+            entered = [torch.cat(parts) for parts in self._blocks] if whole else []
+            rows = Rows(tokens, [torch.cat(parts) for parts in self._read], entered)
+        return Trace(
+            torch.tensor([token for window in windows for token in window], dtype=torch.int32),
+            [len(window) for window in windows],
+            self._num_experts,
+            [_stacked(parts, UNUSED) for parts in self._ids],
+            [_stacked(parts, 0) for parts in self._weights],
+            rows,
+            self._scored_tokens(),
+        )
+
+    def _scored_tokens(self) -> Scored | None:
+        if not self._scored:
+            return None
+        scores = [torch.cat(parts) for parts in self._scores]
+        return Scored(torch.cat(self._scored), scores, torch.cat(self._last))
+
+
+def affordable(most: int) -> int:
+    """Bytes up to so many that may be kept: the model may have filled memory."""
+    available = memory_available()
+    return most if available is None else max(1, min(most, available // 4))
+
+
+def _stacked(parts: Sequence[Tensor], unused: int) -> Tensor:
+    """Rows of all passes; some routers take another number of slots in each."""
+    slots = max(part.shape[1] for part in parts)
+    return torch.cat([pad(part, (0, slots - part.shape[1]), value=unused) for part in parts])
+
+
+def _half(rows: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float16).max
+    return rows.float().clamp(-limit, limit).to("cpu", torch.float16)
+
+
+def batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[int]]:
+    """Indices of windows of at most ``tokens`` together, at least one at a time."""
+    batch: list[int] = []
+    for index, window in enumerate(windows):
+        if batch and sum(len(windows[own]) for own in batch) + len(window) > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch

@@ -1,0 +1,195 @@
+"""How well a model reads a text, window by window, and how that differs from another reading.
+
+A reading keeps log probabilities and chosen experts. Layers may be replaced for a reading, so that
+the effect of one layer's precision is measured without a second model. Legend: T tokens of a
+window, V vocabulary, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import experts_forward
+from kernels.reference import AnyExperts
+from moe.errors import RequestError
+from moe.model import MoE
+from moe.network.kv_cache import Work
+from moe.network.lanes import Visit, run_lanes
+from moe.speculate.contrast import uncontrasted
+from routing import Phase, Routing
+
+WINDOW = 512
+"""Tokens that are read together, at most; the first of a window is known, not predicted."""
+
+_ROWS = 64  # compared at once: for a large vocabulary a window's rows are as large as a layer
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model made of a window.
+
+    Attributes:
+        token_ids: T of them.
+        logprobs_TV: float32, of the token after each.
+        experts_LTK: those that the routers chose for each token, ascending; -1 for none.
+        weights_LTK: float32, their routing weights.
+    """
+
+    token_ids: Sequence[int]
+    logprobs_TV: Tensor
+    experts_LTK: Tensor
+    weights_LTK: Tensor
+
+    @property
+    def bits(self) -> float:
+        """Information of the tokens after the first."""
+        after = torch.tensor(self.token_ids[1:], device=self.logprobs_TV.device)
+        taken = self.logprobs_TV[:-1].gather(1, after[:, None])
+        return float(-taken.double().sum()) / math.log(2)
+
+
+def read_text(path: Path) -> str:
+    """What ``--text`` names, to the byte. Raises `RequestError` where it cannot be read."""
+    try:
+        return path.read_bytes().decode()  # `Path.read_text` makes one character of "\r\n"
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read the text {path}: {error}") from error
+
+
+def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[int]]:
+    """The text's tokens, the first `tokens` of them, in windows that overlap by one token.
+
+    So each token but the first is predicted once.
+
+    Raises:
+        RequestError: the context has no room for a token and one before it.
+    """
+    ids = model.codec.encode(text)[:tokens] if text else []
+    size = min(WINDOW, model.context_length or WINDOW)
+    if size < 2:
+        raise RequestError(
+            "the context is 1 token, and a token is predicted from at least one before it; "
+            "raise model.context_length"
+        )
+    return [ids[at : at + size] for at in range(0, len(ids) - 1, size - 1)]
+
+
+@torch.inference_mode()
+def read(
+    model: MoE,
+    token_ids: Sequence[int],
+    instead: Mapping[int, AnyExperts] | None = None,
+    *,
+    routed_as: Reading | None = None,
+    phase: Phase = "prefill",
+) -> Reading:
+    """Read one window. Under self-contrast, what cannot be drawn (`moe.speculate.contrast`) keeps
+    the probability that it has without, so that every text has a score.
+
+    Args:
+        instead: experts in place of the model's own, by layer.
+        routed_as: a reading of the same tokens, to whose experts they are sent; None: to those
+            that the model's routers choose.
+        phase: what routing policies take the tokens for.
+    """
+    if model.trunk.contrast is None:
+        return _read(model, token_ids, instead or {}, routed_as, phase)
+    with uncontrasted(model.trunk, model.experts):
+        plain = _read(model, token_ids, instead or {}, routed_as, phase).logprobs_TV
+    reading = _read(model, token_ids, instead or {}, routed_as, phase)
+    cut_TV = reading.logprobs_TV == -torch.inf
+    share_T1 = plain.masked_fill(cut_TV, -torch.inf).logsumexp(-1, keepdim=True)
+    return replace(reading, logprobs_TV=plain.where(cut_TV, reading.logprobs_TV + share_T1))
+
+
+def _read(
+    model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts],
+    routed_as: Reading | None, phase: Phase,
+) -> Reading:  # fmt: skip
+    chosen: dict[int, Routing] = {}
+
+    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
+        (visit,) = visits
+        chosen[layer] = visit.routing
+        if routed_as is not None:
+            given = Routing(routed_as.experts_LTK[layer], routed_as.weights_LTK[layer])
+            visit = replace(visit, routing=given)
+        if layer not in instead:
+            return model.experts.run(layer, [visit])
+        own = visit.hidden_states, visit.routing.expert_ids, visit.routing.weights
+        return [experts_forward(*own, instead[layer])]
+
+    trunk = model.trunk
+    work = Work(list(token_ids), trunk.new_cache(len(token_ids)), all_logits=True)
+    lanes = trunk.lanes([work], phase)
+    run_lanes(lanes, run)
+    (logits,) = lanes[0].result()
+    routings = [chosen[layer] for layer in sorted(chosen)]
+    ids, weights = (
+        torch.stack([getattr(own, name)[: len(token_ids)] for own in routings])
+        for name in ("expert_ids", "weights")
+    )
+    return Reading(token_ids, logits.log_softmax(-1), ids, weights)
+
+
+def divergence(own_TV: Tensor, other_TV: Tensor) -> float:
+    """Sum over rows of KL(own || other) in bits, of log probabilities."""
+    pairs = zip(own_TV.split(_ROWS), other_TV.split(_ROWS), strict=True)
+    nats = sum(float((own.exp() * (own - other)).sum(-1).double().sum()) for own, other in pairs)
+    return nats / math.log(2)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How readings differ from those of the original model.
+
+    Attributes:
+        kl: mean over tokens of KL(original || other), in bits.
+        agreement: share of tokens whose most likely next token is the same.
+        routing: of each MoE layer, the share of the original's chosen experts that still are.
+    """
+
+    kl: float
+    agreement: float
+    routing: tuple[float, ...]
+
+
+class Score:
+    """Sums over readings, and their differences from an original's where there is one."""
+
+    def __init__(self) -> None:
+        self.bits = 0.0
+        self.predicted = 0
+        self._tokens = 0
+        self._kl = 0.0
+        self._same = 0
+        self._kept: Tensor | float = 0.0
+        self._chosen: Tensor | float = 0.0
+
+    def add(self, reading: Reading, original: Reading | None = None) -> None:
+        self.bits += reading.bits
+        self.predicted += len(reading.token_ids) - 1
+        if original is None:
+            return
+        own, other = original.logprobs_TV, reading.logprobs_TV
+        self._tokens += len(own)
+        self._kl += divergence(own, other)
+        self._same += int((own.argmax(-1) == other.argmax(-1)).sum())
+        before, after = original.experts_LTK, reading.experts_LTK
+        kept = (before[..., :, None] == after[..., None, :]).any(-1) & (before >= 0)
+        self._kept = self._kept + kept.sum((1, 2)).double()
+        self._chosen = self._chosen + (before >= 0).sum((1, 2)).double()
+
+    def difference(self) -> Difference:
+        assert isinstance(self._kept, Tensor), "nothing was compared"
+        return Difference(
+            max(self._kl / self._tokens, 0.0),
+            self._same / self._tokens,
+            tuple((self._kept / self._chosen).tolist()),
+        )

@@ -1,0 +1,199 @@
+"""``moe plan``: what a model will take, where it will be and how fast, before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from moe.commands.console import stdout_console
+from moe.commands.plan.speeds import disk_speed, memory_speed, to_device_speed
+from moe.commands.plan.traced_routing import known_routing
+from moe.errors import DoesNotFitError
+from moe.loading.hub import experts_per_token, resolve_model
+from moe.loading.memory_plan import GIB, MemoryPlan
+from moe.memory.decode_speed import BATCHES, Expected, Locality, Sizes, Speeds, expect
+from moe.memory.planning import Planned, check_fit, planning
+from moe.network.seam import experts_modules
+from moe.settings.device import use_device
+from moe.settings.profile import LoadedProfile
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """All that `moe plan` knows.
+
+    Attributes:
+        memory: what goes where.
+        misfit: what to change, where it does not fit; else empty.
+        sizes: of the model's experts.
+        speeds: of this machine.
+        locality: what is known of the model's routing.
+        expected: for some numbers of sequences.
+        resident: for one, if all experts were in device memory.
+        prefixes: whether some that come late would be read by a prefix, which no forecast counts.
+    """
+
+    memory: MemoryPlan
+    misfit: str
+    sizes: Sizes
+    speeds: Speeds
+    locality: Locality
+    expected: Sequence[Expected]
+    resident: Expected
+    prefixes: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "memory": self.memory.as_dict(),
+            "misfit": self.misfit,
+            "sizes": asdict(self.sizes),
+            "speeds": asdict(self.speeds),
+            "routing": self.locality.how,
+            "expected": [one.as_dict() for one in self.expected],
+            "resident": self.resident.as_dict(),
+        }
+
+
+def run(name: str | Path, profile: LoadedProfile, *, as_json: bool) -> int:
+    """Print the plan of a model; 0 if it fits, 1 if not."""
+    made = plan_speed(name, profile)
+    if as_json:
+        print(json.dumps(made.as_dict()))
+    else:
+        show(made, stdout_console())
+    return 1 if made.misfit else 0
+
+
+def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
+    """Plan a model, and measure this machine for it.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ProfileError: as when loading.
+        CalibrationError: what was calibrated is damaged or another model's.
+    """
+    settings = profile.profile
+    device, path = use_device(settings), resolve_model(name)
+    with planning(path, settings, device, lambda _: None) as planned:
+        sizes, misfit = model_sizes(planned), ""
+        try:
+            check_fit(planned.memory, settings, planned.why_resident)
+        except DoesNotFitError as error:
+            misfit = str(error)
+    locality = known_routing(path, planned, sizes, settings.offload.policy)
+    speeds = Speeds(
+        memory_speed(device),
+        disk_of(path, sizes, settings.offload.reader) if planned.memory.tiers else None,
+        to_device_speed(device) if device.type == "cuda" and planned.memory.tiers else None,
+    )
+    all_near = replace(sizes, slots=sizes.total)
+    return SpeedPlan(
+        planned.memory,
+        misfit,
+        sizes,
+        speeds,
+        locality,
+        [expect(sizes, speeds, locality, batch) for batch in BATCHES],
+        expect(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
+        settings.offload.late == "prefix",
+    )
+
+
+def model_sizes(planned: Planned) -> Sizes:
+    """Of a model and where its experts will be; the mean where layers differ."""
+    network, weights, memory = planned.network, planned.weights.nbytes, planned.memory
+    modules = experts_modules(network)
+    total = sum(module.num_experts for _, module in modules)
+    owned = tuple(f"{name}." for name, _ in modules)
+    experts = sum(size for name, size in weights.items() if name.startswith(owned))
+    near = memory.expert_slots
+    return Sizes(
+        layers=len(modules),
+        experts=total // len(modules),
+        top_k=experts_per_token(planned.config),
+        expert_bytes=experts // total,
+        trunk_bytes=sum(weights.values()) - experts - _looked_up(network, weights),
+        slots=total if near is None else near,
+        host_slots=next((tier.experts for tier in memory.tiers if tier.name == "host"), 0),
+    )
+
+
+def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
+    """Bytes of an input embedding, of which a step reads a few rows; 0 where it is the head's."""
+    table, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if network.config.get_text_config().tie_word_embeddings:
+        return 0
+    names = {id(module): name for name, module in network.named_modules()}
+    return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
+
+
+def disk_of(path: Path, sizes: Sizes, reader: str) -> float:
+    """Bytes a second at which experts of a model come from its disk."""
+    largest = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    return disk_speed(largest, sizes.expert_bytes, reader)[0]
+
+
+def show(made: SpeedPlan, console: Console) -> None:
+    """Tables of the plan."""
+    memory, sizes = made.memory, made.sizes
+    table = Table("in " + memory.place, "GiB", "what it is", box=None, header_style="bold")
+    for line in memory.lines:
+        table.add_row(line.name, _gib(line.bytes), line.how)
+    available = memory.available_bytes
+    free = "" if available is None else f"of {_gib(available)} available"
+    table.add_row("in all", _gib(memory.needed_bytes), free)
+    for tier in memory.tiers[1:]:
+        share = tier.experts / sizes.total
+        table.add_row(f"on {tier.name}", _gib(tier.bytes), f"{share:.0%} of the experts")
+    console.print(table)
+    console.print()
+    if made.misfit:
+        remedies = [line for line in made.misfit.splitlines() if line.startswith("  - ")]
+        console.print("It does not fit. What would help:", *remedies, sep="\n", soft_wrap=True)
+        return
+    columns = ("sequences", "hits", "MB from disk a token", "tokens/s", "at best", "bound by")
+    table = Table(*columns, box=None, header_style="bold")
+    for one in made.expected:
+        rates = (one.tokens_per_second, one.best_tokens_per_second)
+        table.add_row(
+            str(one.batch),
+            f"{one.hit_ratio:.1%}",
+            f"{one.disk_bytes_per_token / 1e6:,.1f}",
+            *(f"{rate:,.1f}" for rate in rates),
+            one.bound.replace("_", " "),
+        )
+    console.print(table)
+    console.print()
+    for sentence in sentences(made):
+        console.print(sentence, soft_wrap=True)
+
+
+def sentences(made: SpeedPlan) -> list[str]:
+    """What stands below the tables."""
+    speeds = {name: value for name, value in asdict(made.speeds).items() if value is not None}
+    figures = ", ".join(
+        f"{name.replace('_', ' ')} {value / 1e9:.2f} GB/s" for name, value in speeds.items()
+    )
+    found = [
+        f"Routing: {made.locality.how}.",
+        f"Measured: {figures}. At best: all transfers run under something else.",
+        f"Keys and values: {made.memory.kv_tokens} tokens.",
+    ]
+    if made.memory.tiers:
+        more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes
+        rate = made.resident.tokens_per_second
+        if made.prefixes:
+            found.append("Experts are counted whole: offload.late=prefix reads fewer bytes.")
+        found.append(f"With {_gib(more)} GiB more all experts are near: {rate:.1f} tokens/s.")
+    return found
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.2f}"

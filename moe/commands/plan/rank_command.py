@@ -1,0 +1,206 @@
+"""``moe plan --ranks N``: would several ranks be faster than one, or than as many replicas?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from experts.placement import Placement, first_placement
+from moe.commands.console import stdout_console
+from moe.commands.plan.command import disk_of, model_sizes
+from moe.commands.plan.ranks import (
+    LAYERS,
+    Machine,
+    Needs,
+    RankForecast,
+    RankPlan,
+    Traffic,
+    drawn_steps,
+    loads_of,
+    recommend,
+    traffic,
+)
+from moe.commands.plan.speeds import Link, given_link, measure_link, memory_speed
+from moe.commands.plan.traced_routing import TracedRouting, known_routing
+from moe.errors import ProfileError
+from moe.loading.hub import resolve_model
+from moe.loading.memory_plan import GIB
+from moe.memory.budget import LEAST_POOL
+from moe.memory.decode_speed import BATCHES, Locality, Sizes, Speeds
+from moe.memory.planning import Planned, planning
+from moe.settings.device import use_device
+from moe.settings.profile import LoadedProfile, Profile
+
+MAX_RANKS = 256  # each takes the plan a second and more
+NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")
+
+
+@dataclass(frozen=True)
+class RanksPlan:
+    """All that the command knows."""
+
+    plans: list[RankPlan]
+    machine: Machine
+    advice: str
+    assumptions: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "plans": [plan.as_dict() for plan in self.plans],
+            "machine": asdict(self.machine),
+            "advice": self.advice,
+            "assumptions": self.assumptions,
+        }
+
+
+def run(
+    name: str | Path,
+    profile: LoadedProfile,
+    *,
+    ranks: int,
+    nodes: int,
+    link: str | None,
+    network: str | None,
+    as_json: bool,
+) -> int:
+    """Print the plan; 0."""
+    given = None if link is None else given_link(link, "--link")
+    between = NETWORK if network is None else given_link(network, "--network")
+    made = plan_many(name, profile, ranks, nodes, given, between)
+    if as_json:
+        print(json.dumps(made.as_dict()))
+    else:
+        show(made, stdout_console())
+    return 0
+
+
+def plan_many(
+    name: str | Path,
+    profile: LoadedProfile,
+    ranks: int,
+    nodes: int,
+    link: Link | None,
+    network: Link,
+) -> RanksPlan:
+    """Plan a model for 1 to ``ranks`` ranks, and measure this machine for it.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, ProfileError: as when loading.
+        CalibrationError: what was calibrated is damaged or another model's.
+    """
+    if ranks < 1 or nodes < 1 or ranks % nodes:
+        raise ProfileError(
+            f"--ranks is {ranks} and --nodes {nodes}: both must be at least 1, and the ranks a "
+            "multiple of the nodes"
+        )
+    if ranks > MAX_RANKS:
+        raise ProfileError(
+            f"--ranks is {ranks}, and plans are made for {MAX_RANKS} at most; give a smaller number"
+        )
+    settings = profile.profile
+    device, path = use_device(settings), resolve_model(name)
+    with planning(path, settings, device, lambda _: None) as planned:
+        needs = model_needs(planned, settings)
+        available, why_resident = planned.memory.available_bytes, planned.why_resident
+    locality = known_routing(path, planned, needs.sizes, settings.offload.policy)
+    disk = None if why_resident else disk_of(path, needs.sizes, settings.offload.reader)
+    link = link or (measure_link() if ranks > 1 else NETWORK)
+    machine = Machine(Speeds(memory_speed(device), disk), available, link, network)
+    kind = settings.parallel.placement
+
+    @cache
+    def placements(count: int) -> list[Placement]:
+        return first_placements(locality, needs.sizes, count, kind, needs.replicas)
+
+    def traffic_of(batch: int, count: int) -> Traffic:
+        return expected_traffic(locality, needs.sizes, batch, placements(count))
+
+    forecast = RankForecast(needs, machine, ranks // nodes, locality, traffic_of)
+    plans = forecast.plans(ranks, BATCHES)
+    advice = f"none of these, the experts do not fit: {why_resident}"
+    if (chosen := recommend(plans, BATCHES[-1])) is not None:
+        advice = f"{chosen[0].name}: {chosen[1]}"
+    return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
+
+
+def model_needs(planned: Planned, settings: Profile) -> Needs:
+    """Of a model that could be loaded."""
+    sizes, memory = model_sizes(planned), settings.memory
+    lines = {line.name: line.bytes for line in planned.memory.lines}
+    config = planned.config.get_text_config()
+    kv_bytes = lines["keys and values"]
+    if memory.kv_tokens is None and memory.kv_gib is None:  # the pool was given what was left
+        kv_bytes = min(kv_bytes, LEAST_POOL * planned.memory.kv_bytes_per_token)
+    dtype = next(planned.network.parameters()).dtype
+    return Needs(
+        sizes=replace(sizes, slots=sizes.total, host_slots=0),
+        fixed_bytes=sum(lines.values()) - lines["experts"] - (lines["keys and values"] - kv_bytes),
+        row_bytes=config.hidden_size * dtype.itemsize,
+        replicas=settings.parallel.replicas,
+    )
+
+
+def first_placements(
+    locality: Locality, sizes: Sizes, ranks: int, kind: str, replicas: float
+) -> list[Placement]:
+    """Of the layers that are looked at: by the first half of what is known of the routing."""
+    if not isinstance(locality, TracedRouting):
+        return [first_placement(kind, sizes.experts, ranks, replicas)] * min(sizes.layers, LAYERS)
+    steps_SLBK = locality.steps(BATCHES[-1])
+    seen = loads_of(steps_SLBK[: max(len(steps_SLBK) // 2, 1)], sizes.experts)
+    return [first_placement(kind, sizes.experts, ranks, replicas, seen_SE) for seen_SE in seen]
+
+
+def expected_traffic(
+    locality: Locality, sizes: Sizes, batch: int, placements: Sequence[Placement]
+) -> Traffic:
+    """Judged by the second half of what is known of the routing."""
+    if isinstance(locality, TracedRouting):
+        steps_SLBK = locality.steps(batch)
+    else:
+        steps_SLBK = drawn_steps(sizes, batch)
+    return traffic(placements, steps_SLBK[len(steps_SLBK) // 2 :])
+
+
+def _assumptions(machine: Machine, locality: Locality) -> list[str]:
+    disk = "" if machine.speeds.disk is None else f", disk {machine.speeds.disk / 1e9:.2f} GB/s"
+    return [
+        f"Routing: {locality.how}.",
+        f"A node (measured here): memory {machine.speeds.memory / 1e9:.2f} GB/s{disk}; its ranks "
+        "share both, and its memory.",
+        f"Ranks of a node exchange: {machine.link}.",
+        f"Nodes exchange: {machine.network}.",
+        "Steps are decode steps; bytes over bandwidths, one way after the other. Arithmetic is not "
+        "counted.",
+    ]
+
+
+def show(made: RanksPlan, console: Console) -> None:
+    """The table, the advice and what it rests on."""
+    first, *more = (str(batch) for batch in made.plans[0].seconds)
+    names = ("GiB\neach", "resident", "kB a\ntoken", "imbalance", f"tokens/s: {first}", *more)
+    columns = [Column(name, no_wrap=True) for name in ("", *names)]
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    for plan in made.plans:
+        table.add_row(
+            plan.name,
+            f"{plan.rank_bytes / GIB:.2f}",
+            f"{plan.resident:.0%}",
+            f"{plan.exchanged_bytes / 1e3:,.1f}",
+            f"{plan.imbalance:.2f}",
+            *(f"{plan.tokens_per_second(batch):,.1f}" for batch in plan.seconds)
+            if plan.fits
+            else ("does not fit", *[""] * (len(plan.seconds) - 1)),
+        )
+    console.print(table)
+    console.print()
+    for line in (f"Take {made.advice}.", *made.assumptions):
+        console.print(line, soft_wrap=True)

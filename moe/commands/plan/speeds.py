@@ -1,0 +1,153 @@
+"""How fast this machine moves weights: short measurements, each a fraction of a second."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experts.dispatch import SocketExchange
+from moe.errors import ProfileError
+from offload.readers import choose_reader
+from offload.transfer import Read
+
+SAMPLE_BYTES = 256 << 20
+"""Beyond any cache of a processor."""
+PAGE = 4096
+IN_FLIGHT = 8
+MEASURE_S = 0.3
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes a second at which the device sums up a large array, the best of some."""
+    array = torch.ones(SAMPLE_BYTES // 4, dtype=torch.float32, device=device)
+    return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
+
+
+def to_device_speed(device: torch.device) -> float:
+    """Bytes a second from pinned host memory to a CUDA device."""
+    source = torch.ones(SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return SAMPLE_BYTES / _best_of(3, copy)
+
+
+def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> tuple[float, str]:
+    """Bytes a second of random reads of blocks past the page cache, and what read them.
+
+    Args:
+        file: a large one on the disk in question; read, and not kept.
+        block_bytes: of one read; rounded to pages.
+        reader: as `offload.readers.choose_reader` knows them.
+
+    Raises:
+        OffloadError: the file cannot be read.
+    """
+    block = max(block_bytes // PAGE, 1) * PAGE
+    count = max(file.stat().st_size // block, 1)
+    block = min(block, file.stat().st_size)
+    places = [torch.empty(block + PAGE, dtype=torch.uint8) for _ in range(IN_FLIGHT)]
+    places = [place[-place.data_ptr() % PAGE :][:block] for place in places]
+    chosen = choose_reader(file, reader)
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        start, done = time.perf_counter(), 0
+        while done == 0 or time.perf_counter() - start < MEASURE_S:
+            transfers = []
+            for place in places:
+                read = Read(fd, file, random.randrange(count) * block, place)
+                transfers.append(chosen.submit([read], urgent=True))
+            for transfer in transfers:
+                transfer.wait()
+            done += len(places) * block
+        return done / (time.perf_counter() - start), chosen.name
+    finally:
+        chosen.close()
+        os.close(fd)
+
+
+def _best_of(rounds: int, run: Callable[[], object]) -> float:
+    """Seconds of the fastest of some calls, after one that is not counted."""
+    run()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+# ---- How fast ranks on one machine exchange rows: over local sockets, as dispatch does it.
+
+ROUNDS = 20
+LARGE_BYTES = 4 << 20
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What ranks send over.
+
+    Attributes:
+        bytes_per_s: that one rank sends while it receives as many.
+        seconds: that an exchange takes however little is sent.
+        how: measured or given.
+    """
+
+    bytes_per_s: float
+    seconds: float
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:.2f} GB/s a rank, {self.seconds * 1e6:.0f} µs ({self.how})"
+
+
+def given_link(text: str, option: str) -> Link:
+    """From ``GB/s,microseconds``.
+
+    Raises:
+        ProfileError: it is not that.
+    """
+    try:
+        rate, latency = (float(part) for part in text.split(","))
+    except ValueError:
+        rate = latency = -1.0
+    if not (0 < rate < float("inf") and 0 <= latency < float("inf")):
+        raise ProfileError(
+            f"{option} is {text!r}; it must be GB/s and microseconds, as in {option} 1.2,50"
+        )
+    return Link(rate * 1e9, latency * 1e-6, "given")
+
+
+def measure_link() -> Link:
+    """Between two ranks on this machine, in a fraction of a second: two threads stand for them."""
+    ends = socket.socketpair()
+
+    def run(rank: int) -> list[float]:
+        exchange, best = SocketExchange(rank, {1 - rank: ends[rank]}, TIMEOUT_S), []
+        for size in (1, LARGE_BYTES):
+            sent, received = torch.ones(2, 1, size, dtype=torch.uint8)
+            rows_R = [int(other != rank) for other in range(2)]
+            times = []
+            for _ in range(ROUNDS):
+                start = time.perf_counter()
+                exchange.start(sent, received, rows_R, rows_R)()
+                times.append(time.perf_counter() - start)
+            best.append(min(times))
+        exchange.close()
+        return best
+
+    with ThreadPoolExecutor(2) as threads:
+        small, large = next(threads.map(run, range(2)))
+    return Link(LARGE_BYTES / max(large - small, 1e-9), small, "measured here, local sockets")

@@ -1,0 +1,134 @@
+"""Prompts through transformers' layers, with what lies between their products compiled.
+
+Modules of norms, and attention modules where queries share keys, are run as the description of the
+decode step says: by the same functions of single rows. Products, routers, experts and residuals
+stay as they are. Legend: T new tokens, Q query heads, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cpu.decode import Norm as NormRecord
+from kernels.cpu.trunk import NativeNorms
+from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
+from moe.decode.records import Keeper, point
+from moe.describe.compare import Run, compare
+from moe.describe.description import Attention, Description, Norm
+from moe.describe.observe import Call
+from moe.describe.packing import random_prompts
+from moe.network.attention import PACKED, MaskRule, current_pass, packed_attention
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import PackedCache
+from moe.network.seam import parents_of
+
+Forward = Callable[..., Any]
+
+
+@torch.inference_mode()
+def fuse_prompts(trunk: Trunk, description: Description, native: NativeNorms) -> str:
+    """Read prompts so from now on, if that gives what they gave before; which it is, for people."""
+    expected, keeper = _read(trunk), Keeper()
+    own = {module: vars(module).get("forward") for module in trunk.model.modules()}
+    changed = [
+        *_norms(description, keeper, native),
+        *_attentions(trunk, description, keeper, native),
+    ]
+    try:
+        for module, forward in changed:
+            module.forward = partial(forward, module.forward)
+        compare(expected, _read(trunk), caches_of(description), tolerance_of(description))
+    except Exception as error:  # as of `enable_fused`: an architecture may do anything
+        for module, _ in changed:
+            vars(module).pop("forward", None)
+            if own[module] is not None:
+                module.forward = own[module]
+        return f"prompts left to transformers: {type(error).__name__}: {error}"
+    return "prompts by compiled norms and positions"
+
+
+def _read(trunk: Trunk) -> Run:
+    """Prompts, and then more of them."""
+    prompts = random_prompts(trunk, PROMPT_LENGTHS)
+    run = Run([kv_of(trunk.new_cache(2 * len(ids))) for ids in prompts])
+    for tokens in (prompts, [ids[::-1] for ids in prompts]):
+        read_plainly(trunk, tokens, run)
+    return run
+
+
+def _norms(
+    description: Description, keeper: Keeper, native: NativeNorms
+) -> Iterator[tuple[nn.Module, Forward]]:
+    for norm in parts_of(description, Norm):
+        if norm.leaf is not None:
+            yield norm.leaf, partial(_normed, native, keeper.norm(norm))
+
+
+def _normed(
+    native: NativeNorms, record: NormRecord, forward: Forward, *args: Any, **kwargs: Any
+) -> Any:
+    if kwargs or len(args) != 1 or not native.supports(args[0]):
+        return forward(*args, **kwargs)
+    return native.norm(record, args[0])
+
+
+def _attentions(
+    trunk: Trunk, description: Description, keeper: Keeper, native: NativeNorms
+) -> Iterator[tuple[nn.Module, Forward]]:
+    parents = parents_of(trunk.model)
+    for attention in parts_of(description, Attention):
+        module = parents[attention.o.leaf]
+        yield module, PromptAttention(attention, module, keeper, native)
+
+
+class PromptAttention:
+    """In place of an attention module's forward, where prompts are read packed.
+
+    Args:
+        module: which asks transformers' attention interface.
+    """
+
+    def __init__(
+        self, attention: Attention, module: nn.Module, keeper: Keeper, native: NativeNorms
+    ) -> None:
+        self._attention, self._module, self._native = attention, module, native
+        self._keeper, (self._queries, self._keys) = keeper, keeper.heads(attention)
+
+    def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        cache, given = current_pass.get(None), Call(args, kwargs, ())
+        rules = [value for value in (*args, *kwargs.values()) if isinstance(value, MaskRule)]
+        way: Any = self._module.config
+        packed = cache is not None and not cache.decoding and way._attn_implementation == PACKED
+        if not packed or len(rules) != 1 or not self._native.supports(given.hidden):
+            return forward(*args, **kwargs)
+        assert cache is not None
+        return self._attend(given.hidden, rules[0], cache), None
+
+    def _attend(self, hidden: Tensor, rule: MaskRule, cache: PackedCache) -> Tensor:
+        """``(1, T, H)``, the same of all that each token sees."""
+        a = self._attention
+        q, k, v = (p.leaf(hidden) for p in (a.q, a.k, a.v))
+        self._turn(q, k, cache)
+        keys, values = cache.update(_heads(k, a.kv_heads), _heads(v, a.kv_heads), a.layer)
+        view: dict[str, Any] = {"s_aux": a.view.sinks, "softcap": a.view.softcap}
+        q = _heads(q, a.heads)
+        output, _ = packed_attention(self._module, q, keys, values, rule, a.view.scale, **view)
+        return a.o.leaf(output.flatten(2))
+
+    def _turn(self, q: Tensor, k: Tensor, cache: PackedCache) -> None:
+        rotation, positions = self._attention.rotation, cache.positions()
+        for rows, heads in ((q, self._queries), (k, self._keys)):
+            if rotation is not None:
+                rotation.table.reserve(max(cache.ends))
+                point(heads.rotation, rotation)
+            self._native.turn(heads, rows, positions)
+
+
+def _heads(rows: Tensor, count: int) -> Tensor:
+    """``(1, T, heads * D)`` as ``(1, heads, T, D)``."""
+    return rows.unflatten(-1, (count, -1)).transpose(1, 2)

@@ -1,0 +1,167 @@
+"""Is a fused decode step right for a model? Decided by trying it beside transformers' forward.
+
+Sequences of different lengths are read by transformers; then both read the same further tokens.
+Logits, expert choices, their weights and the caches must agree. The tolerance allows for another
+order of sums. Where weights are quantized, activations are rounded to 8 bits inside, so that tiny
+differences become larger ones: what is compared then is coarser, and still far from what a wrong
+description gives.
+
+On a GPU the description is proven on a float32 copy (`moe.decode.recorded`). The recorded step must
+then be about as near to that copy as transformers' own forward on the GPU is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kernels import PlaneMatrix
+from moe.decode.base import StepFunction
+from moe.decode.reference import reference_step
+from moe.describe.blocks import decoder_layers
+from moe.describe.compare import EXACT, QUANTIZED, Run, Tolerance, compare, difference
+from moe.describe.description import Description, LatentAttention, NotDescribed
+from moe.describe.observe import observe
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import SequenceCache, SequenceKV, Work
+from moe.network.lanes import run_lanes
+
+PROMPT_LENGTHS = (9, 4, 13)
+STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
+"""Tokens that each sequence gets in each step."""
+
+Part = TypeVar("Part")
+
+TRIES = 2
+"""A choice between two equal experts may fall either way; it will not do so twice."""
+
+
+@torch.inference_mode()
+def prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+    """How well the step agrees with transformers' forward, for people.
+
+    Raises:
+        NotDescribed: it does not; the message says where.
+    """
+    with _whole_expansions(trunk, description):
+        return _prove(trunk, description, step)
+
+
+def _prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+    tolerance, layers = tolerance_of(description), caches_of(description)
+    for attempt in range(TRIES):
+        theirs, ours, tokens = read_both_ways(trunk, step, seed=attempt)
+        try:
+            worst = compare(theirs, ours, layers, tolerance)
+            return f"equal to transformers' forward (difference {worst:.1e})"
+        except NotDescribed as error:
+            failure = error
+    layer = _first_difference(trunk, description, tokens, tolerance)
+    where = "" if layer is None else f"; the first to differ is layer {layer}"
+    raise NotDescribed(f"{failure}{where}") from failure
+
+
+@contextmanager
+def _whole_expansions(trunk: Trunk, description: Description) -> Iterator[None]:
+    """Let transformers expand latents as the step does: unquantized, whatever its leaf is."""
+    attentions = [layer.attention for layer in description.layers]
+    whole = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
+    places = [
+        (parent, name, child)
+        for parent in trunk.model.modules()
+        for name, child in parent.named_children()
+        if child in whole
+    ]
+    for parent, name, child in places:
+        weight = whole[child].flatten(0, 1)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        setattr(parent, name, linear)
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            setattr(parent, name, child)
+
+
+def read_both_ways(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[list[int]]]:
+    """The same tokens read both ways, and the tokens of each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = trunk.model.get_input_embeddings().num_embeddings
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+    tokens = [draw(length) for length in PROMPT_LENGTHS]
+    room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
+    theirs = Run([kv_of(trunk.new_cache(room)) for _ in tokens])
+    read_plainly(trunk, tokens, theirs)
+    ours = Run([cache.fork(room + 1, cache.length) for cache in theirs.caches])
+    theirs.logits.clear()
+    theirs.routings.clear()
+    for counts in STEPS:
+        new = [draw(count) for count in counts]
+        read_plainly(trunk, new, theirs)
+        work = [Work(t, c, all_logits=True) for t, c in zip(new, ours.caches, strict=True)]
+        ours.logits += step(work, ours.visit)
+        tokens = [old + more for old, more in zip(tokens, new, strict=True)]
+    return theirs, ours, tokens
+
+
+def read_plainly(trunk: Trunk, tokens: Sequence[list[int]], run: Run) -> None:
+    """Read further tokens of each sequence by transformers' own forward."""
+    work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
+    lanes = trunk.lanes(work)
+    run_lanes(lanes, run.experts)
+    run.logits += [rows for lane in lanes for rows in lane.result()]
+
+
+def _first_difference(
+    trunk: Trunk, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
+) -> int | None:
+    """The first layer whose output differs when the last tokens are read by description."""
+    run = Run([kv_of(trunk.new_cache(len(ids))) for ids in tokens])
+    read_plainly(trunk, [ids[:-1] for ids in tokens], run)
+    outputs: list[Tensor] = []
+    work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
+    reference_step(description, work, run.visit, lambda _layer, rows: outputs.append(rows))
+    seen = observe(trunk, tokens)
+    modules = [module for module, _ in decoder_layers(trunk.model, seen)]
+    last = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1
+    for index, (module, rows) in enumerate(zip(modules, outputs, strict=True)):
+        expected = seen.only(module).output.reshape(-1, rows.shape[1])[last]
+        if not difference(rows, expected) <= tolerance.values:
+            return index
+    return None
+
+
+def kv_of(cache: SequenceCache) -> SequenceKV:
+    assert isinstance(cache, SequenceKV)
+    return cache
+
+
+def tolerance_of(description: Description) -> Tolerance:
+    """How far from transformers' forward a way to compute the same may be."""
+    return QUANTIZED if any(True for _ in parts_of(description, PlaneMatrix)) else EXACT
+
+
+def caches_of(description: Description) -> list[int]:
+    """Of each layer, which cache it writes."""
+    return [layer.attention.layer for layer in description.layers]
+
+
+def parts_of(part: object, kind: type[Part]) -> Iterator[Part]:
+    """Everything of a kind in a description; what is inside of such a part is not looked for."""
+    if isinstance(part, kind):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from parts_of(item, kind)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from parts_of(getattr(part, field.name), kind)

@@ -1,0 +1,205 @@
+"""Decode steps on a GPU: described and proven on a float32 copy, recorded, and proven again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels import reads_nothing_back
+from moe.decode.base import StepFunction, Visitor
+from moe.decode.compiled_experts import Resident, ResidentStep
+from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
+from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
+from moe.decode.reference import reference_step
+from moe.describe.blocks import describe
+from moe.describe.compare import EXACT, ROUNDED, Run, compare, difference, gaps
+from moe.describe.description import Description, NotDescribed, OwnRouter
+from moe.describe.observe import observe_random
+from moe.describe.packing import random_prompts
+from moe.machine import memory_available
+from moe.network.backbone import Forward, Trunk
+from moe.network.kv_cache import Work
+from moe.network.moe_layer import MoELayers
+from moe.network.seam import StoredEmbedding, experts_modules, trunk_dtype
+
+# ---- A model's trunk copied to the CPU in float32, and what is said of it said of the original.
+#
+# Half precision hides small differences and a GPU makes looking at numbers slow, so a model there
+# is described, and its description proven, on a copy. No weight stays copied: what is a view of a
+# copied tensor becomes the same view of the original.
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """A float32 copy of a trunk on the CPU, whose experts are left out.
+
+    Attributes:
+        trunk: the copy.
+        original: what it is a copy of.
+    """
+
+    trunk: Trunk
+    original: Trunk
+
+    @classmethod
+    def of(cls, original: Trunk) -> Shadow:
+        """Raises `NotDescribed` where the copy does not fit into memory."""
+        network = original.model
+        size = sum(4 * parameter.numel() for parameter in network.parameters())
+        free = memory_available()
+        if free is not None and size > free:
+            raise NotDescribed(f"a float32 copy of the trunk takes {size} of {free} bytes left")
+        # Whoever serves the experts is no part of the copy: found here, it is not copied.
+        shared = [module.expert_seat for _, module in experts_modules(network)]
+        tensors = {id(t): _copied(t) for t in chain(network.parameters(), network.buffers())}
+        copy = deepcopy(network, {id(seat): seat for seat in shared} | tensors)
+        for module in copy.modules():
+            if isinstance(module, StoredEmbedding):
+                module.given = torch.float32
+        trunk = Trunk(copy)
+        trunk.set_packed(original.packed)
+        return cls(trunk, original)
+
+    def cast(self, description: Description) -> Description:
+        """A description of the copy as one of the original.
+
+        Raises:
+            NotDescribed: a router is called itself, and might read from the device.
+        """
+        for layer in description.layers:
+            if isinstance(getattr(layer.feed, "router", None), OwnRouter):
+                raise NotDescribed("a router follows no rule that is known here")
+        copy, network = self.trunk.model, self.original.model
+        modules = dict(zip(copy.modules(), network.modules(), strict=True))
+        mine = chain(copy.parameters(), copy.buffers())
+        theirs = chain(network.parameters(), network.buffers())
+        homes = {
+            copied.untyped_storage().data_ptr(): (copied, tensor.detach())
+            for copied, tensor in zip(mine, theirs, strict=True)
+        }
+        at_home: Description = moved(description, modules, homes, self.original.device)
+        return at_home
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Parameters become float32; buffers stay as they are (scales of bit planes are halves)."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.cpu()
+    return nn.Parameter(tensor.detach().float().cpu(), requires_grad=False)
+
+
+def moved(
+    part: Any,
+    modules: Mapping[nn.Module, nn.Module],
+    homes: Mapping[int, tuple[Tensor, Tensor]],
+    device: torch.device,
+) -> Any:
+    """A description, or a part of one, with its modules and tensors replaced.
+
+    Args:
+        modules: what takes the place of each.
+        homes: by the address of their memory, tensors and those whose views take their place.
+        device: of all tensors.
+    """
+    if isinstance(part, nn.Module):
+        return modules[part]
+    if isinstance(part, Tensor):
+        return _at_home(part, homes).to(device)
+    if isinstance(part, tuple):
+        return tuple(moved(item, modules, homes, device) for item in part)
+    if is_dataclass(part) and not isinstance(part, type):
+        own = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+        return replace(
+            part, **{name: moved(value, modules, homes, device) for name, value in own.items()}
+        )
+    return part
+
+
+def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
+    """The same view of the original of a copied tensor; vectors, and anything else, themselves."""
+    copied, original = homes.get(view.untyped_storage().data_ptr(), (None, view))
+    if copied is None or view.ndim < 2 or copied.stride() != original.stride():
+        return view
+    offset = view.storage_offset() - copied.storage_offset() + original.storage_offset()
+    return original.as_strided(view.shape, view.stride(), offset)
+
+
+# ----
+
+
+def recorded_step(
+    trunk: Trunk, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
+) -> tuple[Forward, str]:
+    """What reads a few tokens of each sequence instead of transformers' forward, and how well.
+
+    Args:
+        experts: run within the recording where they can be, else visited.
+        capture: see `GraphStep`.
+
+    Raises:
+        NotDescribed: it cannot be proven to be the same.
+    """
+    dtype = trunk_dtype(trunk.model)
+    shadow = Shadow.of(trunk)
+    copied = describe(shadow.trunk.model, observe_random(shadow.trunk))
+    prove(shadow.trunk, copied, partial(reference_step, copied))
+    description = shadow.cast(copied)
+    rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=trunk.device)
+    resident = Resident(experts, partial(reads_nothing_back, rows))
+    step = GraphStep(description, trunk.device, dtype, resident.run, capture)
+    reason = _prove_recorded(shadow, description, step)
+    if not resident.why_not and not resident.cached:
+        try:
+            _prove_alone(trunk, step, resident.run, dtype)
+        except NotDescribed as error:
+            resident.why_not = str(error)
+    whole = ResidentStep(step, resident, experts)
+    return whole, f"{reason}; {whole.where}"
+
+
+@torch.inference_mode()
+def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction) -> str:
+    """How near the step on the device of the original comes to the copy, for people.
+
+    Args:
+        description: proven on the copy.
+
+    Raises:
+        NotDescribed: transformers' own forward there comes clearly nearer.
+    """
+    layers = [layer.attention.layer for layer in description.layers]
+    for attempt in range(TRIES):
+        exact, _, _ = read_both_ways(shadow.trunk, lambda _work, _visit: [], attempt)
+        theirs, ours, _ = read_both_ways(shadow.original, step, attempt)
+        noise = gaps(exact, theirs, layers)
+        try:
+            found = compare(exact, ours, layers, replace(ROUNDED, noise=noise))
+        except NotDescribed as error:
+            failure = error
+            continue
+        logits = noise["logits"].size
+        return f"as near to float32 as transformers' forward ({found:.1e}, {logits:.1e})"
+    raise failure
+
+
+@torch.inference_mode()
+def _prove_alone(trunk: Trunk, step: GraphStep, experts: Visitor, dtype: torch.dtype) -> None:
+    """Raises `NotDescribed` where a step that runs experts by itself gives other logits than one
+    that has them run."""
+    tokens = random_prompts(trunk, [1] * len(PROMPT_LENGTHS))
+    room = max(PROMPT_LENGTHS) + 1
+    run = Run([kv_of(trunk.new_cache(room)) for _ in tokens])
+    read_plainly(trunk, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
+    work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
+    again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
+    expected, (actual, _) = torch.cat(step(work, experts)), step.alone(again)
+    apart = difference(torch.cat(actual), expected)
+    if not apart <= max(EXACT.values, 8 * torch.finfo(dtype).eps):
+        raise NotDescribed(f"logits differ by {apart:.1e} with experts inside")

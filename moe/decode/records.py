@@ -1,0 +1,167 @@
+"""A description as the compiled step takes it: records of addresses and sizes.
+
+The records point into tensors of the description, which must live as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels.cpu import decode as native
+from kernels.cpu.activation import Activation
+from kernels.cpu.interface import DTYPES, plan_matrix
+from moe.describe import description as d
+from moe.describe.description import NotDescribed
+from routing.routers import RouterRule
+
+_CURVES: dict[d.Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_MAX_ROTATED = 1024
+_MAX_GROUPS = 1024
+
+
+class Keeper:
+    """Makes records and keeps the tensors that they point to."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def layer(self, layer: d.Layer) -> native.Layer:
+        """Raises `NotDescribed` for sizes or dtypes that the compiled step does not take."""
+        record = native.Layer(
+            attention_norm=self.norm(layer.attention_norm),
+            attention_post=self.norm(layer.attention_post_norm),
+            feed_norm=self.norm(layer.feed_norm),
+            feed_post=self.norm(layer.feed_post_norm),
+            attention_scale=layer.attention_scale,
+            feed_scale=layer.feed_scale,
+            routed_scale=1.0,
+            attention=self._latent(layer.attention)
+            if isinstance(layer.attention, d.LatentAttention)
+            else self._grouped(layer.attention),
+            **dict.fromkeys(("router", "shared_gate", "gate", "up", "down"), _absent()),
+        )
+        feed = layer.feed
+        mlp = feed.shared if isinstance(feed, d.Experts) else feed
+        if mlp is not None:
+            record.gate, record.up, record.down = map(self.matrix, (mlp.gate, mlp.up, mlp.down))
+            record.activation = Activation(_CURVES[mlp.activation], 1.0, float("inf"), 0.0)
+        if isinstance(feed, d.Experts):
+            record.routed_scale = feed.scale
+            if feed.shared_gate is not None:
+                record.shared_gate = self.matrix(feed.shared_gate)
+            if isinstance(feed.router, d.Router):
+                record.router = self.matrix(feed.router.weight)
+                record.rule = self._rule(feed.router.rule, feed.num_experts)
+        return record
+
+    def norm(self, norm: d.Norm | None) -> native.Norm:
+        if norm is None:
+            return native.Norm()
+        weight, bias = self._floats(norm.weight), self._floats(norm.bias)
+        return native.Norm(weight, bias, norm.eps, norm.centered)
+
+    def matrix(self, projection: d.Projection | None) -> native.Matrix:
+        if projection is None:
+            return _absent()
+        weight, bias = projection.weight, self._floats(projection.bias)
+        if not isinstance(weight, Tensor):
+            plan = plan_matrix(weight)
+            self._kept += [plan, weight]
+            return native.Matrix(plan.record, None, bias, native.BIT_PLANES)
+        if weight.dtype not in DTYPES or weight.device.type != "cpu":
+            raise NotDescribed(f"weights are {weight.dtype} on {weight.device}")
+        weight = weight.contiguous()
+        self._kept.append(weight)
+        record = native.Matrix(weight=weight.data_ptr(), bias=bias, format=DTYPES[weight.dtype])
+        record.planes.rows, record.planes.columns = weight.shape
+        return record
+
+    def _grouped(self, a: d.Attention) -> native.Attention:
+        if {n.after_rotation for n in (a.q_norm, a.k_norm) if n and n.per_head} == {False, True}:
+            raise NotDescribed("query and key norms come in different places")
+        norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
+        if any(norm.after_rotation and not norm.per_head for norm in norms):
+            raise NotDescribed("a norm of all heads comes behind their rotation")
+        record = native.Attention(
+            **self._common(a),
+            k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(),
+            kv_heads=a.kv_heads, head_dim=a.head_dim,
+            norm_after_rotation=any(norm.after_rotation for norm in norms),
+            rotation=self._rotation(a.rotation),
+        )  # fmt: skip
+        if a.q_norm is not None:
+            record.q_norm, record.q_norm_per_head = self.norm(a.q_norm.norm), a.q_norm.per_head
+        if a.k_norm is not None:
+            record.k_norm, record.k_norm_per_head = self.norm(a.k_norm.norm), a.k_norm.per_head
+        return record
+
+    def _latent(self, a: d.LatentAttention) -> native.Attention:
+        return native.Attention(
+            **self._common(a),
+            k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
+            q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
+            expansion=self._floats(a.kv_b), latent=a.kv_b.shape[-1],
+            kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
+            rotation=self._rotation(a.rotation),
+        )  # fmt: skip
+
+    def heads(self, a: d.Attention) -> tuple[native.Heads, native.Heads]:
+        """How queries and keys come to their positions."""
+
+        def of(head_norm: d.HeadNorm | None, count: int) -> native.Heads:
+            norm = self.norm(None if head_norm is None else head_norm.norm)
+            record = native.Heads(norm, self._rotation(a.rotation), count, a.head_dim)
+            if head_norm is not None:
+                record.per_head = head_norm.per_head
+                record.after_rotation = head_norm.after_rotation
+            return record
+
+        return of(a.q_norm, a.heads), of(a.k_norm, a.kv_heads)
+
+    def _common(self, a: d.Attention | d.LatentAttention) -> dict[str, Any]:
+        view = a.view
+        return {
+            "q": self.matrix(a.q), "o": self.matrix(a.o), "cache": a.layer, "heads": a.heads,
+            "value_dim": a.value_dim, "scale": view.scale, "softcap": view.softcap or 0.0,
+            "window": view.window or 0, "sinks": self._floats(view.sinks),
+        }  # fmt: skip
+
+    def _rotation(self, rotation: d.Rotation | None) -> native.Rotation:
+        if rotation is None:
+            return native.Rotation()
+        if rotation.size > _MAX_ROTATED:
+            raise NotDescribed(f"{rotation.size} dimensions are rotated")
+        pairs = rotation.style != "half"
+        record = native.Rotation(
+            None, None, rotation.begin, rotation.size, pairs, rotation.style == "pairs"
+        )
+        point(record, rotation)
+        return record
+
+    def _rule(self, rule: RouterRule, num_experts: int) -> native.Rule:
+        if rule.groups > _MAX_GROUPS:
+            raise NotDescribed(f"experts come in {rule.groups} groups")
+        return native.Rule(
+            self._floats(rule.correction), num_experts, rule.top_k, rule.groups, rule.groups_kept,
+            native.SCORES.index(rule.score), rule.group_score == "top2", rule.renormalise,
+            rule.scale, rule.mixer_threshold,
+        )  # fmt: skip
+
+    def _floats(self, tensor: Tensor | None) -> int | None:
+        """Address of a float32 copy, or of the tensor itself where it is one."""
+        if tensor is None:
+            return None
+        tensor = tensor.detach().float().contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def point(record: native.Rotation, rotation: d.Rotation) -> None:
+    """Tell a record where the rotation's table lies, again after the table has grown."""
+    record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
+
+
+def _absent() -> native.Matrix:
+    return native.Matrix(format=native.ABSENT)

@@ -1,0 +1,223 @@
+"""What an attention module does, from its leaves' names and what one observed pass made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.planes import dequantize
+from moe.describe.description import (
+    Attention,
+    HeadNorm,
+    LatentAttention,
+    Norm,
+    NotDescribed,
+    Projection,
+    RotaryTable,
+    Rotation,
+    View,
+)
+from moe.describe.observe import AttentionCall, Observation, Rotaries
+from moe.describe.parts import child_of, describe_norm, describe_projection, describe_rotation, same
+from moe.network.attention import MaskRule
+
+_FAR = 1 << 20
+"""A position far beyond any window."""
+
+OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
+_Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
+_K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
+
+
+def describe_attention(call: AttentionCall, seen: Observation, rotaries: Rotaries) -> Attention:
+    """Raises `NotDescribed` where the module does something that descriptions have no words for."""
+    module = call.module
+    heads, head_dim = call.query.shape[1], call.query.shape[3]
+    kv_heads, value_dim = call.value.shape[1], call.value.shape[3]
+    q, k, v = _queries_keys_values(module, heads * head_dim, kv_heads * head_dim)
+    embeddings = rotaries.table(position_embeddings(seen, module))
+    query, key, value = (_rows(tensor) for tensor in (call.query, call.key, call.value))
+    if not same(seen.only(v.leaf).output, value):
+        raise NotDescribed("values are not what the value projection gives")
+    q_norm, q_turn = _chain(module, _Q_NORMS, q, query, seen, embeddings)
+    k_norm, k_turn = _chain(module, _K_NORMS, k, key, seen, embeddings)
+    if q_turn != k_turn:
+        raise NotDescribed("queries and keys are rotated differently")
+    return Attention(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        q=q, k=k, v=v, o=describe_output(call, seen),
+        q_norm=q_norm, k_norm=k_norm, rotation=q_turn, view=describe_view(call),
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim,
+    )  # fmt: skip
+
+
+def describe_output(call: AttentionCall, seen: Observation) -> Projection:
+    """The projection of the heads' outputs, which must be all that comes behind them."""
+    leaf = child_of(call.module, OUTPUTS)
+    if leaf is None:
+        raise NotDescribed(f"no output projection among {', '.join(OUTPUTS)}")
+    made = seen.only(leaf)
+    if not same(made.hidden, call.output) or not same(made.output, seen.only(call.module).output):
+        raise NotDescribed("more than a projection lies between the heads and the layer")
+    return describe_projection(leaf)
+
+
+def describe_view(call: AttentionCall) -> View:
+    """Scale, caps and sinks as handed over; the mask's rule, asked at far positions."""
+    sinks, softcap = call.options.get("s_aux"), call.options.get("softcap")
+    scale = call.options.get("scaling")
+    view = View(
+        scale=float(call.query.shape[-1] ** -0.5 if scale is None else scale),
+        softcap=None if softcap is None else float(softcap),
+        sinks=None if sinks is None else sinks.detach().float().reshape(-1).clone(),
+    )
+    spans = [(at, _visible(call.rule, at)) for at in (_FAR, _FAR + 1, _FAR + 777, 1000, 3)]
+    if all(begin == 0 for _, begin in spans):
+        return view
+    window = _FAR - spans[0][1] + 1
+    if all(begin == max(0, at - window + 1) for at, begin in spans):
+        return replace(view, window=window)
+    raise NotDescribed("which keys a query sees follows no window")
+
+
+def position_embeddings(seen: Observation, module: nn.Module) -> Any:
+    """What the attention module was given beside the hidden state."""
+    call = seen.only(module)
+    return call.kwargs.get("position_embeddings", call.inputs[1] if len(call.inputs) > 1 else None)
+
+
+@lru_cache(maxsize=64)  # layers share rules, and far positions take a while
+def _visible(rule: MaskRule, position: int) -> int:
+    """First key that a query at ``position`` sees; it must see all from there to itself."""
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(position + 1)
+    seen = rule.allows(zero, zero, torch.tensor([[position]]), keys[None]).reshape(-1)
+    seen = seen.expand(position + 1)
+    first = int(seen.int().argmax())
+    if not bool(seen[first:].all()):
+        raise NotDescribed("a query sees keys with gaps between them")
+    return first
+
+
+def _chain(
+    module: nn.Module, names: Sequence[str], projection: Projection, final: Tensor,
+    seen: Observation, table: RotaryTable | None,
+) -> tuple[HeadNorm | None, Rotation | None]:  # fmt: skip
+    """Norm and rotation between a projection's rows and the ``(T, heads, D)`` that attend."""
+    projected, child = seen.only(projection.leaf).output, child_of(module, names)
+    norm_call = seen.call(child) if child is not None else None
+    before, norm = projected.reshape(final.shape), None
+    after = final
+    if child is not None and norm_call is not None:
+        size = norm_call.hidden.shape[-1]
+        norm = HeadNorm(describe_norm(child, size), per_head=size == final.shape[-1])
+        if same(_as_rows(norm_call.hidden, final), projected):
+            before = _as_rows(norm_call.output, final)
+        elif same(_as_rows(norm_call.output, final), final):
+            norm = replace(norm, after_rotation=True)
+            after = _as_rows(norm_call.hidden, final)
+        else:
+            raise NotDescribed("a query or key norm is neither first nor last")
+    if table is None:
+        if not same(before, after):
+            raise NotDescribed("queries or keys change without position embeddings")
+        return norm, None
+    return norm, describe_rotation(before, after, table, seen.positions[0])
+
+
+def _queries_keys_values(
+    module: nn.Module, q_rows: int, k_rows: int
+) -> tuple[Projection, Projection, Projection]:
+    leaves = [child_of(module, (name,)) for name in ("q_proj", "k_proj", "v_proj")]
+    if any(leaf is None for leaf in leaves):
+        raise NotDescribed("no q_proj, k_proj and v_proj")
+    q, k, v = (describe_projection(leaf) for leaf in leaves if leaf is not None)
+    if q.rows != q_rows or k.rows != k_rows:
+        raise NotDescribed("queries or keys are not what their projections give")
+    return q, k, v
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """``(1, heads, T, D)`` to ``(T, heads, D)``."""
+    return heads[0].transpose(0, 1)
+
+
+def _as_rows(states: Tensor, final: Tensor) -> Tensor:
+    """What a norm saw, ``(1, heads, T, D)`` or rows already, as ``(T, heads, D)``."""
+    heads_first = states.ndim == 4 and states.shape[1] == final.shape[1] != states.shape[2]
+    return _rows(states) if heads_first else states.reshape(final.shape)
+
+
+# ---- What a latent attention module (MLA) does: as `moe.describe.attention`, for keys from latent
+# rows.
+#
+# Decoding never expands the cache to heads: queries go to the latent space instead, and the sum
+# of latents comes back (the two halves of ``kv_b`` absorbed, DeepSeek-V2, arXiv 2405.04434).
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module has leaves of latent attention."""
+    return child_of(module, ("kv_b_proj",)) is not None
+
+
+def describe_latent(call: AttentionCall, seen: Observation, rotaries: Rotaries) -> LatentAttention:
+    """Raises `NotDescribed` where the module does something that descriptions have no words for."""
+    module = call.module
+    heads, value_dim = call.query.shape[1], call.value.shape[3]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    stored = [s.read(layer, s.length) for s in seen.sequences]
+    latent = torch.cat([keys for keys, _ in stored], 2)[0, 0]
+    turned = torch.cat([values for _, values in stored], 2)[0, 0]
+    size, rotated = latent.shape[1], turned.shape[1]
+    plain_dim = call.query.shape[3] - rotated
+    q_a, q_a_norm, q = _queries(module)
+    kv_a = describe_projection(_need(module, ("kv_a_proj_with_mqa", "kv_a_proj")))
+    kv_norm = describe_norm(_need(module, ("kv_a_layernorm", "kv_a_norm")), size)
+    table = rotaries.table(position_embeddings(seen, module))
+    if table is None or kv_a.rows != size + rotated:
+        raise NotDescribed("the latent row is not a latent and a rotated key")
+    unturned = seen.only(kv_a.leaf).output[0, :, size:]
+    rotation = describe_rotation(unturned[:, None], turned[:, None], table, seen.positions[0])
+    if rotation is None:
+        raise NotDescribed("latent attention without rotation")
+    leaf = _need(module, ("kv_b_proj",))
+    return LatentAttention(
+        layer=layer, q_a=q_a, q_a_norm=q_a_norm, q=q, kv_a=kv_a, kv_norm=kv_norm,
+        kv_b=_expansion(leaf, heads, plain_dim + value_dim, size), kv_b_leaf=leaf,
+        o=describe_output(call, seen),
+        rotation=rotation, view=describe_view(call), heads=heads,
+        plain_dim=plain_dim, value_dim=value_dim,
+    )  # fmt: skip
+
+
+def _queries(module: nn.Module) -> tuple[Projection | None, Norm | None, Projection]:
+    first = child_of(module, ("q_a_proj",))
+    if first is None:
+        return None, None, describe_projection(_need(module, ("q_proj",)))
+    down = describe_projection(first)
+    norm = describe_norm(_need(module, ("q_a_layernorm", "q_a_norm")), down.rows)
+    return down, norm, describe_projection(_need(module, ("q_b_proj",)))
+
+
+def _expansion(leaf: nn.Module, heads: int, rows: int, size: int) -> torch.Tensor:
+    """``(heads, plain + value, R)`` float32."""
+    if getattr(leaf, "bias", None) is not None:
+        raise NotDescribed("keys and values have a bias behind the latent")
+    weight = describe_projection(leaf).weight
+    if not isinstance(weight, torch.Tensor):
+        weight = dequantize(weight.planes, weight.scales, weight.layout)
+    if weight.shape != (heads * rows, size):
+        raise NotDescribed("the expansion of latents has other sizes than the heads")
+    return weight.float().reshape(heads, rows, size).contiguous()
+
+
+def _need(module: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    child = child_of(module, names)
+    if child is None:
+        raise NotDescribed(f"latent attention without {names[0]}")
+    return child

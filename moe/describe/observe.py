@@ -1,0 +1,219 @@
+"""One pass of transformers' forward, watched: what went into and came out of every module.
+
+The experts are replaced by a cheap stand-in, so that watching a large model reads its trunk only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from moe.describe.description import NotDescribed, RotaryTable
+from moe.describe.packing import random_prompts, stand_in
+from moe.describe.parts import same
+from moe.network.attention import MaskRule, packed_attention, packed_mask
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import SequenceKV, Work
+from moe.network.lanes import run_lanes
+
+WATCHED = "moe_watched"
+"""Name of the watched packed attention in transformers' registries."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module; tensors as they were then."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> Call:
+        """As a forward hook is told."""
+        flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        return cls(
+            tuple(_copy(value) for value in inputs),
+            {name: _copy(value) for name, value in kwargs.items()},
+            tuple(_copy(value) for value in flat),
+        )
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first tensor that went in."""
+        values = (*self.inputs, self.kwargs.get("hidden_states"), *self.kwargs.values())
+        return next(value for value in values if isinstance(value, Tensor))
+
+    @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that went in."""
+        values = (*self.inputs, *self.kwargs.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a module handed to transformers' attention interface, ``(1, heads, T, size)`` each."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    rule: MaskRule
+    options: dict[str, Any]
+    output: Tensor  # (1, T, heads, size)
+
+
+@dataclass
+class Observation:
+    """What one pass over all sequences did; attention and sequences of packed passes only."""
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    attention: list[AttentionCall] = field(default_factory=list)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # (T, V)
+    positions: Tensor = field(default_factory=lambda: torch.empty(0))  # (1, T)
+    sequences: list[SequenceKV] = field(default_factory=list)
+
+    def call(self, module: nn.Module) -> Call | None:
+        """The module's only call; None if there was none, or several."""
+        calls = self.calls.get(module, [])
+        return calls[0] if len(calls) == 1 else None
+
+    def only(self, module: nn.Module) -> Call:
+        """The same; raises `NotDescribed` where there is not one."""
+        call = self.call(module)
+        if call is None:
+            raise NotDescribed(f"{type(module).__name__} is not called once a pass")
+        return call
+
+
+def observe(trunk: Trunk, prompts: Sequence[list[int]]) -> Observation:
+    """Read prompts, one where they do not share a pass; keep what every module took and gave."""
+    seen = Observation()
+    with torch.inference_mode(), _watched(trunk, seen):
+        work = [Work(tokens, trunk.new_cache(len(tokens)), all_logits=True) for tokens in prompts]
+        lanes = trunk.lanes(work)
+        run_lanes(lanes, stand_in)
+        seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
+    seen.sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+    seen.positions = torch.cat([torch.arange(len(tokens)) for tokens in prompts])[None]
+    return seen
+
+
+def observe_random(trunk: Trunk) -> Observation:
+    """Random prompts: two in a packed pass, else one."""
+    return observe(trunk, random_prompts(trunk, (7, 4) if trunk.packed else (12,)))
+
+
+_watcher: ContextVar[Observation] = ContextVar("_watcher")
+"""What the running pass is seen by; transformers' registry would keep it for ever."""
+
+
+def _watched_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    output, _ = packed_attention(module, query, key, value, attention_mask, **options)
+    _watcher.get().attention.append(
+        AttentionCall(module, query.clone(), key.clone(), value.clone(), attention_mask,
+                      options, output.clone())
+    )  # fmt: skip
+    return output, None
+
+
+AttentionInterface.register(WATCHED, _watched_attention)
+AttentionMaskInterface.register(WATCHED, packed_mask)
+
+
+@contextmanager
+def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
+    def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
+        seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
+
+    token = _watcher.set(seen)
+    hooks = [
+        module.register_forward_hook(keep, with_kwargs=True) for module in trunk.model.modules()
+    ]
+    for module in trunk.model.modules():
+        if trunk.packed and hasattr(module, "config"):
+            module.config._attn_implementation = WATCHED
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+        trunk.set_packed(trunk.packed)
+        for hook in hooks:
+            hook.remove()
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return tuple(_copy(item) for item in value)
+    return value
+
+
+# ---- Which rotary module made the position embeddings that a layer was given.
+
+
+class Rotaries:
+    """The rotary modules of a model: tables by the embeddings that one observed pass made."""
+
+    def __init__(self, seen: Observation) -> None:
+        self._made = []
+        for module, calls in seen.calls.items():
+            if any(True for _ in module.children()) or any(True for _ in module.parameters()):
+                continue
+            for call in calls:
+                if any(_is_positions(value, seen.positions) for value in call.tensors):
+                    self._made.append((module, call))
+        self._tables: dict[int, RotaryTable] = {}
+        self._positions = seen.positions
+
+    def table(self, embeddings: Any) -> RotaryTable | None:
+        """The table of position embeddings that a layer was given; None if it was given none."""
+        wanted = _tensors(embeddings)
+        if not wanted:
+            return None
+        for index, (module, call) in enumerate(self._made):
+            made = _tensors(call.outputs)
+            if len(made) == len(wanted) and all(map(same, made, wanted)):
+                if index not in self._tables:
+                    self._tables[index] = RotaryTable(self._again(module, call))
+                return self._tables[index]
+        raise NotDescribed("position embeddings come from no rotary module of the model")
+
+    def _again(self, module: nn.Module, call: Call) -> Callable[[Tensor], Any]:
+        observed = self._positions
+
+        def rotate(positions: Tensor) -> Any:
+            def put(value: Any) -> Any:
+                return positions if _is_positions(value, observed) else value
+
+            kwargs = {name: put(value) for name, value in call.kwargs.items()}
+            with torch.inference_mode():
+                return module(*map(put, call.inputs), **kwargs)
+
+        return rotate
+
+
+def _is_positions(value: Any, positions: Tensor) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and same(value, positions)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []

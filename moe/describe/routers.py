@@ -1,0 +1,258 @@
+"""Choosing experts again: a model's own router, so that policies and drafts can restrict it.
+
+What a router multiplies by and chooses by is found by watching one pass and trying
+(`moe.describe.routers`), whatever the architecture. It is believed where it gives the decisions of
+that pass from the rows that reach the experts; elsewhere the layer has no `Selector`, and a reason.
+Legend: T rows, H hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.describe.description import NotDescribed, OwnRouter, Projection, Router
+from moe.describe.observe import Observation, observe_random
+from moe.describe.parts import project, same
+from moe.errors import ProfileError
+from moe.network.backbone import Trunk
+from moe.network.routing_policies import FoundSelector, Selector
+from moe.network.seam import experts_modules, layer_of, parents_of
+from routing import PolicyChain, Routing, RoutingError
+from routing.routers import GroupScore, RouterRule, Score
+
+# ---- The rule by which a router chooses experts, found by trying rules on rows it has routed.
+#
+# Where no rule fits, the router's own module is called for each step, provided that there is one
+# that returns ids and weights by itself.
+
+_ROWS = 256
+_TOLERANCE = 1e-4
+_SAME_SCALE = 1e-5
+
+
+def describe_router(
+    block: nn.Module, experts: nn.Module, ids: Tensor, weights: Tensor, seen: Observation
+) -> Router | OwnRouter:
+    """The router in ``block`` that gave its experts these ids and weights."""
+    own = _own_module(block, experts, ids, weights, seen)
+    whole = seen.only(block)
+    size = whole.hidden.shape[-1]
+    if own is not None:
+        rows = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(3))
+        with torch.inference_mode():
+            ids, weights = own(rows)
+    else:
+        rows = whole.hidden.reshape(-1, size)
+    seat: Any = experts.expert_seat
+    expected = Routing.from_router(ids, weights, seat.num_experts)
+    for router in _routers(block, experts, seat.num_experts, ids.shape[-1]):
+        scale = _scale(router, rows.float(), expected)
+        if scale is not None:
+            return replace(router, rule=replace(router.rule, scale=_exact(scale, block)))
+    if own is None:
+        raise NotDescribed("the router follows no rule that is known here")
+    return OwnRouter(own)
+
+
+def route(router: Router, rows: Tensor) -> Routing:
+    """The decision for float32 rows ``(T, H)``."""
+    rule = router.rule
+    return rule.select(rule.scores(project(router.weight, rows)))
+
+
+def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:
+    """What to multiply weights by, if the router then gives these decisions; else None."""
+    actual = route(router, rows)
+    if not torch.equal(actual.expert_ids, expected.expert_ids):
+        return None
+    ours, theirs = actual.weights.detach(), expected.weights.detach()
+    scale = float((theirs * ours).sum() / (ours * ours).sum())
+    if bool((theirs - scale * ours).abs().max() > _TOLERANCE * theirs.abs().max()):
+        return None
+    return scale
+
+
+def _exact(scale: float, block: nn.Module) -> float:
+    """The number that a fitted scale stands for: 1, or one of the modules' own."""
+    own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, float)]
+    return next((v for v in (1.0, *own) if abs(scale - v) <= _SAME_SCALE * abs(v)), scale)
+
+
+def _routers(
+    block: nn.Module, experts: nn.Module, num_experts: int, top_k: int
+) -> Iterator[Router]:
+    """Everything that the block's own tensors and numbers could mean, the likely first."""
+    inside = set(experts.modules())
+    modules = [module for module in block.modules() if module not in inside]
+    tensors = [
+        (module, name, tensor)
+        for module in modules
+        for name, tensor in (*module.named_parameters(recurse=False),
+                             *module.named_buffers(recurse=False))
+    ]  # fmt: skip
+    vectors = [t.detach().float().reshape(-1) for _, _, t in tensors if t.numel() == num_experts]
+    matrices = [
+        (module, t) for module, _, t in tensors if t.ndim == 2 and t.shape[0] == num_experts
+    ]
+    groupings = _groupings(modules, num_experts)
+    scores: tuple[Score, ...] = ("softmax", "sigmoid")
+    for module, matrix in matrices:
+        # A vector that is there is most likely used, and too small to show if it does not.
+        for correction, bias in product([*vectors, None], [*vectors, None]):
+            if bias is not None and bias is correction:
+                continue
+            weight = Projection(matrix.detach(), bias, module)
+            for renormalise, groups, score in product((False, True), groupings, scores):
+                rule = RouterRule(top_k, score, correction, *groups, renormalise)
+                yield Router(weight, rule)
+        for number in _numbers(modules):
+            weight = Projection(matrix.detach(), None, module)
+            yield Router(weight, RouterRule(top_k, "mixer", mixer_threshold=2 * number))
+
+
+def _groupings(modules: list[nn.Module], num_experts: int) -> list[tuple[int, int, GroupScore]]:
+    """Numbers of groups, of those kept, and how groups are compared, by what attributes say."""
+    counts = {
+        value
+        for module in modules
+        for name, value in vars(module).items()
+        if "group" in name and type(value) is int and value >= 1
+    }
+    kinds: tuple[GroupScore, ...] = ("top2", "max")
+    restricted = [
+        (groups, kept, kind)
+        for groups, kept, kind in product(counts, counts, kinds)
+        if kept < groups and num_experts % groups == 0 and (kind == "max" or groups < num_experts)
+    ]
+    return [*restricted, (1, 1, "max")]
+
+
+def _numbers(modules: list[nn.Module]) -> list[float]:
+    return [v for m in modules for v in vars(m).values() if isinstance(v, float) and 0 < v < 1]
+
+
+def _own_module(
+    block: nn.Module, experts: nn.Module, ids: Tensor, weights: Tensor, seen: Observation
+) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+    """The module that returned these ids and weights, as a function of rows."""
+    inside = set(experts.modules())
+    for module in block.modules():
+        call = seen.call(module)
+        if module is block or module in inside or call is None or len(call.outputs) < 2:
+            continue
+        outputs = [value if isinstance(value, Tensor) else None for value in call.outputs]
+        id_at = next((i for i, v in enumerate(outputs) if v is not None and same(v, ids)), None)
+        weight_at = next(
+            (i for i, v in enumerate(outputs) if v is not None and same(v, weights)), None
+        )
+        if id_at is None or weight_at is None or len(call.inputs) != 1 or call.kwargs:
+            continue
+
+        def forward(
+            rows: Tensor, module: nn.Module = module, i: int = id_at, w: int = weight_at
+        ) -> tuple[Tensor, Tensor]:
+            given = module(rows)
+            return given[i], given[w]
+
+        return forward
+    return None
+
+
+# ----
+
+_SAME_WEIGHTS = 1e-4
+
+
+def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundSelector]:
+    """One entry for each MoE layer.
+
+    Args:
+        seen: of `observe_random`; None for a pass of its own. Neither reads any expert.
+    """
+    seen = seen or observe_random(trunk)
+    parents = parents_of(trunk.model)
+    layers = zip(experts_modules(trunk.model), blocks(trunk.model), strict=True)
+    with torch.inference_mode():
+        return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
+
+
+def prepare(chain: PolicyChain, trunk: Trunk) -> list[Selector]:
+    """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
+    again.
+
+    Raises:
+        ProfileError: a policy is not made for this model, or cannot choose again in it.
+    """
+    name = type(trunk.model).__name__
+    for policy in chain.policies:
+        try:
+            policy.check(len(experts_modules(trunk.model)))
+        except RoutingError as error:
+            raise ProfileError(f"routing.policies: {error}") from error
+    trunk.watched = "importance" in chain.needs
+    if "select" not in chain.needs:
+        return []
+    found = find_selectors(trunk)
+    selectors = [layer.selector for layer in found if layer.selector is not None]
+    if len(selectors) < len(found):
+        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
+        index = next(at for at, layer in enumerate(found) if layer.selector is None)
+        raise ProfileError(
+            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
+            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
+        )
+    return selectors
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layer of each MoE layer; the model itself where it has no list of layers."""
+    parents = parents_of(model)
+    return [layer_of(experts, parents) for _, experts in experts_modules(model)]
+
+
+def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:
+    call = seen.call(experts)
+    if call is None or len(call.tensors) != 3:
+        return FoundSelector(None, "its experts are not called once with rows, ids and weights")
+    rows, ids, weights = call.tensors
+    reason = ""
+    for place in dict.fromkeys(places):
+        try:
+            router = describe_router(place, experts, ids, weights, seen)
+        except NotDescribed as error:
+            reason = str(error)
+        except Exception as error:
+            # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
+            reason = f"probing raised {type(error).__name__}: {error}"
+        else:
+            if isinstance(router, OwnRouter):
+                reason = "its router follows no rule that is known here"
+                continue
+            selector = _selector(router)
+            made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
+            if _agrees(selector, rows, made):
+                return FoundSelector(selector)
+            return FoundSelector(None, "its router reads other rows than its experts")
+    return FoundSelector(None, reason)
+
+
+def _selector(router: Router) -> Selector:
+    weight = router.weight.weight
+    assert isinstance(weight, Tensor)
+    return Selector(weight, router.weight.bias, router.rule)
+
+
+def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.shape[1] != selector.weight.shape[1]:
+        return False
+    ours = selector.select(selector.scores(rows))
+    return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
+        ours.weights, made.weights, rtol=_SAME_WEIGHTS
+    )

@@ -1,0 +1,114 @@
+"""Two halves of a pass: while the rows of one travel, the other computes.
+
+All ranks walk the layers of the pass in the same order, with both halves at each layer: rows of the
+first half leave, the second half comes to the layer, its rows leave, what was received of the first
+half is served, and so on. A half without tokens joins. `moe.parallel.overlap` decides whether it
+pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from experts.dispatch import AllToAllDispatcher, ExchangeError
+from moe.network.lanes import Lane, LaneState
+from moe.network.moe_layer import MoELayers, serve
+
+
+def run_halves(
+    halves: Sequence[Sequence[Lane]],
+    experts: MoELayers,
+    pause_at: Mapping[Lane, int] | None = None,
+) -> None:
+    """Drive the lanes of both halves as `moe.network.lanes.run_lanes` does, in a block of
+    `MoELayers.lockstep` whose layers are all visited here."""
+    first, second = (_Half(lanes, experts, pause_at or {}) for lanes in halves)
+    try:
+        _walk(first, second, experts.take_pass())
+    except ExchangeError as error:
+        for half in (first, second):
+            half.give_up(error)
+
+
+def _walk(first: _Half, second: _Half, layers: Sequence[int]) -> None:
+    first.start()
+    for number, layer in enumerate(layers):
+        first.depart(layer)
+        if number:
+            second.arrive()
+        else:
+            second.start()
+        second.depart(layer)
+        first.serve()
+        second.serve()
+        first.arrive()
+    if layers:
+        second.arrive()
+    else:
+        second.start()
+
+
+class _Half:
+    """Lanes that come to layers together."""
+
+    def __init__(
+        self, lanes: Sequence[Lane], experts: MoELayers, pauses: Mapping[Lane, int]
+    ) -> None:
+        self._lanes, self._experts, self._pauses = lanes, experts, pauses
+        self._here: list[Lane] = []
+
+    def start(self) -> None:
+        for lane in self._lanes:
+            if lane.state is LaneState.READY:
+                lane.start()
+
+    def depart(self, layer: int) -> None:
+        """Rows of the lanes that wait at this layer leave."""
+        dispatcher = self._experts.dispatcher
+        assert isinstance(dispatcher, AllToAllDispatcher)
+        self._layer, self._dispatcher = layer, dispatcher
+        self._here = [lane for lane in self._lanes if self._waits(lane, layer)]
+        visits = [lane.visit for lane in self._here if lane.visit is not None]
+        with self._mode():
+            self._brought = self._experts.bring(layer, visits)
+            hidden, routing = self._brought.hidden_states, self._brought.routing
+            self._sent = dispatcher.send(layer, hidden, routing)
+
+    def serve(self) -> None:
+        """What this rank serves of the half is computed, and leaves."""
+        with self._mode():
+            arrived = self._dispatcher.receive(self._sent)
+            experts = self._experts.layers[self._layer]
+            rows, failures = serve(arrived, experts, self._experts.forward)
+            self._returning = self._dispatcher.send_back(arrived, rows, failures)
+
+    def arrive(self) -> None:
+        """The lanes go on with their rows, to the next layer or the end."""
+        with self._mode():
+            combined = self._dispatcher.receive_back(self._returning)
+        try:
+            outcomes = self._brought.outcomes(combined)
+        except Exception as error:
+            outcomes = [error] * len(self._here)
+        for lane, rows in zip(self._here, outcomes, strict=True):
+            if isinstance(rows, Exception):
+                lane.fail(rows)
+            else:
+                lane.resume(rows)
+
+    def give_up(self, error: Exception) -> None:
+        """Tell all lanes that there is no way on."""
+        for lane in self._lanes:
+            if lane.state is LaneState.WAITING:
+                lane.fail(error)
+            lane.cancel()
+
+    def _waits(self, lane: Lane, layer: int) -> bool:
+        visit, pause = lane.visit, self._pauses.get(lane, layer + 1)
+        return visit is not None and visit.layer == layer < pause
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return self._here[0].mode.active() if self._here else torch.inference_mode()

@@ -1,0 +1,267 @@
+"""How many experts reading a prompt will touch, by prefill mode, and which mode to take.
+
+Counted a layer and summed over layers, with B sequences decoding:
+chunked ``sum_i N(c_i + B)``, layered ``N(P + B) + (G - 1) N(B)``, where ``N(t)`` is the number of
+distinct experts of t tokens. N comes from the model's own measured expert frequencies p,
+``N(t) = sum_e 1 - (1 - p_e)^t``: real models touch fewer experts than uniform routing would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+from transformers import PreTrainedModel
+
+from experts.linear import QuantizedLinear
+from kernels.reference import ExpertWeights
+from moe.loading.hub import experts_per_token
+from moe.settings import PrefillSettings
+from offload.layer import LayerExperts, held_experts
+from routing import RoutingStatistics
+
+# ---- Where a layered wave sleeps, so that no step is longer than reading a chunk would be.
+#
+# Steps are compared by operations, two for each multiplication. Memory is left out: a stage reads
+# fewer experts than a chunk does.
+
+Prompts = Sequence[range]
+"""Of each prompt the positions that are read."""
+
+Pauses = Callable[[Prompts], tuple[int, ...]]
+"""The layers at which a layered wave sleeps, from its prompts."""
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Operations of the mean layer.
+
+    Attributes:
+        trunk: of one token outside attention and experts.
+        pair: of one query and one key.
+        expert: of one token in one expert.
+        top_k: experts that a token visits, as the router chooses them.
+    """
+
+    trunk: float
+    pair: float
+    expert: float
+    top_k: float
+
+    @property
+    def experts(self) -> float:
+        """Of one token's experts."""
+        return self.expert * self.top_k
+
+    @classmethod
+    def of(cls, network: PreTrainedModel, layers: Sequence[LayerExperts]) -> LayerWork:
+        """From the weights; attention and ``top_k`` from the configuration."""
+        config = network.config.get_text_config()
+        return cls(
+            trunk=2.0 * trunk_weights(network) / len(layers),
+            pair=_pair_operations(config) / len(layers),
+            expert=2.0 * sum(map(_expert_weights, layers)) / len(layers),
+            top_k=experts_per_token(config),
+        )
+
+
+def trunk_weights(network: PreTrainedModel) -> int:
+    """Elements of all matrices but embeddings, output head and experts."""
+    head = network.get_output_embeddings()
+    modules = (m for m in network.modules() if m is not head and not isinstance(m, nn.Embedding))
+    return sum(map(_matrix_weights, modules))
+
+
+def _pair_operations(config: Any) -> float:
+    """Of all layers with full attention; a window or a recurrent state costs the same per token."""
+    layers = config.per_layer_config  # sizes may differ from layer to layer
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+    operations = 0.0
+    for layer, kind in zip(layers, kinds, strict=False):
+        heads = layer.num_attention_heads
+        own = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        key = getattr(layer, "qk_head_dim", None) or own
+        value = getattr(layer, "v_head_dim", None) or own
+        operations += 2.0 * heads * (key + value) * (kind == "full_attention")
+    return operations
+
+
+def _matrix_weights(module: nn.Module) -> int:
+    if isinstance(module, QuantizedLinear):
+        return module.in_features * module.out_features
+    return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 2)
+
+
+def _expert_weights(layer: LayerExperts) -> int:
+    experts = held_experts(layer)
+    parts = (
+        experts.gate_up_EGH.shape[1] // experts.intermediate_size
+        if isinstance(experts, ExpertWeights)
+        else experts.parts
+    )
+    return (parts + 1) * experts.intermediate_size * experts.hidden_size
+
+
+def stage_pauses(
+    work: LayerWork, group_tokens: int, prompts: Prompts, num_layers: int
+) -> tuple[int, ...]:
+    """MoE layers before whose experts a wave of prompts sleeps until the next step.
+
+    As few as keep each step within the longest that chunks of ``group_tokens`` would make. Lanes
+    sleep behind a layer's attention, so the first stage has one attention more than experts and
+    the last one less. A stage has at least one of each, so very long waves can exceed the limit.
+    """
+    num_tokens = sum(map(len, prompts))
+    pairs = sum(prompt.stop**2 - prompt.start**2 for prompt in prompts) / 2
+    attention = num_tokens * work.trunk + pairs * work.pair
+    experts = num_tokens * work.experts
+    # done[i]: work behind which layer i's experts wait; the last entry is all of it
+    done = [(layer + 1) * attention + layer * experts for layer in range(num_layers)]
+    done.append(num_layers * (attention + experts))
+    longest = num_layers * _longest_chunk(work, group_tokens, prompts) * (1 + 1e-9)
+    pauses: list[int] = []
+    begin = 0.0
+    for layer in range(num_layers):
+        if done[layer + 1] - begin > longest:
+            pauses.append(layer)
+            begin = done[layer]
+    return tuple(pauses)
+
+
+def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> float:
+    """Operations of the longest of the chunks in one layer.
+
+    A chunk is compared with all keys up to its end, where a whole prompt's mask lets half be left
+    out.
+    """
+    longest, chunk, room = 0.0, 0.0, group_tokens
+    for prompt in prompts:
+        end = prompt.start
+        while end < prompt.stop:
+            if not room:
+                chunk, room = 0.0, group_tokens
+            size = min(room, prompt.stop - end)
+            end += size
+            room -= size
+            chunk += size * (work.trunk + work.experts + work.pair * end)
+            longest = max(longest, chunk)
+    return longest
+
+
+# ----
+
+Mode = Literal["whole", "chunked", "layered"]
+Frequencies = Sequence[NDArray[np.float64]]
+"""Share of a layer's tokens that visit each expert, ``(E,)`` for every layer."""
+
+SMALLEST_SAVING = 0.05
+"""Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    """Which mode reads the next prompts, and the expert loads predicted for both ways."""
+
+    mode: Mode
+    chunked_loads: float
+    layered_loads: float
+
+
+def distinct_experts(frequencies: Frequencies, num_tokens: int) -> float:
+    """Expected distinct experts that ``num_tokens`` independent tokens visit, over all layers."""
+    return float(sum((1 - (1 - p) ** num_tokens).sum() for p in frequencies))
+
+
+def chunked_loads(frequencies: Frequencies, chunks: Sequence[int], num_decoding: int) -> float:
+    """Expert loads of prompts read in steps of ``chunks`` tokens."""
+    return sum(distinct_experts(frequencies, size + num_decoding) for size in chunks)
+
+
+def layered_loads(
+    frequencies: Frequencies, num_tokens: int, num_stages: int, num_decoding: int
+) -> float:
+    """Expert loads of prompts read in ``num_stages`` groups of layers."""
+    wave = distinct_experts(frequencies, num_tokens + num_decoding)
+    return wave + (num_stages - 1) * distinct_experts(frequencies, num_decoding)
+
+
+def measured_frequencies(
+    statistics: RoutingStatistics, top_k: float = 1.0
+) -> list[NDArray[np.float64]]:
+    """Expert frequencies of each layer so far; before any token, ``top_k`` experts evenly."""
+    frequencies = []
+    for layer, num_experts in enumerate(statistics.num_experts):
+        if statistics.tokens[layer]:
+            counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
+            frequencies.append(counts / statistics.tokens[layer])
+        else:
+            frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
+    return frequencies
+
+
+def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -> list[int]:
+    """Prompt tokens of each step when a step has ``chunk_tokens`` in all."""
+    room = max(settings.chunk_tokens - num_decoding, 1)
+    return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
+
+
+def pauses(
+    settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
+) -> tuple[int, ...]:
+    """`stage_pauses` of a layered wave, with the experts a token visits by their frequencies."""
+    visits = sum(float(layer.sum()) for layer in frequencies)
+    measured = replace(work, top_k=visits / len(frequencies))
+    return stage_pauses(measured, settings.group_tokens, prompts, len(frequencies))
+
+
+def choose(
+    settings: PrefillSettings,
+    frequencies: Frequencies,
+    work: LayerWork,
+    num_tokens: int,
+    num_decoding: int,
+) -> PrefillChoice:
+    """What ``auto`` takes for the next prompt tokens, as if of one prompt: the fewer loads."""
+    num_stages = len(pauses(settings, frequencies, work, [range(num_tokens)])) + 1
+    layered = layered_loads(frequencies, num_tokens, num_stages, num_decoding)
+    chunks = chunk_sizes(settings, num_tokens, num_decoding)
+    chunked = chunked_loads(frequencies, chunks, num_decoding)
+    mode: Mode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
+    return PrefillChoice(mode, chunked, layered)
+
+
+class PrefillPlanner:
+    """How the next prompts are read, from what the router has done so far.
+
+    Args:
+        settings: modes and sizes.
+        work: what a layer costs.
+        statistics: of the model, growing.
+
+    Attributes:
+        last_choice: what `choose` decided last.
+    """
+
+    def __init__(
+        self, settings: PrefillSettings, work: LayerWork, statistics: RoutingStatistics
+    ) -> None:
+        self._settings = settings
+        self._work = work
+        self._statistics = statistics
+        self.last_choice: PrefillChoice | None = None
+
+    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
+        """Layers at which a layered wave of these prompts sleeps until the next step."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        return pauses(self._settings, frequencies, self._work, prompts)
+
+    def choose(self, num_tokens: int, num_decoding: int) -> Mode:
+        """The mode for the next prompt tokens."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        choice = choose(self._settings, frequencies, self._work, num_tokens, num_decoding)
+        self.last_choice = choice
+        return choice.mode

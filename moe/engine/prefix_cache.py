@@ -1,0 +1,123 @@
+"""Prompts that were read already, kept for requests that begin with the same tokens.
+
+The keys and values of prompts whose sequences ended stay here until memory is wanted, least
+recently used first. Not those of answers: steps come to other last bits than a prompt's pass, and
+whether somebody has asked the same before must not show in an answer. A request's longest known
+prefix is found by the hash of every block of tokens and what comes before it, and the tokens are
+compared, so a collision costs a miss and never a wrong answer. The salt keeps tenants apart:
+prefixes are shared within one salt only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe.network.kv_cache import SequenceKV
+
+BLOCK = 16
+"""Tokens between two places where a prefix can end."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    salt: str
+    token_ids: list[int]
+    kv: SequenceKV
+    hashes: list[bytes]
+
+
+class PrefixCache:
+    """Keys and values of ended sequences, by what their tokens begin with.
+
+    Args:
+        max_tokens: most tokens of memory held.
+
+    Attributes:
+        num_tokens: tokens of memory held.
+        hit_tokens: tokens that requests did not have to read again, so far.
+        asked_tokens: tokens of all requests that asked, so far.
+        evictions: entries freed to make room, so far.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self.hit_tokens = 0
+        self.asked_tokens = 0
+        self.evictions = 0
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
+        self._index: dict[bytes, _Entry] = {}
+
+    def add(self, salt: str, token_ids: Sequence[int], kv: SequenceKV) -> None:
+        """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
+        ids = list(token_ids)
+        hashes = _block_hashes(salt, ids)
+        if not hashes or hashes[-1] in self._index or len(ids) > self.max_tokens:
+            return
+        entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
+        self._entries[id(entry)] = entry
+        self.num_tokens += len(ids)
+        for digest in hashes:
+            known = self._index.get(digest)
+            if known is not None and known.hashes[-1] == digest:  # this one says all that it says
+                del self._entries[id(known)]
+                self.num_tokens -= known.kv.length
+            self._index[digest] = entry
+        while self.num_tokens > self.max_tokens:
+            self.evict()
+
+    def take(self, salt: str, token_ids: Sequence[int], capacity: int) -> SequenceKV | None:
+        """A copy of the longest known proper prefix, or None.
+
+        At least one token is left to be read, because somebody has to compute the next one.
+        """
+        self.asked_tokens += len(token_ids)
+        entry, length = self._longest(salt, token_ids)
+        if entry is None:
+            return None
+        self._entries.move_to_end(id(entry))
+        self.hit_tokens += length
+        return entry.kv.fork(capacity, length)
+
+    def known(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Tokens of the longest known proper prefix."""
+        return self._longest(salt, token_ids)[1]
+
+    def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
+        ids = list(token_ids[:-1])
+        hashes = _block_hashes(salt, ids)
+        for blocks in range(len(hashes), 0, -1):
+            entry = self._index.get(hashes[blocks - 1])
+            length = blocks * BLOCK
+            if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
+                continue
+            return entry, length
+        return None, 0
+
+    def evict(self) -> bool:
+        """Free the entry that was not used for longest; False if there is none."""
+        if not self._entries:
+            return False
+        _, entry = self._entries.popitem(last=False)
+        self.num_tokens -= entry.kv.length
+        self.evictions += 1
+        for digest in entry.hashes:
+            if self._index.get(digest) is entry:
+                del self._index[digest]
+        return True
+
+
+def _block_hashes(salt: str, token_ids: Sequence[int]) -> list[bytes]:
+    """For each whole block, the hash of everything up to its end."""
+    running = hashlib.blake2b(salt.encode(), digest_size=16)
+    ids = np.asarray(token_ids, dtype=np.int64)
+    hashes = []
+    for end in range(BLOCK, len(ids) + 1, BLOCK):
+        running.update(ids[end - BLOCK : end].tobytes())
+        hashes.append(running.digest())
+    return hashes

@@ -1,0 +1,114 @@
+"""What a model takes in memory and where its experts are: what `moe.memory.budget` works out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.offloaded import HOST
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanLine:
+    """One use of memory: its name, its bytes and where the figure comes from."""
+
+    name: str
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Offloadable:
+    """Experts that can be read one by one.
+
+    Attributes:
+        experts: how many, of all layers.
+        slot_bytes: memory of one.
+        least: the fewest that must be in memory at once.
+        fixed_bytes: of what stays in memory whoever else does: biases.
+        most: the most that are wanted in memory at once, by a rank that others share the experts
+            with; None for all.
+    """
+
+    experts: int
+    slot_bytes: int
+    least: int
+    fixed_bytes: int = 0
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedTier:
+    """A place where experts are: its name, how many it has room for, and their bytes."""
+
+    name: str
+    experts: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a model will take.
+
+    Attributes:
+        lines: every use of memory.
+        place: what is filled: ``memory``, or the name of a CUDA device.
+        available_bytes: what was free; None where that cannot be read.
+        kv_tokens: tokens of keys and values that may be held at once.
+        kv_bytes_per_token: bytes of each.
+        tiers: where experts are, the fastest place first; empty where all are in memory.
+        host_bytes: of main memory that experts may have beside those on a GPU; None on a CPU.
+    """
+
+    lines: tuple[PlanLine, ...]
+    place: str
+    available_bytes: int | None
+    kv_tokens: int
+    kv_bytes_per_token: int
+    tiers: tuple[PlannedTier, ...] = ()
+    host_bytes: int | None = None
+
+    @property
+    def expert_slots(self) -> int | None:
+        """How many experts are in memory at once; None for all of them."""
+        return self.tiers[0].experts if self.tiers else None
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def host_needed_bytes(self) -> int:
+        """Of main memory, beside a GPU."""
+        return sum(tier.bytes for tier in self.tiers if tier.name == HOST)
+
+    @property
+    def fits(self) -> bool:
+        if self.host_bytes is not None and self.host_needed_bytes > self.host_bytes:
+            return False
+        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
+
+    def __str__(self) -> str:
+        width = max(len(line.name) for line in self.lines)
+        rows = [f"{line.name:<{width}} {size_text(line.bytes)}  {line.how}" for line in self.lines]
+        free = (
+            "an unknown number" if self.available_bytes is None else size_text(self.available_bytes)
+        )
+        total = f"{'in all':<{width}} {size_text(self.needed_bytes)}  of {free.strip()} available"
+        tiers = [
+            f"{tier.name + ':':<{width + 2}} {size_text(tier.bytes)}  {tier.experts} experts"
+            for tier in self.tiers[1:]
+        ]
+        return "\n".join([f"{self.place}:", *(f"  {row}" for row in [*rows, total]), *tiers])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self) | {"needed_bytes": self.needed_bytes, "fits": self.fits}
+
+
+def size_text(number: int) -> str:
+    """Bytes in MiB or GiB, eight columns of them."""
+    unit, name = (GIB, "GiB") if number >= GIB else (2**20, "MiB")
+    return f"{number / unit:8.2f} {name}"

@@ -1,0 +1,227 @@
+"""Modules of a transformers model replaced by ours, each as soon as its weights are there.
+
+Experts leave the model; linear layers become planes where the profile says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from experts.layer_file import WHOLE
+from experts.linear import QuantizedLinear
+from experts.weights import quantize_experts
+from kernels import ExpertWeights, QuantizedExperts
+from kernels.planes import PlaneLayout, PrefixBits, num_planes
+from kernels.reference import AnyExperts
+from moe.errors import CheckpointError
+from moe.loading.checkpoint import Checkpoint
+from moe.loading.load import DtypeFor, LoadReport, WeightPlan, load_weights
+from moe.loading.progress import Report
+from moe.network.seam import expert_shape, experts_modules, routing_modules, take_weights
+from moe.settings import ModelSettings
+from offload.layer import LayerExperts, held_experts
+
+# ---- Linear layers of a transformers model as nested bit planes, swapped in by type.
+#
+# Routers and gates are as wide as there are experts, or one, and stay whole, as do norms,
+# embeddings and everything that is not exactly a `torch.nn.Linear`.
+
+
+def quantizes(bits: int | None) -> bool:
+    """Whether a setting of bits asks for planes."""
+    return bits is not None and bits < WHOLE
+
+
+def linear_layout(linear: nn.Module, group_size: int) -> PlaneLayout:
+    assert isinstance(linear, nn.Linear)
+    return PlaneLayout(linear.out_features, linear.in_features, group_size)
+
+
+def chosen_linears(
+    network: PreTrainedModel, trunk_bits: int | None, head_bits: int | None
+) -> dict[str, int]:
+    """Linear layers to be quantized, by name, and their bits."""
+    head = network.get_output_embeddings()
+    routing = dict(routing_modules(network))
+    chosen = {}
+    for name, module in network.named_modules():
+        bits = head_bits if module is head else trunk_bits
+        if type(module) is not nn.Linear or bits is None or not quantizes(bits):
+            continue
+        if module is head or name not in routing:
+            chosen[name] = bits
+    return chosen
+
+
+def quantize_linear(network: PreTrainedModel, name: str, group_size: int, bits: int) -> None:
+    """Replace one linear layer of the network; one on meta gets no values."""
+    linear = network.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    dtype = network.config.dtype
+    assert isinstance(dtype, torch.dtype)
+    replaced: Any = QuantizedLinear.of(linear, group_size, bits, dtype)
+    replaced._is_hf_initialized = True  # transformers asks every module
+    network.set_submodule(name, replaced)
+    tied = network.all_tied_weights_keys
+    for target in [t for t, source in tied.items() if f"{name}.weight" in (t, source)]:
+        del tied[target]
+
+
+def planes_of(network: nn.Module) -> dict[str, PrefixBits]:
+    """Bits of the linear layers that are planes, by name."""
+    return {
+        name: module.bits
+        for name, module in network.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+
+
+def mend_linears(network: nn.Module) -> list[str]:
+    """Make whole the layers whose weight has been read without calling them; their names.
+
+    To be asked after a probe. Nothing was wrong, but each read makes the whole weight anew.
+    """
+    found = {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, QuantizedLinear) and module.reads
+    }
+    for name, module in found.items():
+        network.set_submodule(name, module.whole())
+    return list(found)
+
+
+# ----
+
+Keep = Callable[[int, ExpertWeights], AnyExperts | None]
+"""What is kept in memory of a MoE layer's whole weights."""
+
+
+class Takeover:
+    """What happens to the modules of a network while it is loaded.
+
+    Args:
+        network: on meta.
+        settings: at how many bits weights are kept.
+        keep: what is kept of each MoE layer.
+
+    Attributes:
+        layers: what was kept, by MoE layer.
+    """
+
+    def __init__(self, network: PreTrainedModel, settings: ModelSettings, keep: Keep) -> None:
+        self.network = network
+        self.layers: dict[int, AnyExperts] = {}
+        self._settings = settings
+        self._keep = keep
+        self._experts = {name: i for i, (name, _) in enumerate(experts_modules(network))}
+        self._linears = chosen_linears(network, settings.trunk_bits, settings.head_bits)
+
+    def dtype_for(self, base: DtypeFor) -> DtypeFor:
+        """What is quantized is read as it is stored: it is rounded once, not twice."""
+        weights = {f"{name}.weight" for name in self._linears}
+        experts = tuple(f"{name}." for name in self._experts)
+
+        def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
+            quantized = name in weights or (
+                quantizes(self._settings.expert_bits) and name.startswith(experts)
+            )
+            return stored if quantized else base(name, stored)
+
+        return dtype_for
+
+    def nbytes(self, whole: Mapping[str, int]) -> dict[str, int]:
+        """Memory of each parameter after the takeover, from that of whole ones."""
+        sizes, group_size = dict(whole), self._settings.group_size
+        for name, bits in self._linears.items():
+            layout = linear_layout(self.network.get_submodule(name), group_size)
+            planes = sum(map(layout.plane_bytes, range(num_planes(bits))))
+            sizes[f"{name}.weight"] = planes + 2 * layout.num_scales
+        wanted = self._settings.expert_bits
+        if wanted is not None and quantizes(wanted):
+            for name, module in experts_modules(self.network):
+                one = expert_shape(module, group_size).nbytes(wanted)
+                first = "gate_up_proj" if module.has_gate else "up_proj"
+                sizes[f"{name}.{first}"] = module.num_experts * one
+                sizes[f"{name}.down_proj"] = 0
+        return sizes
+
+    def __call__(self, name: str) -> None:
+        """The weights of this module are complete. Raises `CheckpointError` where they are bad."""
+        try:
+            if name in self._experts:
+                index = self._experts[name]
+                kept = self._keep(index, take_weights(self.network.get_submodule(name)))
+                if kept is not None:
+                    self.layers[index] = kept
+            else:
+                bits = self._linears.pop(name)
+                quantize_linear(self.network, name, self._settings.group_size, bits)
+        except ValueError as error:
+            raise CheckpointError(f"{name} cannot be quantized: {error}") from error
+
+    def load(
+        self, checkpoint: Checkpoint, weights: WeightPlan, device: torch.device, report: Report
+    ) -> LoadReport:
+        """Fill the network, each module's weights together, and take it over when it is full."""
+        loaded = load_weights(
+            self.network,
+            checkpoint,
+            weights,
+            device=device,
+            report=report,
+            check_finite=self._settings.check_finite,
+            modules=self._experts.keys() | self._linears.keys(),
+            complete=self,
+        )
+        for name in list(self._linears):  # tied to others
+            self(name)
+        return loaded
+
+
+def precision_notices(
+    network: nn.Module, layers: Sequence[LayerExperts], mended: Sequence[str]
+) -> list[str]:
+    """What is quantized, and what was meant to be and is not."""
+    notices = []
+    held = map(held_experts, layers)
+    bits = {
+        layer.bits_of(expert)
+        for layer in held
+        if isinstance(layer, QuantizedExperts)
+        for expert in range(layer.num_experts)
+    }
+    linears = planes_of(network).values()
+    if bits:
+        widths = " or ".join(str(width) for width in sorted(bits))
+        notices.append(f"experts run at {widths} bits")
+    if linears:
+        widths = " and ".join(str(width) for width in sorted(set(linears)))
+        notices.append(f"{len(linears)} linear layers of the trunk run at {widths} bits")
+    if mended:
+        notices.append(
+            f"{len(mended)} linear layers were made whole again, as the architecture reads their "
+            f"weights without calling them (the first: {mended[0]})"
+        )
+    return notices
+
+
+def keep_layer(settings: ModelSettings, layer: AnyExperts) -> AnyExperts:
+    """A layer at the precision of the settings."""
+    bits = settings.expert_bits
+    if isinstance(layer, QuantizedExperts):
+        return layer
+    if bits is not None and quantizes(bits):
+        return quantize_experts(layer, settings.group_size, bits)
+    if settings.expert_dtype == "auto":
+        return layer
+    names = ("gate_up_EGH", "down_EHF", "gate_up_bias_EG", "down_bias_EH")
+    dtype = getattr(torch, settings.expert_dtype)
+    own = {name: getattr(layer, name) for name in names}
+    return replace(layer, **{name: t.to(dtype) for name, t in own.items() if t is not None})

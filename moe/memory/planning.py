@@ -1,0 +1,252 @@
+"""The first half of loading: what a model will take and where it would be, before it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from experts.placement import slots_for
+from moe.errors import DoesNotFitError, ProfileError
+from moe.loading.hub import read_config
+from moe.loading.load import DtypeFor, WeightPlan
+from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
+from moe.loading.meta_model import build_meta_model
+from moe.loading.progress import Report
+from moe.loading.sources import Source, open_source
+from moe.machine import memory_available, memory_total
+from moe.memory.budget import available_for, plan_memory, wave_tokens
+from moe.memory.footprint import measure_footprint
+from moe.network.seam import experts_modules, is_half, keep_embedding
+from moe.settings.profile import Profile
+from offload.capacity import Capacity
+from offload.offloaded import HOST
+
+HOST_RESERVE = 1 / 10
+"""Of free main memory, for others, beside the experts that a GPU does not hold."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A model that could be loaded.
+
+    Attributes:
+        config: of transformers.
+        network: on meta.
+        source: where its weights are, open.
+        weights: what will be read of them.
+        memory: what all of it will take.
+        logits_size: V of the logits.
+        context_length: most tokens of a sequence, None where nothing limits it.
+        why_resident: why its experts cannot stay on disk, and what would help; empty where they
+            can.
+        room: for how many experts there is room where; None where the device holds all.
+    """
+
+    config: PreTrainedConfig
+    network: PreTrainedModel
+    source: Source
+    weights: WeightPlan
+    memory: MemoryPlan
+    logits_size: int
+    context_length: int | None
+    why_resident: str
+    room: Capacity | None
+
+
+@contextmanager
+def planning(
+    path: Path, profile: Profile, device: torch.device, report: Report, ranks: int = 1
+) -> Iterator[Planned]:
+    """Plan the model in a directory; its files are open meanwhile.
+
+    Args:
+        ranks: how many share the experts; each wants its part of them in memory.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
+    """
+    config = read_config(path)
+    network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
+    with open_source(path, config, network, profile, report) as source:
+        weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
+        offloadable = source.offloadable()
+        if ranks > 1 and isinstance(offloadable, Offloadable):
+            most = _rank_experts(network, ranks, profile.parallel.replicas)
+            offloadable = replace(offloadable, most=most)
+        host = host_room(profile, device, ranks)
+        memory = _plan(network, weights, profile, device, offloadable, host)
+        yield Planned(
+            config=config,
+            network=network,
+            source=source,
+            weights=weights,
+            memory=memory,
+            logits_size=network.get_output_embeddings().weight.shape[0],
+            context_length=_context_length(config, profile),
+            why_resident=offloadable if isinstance(offloadable, str) else "",
+            room=_room(memory, profile, device, ranks),
+        )
+
+
+def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
+    """Bytes of host memory for experts that are not on the device; None where it is a CPU."""
+    if device.type == "cpu":
+        return None
+    free, wanted = memory_available(), profile.memory.host_gib
+    limit = 0 if free is None else int(free * (1 - HOST_RESERVE)) // ranks
+    if wanted is None:
+        return limit
+    return int(wanted * GIB) if free is None else min(int(wanted * GIB), free)
+
+
+def _room(plan: MemoryPlan, profile: Profile, device: torch.device, ranks: int) -> Capacity | None:
+    if not plan.tiers:
+        return None
+    near, host = plan.tiers[0], next((tier for tier in plan.tiers if tier.name == HOST), None)
+    if host is None:
+        return Capacity(device, near.experts)
+    gib = profile.memory.pinned_gib
+    limit = (memory_total() or 0) // (2 * ranks) if gib is None else int(gib * GIB)
+    pinned = min(host.experts, limit * host.experts // host.bytes)
+    return Capacity(device, near.experts, host.experts, pinned)
+
+
+def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
+    """Experts that each of several ranks holds, copies included."""
+    counts = [module.num_experts for _, module in experts_modules(network)]
+    return sum(slots_for(count, ranks, replicas) for count in counts) // ranks
+
+
+def _plan(
+    network: PreTrainedModel,
+    weights: WeightPlan,
+    profile: Profile,
+    device: torch.device,
+    offloadable: Offloadable | str,
+    host_bytes: int | None,
+) -> MemoryPlan:
+    prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
+    experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
+    context = _context_length(network.config, profile)
+    wave = wave_tokens(profile)
+    on_cuda = device.type == "cuda"
+    return plan_memory(
+        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
+        measure_footprint(network, wave, min(context or wave, wave), on_cuda=on_cuda),
+        profile,
+        place=str(device) if on_cuda else "memory",
+        available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
+        context_length=context,
+        logits_size=network.get_output_embeddings().weight.shape[0],
+        offloadable=None if isinstance(offloadable, str) else offloadable,
+        host_bytes=host_bytes,
+    )
+
+
+def _trunk_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
+    """What the trunk is kept in; None for the checkpoint's own dtype."""
+    if profile.model.dtype != "auto":
+        return _dtype(profile.model.dtype)
+    return torch.float32 if device.type == "cpu" else None
+
+
+def _dtypes(
+    network: PreTrainedModel, profile: Profile, device: torch.device, embedding: str | None
+) -> DtypeFor:
+    """Trunk weights become what arithmetic is fast in; others stay as small as they came."""
+    experts = tuple(f"{name}." for name, _ in experts_modules(network))
+    trunk_dtype = _trunk_dtype(profile, device)
+
+    def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
+        if not stored.is_floating_point or (name == embedding and is_half(stored)):
+            return stored
+        if not name.startswith(experts):
+            return trunk_dtype or stored
+        wanted = profile.model.expert_dtype
+        return stored if wanted == "auto" else _dtype(wanted)
+
+    return dtype_for
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    wanted = profile.model.context_length
+    if own is not None and wanted is not None and wanted > own:
+        raise ProfileError(
+            f"model.context_length is {wanted}, and the model's max_position_embeddings is {own}; "
+            f"set it to {own} or less, or to null"
+        )
+    return own if wanted is None else wanted
+
+
+# ---- What to say and to change where a model does not fit.
+
+
+def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> None:
+    """Raise `DoesNotFitError`, with all numbers and what to change, if it does not fit.
+
+    Args:
+        why_resident: why experts cannot stay on disk, and what would help.
+    """
+    if plan.fits:
+        return
+    if plan.host_bytes is not None and plan.host_needed_bytes > plan.host_bytes:
+        raise DoesNotFitError(
+            f"the model does not fit: beside {plan.place}, {size_text(plan.host_bytes).strip()} of "
+            f"main memory are available for experts, too little to bring them there: {plan}\n"
+            f"  - memory.host_gib of at least {_gib(plan.host_needed_bytes)}, if so much is free"
+        )
+    assert plan.available_bytes is not None
+    needed, free = size_text(plan.needed_bytes).strip(), size_text(plan.available_bytes).strip()
+    raise DoesNotFitError(
+        f"the model does not fit: it needs {needed} and {free} are available in {plan}\n"
+        + "\n".join(f"  - {remedy}" for remedy in _remedies(plan, profile, why_resident))
+    )
+
+
+def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str]:
+    """What would make room, most effective settings first; the last one always helps."""
+    assert plan.available_bytes is not None
+    size = {line.name: line.bytes for line in plan.lines}
+    missing = plan.needed_bytes - plan.available_bytes
+    remedies = [why_resident] if why_resident else []
+    if profile.memory.kv_tokens is not None or profile.memory.kv_gib is not None:
+        fit = (size["keys and values"] - missing) // plan.kv_bytes_per_token
+        if fit > 0:
+            remedies.append(f"memory.kv_tokens={fit} would fit ({fit * plan.kv_bytes_per_token} B)")
+    wave = wave_tokens(profile)
+    if wave > 512 and size["activations"] > missing // 4:
+        key = "chunk_tokens" if profile.prefill.mode == "chunked" else "wave_tokens"
+        remedies.append(f"a smaller prefill.{key} lowers the activations (it is {wave})")
+    if profile.model.expert_dtype == "float32":
+        half = size_text(size["experts"] // 2).strip()
+        remedies.append(f"model.expert_dtype=bfloat16 lowers the experts to {half}")
+    least = available_for(profile, plan)
+    limit = profile.memory.device_gib
+    if limit is not None and int(limit * GIB) == plan.available_bytes:
+        remedies.append(f"memory.device_gib of at least {_gib(least)} (it is the limit here)")
+    if not plan.tiers:
+        remedies.append(f"a machine with {-(-least // GIB)} GiB of free memory")
+    else:
+        remedies.append(
+            f"{_gib(least)} GiB of free memory are the least for this model and profile: "
+            f"{plan.expert_slots} experts in memory, the others on disk"
+        )
+    return remedies
+
+
+def _gib(size: int) -> str:
+    """Bytes in GiB, rounded up: whoever gives so much has enough."""
+    return f"{math.ceil(size / GIB * 1000) / 1000:g}"

@@ -1,0 +1,265 @@
+"""Attention over sequences packed into one row, registered with transformers' attention seam.
+
+transformers builds its masks from small index functions (causal, sliding window, chunked) and hands
+the result to the attention function untouched. Ours keeps the index function itself (`MaskRule`)
+and evaluates it for each sequence with that sequence's own positions, so every masking rule that
+transformers knows is right in a packed batch without naming an architecture.
+Legend: T packed tokens, Q query heads, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kernels.cpu import choose_kernel
+from moe.network.kv_cache import PackedCache
+
+# ---- Which keys a query may see: the index functions of transformers' masks, kept as they are.
+#
+# They say it for any positions, so one rule serves every sequence of a packed row.
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """Which keys a query may see: ``allows(batch, head, query_position, key_position)``."""
+
+    allows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    window: int | None
+
+    def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """``(queries, keys)`` bool for the last ``queries`` positions of a sequence of ``keys``.
+
+        None when it would be all true, or plainly causal from the start (see `is_causal`).
+        """
+        if self.is_plain(keys) and queries in (1, keys):
+            return None
+        return self.evaluate(queries, keys, device)
+
+    def is_causal(self, queries: int, keys: int) -> bool:
+        return self.is_plain(keys) and queries == keys and queries > 1
+
+    def evaluate(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """The rule for the last queries and all keys, in a shape that broadcasts to both."""
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        positions = torch.arange(keys, device=device)
+        return self.allows(zero, zero, positions[keys - queries :, None], positions[None, :])
+
+    def is_plain(self, keys: int) -> bool:
+        """Whether each of so many tokens sees all up to itself."""
+        return self.window is not None and keys <= self.window
+
+
+@lru_cache(maxsize=8)  # the layers of a pass share rules
+def first_keys(rule: MaskRule, queries: int, keys: int) -> Tensor | None:
+    """``(queries,)`` int64: each of the last queries sees all keys from there to its own.
+
+    None where the rule leaves gaps.
+    """
+    if rule.is_plain(keys):
+        return torch.zeros(queries, dtype=torch.long)
+    mask = rule.evaluate(queries, keys, torch.device("cpu")).expand(queries, keys)
+    first = mask.byte().argmax(1)
+    positions = torch.arange(keys)
+    between = (positions >= first[:, None]) & (positions <= positions[keys - queries :, None])
+    return first if torch.equal(mask, between) else None
+
+
+def packed_mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    allow_is_causal_skip: bool = True,
+    local_size: int | None = None,
+    **_: Any,
+) -> MaskRule:
+    """Mask interface of transformers: keep the rule instead of a tensor.
+
+    ``allow_is_causal_skip`` says that the rule is plain causal up to ``local_size`` tokens.
+    """
+    window = None
+    if allow_is_causal_skip:
+        window = local_size if local_size is not None else torch.iinfo(torch.int64).max
+    return MaskRule(mask_function, window)
+
+
+# ----
+
+PACKED = "moe_packed"
+"""Name of this implementation in transformers' registries."""
+
+_QUERIES = 256
+"""Whose attention is written out at a time where it is watched."""
+
+current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
+"""The packed pass of the running lane; every greenlet has its own context."""
+
+
+@contextmanager
+def packed_pass(cache: PackedCache) -> Iterator[None]:
+    """Attention reads and writes through ``cache``, which nothing keeps afterwards."""
+    token = current_pass.set(cache)
+    try:
+        yield
+    finally:
+        current_pass.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention interface of transformers for one packed row.
+
+    Args:
+        query: ``(1, Q, T, D)``.
+        key, value: what `PackedCache.update` returned, or what the module made of it.
+        attention_mask: the layer's rule.
+
+    Returns:
+        ``(1, T, Q, D)``, and no attention weights.
+    """
+    cache = current_pass.get()
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if not isinstance(attention_mask, MaskRule):
+        raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
+    keys_values = _per_sequence(cache, layer, key, value)
+    how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
+    queries = query.split(cache.sizes, dim=2)
+    # Arranging the keys for the compiled attention does not pay for the few queries of a step.
+    attend = _attend_steps if cache.decoding else _attend_prompt
+    outputs = [attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
+    if cache.watched:
+        pairs = zip(queries, keys_values, strict=True)
+        cache.received = torch.cat([_received(q, k, *how) for q, (k, _) in pairs])
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).contiguous(), None
+
+
+def _per_sequence(
+    cache: PackedCache, layer: int, key: Tensor, value: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    returned = cache.returned.pop(layer, None)
+    if returned is not None and returned[0] is key and returned[1] is value:
+        return [s.read(layer, end) for s, end in zip(cache.sequences, cache.ends, strict=True)]
+    if layer not in cache.needs_history:
+        cache.needs_history.add(layer)
+        if any(sequence.length for sequence in cache.sequences):
+            raise RuntimeError(f"layer {layer} needed its history and did not get it")
+    return list(zip(key.split(cache.ends, dim=2), value.split(cache.ends, dim=2), strict=True))
+
+
+def _attend_prompt(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """As `_attend`; where compiled code can, a token's bits do not depend on where a prompt is cut:
+    read whole, in chunks, or behind a known prefix."""
+    native, _ = choose_kernel()
+    if native is not None and native.attention.supports(query, key, value):
+        first = first_keys(rule, query.shape[2], key.shape[2])
+        if first is not None:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return native.attention.attend(
+                query[0], key[0], value[0], first, scale, softcap, sinks
+            )[None]
+    return _attend(query, key, value, rule, scaling, sinks, softcap)
+
+
+def _attend_steps(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+    """As `_attend`, a query at a time: torch attends several by other sums, and a step that reads
+    one token and a step that verifies drafts of it have to agree."""
+    ends = range(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1)
+    outputs = [
+        _attend(q, key[:, :, :end], value[:, :, :end], *how)
+        for q, end in zip(query.split(1, 2), ends, strict=True)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """One sequence: ``(1, Q, T, D)`` against ``(1, N, L, D)`` gives ``(1, T, Q, Dv)``."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = rule.mask(queries, keys, query.device)
+    causal = rule.is_causal(queries, keys)
+    if sinks is None and softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        ).transpose(1, 2)  # fmt: skip
+    if causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    probabilities = _probabilities(query, key, mask, scaling, sinks, softcap)
+    group = query.shape[1] // key.shape[1]
+    return (probabilities.to(query.dtype) @ value.repeat_interleave(group, 1)).transpose(1, 2)
+
+
+def _probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """``(1, Q, T, L)`` float32: what each query gives to each key; sinks get the rest."""
+    scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -float("inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+
+
+def _received(
+    query: Tensor,
+    key: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """``(T,)`` float32: mean attention to each new token, of heads and queries that see it."""
+    first, end = key.shape[2] - query.shape[2], key.shape[2]
+    zero = torch.zeros((), dtype=torch.long, device=query.device)
+    positions = torch.arange(end, device=query.device)
+    given, seen = torch.zeros(2, end - first, device=query.device)
+    for rows, at in zip(query.split(_QUERIES, 2), positions[first:].split(_QUERIES), strict=True):
+        mask = rule.allows(zero, zero, at[:, None], positions[None, :]).expand(len(at), end)
+        probabilities = _probabilities(rows, key, mask, scaling, sinks, softcap)
+        given += probabilities[0, :, :, first:].mean(0).sum(0)
+        seen += mask[:, first:].sum(0)
+    return given / seen.clamp_min(1)
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, packed_mask)

@@ -1,0 +1,129 @@
+"""The transformers model with its seam taken over: from work on sequences to lanes.
+
+transformers' own ``forward`` is run as it is. Attention runs packed (several sequences in one row,
+`moe.network.attention`) where a probe at load time shows that this equals transformers' own
+attention.
+Elsewhere (recurrent or hybrid state, sparse indexers, rotary tables that depend on the longest
+sequence of a batch) each sequence is a lane of its own with transformers' own cache; the lanes
+still meet at the MoE layers. Legend: T new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe.network.attention import PACKED, packed_pass
+from moe.network.kv_cache import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
+from moe.network.lanes import Lane
+from routing import Phase
+
+Forward = Callable[[Sequence[Work]], list[Tensor]]
+"""A pass over some work: the logits of each piece."""
+
+SHORT = 16
+"""Most new tokens of a sequence that are read as single rows and not as a block."""
+
+
+class Trunk:
+    """Runs a model whose experts have been taken over (`moe.network.seam`).
+
+    Attributes:
+        packed: several sequences share a pass, and a prompt may be read in several passes (with
+            its own cache, an architecture's recurrent state is only right for whole prompts).
+        fused: decodes a few new tokens of each sequence instead of transformers' forward, where
+            this has been proven to be the same. Prompts never: how they are cut must not show.
+        watched: visits of packed prompts say how much attention each token gets.
+        contrast: reads each packed pass in two ways at once (`moe.speculate.contrast`).
+        cache_type: of the sequences of packed passes.
+
+    Starts with one lane a sequence; `moe.describe.packing` and `moe.fused` find out if more is
+    possible.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.device = model.device
+        self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._needs_history: set[int] = set()
+        self.fused: Forward | None = None
+        self.watched = False
+        self.contrast: Callable[[Forward, Sequence[Work]], list[Tensor]] | None = None
+        self.cache_type = SequenceKV
+        self.set_packed(False)
+
+    def set_packed(self, packed: bool) -> None:
+        """Choose the attention that `lanes` and `new_cache` use from now on."""
+        self.packed = packed
+        configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
+        for config in {id(config): config for config in configs}.values():
+            config._attn_implementation = PACKED if packed else self._own_attention
+
+    def new_cache(self, capacity: int) -> SequenceCache:
+        """State of a new sequence that will hold at most ``capacity`` tokens."""
+        return self.cache_type(capacity) if self.packed else OwnCache()
+
+    def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
+        """One lane for all of the work, or one each; ``phase`` is what the tokens are read for.
+
+        Joined in order, the results of the lanes are the float32 logits of each piece of work.
+        """
+        if not self.packed:
+            return [Lane(partial(self._forward_own, item), phase) for item in work]
+        if not work:
+            return []
+        forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
+        if phase == "decode" and all(map(_is_short, work)):
+            forward = self.fused or partial(self.forward_packed, decoding=True)
+        if self.contrast is not None:
+            forward = partial(self.contrast, forward)
+        return [Lane(partial(forward, work), phase)]
+
+    def forward_packed(
+        self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
+    ) -> list[Tensor]:
+        """Logits of each piece of work, by transformers' own forward; `PackedCache` says of what
+        kind."""
+        sizes = [len(item.token_ids) for item in work]
+        sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+        cache = PackedCache(
+            sequences, sizes, self._needs_history, decoding=decoding, watched=watched
+        )
+        positions = cache.positions()[None].to(self.device)
+        with packed_pass(cache):
+            _, logits = self._forward(work, past_key_values=cache, position_ids=positions)
+        cache.commit()
+        return logits
+
+    def _forward_own(self, item: Work) -> list[Tensor]:
+        assert isinstance(item.cache, OwnCache)
+        output, logits = self._forward([item], past_key_values=item.cache.state)
+        item.cache.state = output.past_key_values
+        item.cache.length += len(item.token_ids)
+        return logits
+
+    def _forward(self, work: Sequence[Work], **inputs: Any) -> tuple[Any, list[Tensor]]:
+        """Run the model over all new tokens as one row; logits only of the rows that are wanted."""
+        rows, start = [], 0
+        for item in work:
+            end = start + len(item.token_ids)
+            rows.append(torch.arange(start if item.all_logits else end - 1, end))
+            start = end
+        keep = torch.cat(rows).to(self.device)
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = keep
+        ids = torch.tensor([[token for item in work for token in item.token_ids]])
+        output = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]
+        return output, list(logits.float().split([len(kept) for kept in rows]))
+
+
+def _is_short(item: Work) -> bool:
+    return item.cache.length > 0 and len(item.token_ids) <= SHORT

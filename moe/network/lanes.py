@@ -1,0 +1,288 @@
+"""What a lane brings to an MoE layer, who serves it there, and torch's modes while it sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
+
+from experts.dispatch import Failure
+from routing import Phase, Routing
+
+
+@dataclass(eq=False)
+class Visit:
+    """Tokens at an MoE layer.
+
+    Attributes:
+        layer: index of the MoE layer, counted over MoE layers only.
+        hidden_states: ``(T, H)``, the rows to run through experts.
+        routing: T rows of expert ids and weights.
+        phase: what the tokens are read for; set by the lane that brings them.
+        received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
+            pass; None where nobody asked or it is not known.
+        lost: rows that got zeros because an expert could not be had or run, and why.
+    """
+
+    layer: int
+    hidden_states: Tensor
+    routing: Routing
+    phase: Phase = "prefill"
+    received: Tensor | None = None
+    lost: dict[int, Failure] = field(default_factory=dict)
+
+
+ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor | Exception]]
+"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``, or why
+one of several cannot be served."""
+
+
+class GradMode(NamedTuple):
+    """The thread-local modes of torch that a sleeping lane must not leak to others."""
+
+    grad: bool
+    inference: bool
+
+    @classmethod
+    def current(cls) -> GradMode:
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            yield
+
+
+# ---- Lanes: forward passes that sleep at MoE layers and meet there.
+#
+# A lane runs a model's own ``forward`` inside a greenlet. When the forward reaches an MoE layer
+# it calls `visit_experts`, which hands a `Visit` to whoever drives the lane and sleeps until the
+# rows come back. `run_lanes` always serves the lowest layer at which somebody waits, so lanes
+# that started late catch up with those ahead, and all lanes waiting at one layer share one run of
+# its experts.
+#
+# A lane may stay asleep across calls of `run_lanes` (layered prefill), be cancelled (its stack is
+# unwound and everything on it freed), or fail (its exception reaches `Lane.result`, the other
+# lanes run on). Lanes belong to the thread that made them.
+
+Result = TypeVar("Result")
+
+
+class LaneCancelled(RuntimeError):
+    """The result of a lane was asked for after the lane had been cancelled."""
+
+
+class LaneState(Enum):
+    READY = "ready"  # not started
+    WAITING = "waiting"  # asleep at an MoE layer
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Lane(Generic[Result]):
+    """One forward pass that can sleep. Starts in the grad and inference mode it was made in.
+
+    Args:
+        forward: takes no arguments; its return value is the lane's result.
+        phase: what its tokens are read for; every `Visit` of the lane says so.
+
+    Attributes:
+        lost: its rows whose numbers mean nothing, as an expert could not be had, and why.
+    """
+
+    def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
+        self.phase = phase
+        self.state = LaneState.READY
+        self.visit: Visit | None = None
+        self.mode = GradMode.current()
+        self.lost: dict[int, Failure] = {}
+        self._greenlet = _LaneGreenlet(self, forward)
+        self._result: Result | None = None
+        self._error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.state not in (LaneState.READY, LaneState.WAITING)
+
+    def start(self) -> None:
+        """Run up to the first MoE layer, or to the end."""
+        assert self.state is LaneState.READY, self.state
+        self._enter(lambda: self._greenlet.switch())
+
+    def run_alone(self, run_experts: ExpertsRunner) -> None:
+        """Run to the end where nobody else will wait at an MoE layer: no stack is changed."""
+        assert self.state is LaneState.READY, self.state
+        token = _alone.set((self, run_experts))
+        try:
+            with self.mode.active():
+                self._greenlet.run()
+        finally:
+            _alone.reset(token)
+
+    def resume(self, rows: Tensor) -> None:
+        """Wake with the rows of the layer waited for; run up to the next MoE layer or the end."""
+        assert self.state is LaneState.WAITING, self.state
+        assert self.visit is not None
+        self.lost = self.visit.lost | self.lost
+        self.visit = None
+        self._enter(lambda: self._greenlet.switch(rows))
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` inside the lane at the layer it waits for."""
+        assert self.state is LaneState.WAITING, self.state
+        self.visit = None
+        self._enter(lambda: self._greenlet.throw(error))
+
+    def cancel(self) -> None:
+        """Unwind the forward where it sleeps and free all it holds; no effect once finished."""
+        if self.finished:
+            return
+        self.visit = None
+        if self.state is LaneState.WAITING:
+            self._enter(lambda: self._greenlet.throw(GreenletExit))
+        else:
+            self._greenlet.drop()
+            self.state = LaneState.CANCELLED
+
+    def result(self) -> Result:
+        """What the forward returned. Raises what it raised, or `LaneCancelled`."""
+        assert self.finished, f"the lane is still {self.state.value}"
+        if self._error is not None:
+            raise self._error
+        if self.state is LaneState.CANCELLED:
+            raise LaneCancelled("this lane was cancelled before it had a result")
+        return cast(Result, self._result)
+
+    def _enter(self, switch: Callable[[], object]) -> None:
+        # The lane's modes are restored on the way in and ours on the way out, so a `no_grad` block
+        # that spans an MoE layer neither leaks to other lanes nor is lost over the sleep.
+        self._greenlet.parent = getcurrent()
+        with self.mode.active():
+            switch()
+
+    def _finish(self, result: Result | None, error: Exception | None) -> None:
+        self._result, self._error = result, error
+        self.state = LaneState.DONE if error is None else LaneState.FAILED
+
+
+_alone: ContextVar[tuple[Lane, ExpertsRunner] | None] = ContextVar("_alone", default=None)
+"""The lane that runs on its caller's stack, and who serves it."""
+
+
+class _LaneGreenlet(greenlet):
+    """The stack of a lane; `visit_experts` finds its lane through it."""
+
+    def __init__(self, lane: Lane, forward: Callable[[], object]) -> None:
+        super().__init__()
+        self.lane = lane
+        self._forward: Callable[[], object] | None = forward
+
+    def drop(self) -> None:
+        self._forward = None
+        del self.lane
+
+    def run(self) -> None:
+        forward, self._forward = self._forward, None
+        lane = self.lane
+        assert forward is not None
+        try:
+            result = forward()
+        except Exception as error:
+            lane._finish(None, error)
+        except BaseException:  # cancelled, or all of the program interrupted
+            lane.state = LaneState.CANCELLED
+            raise
+        else:
+            lane._finish(result, None)
+        finally:
+            # Lane and stack would keep each other, and all tensors of the pass, until Python's
+            # collector comes, which is seldom: it counts objects and not bytes.
+            del self.lane
+
+
+def alone_with(run_experts: ExpertsRunner) -> Phase | None:
+    """The phase of the running lane where nobody else will wait and ``run_experts`` serves it."""
+    alone = None if isinstance(getcurrent(), _LaneGreenlet) else _alone.get()
+    return alone[0].phase if alone is not None and alone[1] == run_experts else None
+
+
+def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
+    """Called by a model where it needs experts: sleep in a lane, run at once outside of one.
+
+    Returns:
+        ``(T, H)`` rows, weighted and summed over the experts of each token.
+    """
+    stack = getcurrent()
+    if not isinstance(stack, _LaneGreenlet):
+        if (alone := _alone.get()) is not None:
+            visit.phase, run_experts = alone[0].phase, alone[1]
+        rows = run_experts(visit.layer, [visit])[0]
+        assert isinstance(rows, Tensor)
+        if alone is not None:
+            alone[0].lost = visit.lost | alone[0].lost
+        return rows
+    lane, parent = stack.lane, stack.parent
+    assert parent is not None
+    visit.phase = lane.phase
+    lane.visit, lane.state, lane.mode = visit, LaneState.WAITING, GradMode.current()
+    return parent.switch()
+
+
+def run_lanes(
+    lanes: Sequence[Lane],
+    run_experts: ExpertsRunner,
+    *,
+    pause_at: Mapping[Lane, int] | None = None,
+) -> None:
+    """Drive lanes until each has finished or sleeps at its pause.
+
+    Args:
+        lanes: started here if they are new; finished ones are skipped.
+        run_experts: runs one layer for everybody who waits there. What it raises is raised inside
+            each of those lanes.
+        pause_at: a lane named here stays asleep at its first MoE layer of this index or above.
+    """
+    pauses = pause_at or {}
+    if len(lanes) == 1 and lanes[0].state is LaneState.READY and not pauses:
+        lanes[0].run_alone(run_experts)
+        return
+    for lane in lanes:
+        if lane.state is LaneState.READY:
+            lane.start()
+    while group := _lowest_layer(lanes, pauses):
+        visits = [lane.visit for lane in group if lane.visit is not None]
+        try:
+            with group[0].mode.active():
+                rows = run_experts(visits[0].layer, visits)
+        except Exception as error:
+            for lane in group:
+                lane.fail(error)
+            continue
+        assert len(rows) == len(group)
+        del visits
+        for lane, lane_rows in zip(group, rows, strict=True):
+            if isinstance(lane_rows, Exception):
+                lane.fail(lane_rows)
+            else:
+                lane.resume(lane_rows)
+
+
+def _lowest_layer(lanes: Sequence[Lane], pauses: Mapping[Lane, int]) -> list[Lane]:
+    """The lanes waiting at the lowest layer; lanes that need gradients never mix with others."""
+    awake = [
+        (lane.visit.layer, lane)
+        for lane in lanes
+        if lane.visit is not None and lane.visit.layer < pauses.get(lane, lane.visit.layer + 1)
+    ]
+    if not awake:
+        return []
+    first_layer, first = min(awake, key=lambda pair: pair[0])
+    return [lane for layer, lane in awake if layer == first_layer and lane.mode == first.mode]

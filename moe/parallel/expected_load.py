@@ -1,0 +1,138 @@
+"""What the tokens that ranks read let expect of the experts of each layer, in the last steps and in
+those to come, as far as prompts that are being read or wait say what will be read: by the token
+table of `moe calibrate`, for a layer that is about to be repacked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from experts.placement.forecast import WINDOW, Foreseen
+from experts.placement.placement import Floats
+from moe.calibration.foresight import token_table
+from moe.engine.prefill_batch import Group, Step
+from moe.parallel.orders import layers_of
+from routing.predict import NO_TOKEN, contexts
+from routing.predict.token_table import TokenTable
+
+Planned = Iterable[tuple[Step, Sequence[Group]]]
+"""Of each rank its next step, and the prompts that wait behind it, in order."""
+
+AHEAD = 48
+"""Most steps to come that are looked at."""
+SAMPLE = 1 << 13
+"""Most tokens that are looked up at once; of more, evenly spaced ones."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What all ranks read in a step, as contexts ``(T, 2)``.
+
+    Attributes:
+        prompts: of each rank, and the layers that they go through.
+        decoded: the last tokens of running sequences.
+        visits: what was expected of it, of layers that were asked about.
+    """
+
+    prompts: list[tuple[range, Tensor]]
+    decoded: Tensor
+    visits: dict[int, Floats] = field(default_factory=dict)
+
+    def comes_to(self, layer: int) -> bool:
+        return len(self.decoded) > 0 or any(layer in layers for layers, _ in self.prompts)
+
+    def at(self, layer: int) -> Tensor:
+        """All that comes to a layer."""
+        return torch.cat([self.decoded, *(own for layers, own in self.prompts if layer in layers)])
+
+
+class Arrivals:
+    """Of all ranks, as rank 0 plans them.
+
+    Args:
+        table: what is expected of tokens.
+        num_layers: MoE layers.
+    """
+
+    def __init__(self, table: TokenTable, num_layers: int) -> None:
+        self._table, self._num_layers = table, num_layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, for a new group of ranks."""
+        self._read: deque[_Read] = deque(maxlen=WINDOW + 1)
+        self._behind: list[list[tuple[Group, int]]] = []
+
+    def see(self, planned: Planned) -> None:
+        """The step that begins."""
+        self._behind, prompts, decoded = [], [], []
+        for step, waiting in planned:
+            decoded += [[NO_TOKEN, *sequence.last_tokens(2)][-2:] for sequence in step.decode]
+            pieces = step.wave.pieces if step.wave is not None else []
+            if pieces:
+                layers = range(*layers_of([Step([], step.wave)], self._num_layers))
+                prompts.append((layers, _contexts([piece.token_ids for piece in pieces])))
+            begun = [(piece.group, piece.span.stop) for piece in pieces]
+            self._behind.append([*begun, *((group, group.num_read) for group in waiting)])
+        self._read.append(_Read(prompts, torch.tensor(decoded, dtype=torch.int64).view(-1, 2)))
+
+    def of_layer(self, layer: int, ahead: float) -> Foreseen | None:
+        """Of so many steps to come; None where none of them is known to read anything."""
+        *before, now = self._read
+        past = [read for read in before if read.comes_to(layer)]
+        coming = self._coming(int(min(ahead, AHEAD)))
+        if not (past and coming):
+            return None
+        fresh = [read for read in past if layer not in read.visits]
+        # Running sequences go on; with which tokens nobody knows, so with such as the last ones.
+        asked = [*coming, now.decoded, *(read.at(layer) for read in fresh)]
+        found_SE = self._visits(asked, layer)
+        for read, visits_E in zip(fresh, found_SE[len(coming) + 1 :], strict=True):
+            read.visits[layer] = visits_E
+        past_SE = np.stack([read.visits[layer] for read in past])
+        return Foreseen(past_SE, found_SE[: len(coming)] + found_SE[len(coming)])
+
+    def _coming(self, ahead: int) -> list[Tensor]:
+        """What ranks are still to read of prompts, in steps as large as one of the last was."""
+        most = max((len(own) for read in self._read for _, own in read.prompts), default=0)
+        parts = []
+        for groups in self._behind if most else ():
+            runs, left = [], ahead * most
+            for group, start in groups:
+                if left <= 0:
+                    break
+                runs.append(group.token_ids[start : start + left])
+                left -= len(runs[-1])
+            parts.append(_contexts(runs).split(most))
+        steps = zip_longest(*parts, fillvalue=_contexts([]))
+        return [one for step in steps if len(one := torch.cat(step))]
+
+    def _visits(self, steps: Sequence[Tensor], layer: int) -> Floats:
+        """``(S, E)``: what the tokens of each step are expected to bring."""
+        tokens = torch.cat(list(steps))
+        step = torch.arange(len(steps)).repeat_interleave(torch.tensor([len(s) for s in steps]))
+        each = -(-len(tokens) // SAMPLE)
+        found = self._table.visits(tokens[::each], step[::each], len(steps), layer)
+        return found.astype(np.float64) * each
+
+
+def arrivals_of(
+    path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
+) -> Arrivals | None:
+    """As a calibration beside the model lets expect; None where there is none."""
+    table = token_table(path, config, num_experts)
+    return None if table is None else Arrivals(table, len(num_experts))
+
+
+def _contexts(runs: Sequence[Sequence[int]]) -> Tensor:
+    """``(T, 2)`` of all tokens of these runs."""
+    made = [contexts(torch.tensor(run, dtype=torch.int64), 2) for run in runs if len(run)]
+    return torch.cat(made) if made else torch.zeros(0, 2, dtype=torch.int64)

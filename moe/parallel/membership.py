@@ -1,0 +1,316 @@
+"""The ranks of a launch that have come together: what each has said about itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from moe.errors import LaunchError
+from moe.parallel.launch import Launch, heard_secret, new_secret
+from moe.parallel.transport import Connection, WireError, accept, connect, listen
+from moe.settings.profile import KEYS, Profile, value_of
+from offload.hot_set import FILE_NAME
+
+# ---- What ranks must have in common before they serve: settings, versions, code and model files.
+#
+# Ranks that disagree would wait for each other in different places, or give different answers.
+
+PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
+ROOMS = ("moe", "offload", "experts", "routing", "kernels")
+ROOT = Path(__file__).parents[2]
+SOURCES = (".py", ".cpp", ".h")
+OWN_SETTINGS = ("threads",)
+"""Settings that may differ from rank to rank."""
+
+Identity = dict[str, str]
+
+
+def identity(profile: Profile, model: Path) -> Identity:
+    """Everything that must be equal, by the name that an error gives it."""
+    same: Identity = {"moe": _version("moe-inference"), "python": platform.python_version()}
+    same["code"] = code_digest(ROOT)
+    same |= {name: _version(name) for name in PACKAGES}
+    for key in KEYS.leaves:
+        if key not in OWN_SETTINGS:
+            same[f"setting {key}"] = repr(value_of(profile, key))
+    return same | {f"model file {name}": what for name, what in _files(model).items()}
+
+
+def differences(identities: Mapping[int, Identity]) -> list[str]:
+    """One line for each thing in which ranks differ from rank 0: which rank has what."""
+    first = identities[0]
+    lines = []
+    for rank, other in sorted(identities.items()):
+        for name in sorted(first.keys() | other.keys()):
+            here, there = first.get(name, "absent"), other.get(name, "absent")
+            if here != there:
+                lines.append(f"{name}: {here} on rank 0, {there} on rank {rank}")
+    return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def code_digest(root: Path) -> str:
+    """Of our own sources, compiled ones too: other kernels give other bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for room in ROOMS:
+        for file in sorted((root / room).rglob("*")):
+            if file.suffix in SOURCES:
+                digest.update(str(file.relative_to(root)).encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _files(model: Path) -> dict[str, str]:
+    """Small files of a model by their contents, large ones by their sizes."""
+    found = {}
+    for file in sorted(model.iterdir()):
+        if file.name == FILE_NAME:
+            continue  # of a run, not of the model
+        if file.suffix == ".json" and file.stat().st_size < 2**24:
+            found[file.name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        elif file.suffix in (".safetensors", ".bin", ".gguf"):
+            found[file.name] = f"{file.stat().st_size} bytes"
+    return found
+
+
+# ----
+
+CONTROL, WATCH = "control", "watch"
+"""Kinds of connections: for orders and replies, and for signs of life."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank says about itself.
+
+    Attributes:
+        identity: what must be the same on all ranks.
+        host: of its processes; the same text only on the same machine.
+        pid: of its process there.
+        born: when that was started, so that no other is taken for it.
+        cores: that it may run on.
+    """
+
+    identity: Identity
+    host: str
+    pid: int
+    born: str
+    cores: tuple[int, ...]
+
+    @classmethod
+    def here(cls, identity: Identity) -> Member:
+        cores = sorted(os.sched_getaffinity(0))
+        return cls(identity, this_host(), os.getpid(), start_of(os.getpid()), tuple(cores))
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Ranks that have come together.
+
+    Attributes:
+        store: for process groups.
+        members: what each rank has said.
+        connections: by kind and rank; on rank 0 to everybody, elsewhere to rank 0.
+    """
+
+    store: Store
+    members: list[Member]
+    connections: dict[str, dict[int, Connection]]
+
+    def threads(self, rank: int) -> int:
+        """How many threads a rank may have: its cores, shared with the ranks that have them too."""
+        own = self.members[rank]
+        sharers = [m for m in self.members if m.host == own.host and set(m.cores) & set(own.cores)]
+        return max(1, len(own.cores) // len(sharers))
+
+    def neighbours(self, rank: int) -> int:
+        """How many ranks are on a rank's machine, itself included."""
+        return sum(member.host == self.members[rank].host for member in self.members)
+
+
+def start_of(pid: int) -> str:
+    """When a process of this machine was started; empty where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def this_host() -> str:
+    """Machine and process namespace: processes with the same text can signal each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    space = Path("/proc/self/ns/pid")
+    return f"{name} {os.readlink(space) if space.exists() else ''}"
+
+
+# ---- How ranks find each other: within bounded time, and only if they fit together.
+#
+# Rank 0 listens at the launch's address. Everybody leaves a word about itself in a store there;
+# rank 0 compares, and tells all whether to go on and where its control connections are. The store
+# listens on one address (torch would take all of them), and serves torch's process groups later
+# on.
+
+KINDS = (CONTROL, WATCH)
+_HANDSHAKE_S = 10.0
+
+
+def come_together(launch: Launch, identity: Identity, timeout_s: float) -> Roll:
+    """Meet the other ranks.
+
+    Raises:
+        LaunchError: who has not come, or in what the ranks differ; on every rank that is there.
+    """
+    deadline = time.monotonic() + timeout_s
+    if launch.rank == 0:
+        return _lead(launch, Member.here(identity), deadline, timeout_s)
+    return _join(launch, Member.here(identity), deadline, timeout_s)
+
+
+def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Roll:
+    store = _open_store(launch, timeout_s)
+    _say(store, "member/0", own.__dict__)
+    missing = _missing(store, launch, deadline)
+    members = [_member(store, rank) for rank in range(launch.size) if rank not in missing]
+    problem = ""
+    if missing:
+        problem = _absent(missing, timeout_s)
+    elif lines := differences({rank: m.identity for rank, m in enumerate(members)}):
+        problem = "the ranks do not fit together:\n  " + "\n  ".join(lines)
+    with (
+        new_secret(on_one_machine=launch.on_one_machine) as (secret, where),
+        listen(launch.address, 2 * launch.size) as listener,
+    ):
+        port = listener.getsockname()[1]
+        _say(store, "verdict", {"problem": problem, "port": port, **where})
+        if problem:
+            _await_farewells(store, launch, missing)
+            raise LaunchError(problem)
+        connections = _accept_all(listener, launch.size, secret, deadline, timeout_s)
+    return Roll(store, members, connections)
+
+
+def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Roll:
+    store = _open_store(launch, timeout_s)
+    _say(store, f"member/{launch.rank}", own.__dict__)
+    verdict = _hear(store, "verdict", deadline, "rank 0 has not said whether the ranks fit")
+    if verdict["problem"]:
+        _say(store, f"farewell/{launch.rank}", {})
+        raise LaunchError(verdict["problem"])
+    secret, port = heard_secret(verdict), verdict["port"]
+    connections: dict[str, dict[int, Connection]] = {}
+    for kind in KINDS:
+        who = {"rank": launch.rank, "kind": kind}
+        try:
+            connections[kind] = {0: connect(launch.address, port, secret, who, _HANDSHAKE_S)}
+        except WireError as error:
+            raise LaunchError(f"rank {launch.rank} cannot reach rank 0: {error}") from error
+    members = [_member(store, rank) for rank in range(launch.size)]
+    return Roll(store, members, connections)
+
+
+def _open_store(launch: Launch, timeout_s: float) -> Store:
+    leads, address, port = launch.rank == 0, launch.address, launch.port
+    listening: int | None = None
+    if leads:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listening = socket.create_server((address, port), family=family).detach()
+        except OSError as error:
+            raise LaunchError(
+                f"rank 0 cannot listen on {address} port {port}: {error}; another launch may have "
+                "it: give the launcher --master_port with a free one"
+            ) from error
+    try:
+        store = TCPStore(
+            address,
+            port,
+            is_master=leads,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank 0 did not come up at {address} port {port} within {timeout_s:.0f} s "
+            "(parallel.start_timeout_s)"
+        ) from error
+    return PrefixStore("moe", store)
+
+
+def _missing(store: Store, launch: Launch, deadline: float) -> list[int]:
+    """Ranks that have not come when the time is over."""
+    ranks = list(range(launch.size))
+    while missing := [rank for rank in ranks if not store.check([f"member/{rank}"])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return missing
+
+
+def _await_farewells(store: Store, launch: Launch, missing: list[int]) -> None:
+    """Let the others hear the verdict before the store is gone."""
+    there = [rank for rank in range(1, launch.size) if rank not in missing]
+    until = time.monotonic() + _HANDSHAKE_S
+    while there and time.monotonic() < until:
+        there = [rank for rank in there if not store.check([f"farewell/{rank}"])]
+        time.sleep(0.05)
+
+
+def _accept_all(
+    listener: socket.socket, size: int, secret: bytes, deadline: float, timeout_s: float
+) -> dict[str, dict[int, Connection]]:
+    connections: dict[str, dict[int, Connection]] = {kind: {} for kind in KINDS}
+    while sum(map(len, connections.values())) < len(KINDS) * (size - 1):
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, who = accept(listener, secret, _HANDSHAKE_S)
+        except TimeoutError:
+            missing = [r for r in range(1, size) if any(r not in connections[k] for k in KINDS)]
+            raise LaunchError(_absent(missing, timeout_s)) from None
+        except WireError:
+            continue  # a stranger; ours prove that they know the secret
+        connections[who["kind"]][who["rank"]] = connection
+    return connections
+
+
+def _absent(ranks: list[int], timeout_s: float) -> str:
+    names = ", ".join(f"rank {rank}" for rank in ranks)
+    return f"{names} did not come up within {timeout_s:.0f} s (parallel.start_timeout_s)"
+
+
+def _say(store: Store, key: str, value: dict[str, Any]) -> None:
+    store.set(key, json.dumps(value))
+
+
+def _hear(store: Store, key: str, deadline: float, or_else: str) -> dict[str, Any]:
+    left = max(0.01, deadline - time.monotonic()) + _HANDSHAKE_S
+    try:
+        store.wait([key], timedelta(seconds=left))
+        value: dict[str, Any] = json.loads(store.get(key))
+    except RuntimeError as error:
+        raise LaunchError(f"{or_else}: {error}") from error
+    return value
+
+
+def _member(store: Store, rank: int) -> Member:
+    said = json.loads(store.get(f"member/{rank}"))
+    return Member(**said | {"cores": tuple(said["cores"])})

@@ -1,0 +1,141 @@
+"""One sequence being generated: its tokens, its text so far, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from moe.errors import RequestError
+from moe.network.kv_cache import SequenceCache
+from moe.sampling.sampler import Sampler, Token
+from moe.text.detokenize import IncrementalDecoder, StopStrings
+
+FinishReason = Literal["stop", "length"]
+
+
+MAX_PRIORITY = 100
+
+
+def check_priority(priority: int) -> None:
+    """Raises `RequestError` unless it is a whole number in [-100, 100]."""
+    if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be a whole number in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got "
+            f"{priority!r}; lower numbers go first"
+        )
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a sequence.
+
+    Attributes:
+        token: the sampled token, with its log probability where asked for.
+        text: text that became final; may be empty, and may span earlier tokens.
+        finish_reason: set on the last delta of a sequence.
+        prompt_logprobs: on the first delta of a sequence, where asked for: the prompt's tokens with
+            their log probabilities; None stands for the first token, which follows nothing.
+        stop: the stop string that ended the sequence; None: none did.
+        num_known: tokens of the prompt that were read for another one before.
+    """
+
+    token: Token
+    text: str
+    finish_reason: FinishReason | None
+    prompt_logprobs: list[Token | None] | None = None
+    stop: str | None = None
+    num_known: int = 0
+
+
+class RunningSequence:
+    """Samples, decodes and ends one sequence.
+
+    Args:
+        prompt_token_ids: the prompt.
+        sampler: draws the next token.
+        decoder: turns token ids into final text; None for a model without tokenizer.
+        stop_strings: text ends before the earliest of them.
+        stop_token_ids: a token of these ends the sequence; it counts, and adds no text.
+        max_new_tokens: tokens to generate at most.
+        salt: prompts share known prefixes within one salt only.
+        priority: lower numbers go first.
+
+    Attributes:
+        sampler: as given.
+        turn: its place among all sequences, sooner ones first; set by the scheduler.
+        prompt_logprobs: handed over with the first token.
+        num_known: tokens of the prompt that were read for another one before; set by the scheduler.
+        token_ids: tokens generated so far.
+        cache: the sequence's state once its prompt has been read.
+        cancelled: nobody waits for it any more.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        sampler: Sampler,
+        decoder: IncrementalDecoder | None,
+        stop_strings: StopStrings,
+        stop_token_ids: Collection[int],
+        max_new_tokens: int,
+        salt: str = "",
+        priority: int = 0,
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.max_new_tokens = max_new_tokens
+        self.salt = salt
+        self.priority = priority
+        self.turn = (0, 0)
+        self.num_known = 0
+        self.prompt_logprobs: list[Token | None] | None = None
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.cache: SequenceCache | None = None
+        self.cancelled = False
+        self.sampler = sampler
+        self._decoder = decoder
+        self._stop_strings = stop_strings
+        self._stop_token_ids = frozenset(stop_token_ids)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of state this sequence can come to hold; its last token is never read back."""
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
+
+    def last_tokens(self, count: int) -> list[int]:
+        """At most so many tokens from the end of prompt and new ones."""
+        return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
+
+    def sample(self, logits_V: Tensor) -> Token:
+        """Draw the next token from ``(V,)`` float32 logits; `take` makes it part of the text."""
+        return self.sampler.sample(logits_V)
+
+    def take(self, token: Token) -> Delta:
+        """Take in the next token, which may end the sequence."""
+        assert self.finish_reason is None
+        self.token_ids.append(token.id)
+        is_end = token.id in self._stop_token_ids
+        if is_end or token.is_last:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        text = self._new_text(token.id, is_end)
+        matched, known = self._stop_strings.matched, self.num_known
+        return Delta(token, text, self.finish_reason, prompt_logprobs, matched, known)
+
+    def _new_text(self, token_id: int, is_end: bool) -> str:
+        if self._decoder is None:
+            return ""
+        piece = "" if is_end else self._decoder.push(token_id)
+        if self.finish_reason is not None:
+            piece += self._decoder.finish()
+        text = self._stop_strings.push(piece)
+        if self._stop_strings.matched is not None:
+            self.finish_reason = "stop"
+        elif self.finish_reason is not None:
+            text += self._stop_strings.finish()
+        return text

@@ -1,0 +1,384 @@
+"""Anthropic's ``/v1/messages``, translated to chats and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+
+from moe.server.answers import Called
+from moe.server.blocks import BlockAnswer, Kind
+from moe.server.bodies import RequestBody, Returned, Sharing
+from moe.server.errors import APIError
+from moe.server.fields import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    NEUTRAL_MESSAGES,
+    Items,
+    Json,
+    StopString,
+    TokenCount,
+    by_type,
+    supported,
+    text_of,
+    text_or,
+)
+from moe.server.openai.options import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    CallId,
+    Effort,
+    ToolName,
+    call_of,
+    function_of,
+    run_by_client,
+)
+from moe.server.openai.request import ChatRequest
+from moe.text.tokenizer import TextCodec
+from moe.text.tool_calls.reasoning import KEY
+
+# ---- The turns of a conversation, as ``/v1/messages`` takes them, and the chat that they are.
+
+_LABELS = ("cache_control", "citations")
+Blocks = BeforeValidator(text_of("text", labels=_LABELS, between="\n"))
+BlockText = Annotated[str, Blocks]
+"""A text, or blocks of text, which become lines."""
+
+
+class Block(Returned):
+    cache_control: dict[str, Any] | None = None
+    """Of no effect: known prefixes are found by their tokens."""
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] = Field(default_factory=list, max_length=0)
+
+
+class ThinkingBlock(Block):
+    """What the model thought before what follows."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+    """Of no effect: nothing is signed."""
+
+
+class UseBlock(Block):
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+
+
+class ResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: BlockText = ""
+    is_error: bool = False
+    """Of no effect: the model reads the content."""
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[UseBlock, Tag("tool_use")]
+    | Annotated[ResultBlock, Tag("tool_result")],
+    by_type("text", "thinking", "tool_use", "tool_result"),
+]
+_ROLES = {"assistant": (TextBlock, ThinkingBlock, UseBlock), "user": (TextBlock, ResultBlock)}
+
+
+def _blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Turn(Returned):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)] = Field(
+        min_length=1, json_schema_extra=text_or
+    )
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Turn:
+        for block in self.content:
+            if not isinstance(block, _ROLES.get(self.role, TextBlock)):
+                raise ValueError(f"a block of type {block.type} is not of role {self.role}")
+        if sum(isinstance(block, UseBlock) for block in self.content) > MAX_CALLS:
+            raise ValueError(f"a turn may have {MAX_CALLS} calls")
+        return self
+
+
+def conversation(system: str | None, turns: Iterable[Turn]) -> list[Json]:
+    """Messages of a chat: results of tools are messages of their own, in their place."""
+    made = [] if system is None else [_message("system", [system])]
+    for turn in turns:
+        if turn.role == "assistant":
+            made.append(_answer(turn))
+        else:
+            made += _asked(turn)
+    return made
+
+
+def _asked(turn: Turn) -> list[Json]:
+    made: list[Json] = []
+    texts: list[str] = []
+    for block in turn.content:
+        if isinstance(block, ResultBlock):
+            made += [_message(turn.role, texts)] if texts else []
+            made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
+            texts = []
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+    return [*made, _message(turn.role, texts)] if texts or not made else made
+
+
+def _answer(turn: Turn) -> Json:
+    message = _message("assistant", [b.text for b in turn.content if isinstance(b, TextBlock)])
+    if thoughts := [b.thinking for b in turn.content if isinstance(b, ThinkingBlock)]:
+        message[KEY] = "\n".join(thoughts)
+    if calls := [_call(block) for block in turn.content if isinstance(block, UseBlock)]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _message(role: str, texts: Iterable[str]) -> Json:
+    return {"role": role, "content": "\n".join(texts)}
+
+
+def _call(block: UseBlock) -> Json:
+    return call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+
+
+# ---- What requests to ``/v1/messages`` may say, and the chats that they are.
+
+
+class Tool(RequestBody):
+    """What the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Annotated[str, Field(max_length=2**16)] | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """true: every call keeps to the schema."""
+    cache_control: dict[str, Any] | None = None
+    """Of no effect."""
+
+    @property
+    def chat(self) -> Json:
+        about = {"description": self.description, "strict": self.strict}
+        return function_of(name=self.name, parameters=self.input_schema, **about)
+
+
+class ToolChoice(RequestBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    """With the type tool."""
+    disable_parallel_tool_use: bool = False
+    """true: an answer ends with its first call."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("the type tool, and no other, has a name")
+        return self
+
+    @property
+    def chat(self) -> str | Json:
+        if self.name is not None:
+            return function_of(name=self.name)
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(RequestBody):
+    type: Literal["enabled", "adaptive", "disabled"]
+    """adaptive: as the model does by itself."""
+    budget_tokens: int | None = Field(default=None, ge=1)
+    """Of no effect: a target in Anthropic's API too; max_tokens is the limit."""
+    display: Literal["summarized"] | None = None
+    """Thoughts come as they are."""
+
+
+class OutputFormat(RequestBody):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(RequestBody):
+    effort: Effort | None = None
+    """How much to think, where the chat template reads that."""
+    format: OutputFormat | None = None
+    """What the answer has to be."""
+
+
+class Metadata(RequestBody):
+    user_id: str | None = Field(default=None, max_length=2048)
+    """A name for the end user. Not stored, not logged."""
+
+
+class MessagesChat(ChatRequest):
+    """A chat that may ask for reasoning without saying how much."""
+
+    thinking: bool | None = None
+
+    @property
+    def asked_to_think(self) -> bool | None:
+        return super().asked_to_think if self.thinking is None else self.thinking
+
+
+class CountRequest(Sharing):
+    """What is counted."""
+
+    model: str
+    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    """The conversation so far; an answer that has been begun is continued."""
+    system: BlockText | None = None
+    """What the conversation begins with."""
+    tools: list[Annotated[Tool, run_by_client("custom")]] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    """What the model may call."""
+    tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
+    thinking: Thinking | None = None
+    output_config: OutputConfig = Field(default_factory=OutputConfig)
+    cache_control: dict[str, Any] | None = None
+    """Of no effect: known prefixes are found by their tokens."""
+
+    _chat: MessagesChat = PrivateAttr()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: Any) -> Any:
+        return supported(value, NEUTRAL_MESSAGES) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _translate(self) -> CountRequest:
+        effort, thinks = self.output_config.effort, self._thinks
+        if None not in (effort, thinks) and thinks != (effort != "none"):
+            raise ValueError("thinking and output_config.effort contradict each other")
+        self._chat = MessagesChat.model_validate(self._fields())
+        return self
+
+    @property
+    def chat(self) -> MessagesChat:
+        """The same request as a chat."""
+        return self._chat
+
+    @property
+    def _thinks(self) -> bool | None:
+        asked = self.thinking
+        return None if asked is None or asked.type == "adaptive" else asked.type == "enabled"
+
+    def _fields(self) -> Json:
+        asked = self.output_config
+        format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
+        return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
+            "messages": conversation(self.system, self.messages),
+            "continue_final_message": self.messages[-1].role == "assistant",
+            "tools": [tool.chat for tool in self.tools],
+            "tool_choice": self.tool_choice.chat,
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "response_format": format and {"type": "json_schema", "json_schema": format},
+            "reasoning_effort": asked.effort,
+            "thinking": self._thinks,
+        }
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: TokenCount
+    """Most tokens to generate, thoughts included."""
+    stop_sequences: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
+    """Text ends before the first of them."""
+    stream: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    metadata: Metadata = Field(default_factory=Metadata)
+
+    def _fields(self) -> Json:
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        more = {name: getattr(self, name) for name in same}
+        return super()._fields() | more | {"stop": self.stop_sequences}
+
+
+# ---- Answers of ``/v1/messages``: content in blocks, and the events of a stream.
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+# the type of a block, and the field that its text is in
+_NAMES = {"reasoning": ("thinking", "thinking"), "text": ("text", "text")}
+
+
+class MessagesAnswer(BlockAnswer):
+    def __init__(
+        self, body: MessagesRequest, codec: TextCodec, request_id: str, model: str
+    ) -> None:
+        super().__init__(body.chat, codec)
+        about = {"id": f"msg_{request_id}", "type": "message", "role": "assistant"}
+        self._about = about | {"model": model}
+
+    def answer(self) -> Json:
+        return (
+            self._about | {"content": list(self.blocks)} | self._ending() | {"usage": self._usage()}
+        )
+
+    def started(self) -> list[Json]:
+        return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
+
+    def opened(self, kind: Kind) -> list[Json]:
+        return [self._event("content_block_start", content_block=_block(kind, ""))]
+
+    def delta(self, kind: Kind, text: str) -> Json:
+        name, field = _NAMES[kind]
+        return self._event("content_block_delta", delta={"type": f"{name}_delta", field: text})
+
+    def closed(self, kind: Kind, text: str) -> list[Json]:
+        return [self._stopped(_block(kind, text))]
+
+    def called(self, call: Called) -> list[Json]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name}
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        return [
+            self._event("content_block_start", content_block=block | {"input": {}}),
+            self._event("content_block_delta", delta=delta),
+            self._stopped(block | {"input": json.loads(call.arguments)}),
+        ]
+
+    def end(self) -> list[Json | str]:
+        about = {"delta": self._ending(), "usage": self._usage()}
+        return [{"type": "message_delta", **about}, {"type": "message_stop"}]
+
+    def failed(self, error: APIError) -> list[Json | str]:
+        return [error.anthropic_body()]
+
+    def _ending(self) -> Json:
+        reason = _REASONS.get(self.ending or "")
+        if self.ending == "stop" and self.stop is not None:
+            reason = "stop_sequence"
+        stopped = self.stop if reason == "stop_sequence" else None
+        return {"stop_reason": reason, "stop_sequence": stopped}
+
+    def _usage(self) -> Json:
+        known = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": self.num_known}
+        return {
+            **{"input_tokens": self.num_prompt - self.num_known, **known},
+            "output_tokens": self.num_new,
+            "output_tokens_details": {"thinking_tokens": self.num_thought},
+        }
+
+    def _event(self, name: str, **said: object) -> Json:
+        return {"type": name, "index": len(self.blocks), **said}
+
+    def _stopped(self, block: Json) -> Json:
+        event = self._event("content_block_stop")
+        self.blocks.append(block)
+        return event
+
+
+def _block(kind: Kind, text: str) -> Json:
+    name, field = _NAMES[kind]
+    signed = {"signature": ""} if kind == "reasoning" else {}
+    return {"type": name, field: text} | signed

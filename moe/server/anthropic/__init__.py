@@ -1,1 +1,0 @@
-"""Anthropic's ``/v1/messages``, translated to chats and back."""

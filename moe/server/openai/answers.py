@@ -1,0 +1,247 @@
+"""What answers of OpenAI's chats and completions have in common, whole and streamed in chunks."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import ClassVar
+
+from moe.completion import Completion, StreamEvent, collect
+from moe.sampling.sampler import Token
+from moe.server.answers import AnswerReader, Called
+from moe.server.errors import APIError
+from moe.server.fields import Json
+from moe.server.openai.options import call_of
+from moe.server.openai.request import ChatRequest, CompletionRequest, GenerationRequest
+from moe.text.detokenize import Pieces
+from moe.text.tokenizer import TextCodec
+
+
+class OpenAIAnswer(ABC):
+    """The answer to a request; see `moe.server.answers.Answer`.
+
+    Attributes:
+        prefix: of ids.
+        whole_object, chunk_object: what OpenAI calls the two kinds of answers.
+    """
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, body: GenerationRequest, request_id: str, model: str) -> None:
+        self._body = body
+        about = {"created": int(time.time()), "model": model}
+        self._common = {"id": f"{self.prefix}-{request_id}", **about}
+        asked = body.stream_options
+        self._with_usage = asked is not None and asked.include_usage
+        self._num_prompt = self._num_new = 0
+        self._known: dict[int, int] = {}  # tokens of each prompt that were read for another before
+
+    @abstractmethod
+    def choice(self, index: int, part: Completion) -> Json:
+        """A finished sequence."""
+
+    @abstractmethod
+    def delta(self, index: int, part: Completion) -> Json:
+        """What a new token adds to a sequence."""
+
+    def opening(self) -> Json | None:
+        """What the stream of a sequence begins with, before its first token."""
+        return None
+
+    def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
+        parts = [self._reported(completion) for completion in collect(events)]
+        choices = [self._ended(self.choice, part) for part in parts]
+        self._num_prompt, self._num_new = num_prompt, sum(len(part.tokens) for part in parts)
+        self._known = {event.prompt: event.delta.num_known for event in events}
+        about = {**self._common, "object": self.whole_object, "choices": choices}
+        return about | {"usage": self._usage()}
+
+    def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
+        self._num_prompt = num_prompt
+        opening = self.opening()
+        if opening is None:
+            return []
+        choices = [opening | {"index": i, "finish_reason": None} for i in range(num_sequences)]
+        return [self._chunk([choice]) for choice in choices]
+
+    def more(self, event: StreamEvent) -> list[Json]:
+        """One chunk a token, even without new text: clients measure the time between tokens.
+
+        Two where a call comes with the end, because clients expect the call first.
+        """
+        part = self._reported(*collect([event]))
+        self._num_new += len(part.tokens)
+        self._known[event.prompt] = event.delta.num_known
+        choice = self._ended(self.delta, part)
+        if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
+            return [self._chunk([choice])]
+        end = choice | {"delta": {}, "logprobs": None}
+        return [self._chunk([choice | {"finish_reason": None}]), self._chunk([end])]
+
+    def end(self) -> list[Json | str]:
+        if not self._with_usage:
+            return ["[DONE]"]
+        return [self._chunk([]) | {"usage": self._usage()}, "[DONE]"]
+
+    def failed(self, error: APIError) -> list[Json | str]:
+        return [json.dumps(error.body())]
+
+    def _reported(self, part: Completion) -> Completion:
+        """Leaves out the token that was only generated to score a prompt."""
+        if not self._body.scores_only:
+            return part
+        return replace(part, text="", tokens=[], finish_reason="length")
+
+    def _ended(self, shape: Callable[[int, Completion], Json], part: Completion) -> Json:
+        index = part.prompt * self._body.n + part.sample
+        return {"index": index, "finish_reason": part.finish_reason} | shape(index, part)
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "prompt_tokens_details": {"cached_tokens": sum(self._known.values())},
+            "completion_tokens": self._num_new,
+            "total_tokens": self._num_prompt + self._num_new,
+        }
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        chunk = {**self._common, "object": self.chunk_object, "choices": choices}
+        return chunk | {"usage": None} if self._with_usage else chunk
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: a token that cannot come gets the number that OpenAI uses for that."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
+    """The bytes of a token by itself; ``token_id:N`` for a model without tokenizer."""
+    if codec.tokenizer is None:
+        return lambda token_id: f"token_id:{token_id}".encode()
+    return lru_cache(4096)(Pieces(codec.tokenizer).of)
+
+
+# ---- Answers of ``/v1/chat/completions``.
+
+
+class ChatAnswer(OpenAIAnswer):
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, codec: TextCodec, request_id: str, model: str) -> None:
+        super().__init__(body, request_id, model)
+        self._chat = body
+        self._codec = codec
+        self._token_bytes = token_bytes(codec)
+        self._readers: dict[int, AnswerReader] = {}  # of each sequence
+
+    def choice(self, index: int, part: Completion) -> Json:
+        content, calls, thought, ending = self._said(index, part)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
+        logprobs = self._logprobs(part.tokens)
+        return {"message": message | thought, "logprobs": logprobs} | ending
+
+    def opening(self) -> Json:
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
+
+    def delta(self, index: int, part: Completion) -> Json:
+        content, calls, thought, ending = self._said(index, part)
+        delta: Json = {"content": content} if content else {}
+        if calls:  # clients put them together by index
+            delta["tool_calls"] = [{"index": call.index} | _call(call) for call in calls]
+        return {"delta": delta | thought, "logprobs": self._logprobs(part.tokens)} | ending
+
+    def _said(self, index: int, part: Completion) -> tuple[str, list[Called], Json, Json]:
+        """Text, calls, reasoning under both names that clients know, and how it ends."""
+        if index not in self._readers:
+            self._readers[index] = self._chat.answer_reader(self._codec, part.prompt_token_ids)
+        said = self._readers[index].take(part.text, part.finish_reason)
+        text = "".join(piece for piece in said.pieces if isinstance(piece, str))
+        calls = [piece for piece in said.pieces if isinstance(piece, Called)]
+        names = ("reasoning_content", "reasoning") if said.thought else ()
+        return text, calls, dict.fromkeys(names, said.thought), {"finish_reason": said.ending}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
+        if not self._chat.logprobs:
+            return None
+        content = []
+        for token in tokens:
+            top = [self._entry(i, logprob) for i, logprob in token.top or ()]
+            content.append(self._entry(token.id, token.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float | None) -> Json:
+        piece = self._token_bytes(token_id)
+        text = piece.decode(errors="replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
+
+
+def _call(call: Called) -> Json:
+    return call_of(call.id, call.name, call.arguments)
+
+
+# ---- Answers of ``/v1/completions``.
+
+
+class CompletionAnswer(OpenAIAnswer):
+    """Whole choices and deltas look alike. With ``echo`` the prompt comes before the first part."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, body: CompletionRequest, codec: TextCodec, request_id: str, model: str
+    ) -> None:
+        super().__init__(body, request_id, model)
+        self._completion = body
+        self._codec = codec
+        self._token_bytes = token_bytes(codec)
+        self._offsets: dict[int, int] = {}  # characters of each sequence's tokens so far
+
+    def choice(self, index: int, part: Completion) -> Json:
+        is_first = index not in self._offsets
+        text = part.text
+        tokens: list[tuple[int, Token | None]] = [(token.id, token) for token in part.tokens]
+        if self._completion.echo and is_first:
+            text = self._prompt_text(part) + text
+            prompt = part.prompt_logprobs or ()
+            tokens = [*zip(part.prompt_token_ids, prompt, strict=False), *tokens]
+        self._offsets.setdefault(index, 0)
+        asked = self._completion.logprobs is not None
+        return {"text": text, "logprobs": self._logprobs(index, tokens) if asked else None}
+
+    delta = choice
+
+    def _prompt_text(self, part: Completion) -> str:
+        prompt = self._completion.prompt[part.prompt]
+        if isinstance(prompt, str):
+            return prompt
+        return self._codec.decode(prompt) if self._codec.tokenizer is not None else ""
+
+    def _logprobs(self, index: int, tokens: Iterable[tuple[int, Token | None]]) -> Json:
+        """Of token ids, with None for the first one of a prompt, which nothing predicts."""
+        ids, scores = zip(*tokens, strict=True) if tokens else ((), ())
+        texts = [self._text(token_id) for token_id in ids]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
+        return {
+            "tokens": texts,
+            "token_logprobs": [score and finite(score.logprob) for score in scores],
+            "top_logprobs": [score and self._top(score) for score in scores],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None]:
+        top: dict[str, float | None] = {}
+        for token_id, logprob in token.top or ():  # of tokens with the same text, the likeliest
+            top.setdefault(self._text(token_id), finite(logprob))
+        return top
+
+    def _text(self, token_id: int) -> str:
+        return self._token_bytes(token_id).decode(errors="replace")

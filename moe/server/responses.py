@@ -1,0 +1,407 @@
+"""OpenAI's ``/v1/responses``, translated to chats and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+
+from moe.server.answers import Called
+from moe.server.blocks import BlockAnswer, Kind
+from moe.server.bodies import Labels, RequestBody, Returned, Sharing
+from moe.server.errors import APIError
+from moe.server.fields import (
+    MAX_MESSAGES,
+    NEUTRAL_RESPONSES,
+    Items,
+    Json,
+    TokenCount,
+    at_most,
+    by_type,
+    supported,
+    text_of,
+    text_or,
+)
+from moe.server.openai.options import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    Arguments,
+    CallId,
+    Effort,
+    FunctionDefinition,
+    NamedFunction,
+    ToolName,
+    call_of,
+    function_of,
+    run_by_client,
+)
+from moe.server.openai.request import ChatRequest
+from moe.text.tokenizer import TextCodec
+from moe.text.tool_calls.reasoning import KEY
+
+# ---- Items of a conversation, as ``/v1/responses`` takes them, and the chat that they are.
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Id = Annotated[str, Field(max_length=256)]
+_LABELS = ("annotations", "logprobs")
+Text = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
+Thought = Annotated[str, BeforeValidator(text_of("reasoning_text"))]
+
+
+class Item(Returned):
+    id: Id | None = None
+    """Of no effect, as everything is sent."""
+    status: Status | None = None
+    """Of no effect."""
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: str = Field(min_length=1, max_length=64)
+    """Who speaks; developer is the same as system."""
+    content: Text
+    """Text, or parts of the type ``input_text`` or ``output_text``."""
+    phase: Literal["commentary", "final_answer"] | None = None
+    """Of no effect."""
+
+
+class ReasoningItem(Item):
+    """What the model thought before what follows."""
+
+    type: Literal["reasoning"]
+    content: Thought = ""
+    summary: list[Any] = Field(default_factory=list, max_length=0)
+    """There is none in answers of this server."""
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: CallId
+    name: ToolName
+    arguments: Arguments
+
+
+class OutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: CallId
+    output: Text = ""
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    by_type("message", "reasoning", "function_call", "function_call_output", default="message"),
+]
+
+
+def conversation(instructions: str | None, items: Iterable[InputItem]) -> list[Json]:
+    """Messages of a chat: what the model said in one go is one of them."""
+    turns = [] if instructions is None else [_turn("system", instructions)]
+    answering = False  # the last turn is the model's, and goes on
+    for item in items:
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            _add_message(turns, item)
+        elif isinstance(item, OutputItem):
+            turns.append(_turn("tool", item.output) | {"tool_call_id": item.call_id})
+        else:
+            if not (answering and _goes_on(turns[-1], item)):
+                turns.append(_turn("assistant"))
+            _add_said(turns[-1], item)
+            answering = True
+            continue
+        answering = False
+    for turn in turns:
+        turn["content"] = ("\n\n" if turn["role"] == "system" else "").join(turn["content"])
+    return turns
+
+
+def _turn(role: str, *texts: str) -> Json:
+    return {"role": role, "content": list(texts)}
+
+
+def _add_message(turns: list[Json], item: MessageItem) -> None:
+    """What leads a conversation is one message: most chat templates take no more of the kind."""
+    role = "system" if item.role == "developer" else item.role
+    if role == "system" and len(turns) == 1 and turns[0]["role"] == "system":
+        turns[0]["content"].append(item.content)
+    else:
+        turns.append(_turn(role, item.content))
+
+
+def _goes_on(turn: Json, item: MessageItem | ReasoningItem | CallItem) -> bool:
+    if isinstance(item, CallItem):
+        return len(turn.get("tool_calls", ())) < MAX_CALLS
+    if isinstance(item, ReasoningItem):
+        return False
+    return not turn["content"] or "tool_calls" in turn
+
+
+def _add_said(turn: Json, item: MessageItem | ReasoningItem | CallItem) -> None:
+    if isinstance(item, MessageItem):
+        turn["content"].append(item.content)
+    elif isinstance(item, ReasoningItem):
+        turn[KEY] = item.content
+    else:
+        call = call_of(item.call_id, item.name, item.arguments)
+        turn.setdefault("tool_calls", []).append(call)
+
+
+# ---- What a request to ``/v1/responses`` may say, and the chat that it is.
+
+
+def _items(value: Any) -> Any:
+    """A text is what the user says."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(FunctionDefinition):
+    """What the model may call."""
+
+    type: Literal["function"]
+
+    @property
+    def chat(self) -> Json:
+        return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
+
+
+class NamedChoice(NamedFunction):
+    type: Literal["function"]
+
+
+class Format(RequestBody):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(default=None, min_length=1, max_length=64)
+    """Of the schema; for the client's own use, as the description."""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """What the answer is; every schema is kept to."""
+    strict: bool | None = None
+    """Of no effect."""
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Format:
+        named = self.name is not None and self.schema_ is not None
+        if (self.type == "json_schema") != named:
+            raise ValueError("the type json_schema, and no other, has a name and a schema")
+        return self
+
+    @property
+    def chat(self) -> Json:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class TextConfig(RequestBody):
+    format: Format = Field(default_factory=Format)
+    verbosity: Literal["medium"] | None = None
+    """Of no effect; others are refused."""
+
+
+class ReasoningConfig(RequestBody):
+    effort: Effort | None = None
+    """How much to think, where the chat template reads that; none: not at all."""
+    summary: Literal["auto"] | None = None
+    """There are no summaries: answers have the reasoning itself."""
+
+
+class StreamOptions(RequestBody):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(Labels, Sharing):
+    model: str | None = None
+    """One of the names in ``/v1/models``; left out: the first of them."""
+    input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, json_schema_extra=text_or
+    )
+    """A question, or the conversation so far."""
+    instructions: str | None = None
+    """What the conversation begins with."""
+    max_output_tokens: TokenCount | None = None
+    """Most tokens to generate, reasoning included."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    tools: list[Annotated[FunctionTool, run_by_client("function")]] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    """What the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
+    """false: an answer ends with its first call."""
+    text: TextConfig = Field(default_factory=TextConfig)
+    """What the answer has to be."""
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    """Reasoning comes in the open, so that it can be sent back without."""
+    truncation: Literal["disabled"] = "disabled"
+    store: bool = True
+    """Nothing is stored, and every answer says so."""
+    client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
+        default_factory=dict, max_length=64
+    )
+    """Labels. Not stored, not logged."""
+
+    _chat: ChatRequest = PrivateAttr()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: Any) -> Any:
+        return supported(value, NEUTRAL_RESPONSES) if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _translate(self) -> ResponsesRequest:
+        self._chat = ChatRequest.model_validate(self._fields())
+        return self
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same request as a chat."""
+        return self._chat
+
+    def _fields(self) -> Json:
+        choice = self.tool_choice
+        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
+        return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
+            "messages": conversation(self.instructions, self.input),
+            "max_tokens": self.max_output_tokens,
+            "tools": [tool.chat for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
+            "response_format": self.text.format.chat,
+            "reasoning_effort": self.reasoning.effort,
+        }
+
+
+# ---- Answers of ``/v1/responses``: items, and the events of a stream, each with its type.
+
+_ECHOED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key"),
+    *("reasoning", "safety_identifier", "temperature", "tool_choice", "tools", "top_p"),
+    *("truncation", "user"),
+)
+
+
+class ResponsesAnswer(BlockAnswer):
+    def __init__(
+        self, body: ResponsesRequest, codec: TextCodec, request_id: str, model: str
+    ) -> None:
+        super().__init__(body.chat, codec)
+        self._id = request_id
+        self._num_events = 0
+        self._about = {
+            **{"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())},
+            **body.model_dump(include=set(_ECHOED)),
+            "text": body.text.model_dump(by_alias=True, exclude_none=True),
+            **{"model": model, "store": False, "background": False, "previous_response_id": None},
+        }
+
+    def answer(self) -> Json:
+        return self._response("incomplete" if self.ending == "length" else "completed")
+
+    def started(self) -> list[Json]:
+        about = self._response("in_progress")
+        return [self._event(f"response.{word}", response=about) for word in _STARTED]
+
+    def opened(self, kind: Kind) -> list[Json]:
+        part = self._place(kind) | {"content_index": 0, "part": _part(kind, "")}
+        return [
+            self._item_event("added", self._item(kind, [], "in_progress")),
+            self._event("response.content_part.added", **part),
+        ]
+
+    def delta(self, kind: Kind, text: str) -> Json:
+        return self._text_event(kind, "delta", {"delta": text})
+
+    def closed(self, kind: Kind, text: str) -> list[Json]:
+        part = self._place(kind) | {"content_index": 0, "part": _part(kind, text)}
+        status = "incomplete" if self.ending == "length" else "completed"
+        return [
+            self._text_event(kind, "done", {"text": text}),
+            self._event("response.content_part.done", **part),
+            self._item_done(self._item(kind, [_part(kind, text)], status)),
+        ]
+
+    def called(self, call: Called) -> list[Json]:
+        about = {"type": "function_call", "call_id": call.id, "name": call.name}
+        item = {"id": self._item_id("call"), **about}
+        place, word = self._place("call"), "response.function_call_arguments"
+        done = place | {"name": call.name, "arguments": call.arguments}
+        return [
+            self._item_event("added", item | {"arguments": "", "status": "in_progress"}),
+            self._event(f"{word}.delta", **place, delta=call.arguments),
+            self._event(f"{word}.done", **done),
+            self._item_done(item | {"arguments": call.arguments, "status": "completed"}),
+        ]
+
+    def end(self) -> list[Json | str]:
+        about = self.answer()
+        return [self._event(f"response.{about['status']}", response=about)]
+
+    def failed(self, error: APIError) -> list[Json | str]:
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        about = self._response("failed") | {"error": {"code": code, "message": error.message}}
+        return [self._event("response.failed", response=about)]
+
+    def _response(self, status: str) -> Json:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        over = status in ("completed", "incomplete")
+        return self._about | {
+            **{"status": status, "error": None, "incomplete_details": cut},
+            **{"output": list(self.blocks), "usage": self._usage() if over else None},
+        }
+
+    def _usage(self) -> Json:
+        return {
+            "input_tokens": self.num_prompt,
+            "input_tokens_details": {"cached_tokens": self.num_known, "cache_write_tokens": 0},
+            "output_tokens": self.num_new,
+            "output_tokens_details": {"reasoning_tokens": self.num_thought},
+            "total_tokens": self.num_prompt + self.num_new,
+        }
+
+    def _item_id(self, kind: str) -> str:
+        return f"{_PREFIXES[kind]}_{self._id}_{len(self.blocks)}"
+
+    def _item(self, kind: Kind, parts: list[Json], status: str) -> Json:
+        item = {"id": self._item_id(kind), "status": status, "content": parts}
+        if kind == "reasoning":
+            return item | {"type": "reasoning", "summary": []}
+        return item | {"type": "message", "role": "assistant"}
+
+    def _place(self, kind: str) -> Json:
+        return {"item_id": self._item_id(kind), "output_index": len(self.blocks)}
+
+    def _text_event(self, kind: Kind, word: str, said: Json) -> Json:
+        place = self._place(kind) | {"content_index": 0}
+        if kind == "reasoning":
+            return self._event(f"response.reasoning_text.{word}", **place, **said)
+        return self._event(f"response.output_text.{word}", **place, **said, logprobs=[])
+
+    def _item_event(self, word: str, item: Json) -> Json:
+        place = {"output_index": len(self.blocks), "item": item}
+        return self._event(f"response.output_item.{word}", **place)
+
+    def _item_done(self, item: Json) -> Json:
+        event = self._item_event("done", item)
+        self.blocks.append(item)
+        return event
+
+    def _event(self, event: str, **said: object) -> Json:
+        self._num_events += 1
+        return {"type": event, "sequence_number": self._num_events - 1, **said}
+
+
+_STARTED = ("created", "in_progress")
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+def _part(kind: Kind, text: str) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,1 +1,0 @@
-"""OpenAI's ``/v1/responses``, translated to chats and back."""

@@ -1,0 +1,47 @@
+"""Which device, and how many threads, a profile asks for, checked against what there is."""
+
+from __future__ import annotations
+
+import torch
+
+from moe.errors import ProfileError
+from moe.machine import usable_cpus
+from moe.settings.profile import Profile
+
+
+def use_device(profile: Profile) -> torch.device:
+    """Where the profile wants a model, with as many threads as it says; torch uses both from now
+    on.
+
+    Raises:
+        ProfileError: the device is not there, or there are fewer processors than threads, which
+            would spend their time on waiting.
+    """
+    device = _chosen(profile)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels are launched on the current device
+    if profile.threads is not None:
+        if profile.threads > (most := usable_cpus()):
+            raise ProfileError(
+                f"threads is {profile.threads}, and this process may use {most} CPUs; set it to "
+                f"{most} or less, or to null"
+            )
+        torch.set_num_threads(profile.threads)
+    return device
+
+
+def _chosen(profile: Profile) -> torch.device:
+    if profile.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if profile.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ProfileError(
+            f"device is '{profile.device}', and torch finds no CUDA device on this machine; "
+            "set device to cpu or auto"
+        )
+    device = torch.device(profile.device)
+    if device.index is not None and device.index >= (count := torch.cuda.device_count()):
+        raise ProfileError(
+            f"device is '{device}', and torch finds {count} on this machine; set device to "
+            f"cuda:{count - 1} or less, or to auto"
+        )
+    return device

@@ -1,0 +1,314 @@
+"""Profile: every setting of a run, as one frozen tree, and where each value came from.
+
+The tree itself, with each key's default and meaning, is ``moe/settings/``.
+Precedence: command line (or keyword) > environment ``MOE_...`` > profile file > default.
+
+    loaded = load_profile("default", {"engine.max_batch_size": 8})
+    loaded.profile.engine.max_batch_size   # 8
+    print(print_config(loaded))            # every key, its value and its origin
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from moe.errors import ProfileError
+from moe.settings import Profile
+
+# ---- Where profile values are read from: YAML files, ``MOE_...`` variables, ``key=value`` texts.
+#
+# Every source becomes one flat ``{dotted key: value}`` mapping, checked against the keys that
+# exist. What a key means is in ``moe/settings/``, which source wins in ``moe/settings/profile.py``.
+
+MAX_FILE_BYTES = 64 * 1024
+ENVIRONMENT_PREFIX = "MOE_"
+
+# Variables with our prefix that are not profile keys. They are read where they act, before any
+# profile exists; docs list them. Everything else that starts with the prefix is a typing error.
+OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The settings below a field; None for a field that holds a value."""
+    kind = field.annotation
+    # Python 3.10 takes `list[str]` for a class.
+    if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The dotted names of a settings tree: ``leaves`` hold values, ``sections`` hold other keys."""
+
+    leaves: tuple[str, ...]
+    sections: frozenset[str]
+
+    @classmethod
+    def of(cls, tree: type[BaseModel]) -> Keys:
+        leaves: list[str] = []
+        sections: set[str] = set()
+        for name, field in tree.model_fields.items():
+            if section := section_of(field):
+                below = cls.of(section)
+                leaves += [f"{name}.{key}" for key in below.leaves]
+                sections |= {name, *(f"{name}.{key}" for key in below.sections)}
+            else:
+                leaves.append(name)
+        return cls(tuple(leaves), frozenset(sections))
+
+
+def flatten(tree: Mapping[Any, Any], keys: Keys, source: str, prefix: str = "") -> dict[str, Any]:
+    """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+
+    Raises ``ProfileError`` naming the source, the key and its nearest valid key.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in keys.sections:
+            if not isinstance(value, Mapping | None):
+                raise ProfileError(f"{source}: {key} is a section: write its keys below it")
+            new = flatten(value or {}, keys, source, f"{key}.")
+        elif key in keys.leaves:
+            new = {key: value}
+        else:
+            valid = keys.leaves if "." in key else [*keys.leaves, *keys.sections]
+            raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
+        if twice := flat.keys() & new.keys():
+            raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
+        flat |= new
+    return flat
+
+
+def from_environment(environ: Mapping[str, str], keys: Keys) -> dict[str, tuple[Any, str]]:
+    """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
+    settings: dict[str, tuple[Any, str]] = {}
+    for variable in sorted(environ):
+        if variable in names:
+            origin = f"environment {variable}"
+            settings[names[variable]] = (_parse(environ[variable], origin), origin)
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+            near = suggestion(variable, [*names, *OTHER_VARIABLES])
+            raise ProfileError(f"environment: unknown variable {variable!r}{near}")
+    return settings
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """``["engine.max_batch_size=8"]`` -> ``{"engine.max_batch_size": 8}``; values are YAML."""
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ProfileError(f"--set: expected KEY=VALUE; got {assignment!r}")
+        parsed[key.strip()] = _parse(text, f"--set {key.strip()}")
+    return parsed
+
+
+def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
+    """The tree of a profile given by name (``configs/NAME.yaml``) or by path, and its label."""
+    text_form = str(name_or_path)
+    if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.ya?ml$", text_form):
+        file, label = Path(name_or_path), text_form
+    else:
+        label = f"configs/{text_form}.yaml"
+        file = _configs() / f"{text_form}.yaml"
+        if text_form not in profile_names():
+            near = suggestion(text_form, profile_names())
+            known = ", ".join(profile_names())
+            raise ProfileError(
+                f"unknown profile {text_form!r}{near} (profiles: {known}; a file's name ends in "
+                ".yaml or has a /)"
+            )
+    try:
+        with file.expanduser().open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ProfileError(f"profile file {label!r} does not exist") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, an unknown ~user
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"profile file {label[:200]!r} cannot be read: {why}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ProfileError(
+            f"{label}: a profile has at most {MAX_FILE_BYTES} bytes; this one has more"
+        )
+    tree = _parse(content, label)
+    if not isinstance(tree, Mapping | None):
+        raise ProfileError(f"{label}: the top level must be a mapping of keys to values")
+    return tree or {}, label
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that are installed with the package."""
+    return sorted(file.stem for file in _configs().glob("*.yaml"))
+
+
+def _configs() -> Path:
+    return Path(str(resources.files("configs")))
+
+
+def suggestion(word: str, valid: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near. Those
+    that only lack their section are nearest."""
+    words = list(valid)
+    ended = [each for each in words if each.endswith(f".{word}")]
+    begun = [each for each in words if "." in word and each.startswith(word)]
+    near = ended or begun[:1] or difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` that refuses duplicate keys and reads ``1e-3`` as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"key {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str | bytes, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ProfileError(f"{source}: {line}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ProfileError(f"{source}: not valid YAML: {error}") from None
+    except (LookupError, AttributeError):  # what PyYAML raises of `!!bool x`
+        raise ProfileError(f"{source}: not valid YAML: its tag does not suit a value") from None
+    except RecursionError:
+        raise ProfileError(f"{source}: not valid YAML: nested too deeply") from None
+
+
+# ----
+
+__all__ = ["KEYS", "LoadedProfile", "Profile", "load_profile", "print_config", "value_of"]
+
+KEYS = Keys.of(Profile)
+
+
+@dataclass(frozen=True)
+class LoadedProfile:
+    """A profile, and for every dotted key the source that decided it: ``default``, a file's name,
+    ``environment MOE_...`` or ``command line``."""
+
+    profile: Profile
+    origins: Mapping[str, str]
+
+
+def load_profile(
+    source: str | Path | Mapping[str, Any] | Profile | LoadedProfile | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    overrides_origin: str = "command line",
+) -> LoadedProfile:
+    """Merge the sources of a profile; the module's prologue has the precedence.
+
+    ``source`` is a name (``configs/NAME.yaml``), a path (has a separator or ends in .yaml / .yml),
+    a mapping or ``Profile`` in the place of a file, a ``LoadedProfile`` (the environment is then
+    not read a second time), or None for the defaults. ``overrides`` have dotted keys, nested
+    mappings or both. ``environ`` is ``os.environ`` unless given.
+    Raises ``ProfileError`` naming the source, the key, the rule and the value.
+    """
+    settings: dict[str, tuple[Any, str]] = {}
+    if isinstance(source, LoadedProfile):
+        settings = {
+            key: (value_of(source.profile, key), source.origins[key]) for key in KEYS.leaves
+        }
+    else:
+        settings |= _from_source(source)
+        settings |= from_environment(os.environ if environ is None else environ, KEYS)
+    changed = flatten(overrides or {}, KEYS, overrides_origin)
+    settings |= {key: (value, overrides_origin) for key, value in changed.items()}
+    origins = {key: settings[key][1] if key in settings else "default" for key in KEYS.leaves}
+    return LoadedProfile(_validate(settings), origins)
+
+
+def value_of(profile: Profile, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = profile
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def print_config(loaded: LoadedProfile) -> str:
+    """One line a key, ``key = value  # origin``; the values are YAML, as ``--set`` reads them."""
+    lines = [f"{key} = {_as_yaml(value_of(loaded.profile, key))}" for key in KEYS.leaves]
+    width = max(map(len, lines))
+    return "\n".join(
+        f"{line:<{width}}  # {loaded.origins[key]}"
+        for key, line in zip(KEYS.leaves, lines, strict=True)
+    )
+
+
+def _from_source(source: str | Path | Mapping[str, Any] | Profile | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Profile):
+        tree, label = source.model_dump(exclude_unset=True), "Profile"
+    elif isinstance(source, Mapping):
+        tree, label = dict(source), "mapping"
+    else:
+        read, label = read_profile_file(source)
+        tree = dict(read)
+    return {key: (value, label) for key, value in flatten(tree, KEYS, label).items()}
+
+
+def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
+    tree: dict[str, Any] = {}
+    for key, (value, _) in settings.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    try:
+        return Profile.model_validate(tree)
+    except ValidationError as error:
+        rules: dict[tuple[str, str], list[str]] = {}  # several of a key with a choice of types
+        for problem in error.errors(include_url=False):
+            if not problem["loc"]:  # a rule about several keys, which it names
+                rules[problem["msg"], ""] = []
+                continue
+            where = ".".join(map(str, problem["loc"]))
+            key = next(key for key in settings if f"{where}.".startswith(f"{key}."))
+            places = [str(part) for part in problem["loc"] if isinstance(part, int)]
+            place = f"{settings[key][1]}: {'.'.join([key, *places])}"
+            rule = re.sub(r"^(Input|String) should", "must", problem["msg"])
+            rules.setdefault((place, reprlib.repr(problem["input"])), []).append(rule)
+        lines = [
+            f"{place} {' or '.join(said)}; got {value}" if said else place
+            for (place, value), said in rules.items()
+        ]
+        raise ProfileError("\n".join(lines)) from None
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,315 @@
+"""Prompts to token ids, and the tokens that end a text.
+
+A model without a usable tokenizer still runs on token ids; what needs text is then refused with
+the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe.errors import CheckpointError, ContextError, RequestError
+from moe.text.chat import check_message, check_settings, render
+from moe.text.detokenize import IncrementalDecoder, special_token_ids
+from moe.text.generation_config import FILE, read
+from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
+from moe.text.tool_calls.reasoning import (
+    KEY,
+    ReasoningSupport,
+    as_template_takes,
+    probe_reasoning,
+    with_reasoning,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+# ---- What a model's directory says about text: its tokenizer and the tokens that end a text.
+#
+# Code that a directory may hold is never run; a tokenizer that needs it counts as unusable.
+
+_PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+
+
+def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The tokenizer in a local directory and "", or None and the reason why there is none."""
+    from transformers import AutoTokenizer
+
+    # transformers makes an empty tokenizer of some architectures where the files are absent.
+    if not any(any(directory.glob(pattern)) for pattern in _PATTERNS):
+        return None, f"{directory} has no tokenizer files"
+    try:
+        # False, not unset: unset lets transformers ask on the terminal whether to run code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # damaged files surface as almost any type, KeyError for one
+        why = f"{type(error).__name__}: {error}"
+        return None, f"the tokenizer in {directory} cannot be loaded ({why})"
+    return tokenizer, ""
+
+
+def eos_token_ids(
+    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Ids that end a text by generation_config.json, the model's configuration or the tokenizer.
+
+    Raises `CheckpointError` where generation_config.json is damaged.
+    """
+    ids = _generation_eos(directory)
+    for source in (config, config.get_text_config(), tokenizer):
+        ids |= _as_ids(getattr(source, "eos_token_id", None))
+    return frozenset(ids)
+
+
+def _generation_eos(directory: Path) -> set[int]:
+    try:
+        return _as_ids(read(directory).get("eos_token_id"))
+    except TypeError as error:
+        raise CheckpointError(
+            f"{directory / FILE} must be a JSON object whose eos_token_id is an id or a list of "
+            f"ids: {error}; repair or remove the file"
+        ) from error
+
+
+def _as_ids(value: int | Sequence[int] | None) -> set[int]:
+    ids = [] if value is None else [value] if isinstance(value, int) else value
+    if not isinstance(ids, list | tuple) or not all(type(each) is int for each in ids):
+        raise TypeError(f"got {value!r:.80}")
+    return set(ids)
+
+
+# ---- How a model writes calls of tools and reasoning, as its chat template shows.
+
+
+class TemplateFormats:
+    """What is found by probing the template of a tokenizer; each format when first asked for."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    no_tokenizer_reason: str
+    eos_token_ids: frozenset[int]
+
+    @cached_property
+    def tools(self) -> ToolSupport:
+        """Whether the model can be given tools, and how it calls them."""
+        template = self._template()
+        if isinstance(template, str):
+            return ToolSupport(None, template)
+        return probe_tools(template, list(self._special_texts().values()))
+
+    @cached_property
+    def reasoning(self) -> ReasoningSupport:
+        """Whether it is known how the model writes what it thinks before it answers."""
+        template = self._template()
+        if isinstance(template, str):
+            return ReasoningSupport(None, template)
+        return probe_reasoning(template)
+
+    @cached_property
+    def call_tokens(self) -> dict[str, int]:
+        """Special tokens that the model writes calls with: their texts and ids."""
+        return {} if self.tools.format is None else self._written(self.tools.format.literals)
+
+    @cached_property
+    def reasoning_tokens(self) -> dict[str, int]:
+        """Special tokens around reasoning, in the same way."""
+        format = self.reasoning.format
+        return {} if format is None else self._written(format.literals)
+
+    def _template(self) -> Render | str:
+        """The chat template, or why there is none."""
+        if self.tokenizer is None:
+            return self.no_tokenizer_reason
+        if not self.tokenizer.chat_template:
+            return "the model's tokenizer has no chat template"
+        return partial(render, self.tokenizer)
+
+    def _written(self, literals: Iterable[str]) -> dict[str, int]:
+        written, ends = "\0".join(literals), self.eos_token_ids
+        special = self._special_texts().items()
+        return {text: i for i, text in special if text in written and i not in ends}
+
+    def _special_texts(self) -> dict[int, str]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return {}
+        ids = sorted(special_token_ids(tokenizer) | self.eos_token_ids)
+        texts = {i: str(tokenizer.convert_ids_to_tokens(i) or "") for i in ids}
+        return {i: text for i, text in texts.items() if text}
+
+
+# ----
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""Text, token ids, or chat messages with `role` and `content`."""
+
+OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
+"""How the text of a chat ends: with the opening of the assistant's turn."""
+_BEHIND = 16  # tokens of space that a prompt may have behind what opens reasoning
+Tool = Mapping[str, object]
+"""A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
+
+
+class TextCodec(TemplateFormats):
+    """A model's tokenizer, with every input checked against the model's vocabulary.
+
+    Attributes:
+        tokenizer: transformers' tokenizer; None where the model has no usable one.
+        no_tokenizer_reason: why there is none, else "".
+        vocab_size: number of ids that the model's embedding knows.
+        eos_token_ids: ids that end a text by the model's own rules.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
+        no_tokenizer_reason: str = "the model has no tokenizer",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.no_tokenizer_reason = "" if tokenizer is not None else no_tokenizer_reason
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+    @classmethod
+    def from_directory(cls, directory: Path, config: PreTrainedConfig) -> TextCodec:
+        """Load the tokenizer and the end tokens of the model in a local directory.
+
+        End tokens are the union of what generation_config.json, the model's configuration and the
+        tokenizer say. Raises `CheckpointError` where generation_config.json is damaged.
+        """
+        tokenizer, reason = load_tokenizer(directory)
+        eos = eos_token_ids(directory, config, tokenizer)
+        return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        max_tokens: int | None = None,
+        tools: Sequence[Tool] | None = None,
+        settings: Mapping[str, object] | None = None,
+        ending: Mapping[str, bool] = OPENED,
+    ) -> list[int]:
+        """Token ids of a prompt, at least one.
+
+        Text gets the special tokens that the tokenizer adds by itself; chat messages go through
+        the model's chat template, which says which `tools` there are; `settings` are variables of
+        its own, and `ending` says whether the assistant's turn is opened or the last message goes
+        on. Text that is certain to have more than `max_tokens` is refused before any time is spent
+        on it. Raises `RequestError`.
+        """
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+            raise RequestError(
+                "a prompt must be a string, a list of token ids or a list of chat messages, "
+                f"got {type(prompt).__name__}"
+            )
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; give at least one character, id or message")
+        if isinstance(prompt, str):
+            token_ids = self._encode_text(prompt, max_tokens)
+        elif any(isinstance(item, Mapping) for item in prompt):
+            text = self._chat_text(prompt, settings or {}, {"tools": tools, **ending})
+            token_ids = self._encode_text(text, max_tokens, special=False)
+        else:
+            token_ids = prompt  # type: ignore[assignment]
+        return self._checked(token_ids)
+
+    def require_tokenizer(self, need: str) -> PreTrainedTokenizerBase:
+        """The tokenizer; raises `RequestError` saying that `need` is impossible without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{need} need a tokenizer, and {self.no_tokenizer_reason}; use token ids"
+            )
+        return self.tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
+        tokenizer = self.require_tokenizer("texts of token ids")
+        return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def opens_reasoning(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends within reasoning, so that answers go on with it."""
+        format = self.reasoning.format
+        return format is not None and format.opened_by(
+            self.decode(token_ids[-len(format.open) - _BEHIND :])
+        )
+
+    def decoder(
+        self, shown: Collection[int] = (), behind: Sequence[int] = ()
+    ) -> IncrementalDecoder | None:
+        """A new decoder for one sequence; None without a tokenizer. See `IncrementalDecoder`."""
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown, behind)
+
+    def _encode_text(self, text: str, max_tokens: int | None, *, special: bool = True) -> list[int]:
+        """With the special tokens that the tokenizer adds by itself, or without."""
+        tokenizer = self.require_tokenizer("text prompts")
+        self._check_text(text, max_tokens)
+        return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+
+    def _chat_text(
+        self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
+    ) -> str:
+        tokenizer = self.require_tokenizer("chat prompts")
+        for position, message in enumerate(messages):
+            check_message(position, message)
+        if not tokenizer.chat_template:
+            raise RequestError(
+                "chat prompts need a chat template, and the model's tokenizer has none; "
+                "give the prompt as text"
+            )
+        plain = [dict(message) for message in messages]
+        if any(message.get("tool_calls") for message in plain):
+            plain = as_template_takes(plain, self.tools.format)
+        if any(message.get(KEY) for message in plain):
+            plain = with_reasoning(plain, self.reasoning.format)
+        if settings:
+            check_settings(tokenizer, settings)
+        return render(tokenizer, plain, **options, **settings)
+
+    def _check_text(self, text: str, max_tokens: int | None) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"a prompt's text must be valid Unicode, got the lone surrogate "
+                f"{text[error.start]!r} at position {error.start}; remove it"
+            ) from error
+        if max_tokens is not None and len(text) > max_tokens * self._longest_token:
+            raise ContextError(
+                f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
+                f"({self._longest_token} each at most); shorten it"
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Most characters that a token stands for."""
+        return max(map(len, self.require_tokenizer("text prompts").get_vocab()))
+
+    def _checked(self, token_ids: Iterable[Any]) -> list[int]:
+        checked: list[int] = []
+        for position, token_id in enumerate(token_ids):
+            number = _index(token_id)
+            if number is None or not 0 <= number < self.vocab_size:
+                raise RequestError(
+                    f"token ids must be whole numbers from 0 to {self.vocab_size - 1} (vocabulary "
+                    f"of {self.vocab_size}), got {token_id!r:.80} at position {position}"
+                )
+            checked.append(number)
+        if not checked:
+            raise RequestError("the prompt has no tokens; give text that the tokenizer knows")
+        return checked
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

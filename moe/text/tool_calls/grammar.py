@@ -1,0 +1,266 @@
+"""Grammars of answers that call tools as their schemas say, in llguidance's version of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe.errors import RequestError
+from moe.sampling.grammar import WHITESPACE
+from moe.sampling.params import Structure
+from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
+from moe.text.tool_calls.reasoning import ReasoningFormat
+
+Schema = Mapping[str, Any]
+ANY: Schema = {"type": "object"}
+_OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
+ANY_TEXT = "/(?s:.*)/"
+_ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
+_OF_STRINGS = {"type", "enum"} | _ABOUT
+_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | _ABOUT
+
+
+class CallGrammar:
+    """Writes the grammar of answers in one format.
+
+    Args:
+        format: how the model writes calls.
+        special: ids of the special tokens that calls are written with, by their texts.
+    """
+
+    def __init__(self, format: CallFormat, special: Mapping[str, int]) -> None:
+        self._format = format
+        self._special = special
+
+    def calls(self, tools: Mapping[str, Schema], *, several: bool) -> str:
+        """An answer that is a call of one of the tools, or several calls.
+
+        Raises:
+            RequestError: what a tool takes cannot be said in a grammar.
+        """
+        format = self._format
+        start = [self._text(format.section_open), *self._calls(several)]
+        start.append(self._text(format.section_close))
+        return self._grammar([_rule("start", start)], tools)
+
+    def text_or_calls(self, tools: Mapping[str, Schema], *, several: bool) -> str:
+        """An answer of any text, that may end with calls, each as it should be.
+
+        Raises:
+            RequestError: as `calls`, or the format has no delimiters that calls could be known by.
+        """
+        format = self._format
+        opening = format.opening
+        if not opening:
+            raise RequestError(
+                "strict tools need delimiters around calls, and this model writes none; leave "
+                "strict out, or use a tool_choice that makes the model call"
+            )
+        lead = format.section_open + format.call_open
+        rest = [self._text(format.section_open), *self._calls(several)]
+        rest.append(self._text(format.section_close))
+        if any(lead.startswith(text) for text in self._special):
+            return self._grammar([_rule("start", ["ANYTHING", f"({' '.join(rest)})?"])], tools)
+        # What has the opening in it has to go on as a call, from behind the opening.
+        behind = lead[len(opening) :]
+        first = [self._text(behind), "body", self._text(format.call_close)]
+        more = [f"({' '.join(self._more())})*"] if several and format.several else []
+        start = [*first, *more, self._text(format.section_close)]
+        avoided = re.escape(opening).replace("/", r"\/")
+        rules = [
+            f"start: FREE | before {' '.join(filter(None, start))}",
+            f"before[suffix={quoted(opening)}]: {ANY_TEXT}",
+            f"FREE: {ANY_TEXT} & ~/(?s:.*){avoided}(?s:.*)/",
+        ]
+        return self._grammar(rules, tools)
+
+    def _calls(self, several: bool) -> list[str]:
+        more = several and self._format.several
+        return ["call", f"({' '.join(self._more())})*"] if more else ["call"]
+
+    def _more(self) -> list[str]:
+        return [*filter(None, [self._text(self._format.separator)]), "call"]
+
+    def _grammar(self, start: Sequence[str], tools: Mapping[str, Schema]) -> str:
+        bodies = [
+            self._body(name, _of_object(name, schema), index)
+            for index, (name, schema) in enumerate(tools.items())
+        ]
+        call = [self._text(self._format.call_open), "body", self._text(self._format.call_close)]
+        rules = [*start, _rule("call", call), _rule("body", [" | ".join(b[0] for b in bodies)])]
+        lines = [*rules, *(line for _, lines in bodies for line in lines)]
+        if any("ANYTHING" in line for line in lines):
+            lines.append(f"ANYTHING: {ANY_TEXT}")
+        return "\n".join(lines) + "\n"
+
+    def _body(self, name: str, schema: Schema, index: int) -> tuple[str, list[str]]:
+        """The name of a rule for the body of a call, and the rules that make it."""
+        body, rule = self._format.body, f"tool{index}"
+        if isinstance(body, ObjectBody):
+            whole = _like(json.loads(body.sample), body, (), name, _without_definitions(schema))
+            return rule, [f"{rule}: {json_of(whole | _definitions(schema))}"]
+        begin = [quoted(name), self._text(body.middle)]
+        if isinstance(body, NamedBody):
+            return rule, [_rule(rule, [*begin, json_of(schema)])]
+        return rule, self._tagged(rule, begin, body, schema)
+
+    def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
+            raise _unsaid("more than properties")
+        if not _texts(required):
+            raise _unsaid("a required that is no list of names")
+        if unknown := [key for key in required if key not in properties]:
+            raise _unsaid(f"required argument {unknown[0]!r:.80}, which is no property,")
+        rules, parts = [], list(begin)
+        for index, (key, given) in enumerate(properties.items()):
+            name = f"{rule}_{index}"
+            rules += self._argument(name, key, given, body, schema)
+            parts.append(name if key in required else f"{name}?")
+        return [_rule(rule, parts), *rules]
+
+    def _argument(
+        self, rule: str, key: str, given: Any, body: TaggedBody, schema: Schema
+    ) -> list[str]:
+        begin = [self._text(body.open), quoted(key), self._text(body.key_close)]
+        close = body.close
+        if not isinstance(given, Mapping) or given.get("type") != "string":
+            inner = given if isinstance(given, Mapping) else {}
+            if not isinstance(inner.get("type"), str):
+                raise _unsaid(f"argument {key!r:.80} of several types")
+            value = json_of(dict(inner) | _definitions(schema))
+            return [_rule(rule, [*begin, value, self._text(close)])]
+        if given.keys() - _OF_STRINGS:
+            raise _unsaid(f"argument {key!r:.80} that is not any string")
+        if "enum" in given:
+            if not _texts(given["enum"]) or not given["enum"]:
+                raise _unsaid(f"argument {key!r:.80} whose enum is no list of strings")
+            choices = " | ".join(map(quoted, given["enum"]))
+            return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
+        end = close.rstrip()
+        return [
+            _rule(rule, [*begin, f"{rule}_text", self._text(close[len(end) :])]),
+            f"{rule}_text[suffix={quoted(end)}]: {ANY_TEXT}",
+        ]
+
+    def _text(self, literal: str) -> str:
+        return written(literal, self._special)
+
+
+def written(literal: str, special: Mapping[str, int]) -> str:
+    """A literal: special tokens by their ids, everything else as text."""
+    parts = cut(literal, special)
+    return " ".join(f"<[{special[part]}]>" if part in special else quoted(part) for part in parts)
+
+
+def cut(literal: str, special: Mapping[str, int]) -> list[str]:
+    """A literal in pieces: special tokens, and the text between them."""
+    texts = map(re.escape, sorted(special, key=len, reverse=True))
+    parts = re.split(f"({'|'.join(texts)})", literal) if special else [literal]
+    return [part for part in parts if part]
+
+
+def _rule(name: str, parts: Sequence[str]) -> str:
+    return f"{name}: {' '.join(filter(None, parts))}"
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_of(schema: Schema) -> str:
+    return f"%json {json.dumps({**schema, **_OPTIONS})}"
+
+
+def _like(
+    sample: Any, body: ObjectBody, path: tuple[str, ...], name: str, schema: Schema
+) -> dict[str, Any]:
+    """The schema of objects like a sample, but for name and arguments, and for ids."""
+    if path == body.name:
+        return {"const": name}
+    if path == body.arguments:
+        if isinstance(sample, str):
+            raise _unsaid("arguments that are JSON in JSON")
+        return dict(schema)
+    if isinstance(sample, Mapping):
+        inner = {k: _like(v, body, (*path, k), name, schema) for k, v in sample.items()}
+        properties = {"properties": inner, "required": list(inner)}
+        return {"type": "object", **properties, "additionalProperties": False}
+    if path[-1] == "id":
+        return {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
+    return {"const": sample}
+
+
+def _of_object(name: str, schema: Schema) -> Schema:
+    """Arguments are an object, also where their schema leaves that open."""
+    said = schema.get("type", "object")
+    if "object" not in (said if isinstance(said, list) else [said]):
+        raise RequestError(
+            f"tools: the arguments of {name!r} must be an object, and its parameters say type "
+            f"{said!r:.100}; send a schema of type object"
+        )
+    return {**schema, "type": "object"}
+
+
+def _definitions(schema: Schema) -> dict[str, Any]:
+    """What references of a schema mean; they are from the outermost object."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _without_definitions(schema: Schema) -> dict[str, Any]:
+    kept = schema.keys() - _definitions(schema).keys()
+    return {key: value for key, value in schema.items() if key in kept}
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def _unsaid(what: str) -> RequestError:
+    return RequestError(
+        f"tools: {what} cannot be enforced in the way this model writes calls; leave out strict "
+        "and tool_choice"
+    )
+
+
+# ---- Grammars of answers that must keep to a structure and may reason before it.
+
+CAN_FOLLOW = ("json_schema", "choice")
+"""Kinds of structures that requests ask for and that can follow reasoning."""
+
+
+def after_reasoning(
+    structure: Structure, format: ReasoningFormat, special: Mapping[str, int], *, inside: bool
+) -> Structure:
+    """The structure behind free text that ends with what closes reasoning.
+
+    Args:
+        structure: one of the kinds above, or a grammar of `CallGrammar`.
+        special: ids of the special tokens that reasoning is written with, by their texts.
+        inside: the prompt has opened the reasoning; else the answer may, or may do without.
+    """
+    first, *rest = cut(format.close, special)
+    closed = written("".join(rest), special)
+    thought = (
+        f"thought: THOUGHT {written(first, special)} {closed}\nTHOUGHT: {ANY_TEXT}"
+        if first in special
+        else f"thought: closed {closed}\nclosed[suffix={quoted(first)}]: {ANY_TEXT}"
+    )
+    opened = "" if inside else f"BLANK? {written(format.open, special)} "
+    start = f"start: {opened}thought BLANK? answer"
+    if not inside:
+        start += f" | {written(format.lead, special)} answer"
+    blank = r"BLANK: /[ \n]{1,4}/"
+    text = "\n".join([start, thought, blank, _answer(structure)]) + "\n"
+    return Structure.grammar(text, structure.parts or [(structure.name, structure)])
+
+
+def _answer(structure: Structure) -> str:
+    if structure.kind == "json_schema":
+        return f"answer: {json_of(json.loads(structure.source))}"
+    if structure.kind == "choice":
+        return f"answer: {' | '.join(map(quoted, json.loads(structure.source)))}"
+    assert structure.source.startswith("start:")
+    return structure.source.replace("start:", "answer:", 1)

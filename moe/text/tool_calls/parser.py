@@ -1,0 +1,289 @@
+"""Reads calls of tools out of an answer while it comes.
+
+What a text becomes depends on the text alone, never on how it was cut up. Text that cannot be the
+beginning of a call is handed out at once, a call when it is complete. What begins like a call and
+is none (damaged JSON, a tool that the request does not have) is text like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe.text.tool_calls.format import CallFormat, ObjectBody, TaggedBody
+from moe.text.tool_calls.reader import Reader, Reading, overlap
+
+# ---- Arguments that are written as plain text, by what the tool's schema says they are.
+
+_PYTHON = {"True": True, "False": False, "None": None}  # what a template's `string` filter writes
+
+
+def from_text(text: str, schema: object) -> Any:
+    """The value of an argument; text where the schema says string, and where it is nothing else."""
+    types = _types(schema)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        if text not in _PYTHON:
+            return text
+        value = _PYTHON[text]
+    if value is None:
+        return None if "null" in types or not types else text
+    if isinstance(value, str) or "string" in types:
+        return text
+    return value
+
+
+def _types(schema: object) -> set[str]:
+    """What a schema allows, without following references; empty: it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    said = schema.get("type")
+    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
+    for union in ("anyOf", "oneOf"):
+        choices = schema.get(union)
+        for choice in choices if isinstance(choices, list) else ():
+            types |= _types(choice)
+    if not types and isinstance(values := schema.get("enum"), list):
+        types = {"string"} if any(isinstance(value, str) for value in values) else set()
+    return {name for name in types if isinstance(name, str)}
+
+
+# ---- What stands between the literals around a call: its name and its arguments, in three
+# shapes.
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of the arguments of each tool that may be called, by the tool's name."""
+
+Body = tuple[object, object, int]
+"""Name and arguments, which may be anything, and where they end."""
+
+
+def read_body(reader: Reader, format: CallFormat, at: int, tools: Schemas) -> Reading[Body | None]:
+    """None: there is none."""
+    body = format.body
+    if isinstance(body, ObjectBody):
+        read = yield from reader.json_object(at)
+        if read is None:
+            return None
+        value = loads(read[0])
+        return _dig(value, body.name), _dig(value, body.arguments), read[1]
+    named = yield from reader.name(at)
+    after = None if named is None else (yield from reader.literal(named[1], body.middle))
+    if named is None or after is None:
+        return None
+    if isinstance(body, TaggedBody):
+        tagged = yield from _Tagged(reader, body, format.call_close, tools.get(named[0])).read(
+            after
+        )
+        return named[0], *tagged
+    read = yield from reader.json_object(after)
+    return None if read is None else (named[0], loads(read[0]), read[1])
+
+
+class _Tagged:
+    def __init__(
+        self, reader: Reader, body: TaggedBody, call_close: str, schema: Mapping[str, Any] | None
+    ) -> None:
+        self._reader = reader
+        self._body = body
+        self._following = (body.open, call_close)
+        properties = (schema or {}).get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+
+    def read(self, at: int) -> Reading[tuple[dict[str, Any] | None, int]]:
+        """Arguments and where they end; None where one is not finished."""
+        reader, body = self._reader, self._body
+        arguments: dict[str, Any] = {}
+        while (begin := (yield from reader.literal(at, body.open))) is not None:
+            key_end = yield from reader.until(begin, body.key_close.split()[0])
+            start = None
+            if key_end is not None:
+                start = yield from reader.literal(key_end, body.key_close)
+            ends = None if start is None else (yield from self._ends(start))
+            if ends is None:
+                return None, at
+            key = reader.text[begin:key_end].strip()
+            text = reader.text[start : ends[0]].removeprefix(_space_after(body.key_close))
+            text = text.removesuffix(_space_before(body.close))
+            arguments[key] = from_text(text, self._properties.get(key))
+            at = ends[1]
+        return arguments, at
+
+    def _ends(self, start: int) -> Reading[tuple[int, int] | None]:
+        """Where a value ends, and where its closing does: one that is not part of the value.
+
+        Behind it comes the next key, or the end of the call.
+        """
+        at, reader = start, self._reader
+        while (end := (yield from reader.until(at, self._body.close.split()[0]))) is not None:
+            closed = yield from reader.literal(end, self._body.close)
+            if closed is not None:
+                for following in self._following:
+                    if (yield from reader.literal(closed, following)) is not None:
+                        return end, closed
+                if (yield from reader.skip(closed)) == len(reader.text):
+                    return end, closed
+            at = end + 1
+        return None
+
+
+def loads(text: str) -> Any:
+    """The value of JSON text; None where it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _dig(value: object, path: tuple[str, ...]) -> object:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _space_before(literal: str) -> str:
+    return literal[: len(literal) - len(literal.lstrip())]
+
+
+def _space_after(literal: str) -> str:
+    return literal[len(literal.rstrip()) :]
+
+
+# ----
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        arguments: a JSON object, as text.
+    """
+
+    name: str
+    arguments: str
+
+
+class CallParser:
+    """Reads one answer.
+
+    Args:
+        format: how the model writes calls.
+        tools: which there are.
+        most: what follows so many calls is left out; None: everything counts.
+    """
+
+    def __init__(self, format: CallFormat, tools: Schemas, most: int | None = None) -> None:
+        self._format = format
+        self._tools = tools
+        self._left = most
+        self._reader = Reader()
+        self._at = 0  # everything before is handed out
+        self._after_call = False
+        self._out: list[str | Call] = []
+        self._reading = self._read()
+
+    def push(self, text: str) -> list[str | Call]:
+        """Take in a piece of text; returns text and calls that became final, in their order."""
+        self._reader.text += text
+        next(self._reading, None)
+        out, self._out = self._out, []
+        return out
+
+    def finish(self) -> list[str | Call]:
+        """The rest, when the answer has ended."""
+        self._reader.ended = True
+        return self.push("")
+
+    def _read(self) -> Reading[None]:
+        opening = self._format.opening
+        found = yield from (self._find(opening) if opening else self._reader.skip(0))
+        while found is not None:
+            if not (yield from self._section(found)):
+                self._emit(min(found + max(len(opening), 1), len(self._reader.text)))
+            if not opening or self._left == 0:
+                break
+            found = yield from self._find(opening)
+        while True:
+            if self._left != 0:
+                self._emit(len(self._reader.text))
+            yield
+
+    def _find(self, word: str) -> Reading[int | None]:
+        """Where the next call may begin; the text before it, but for space, is handed out."""
+        reader = self._reader
+        while True:
+            reader.text, self._at = reader.text[self._at :], 0
+            found = reader.text.find(word)
+            end = found if found >= 0 else len(reader.text) - overlap(reader.text, word)
+            self._emit(len(reader.text[:end].rstrip()))
+            if found >= 0:
+                return found
+            if reader.ended:
+                self._emit(len(reader.text))
+                return None
+            yield
+
+    def _section(self, at: int | None) -> Reading[bool]:
+        """Calls that follow each other; whether there was any."""
+        assert at is not None
+        format, literal = self._format, self._reader.literal
+        begin = yield from literal(at, format.section_open)
+        num_calls = 0
+        while begin is not None and self._left != 0:
+            end = yield from self._call(begin)
+            if end is None:
+                break
+            num_calls += 1
+            self._at = end
+            begin = yield from literal(end, format.separator)
+        if num_calls and self._left != 0:
+            closed = yield from literal(self._at, format.section_close)
+            self._at = self._at if closed is None else closed
+        return num_calls > 0
+
+    def _call(self, at: int) -> Reading[int | None]:
+        """Hand out the call that begins here, and where it ends; None: there is none."""
+        begin = yield from self._reader.literal(at, self._format.call_open)
+        if begin is None:
+            return None
+        read = yield from read_body(self._reader, self._format, begin, self._tools)
+        if read is None:
+            return None
+        name, arguments, end = read
+        call = _call(name, arguments, self._tools)
+        if call is None:
+            return None
+        closed = yield from self._reader.literal(end, self._format.call_close)
+        self._out.append(call)
+        self._after_call = True
+        if self._left is not None:
+            self._left -= 1
+        return end if closed is None else closed
+
+    def _emit(self, end: int) -> None:
+        """Hand out the text up to there, but for space between a call and what follows it."""
+        text = self._reader.text[self._at : end]
+        if self._after_call:
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+            self._out.append(text)
+        self._at = max(self._at, end)
+
+
+def _call(name: object, arguments: object, tools: Schemas) -> Call | None:
+    """A call if it is one, of a tool that there is."""
+    if isinstance(arguments, str):  # JSON in JSON, as some templates have it
+        arguments = loads(arguments)
+    if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # there are escapes of halves of characters
+    except (ValueError, RecursionError):
+        return None
+    return Call(name, text)

@@ -1,0 +1,336 @@
+"""How a model writes what it thinks before it answers, found by asking its chat template.
+
+The template renders an answer with reasoning that occurs nowhere else; what stands before it and
+between it and the answer is what the model was taught to write. Templates that only open the
+reasoning, at the end of a prompt, or leave it empty, show its tag there. No architecture is named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe.errors import RequestError
+from moe.text.chat import DeadlineError
+from moe.text.tool_calls.format import CallFormat
+from moe.text.tool_calls.probe import Message, Render, common
+from moe.text.tool_calls.reader import Reader, Reading, overlap
+
+KEY = "reasoning_content"
+_KEYS = (KEY, "thinking", "reasoning")  # what templates call the reasoning of a message
+# Some models think only where they are told to, by one of these.
+_SWITCHES = ("enable_thinking", "thinking")
+_OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
+_ASKED, _THOUGHT, _ANSWERED = "probe question", "probe thought", "probe answer"
+_TOOL = "probe_tool"
+_EMPTY = re.compile(r"([<\[])(?P<name>[\w:-]+)([>\]])\s*\1/(?P=name)\3")
+_FIRST = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
+_UNFINISHED = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+_TAG = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*\Z")
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Reasoning stands between `open` and `close`; the answer is behind. Space does not matter.
+
+    Attributes:
+        lead: what an answer without reasoning begins with, as in channels; else "".
+        key: what the template calls the reasoning of a message; None: it reads none.
+    """
+
+    open: str
+    close: str
+    lead: str = ""
+    key: str | None = None
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (self.open, self.close, self.lead)
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether answers to a prompt begin inside the reasoning."""
+        return prompt.rstrip().endswith(self.open)
+
+    def as_dict(self) -> dict[str, str | None]:
+        return {"opens": self.open, "closes": self.close, "key": self.key}
+
+
+@dataclass(frozen=True)
+class ReasoningSupport:
+    """How a model writes its reasoning, or the reason why that is not known.
+
+    Attributes:
+        switch: the template's variable that turns reasoning on and off; None: it has none.
+        takes_effort: the template reads ``reasoning_effort``.
+    """
+
+    format: ReasoningFormat | None
+    reason: str
+    switch: str | None = None
+    takes_effort: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        shown = None if self.format is None else self.format.as_dict()
+        told = {"switch": self.switch, "takes_effort": self.takes_effort}
+        return {"enabled": self.format is not None, "why": self.reason, "format": shown} | told
+
+
+def probe_reasoning(render: Render) -> ReasoningSupport:
+    """Derive the format of reasoning from a model's chat template."""
+    reason = "the chat template neither writes the reasoning of earlier answers nor opens any"
+    found = None
+    try:
+        for options in _OPTIONS:
+            found = _Probe(render, options).run()
+            if found is not None:
+                reason = "found by probing the chat template"
+                break
+        switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
+        effort = _reads(render, "reasoning_effort", "low", "high")
+    except DeadlineError:
+        return ReasoningSupport(None, "the chat template takes too long")
+    return ReasoningSupport(found, reason, switch, effort)
+
+
+def _reads(render: Render, name: str, *values: object) -> bool:
+    """Whether prompts differ by what a variable of the template is."""
+    prompts = {_Probe(render, {name: value}).prompt() for value in values}
+    return None not in prompts and len(prompts) > 1
+
+
+class _Probe:
+    def __init__(self, render: Render, options: dict[str, Any]) -> None:
+        self._render = render
+        self._options = options
+
+    def prompt(self) -> str | None:
+        """None: the template takes no such options."""
+        return self._text([_user()], add_generation_prompt=True)
+
+    def run(self) -> ReasoningFormat | None:
+        prompt = self.prompt()
+        plain = self._text([_user(), _answer()])
+        if prompt is None or plain is None or _ANSWERED not in plain:
+            return None
+        opened = self._opened(prompt, plain)
+        for key in _KEYS:
+            for called in (False, True):
+                text = self._text(_thought(key, called=called))
+                found = None if text is None else _around(text, prompt, opened)
+                if found is not None:
+                    lead = self._lead(plain, prompt.rstrip().removesuffix(opened), found[0])
+                    return ReasoningFormat(*found, lead, key)
+        empty = _EMPTY.fullmatch(self._lead(plain, prompt, _ANSWERED))
+        tag = f"{empty[1]}{empty['name']}{empty[3]}" if empty else "" if opened in plain else opened
+        return ReasoningFormat(tag, f"{tag[0]}/{tag[1:]}") if tag else None
+
+    def _opened(self, prompt: str, plain: str) -> str:
+        """The tag at the end of a prompt that is not the beginning of an answer's turn; else ""."""
+        found = _TAG.search(prompt)
+        if found is None:
+            return ""
+        # Behind an earlier question there may be a thought that was left out, as an empty one.
+        turn = prompt[: found.start()].rstrip()
+        return found[1] if plain.startswith(turn) else ""
+
+    def _lead(self, plain: str, prompt: str, open: str) -> str:
+        lead = plain[_departs(prompt, plain) : plain.find(_ANSWERED)].strip()
+        return "" if lead.startswith(open) else lead
+
+    def _text(self, messages: list[Message], **options: Any) -> str | None:
+        try:
+            return self._render(messages, **options, **self._options)
+        except RequestError as error:
+            if isinstance(error.__cause__, DeadlineError):
+                raise error.__cause__ from None
+            return None
+
+
+def _around(text: str, prompt: str, opened: str) -> tuple[str, str] | None:
+    """What is before a thought and between it and the answer; None: the thought is not there."""
+    begin = text.find(_THOUGHT)
+    end = text.find(_ANSWERED, begin + len(_THOUGHT))
+    if begin < 0 or end < 0:
+        return None
+    open = text[_departs(prompt, text) : begin].strip() or opened
+    close = text[begin + len(_THOUGHT) : end].strip()
+    if _TOOL in close:  # calls before content: what closes the reasoning is the first tag
+        first = _FIRST.match(close)
+        close = first[0] if first else ""
+    return (open, close) if open and close else None
+
+
+def _departs(prompt: str, text: str) -> int:
+    """Where a text goes on in another way than a prompt, but never within a tag."""
+    end = common(prompt, text)
+    unfinished = _UNFINISHED.search(text, 0, end)
+    return unfinished.start() if unfinished else end
+
+
+def _user() -> Message:
+    return {"role": "user", "content": _ASKED}
+
+
+def _answer() -> Message:
+    return {"role": "assistant", "content": _ANSWERED}
+
+
+def _thought(key: str, *, called: bool) -> list[Message]:
+    """A turn with reasoning; some templates write it only while tools are being called."""
+    answer = _answer() | {key: _THOUGHT}
+    if not called:
+        return [_user(), answer]
+    function = {"name": _TOOL, "arguments": {}}
+    calls = [{"id": "probe0000", "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": "probe0000", "name": _TOOL, "content": "7"}
+    return [_user(), answer | {"tool_calls": calls}, result]
+
+
+# ---- Reads the reasoning out of an answer while it comes.
+#
+# What becomes of a text depends on the text alone, never on how it was cut up. An answer that
+# ends before its reasoning does is reasoning only.
+
+
+class ReasoningParser:
+    """Cuts one answer into its reasoning and what comes behind it.
+
+    Args:
+        inside: the prompt has opened the reasoning.
+
+    Attributes:
+        found: the answer begins with reasoning.
+        over: what comes now is behind it, or there is none.
+    """
+
+    def __init__(self, format: ReasoningFormat, *, inside: bool) -> None:
+        self.found = self.over = False
+        self._format = format
+        self._inside = inside
+        self._reader = Reader()
+        self._at = 0  # everything before is handed out
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._reading = self._read()
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take in a piece of text; returns reasoning and content that became final."""
+        self._reader.text += text
+        next(self._reading, None)
+        out = "".join(self._reasoning), "".join(self._content)
+        self._reasoning.clear()
+        self._content.clear()
+        return out
+
+    def finish(self) -> tuple[str, str]:
+        """The rest, when the answer has ended."""
+        self._reader.ended = True
+        return self.push("")
+
+    def _read(self) -> Reading[None]:
+        reader = self._reader
+        opened = yield from reader.literal(0, self._format.open)
+        if opened is not None or self._inside:
+            self.found = True
+            self._at = yield from reader.skip(opened or 0)
+            closed = yield from self._think()
+            self.over = True
+            self._at = yield from reader.skip(closed)
+        elif (lead := (yield from reader.literal(0, self._format.lead))) is not None:
+            self._at = lead
+        self.over = True
+        while True:
+            self._hand_out(len(reader.text), self._content)
+            yield
+
+    def _think(self) -> Reading[int]:
+        """Hand out the reasoning; where what closes it ends, or the text does."""
+        reader, close = self._reader, self._format.close
+        word = close.split()[0]
+        start = self._at
+        while True:
+            found = reader.text.find(word, start)
+            end = found if found >= 0 else len(reader.text) - overlap(reader.text, word)
+            keep = reader.text[self._at : end]
+            start = end - self._hand_out(self._at + len(keep.rstrip()), self._reasoning)
+            if found >= 0:
+                closed = yield from reader.literal(start, close)
+                if closed is not None:
+                    return closed
+                start += 1
+            elif reader.ended:
+                self._hand_out(len(reader.text), self._reasoning)
+                return len(reader.text)
+            else:
+                yield
+
+    def _hand_out(self, end: int, to: list[str]) -> int:
+        """The text up to there, which is then forgotten; returns how much that was."""
+        text = self._reader.text
+        to.append(text[self._at : end])
+        self._reader.text, self._at = text[end:], 0
+        return end
+
+
+# ---- Earlier calls and reasoning as a chat template takes them.
+
+
+def as_template_takes(messages: Sequence[Message], format: CallFormat | None) -> list[Message]:
+    """Messages of OpenAI's API for a template: arguments as JSON text or as an object.
+
+    Answers of tools get the name of the tool, which some templates write. Without a format messages
+    stay as they are. Raises `RequestError` where arguments are not a JSON object.
+    """
+    if format is None:
+        return list(messages)
+    names: dict[object, object] = {}
+    made = []
+    for position, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls:
+            calls = [_converted(position, call, format) for call in calls]
+            names |= {call.get("id"): call["function"].get("name") for call in calls}
+            content = message.get("content") or format.no_content
+            message = message | {"tool_calls": calls, "content": content}
+        elif message.get("role") == "tool" and (name := names.get(message.get("tool_call_id"))):
+            message = {"name": name} | message
+        made.append(message)
+    return made
+
+
+def with_reasoning(messages: Sequence[Message], format: ReasoningFormat | None) -> list[Message]:
+    """Reasoning of messages under the name that the template reads; left out if it reads none."""
+    key = None if format is None else format.key
+    made = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name != KEY}
+        if key is not None and message.get(KEY):
+            plain[key] = message[KEY]
+        made.append(plain)
+    return made
+
+
+def _converted(position: int, call: object, format: CallFormat) -> Message:
+    where = f"chat message {position}"
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise RequestError(
+            f'{where}: tool_calls must be a list of {{"id", "type", "function"}}, got {call!r:.200}'
+        )
+    function = dict(call["function"])
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and not format.arguments_as_text:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                f"{where}: the arguments of a call must be a JSON object, "
+                f"got {function['arguments']!r:.200}"
+            )
+    elif format.arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return dict(call) | {"function": function | {"arguments": arguments}}

@@ -1,5 +1,0 @@
-"""``moe trace``: what a model's routing looks like on a text.
-
-The questions are those of OpenMoE and of what lives on locality: caches, shared
-experts, prediction. Measured on a trace (`moe.calibrate.trace`), for any model that loads.
-"""

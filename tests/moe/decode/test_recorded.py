@@ -1,0 +1,211 @@
+"""Recorded decode steps of whole models, on the CPU: a tape stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from examples.models import tiny as architectures
+from kernels.triton import experts as triton_experts
+from kernels.triton.language import INTERPRETED
+from moe import MoE, SamplingParams
+from moe.decode import compiled_experts as resident
+from moe.decode import enable, recorded
+from moe.decode import recorded as shadow
+from moe.decode.enable import enable_fused
+from moe.decode.recorded import Shadow, recorded_step
+from moe.describe.description import NotDescribed
+from moe.describe.packing import enable_packing
+from moe.network.backbone import Trunk
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+from moe.network.moe_layer import MoELayers
+from moe.network.seam import attach, take_experts
+from routing import parse_policies
+from tests.moe.decode.tape import Tape
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
+
+PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [1, 2]]
+
+
+def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Trunk, MoELayers]:
+    model: Any = architectures.tiny_model(architecture)
+    model.to(dtype)
+    experts = MoELayers(take_experts(model))
+    attach(model, experts.layers, experts.run)
+    trunk = Trunk(model)
+    assert enable_packing(trunk).enabled
+    return trunk, experts
+
+
+@pytest.fixture(autouse=True)
+def two_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter is slow: layers, heads with one of keys, and groups of two experts."""
+    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    for name, value in small.items():
+        monkeypatch.setitem(architectures.TINY, name, value)
+    monkeypatch.setitem(architectures.LATENT, "num_key_value_heads", 2)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    architectures.tiny_model("mixtral").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on the CPU record their steps, and run their experts by Triton."""
+    step = partial(recorded_step, capture=Tape)
+    monkeypatch.setattr(enable, "_compiled", step)
+    monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
+    monkeypatch.setattr(resident, "experts_forward", triton_experts.experts_forward)
+    monkeypatch.setattr(recorded, "reads_nothing_back", triton_experts.supports)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("qwen2_moe", torch.bfloat16), ("gpt_oss", torch.float32), ("deepseek_v3", torch.bfloat16)],
+)
+def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torch.dtype) -> None:
+    trunk, experts = parts_of(architecture, dtype)
+    _, reason = recorded_step(trunk, experts, Tape)
+    assert reason.startswith("as near to float32 as transformers' forward (")
+    assert reason.endswith("; experts outside: their kernel needs Python")
+
+
+def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk, experts = parts_of("mixtral")
+    cast = Shadow.cast
+
+    def wrong(self: Shadow, description: Any) -> Any:
+        right = cast(self, description)
+        last = right.layers[-1]
+        broken = replace(last, attention_scale=0.99)
+        return replace(right, layers=(*right.layers[:-1], broken))
+
+    monkeypatch.setattr(Shadow, "cast", wrong)
+    with pytest.raises(NotDescribed, match="differ by"):
+        recorded_step(trunk, experts, Tape)
+
+
+def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoint: Path) -> None:
+    """Experts run inside the recording while only decoding goes on, and outside otherwise."""
+    found = []
+    for engine in ({"fused": "auto"}, {"fused": "off"}):
+        model = MoE.from_pretrained(checkpoint, engine={**engine, "max_batch_size": 2})
+        if engine["fused"] == "auto":
+            assert model.status()["fused"]["why"].endswith("; experts inside")
+            asked = count_calls(model)
+        tokens = [completion.token_ids for completion in model.generate(PROMPTS, PARAMS)]
+        found.append((tokens, model.stats()["layers"]))
+    assert found[0] == found[1]
+    # Two prompts are read together, the third while others decode; else nobody is asked.
+    steps = found[0][1][0]["steps"]
+    assert 2 <= len(asked) < steps
+
+
+def count_calls(model: MoE) -> list[int]:
+    """Grows when the first MoE layer is asked for its rows."""
+    experts, asked = model.experts, list[int]()
+    bring = experts.bring
+
+    def noted(layer: int, visits: Any) -> Any:
+        if layer == 0:
+            asked.append(len(visits))
+        return bring(layer, visits)
+
+    experts.bring = noted  # type: ignore[method-assign]
+    return asked
+
+
+def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
+    trunk, experts = parts_of("mixtral")
+    experts.forward = triton_experts.experts_forward
+    step, _ = recorded_step(trunk, experts, Tape)
+    trunk.fused = step
+    cache = trunk.new_cache(20)
+    (lane,) = trunk.lanes([Work([1, 2, 3], cache)])
+    run_lanes([lane], experts.run)
+    asked = []
+
+    def run(layer: int, visits: Any) -> Any:
+        asked.append(layer)
+        return experts.run(layer, visits)
+
+    layers = list(range(len(experts.layers)))
+
+    def decode(runner: Any) -> list[int]:
+        asked.clear()
+        run_lanes(trunk.lanes([Work([4], cache)], "decode"), runner)
+        return list(asked)
+
+    before = experts.statistics.steps[0]
+    assert decode(experts.run) == []
+    assert experts.statistics.steps[0] == before + 1
+    assert decode(run) == layers  # a draft, or whoever else serves the lane
+    experts.policies = parse_policies(["top_k:1"], lossless=False)
+    before = experts.statistics.expert_loads_by(0)["decode"]
+    decode(experts.run)
+    assert experts.statistics.expert_loads_by(0)["decode"] == before + 1
+
+
+def test_without_a_recording_transformers_goes_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(Tape):
+        left = 2 * 3  # the two recordings of the probe: a segment a layer and one more
+
+        def __call__(self, function: Any) -> Any:
+            if not Breaks.left:
+                raise RuntimeError("out of graphs")
+            Breaks.left -= 1
+            return super().__call__(function)
+
+    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=Breaks))
+    model = MoE.from_pretrained(checkpoint)
+    plain = MoE.from_pretrained(checkpoint, engine={"fused": "off"})
+    assert model.status()["fused"]["enabled"]
+    tokens = [[c.token_ids for c in m.generate(PROMPTS[:1], PARAMS)] for m in (model, plain)]
+    assert tokens[0] == tokens[1]
+    why = "recording 1 rows raised RuntimeError: out of graphs"
+    assert model.status()["fused"] == {"enabled": False, "why": why}
+
+
+def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk, experts = parts_of("mixtral", torch.bfloat16)
+
+    def broken() -> Any:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=broken))
+    state = enable_fused(trunk, experts)
+    assert (state.enabled, trunk.fused) == (False, None)
+    assert state.reason == "recording 4 rows raised RuntimeError: no driver"
+    monkeypatch.setattr(recorded, "observe_random", lambda _trunk: broken())
+    assert enable_fused(trunk, experts).reason == "probing raised RuntimeError: no driver"
+    monkeypatch.setattr(shadow, "memory_available", lambda: 1000)
+    assert "float32 copy of the trunk takes" in enable_fused(trunk, experts).reason
+
+
+def test_a_copy_shares_nothing_with_the_model_but_who_serves_its_experts() -> None:
+    trunk, experts = parts_of("granitemoeshared", torch.bfloat16)
+    copy = Shadow.of(trunk)
+    theirs = {p.data_ptr() for p in trunk.model.parameters()}
+    assert not any(p.data_ptr() in theirs for p in copy.trunk.model.parameters())
+    assert {p.dtype for p in copy.trunk.model.parameters()} == {torch.float32}
+    seats = [m.expert_seat.run_experts for m in modules_with_seats(copy.trunk.model)]
+    assert seats == [experts.run] * len(seats)
+
+
+def modules_with_seats(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "expert_seat")]

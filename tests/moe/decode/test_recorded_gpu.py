@@ -1,0 +1,67 @@
+"""Recorded decode steps on a real GPU: TRITON_INTERPRET=0 python -m pytest -m gpu tests/moe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.models.tiny import tiny_model
+from kernels.triton.language import INTERPRETED
+from moe import MoE, SamplingParams
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU and TRITON_INTERPRET=0"
+    ),
+]
+ARCHITECTURES = ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "glm4_moe", "deepseek_v3"]
+PARAMS = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [1, 2]]
+
+
+def load(path: Path, architecture: str, dtype: str, fused: str = "auto") -> MoE:
+    tiny_model(architecture).save_pretrained(path)
+    return MoE.from_pretrained(
+        path, device="cuda", model={"dtype": dtype}, engine={"fused": fused, "max_batch_size": 2}
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_and_statistics_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    found = []
+    for fused in ("auto", "off"):
+        model = load(tmp_path, architecture, "float32", fused)
+        if fused == "auto":
+            assert model.status()["fused"]["why"].endswith("; experts inside")
+        tokens = [completion.token_ids for completion in model.generate(PROMPTS, PARAMS)]
+        assert model.status()["fused"]["enabled"] == (fused == "auto")
+        found.append((tokens, model.stats()["layers"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_half_precision_is_recorded_too(architecture: str, dtype: str, tmp_path: Path) -> None:
+    model = load(tmp_path, architecture, dtype)
+    assert model.status()["fused"]["enabled"], model.status()["fused"]["why"]
+    assert len(model.generate(PROMPTS, PARAMS)) == len(PROMPTS)
+
+
+@torch.inference_mode()
+def test_a_recorded_step_never_waits_for_the_device(tmp_path: Path) -> None:
+    model = load(tmp_path, "mixtral", "bfloat16")
+    trunk, run = model.trunk, model.experts.run
+    cache = trunk.new_cache(40)
+    run_lanes(trunk.lanes([Work([1, 2, 3], cache)]), run)
+    run_lanes(trunk.lanes([Work([4], cache)], "decode"), run)  # records
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for token in range(5, 25):
+            run_lanes(trunk.lanes([Work([token], cache)], "decode"), run)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,128 @@
+"""The compiled step against the plain one, on descriptions of every kind and awkward sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kernels.cpu import choose_kernel
+from kernels.cpu.build import load_library
+from kernels.cpu.decode import NativeDecode
+from moe.decode.base import StepFunction
+from moe.decode.compiled import FusedStep
+from moe.decode.reference import reference_step
+from moe.describe.description import Description, NotDescribed, Projection
+from moe.network.kv_cache import SequenceKV, Work
+from routing import Routing
+from tests.kernels.kernel_cases import TARGETS
+from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, visit
+
+pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+
+
+def compiled(description: Description, target: str = "-march=native") -> FusedStep:
+    return FusedStep(description, NativeDecode(load_library((target,))))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@settings(max_examples=30)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    maker = Maker(data, data.draw(st.sampled_from([8, 24, 64, 100])))
+    description = maker.description(2)
+    lengths = data.draw(st.lists(st.sampled_from([1, 2, 17, 511, 1100]), min_size=1, max_size=9))
+    plain = filled(description, lengths, 3)
+    fast = [sequence.fork(sequence.capacity + 1, sequence.length) for sequence in plain]
+    step = compiled(description, target)
+    # Rounding to 8 bits may fall either way where the order of sums differs.
+    tolerance = 1e-4 if maker.bits is None else 5e-2
+    for _ in range(2):
+        tokens = torch.randint(VOCABULARY, (len(lengths),)).tolist()
+        expected, actual = (
+            torch.cat(run([Work([t], c) for t, c in zip(tokens, caches, strict=True)], visit))
+            for run, caches in ((partial(reference_step, description), plain), (step, fast))
+        )
+        scale = expected.abs().max().clamp_min(1.0)
+        wrong = ((actual - expected).abs().amax(1) > tolerance * scale).float().mean()
+        # A choice between nearly equal experts may fall either way too.
+        assert wrong <= (0.0 if maker.bits is None else 0.3)
+    assert [cache.length for cache in fast] == [cache.length for cache in plain]
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    description = Maker(data, data.draw(st.sampled_from([24, 100, 256]))).description(2)
+    lengths = data.draw(st.lists(st.integers(1, 1100), min_size=2, max_size=12))
+    together = filled(description, lengths, 1)
+    alone = [sequence.fork(sequence.capacity, sequence.length) for sequence in together]
+    step, threads = compiled(description), torch.get_num_threads()
+    work = [Work([index % VOCABULARY], cache) for index, cache in enumerate(together)]
+    try:
+        torch.set_num_threads(data.draw(st.integers(1, 3)))
+        rows = step(work, visit)
+    finally:
+        torch.set_num_threads(threads)
+    for index, cache in enumerate(alone):
+        (row,) = step([Work([index % VOCABULARY], cache)], visit)
+        assert torch.equal(row, rows[index])
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_several_tokens_of_a_sequence_are_those_read_one_by_one(
+    data: st.DataObject, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    description = Maker(data, 24).description(2)
+    (cache,) = filled(description, [data.draw(st.sampled_from([1, 9, 510]))], 5)
+    single = cache.fork(cache.capacity, cache.length)
+    step = compiled(description)
+    (rows,) = step([Work([1, 2, 3, 4], cache, all_logits=True)], visit)
+    expected = [step([Work([token], single)], visit)[0] for token in (1, 2, 3, 4)]
+    assert torch.equal(rows, torch.cat(expected))
+
+
+@settings(max_examples=15)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_a_row_of_nan_visits_experts_as_others_do(data: st.DataObject, seed: int) -> None:
+    torch.manual_seed(seed)
+    description = Maker(data, 24).description(2)
+    assert isinstance(description.embedding, nn.Embedding)
+    description.embedding.weight[3] = torch.nan
+    (plain,) = filled(description, [5], 1)
+    fast = plain.fork(plain.capacity, plain.length)
+
+    def choices(step: StepFunction, cache: SequenceKV) -> list[Tensor]:
+        ids: list[Tensor] = []
+
+        def note(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
+            ids.append(routing.expert_ids)
+            return rows
+
+        step([Work([3], cache)], note)
+        return ids
+
+    expected = choices(partial(reference_step, description), plain)
+    assert all(map(torch.equal, choices(compiled(description), fast), expected))
+
+
+@settings(max_examples=3)
+@given(st.data())
+def test_what_the_compiled_step_does_not_take_is_refused(data: st.DataObject) -> None:
+    description = Maker(data, 8).description(2)
+    head = Projection(description.head.weight.double(), None, description.head.leaf)  # type: ignore[union-attr]
+    with pytest.raises(NotDescribed, match=r"weights are torch\.float64"):
+        compiled(replace(description, head=head))

@@ -1,0 +1,290 @@
+"""Calls out of answers: what templates write is read back, however it is cut up."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moe.errors import RequestError
+from moe.text.tool_calls import reader
+from moe.text.tool_calls.format import CallFormat
+from moe.text.tool_calls.parser import Call, CallParser
+from moe.text.tool_calls.probe import ToolSupport, probe_tools
+from tests.moe.text.test_prompts import make_tokenizer
+from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, SPECIAL, TAGGED, UNKNOWN, wide
+
+ASKED = {"role": "user", "content": "what?"}
+
+
+def renderer(template: str) -> Callable[..., str]:
+    tokenizer = make_tokenizer(template)
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:
+            raise RequestError(str(error)) from error
+
+    return render
+
+
+@cache
+def probed(name: str) -> tuple[Callable[..., str], ToolSupport]:
+    render = renderer(KNOWN[name])
+    return render, probe_tools(render, SPECIAL)
+
+
+def format_of(name: str) -> CallFormat:
+    format = probed(name)[1].format
+    assert format is not None
+    return format
+
+
+def written(name: str, content: str | None, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """What a model would have generated, from the template's rendering of it as history."""
+    render, format = probed(name)[0], format_of(name)
+    made = [
+        {
+            "id": f"{index:09}",
+            "type": "function",
+            "function": {
+                "name": tool,
+                "arguments": json.dumps(given) if format.arguments_as_text else given,
+            },
+        }
+        for index, (tool, given) in enumerate(calls)
+    ]
+    answer = {"role": "assistant", "content": content or format.no_content, "tool_calls": made}
+    text = render([ASKED, answer])
+    prompt = render([ASKED], add_generation_prompt=True)
+    for begin in (prompt, prompt + "\n<think></think>", prompt + "<think>\n\n</think>\n\n"):
+        if text.startswith(begin):
+            answered = text[len(begin) :]
+    for end in ("<|im_end|>\n", "</s>", "<|eot_id|>", wide("<!end▁of▁sentence!>"), "<|end|>"):
+        answered = answered.removesuffix(end)
+    return answered
+
+
+def read(parser: CallParser, pieces: list[str]) -> tuple[str, list[Call], list[str]]:
+    """Content, calls, and the order in which they came."""
+    out = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
+    content = "".join(item for item in out if isinstance(item, str))
+    return (
+        content,
+        [item for item in out if isinstance(item, Call)],
+        [type(i).__name__ for i in out],
+    )
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[begin:end] for begin, end in pairwise(at)]
+
+
+names = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=64)
+DELIMITERS = sorted(
+    {word for name in KNOWN for literal in format_of(name).literals for word in literal.split()}
+)
+texts = st.one_of(
+    st.text(max_size=20).filter(lambda text: text.isprintable()),
+    st.sampled_from([*DELIMITERS, '"', "\\", '\\"', "}", "{", "\n", "你好", "true", "7"]),
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+calls = st.lists(
+    st.tuples(names, st.dictionaries(texts.filter(bool), values, max_size=4)),
+    min_size=1,
+    max_size=3,
+)
+places = st.lists(st.integers(0, 10_000), max_size=20)
+
+
+@pytest.mark.parametrize("name", JSON_SHAPED)
+@settings(max_examples=40, deadline=None)
+@given(calls=calls, content=st.sampled_from([None, "Let me see.", "Ok: {"]), places=places)
+def test_what_a_template_writes_as_json_is_read_back(
+    name: str, calls: list[tuple[str, dict[str, Any]]], content: str | None, places: list[int]
+) -> None:
+    format = format_of(name)
+    if not format.several:
+        calls = calls[:1]
+    if name in ("mistral", "llama", "deepseek"):  # these write either text or calls
+        content = None
+    text = written(name, content, calls)
+    tools: dict[str, Any] = {tool: {} for tool, _ in calls}
+    got, found, order = read(CallParser(format, tools), cut(text, places))
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert got == (content or "")
+    assert (got, found) == read(CallParser(format, tools), [text])[:2]
+    assert (got, found) == read(CallParser(format, tools), list(text))[:2]
+    assert "".join(kind[0] for kind in order).lstrip("s") == "C" * len(calls)
+
+
+def schema(value: object) -> dict[str, str]:
+    kinds: dict[type, str] = {str: "string", bool: "boolean", int: "integer", type(None): "null"}
+    kinds |= {list: "array", dict: "object"}
+    return {"type": kinds[type(value)]}
+
+
+PLAIN = st.text(max_size=20).filter(
+    lambda text: not any(c in text for c in "<>") and "\r" not in text and text.isprintable()
+)
+tagged_calls = st.lists(
+    st.tuples(
+        names,
+        st.dictionaries(
+            names, st.none() | st.booleans() | st.integers() | texts | PLAIN | st.lists(PLAIN)
+        ),
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda call: call[0],
+)
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@settings(max_examples=40, deadline=None)
+@given(calls=tagged_calls, content=st.sampled_from([None, "Let me see."]), places=places)
+@example(calls=[("f", {"code": "a </parameter> b\n  c"}), ("g", {})], content=None, places=[5])
+def test_what_a_template_writes_in_tags_is_read_back(
+    name: str, calls: list[tuple[str, dict[str, Any]]], content: str | None, places: list[int]
+) -> None:
+    format = format_of(name)
+    text = written(name, content, calls)
+    tools: dict[str, Any] = {
+        tool: {"properties": {key: schema(value) for key, value in given.items()}}
+        for tool, given in calls
+    }
+    got, found, _ = read(CallParser(format, tools), cut(text, places))
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert got.strip() == (content or "")
+    assert (got, found) == read(CallParser(format, tools), list(text))[:2]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), places=places)
+def test_any_text_is_read_the_same_in_any_pieces(
+    name: str, data: st.DataObject, places: list[int]
+) -> None:
+    """And what holds no call comes out as it went in."""
+    format = format_of(name)
+    words = [w for literal in format.literals for w in (literal, *literal.split()) if w]
+    fragments = st.sampled_from(
+        [*words, '{"name": "f", ', '"arguments": {', '"parameters": {"a": "', '"}', "}", "f", " "]
+        + ["\n", "Hi", '{"a": 1}', "a", "\\", '"', "]", "["]
+    )
+    text = "".join(data.draw(st.lists(fragments, max_size=25)))
+    one = read(CallParser(format, {"f": {}}), cut(text, places))
+    assert one[:2] == read(CallParser(format, {"f": {}}), [text])[:2]
+    assert one[:2] == read(CallParser(format, {"f": {}}), list(text))[:2]
+    if not one[1]:
+        assert one[0] == text
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_where_nothing_can_be_derived_the_reason_is_said(name: str) -> None:
+    template, reason = UNKNOWN[name]
+    support = probe_tools(renderer(template), SPECIAL)
+    assert support.format is None
+    assert reason in support.reason
+    assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None}
+
+
+HERMES: Any = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "<tool_call>nothing</tool_call>",
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}',
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1e999}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": ["f"], "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001,
+        '<tool_call>\n{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}\n</tool_call>",
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(CallParser(format_of("hermes"), {"f": {}}), pieces)[:2] == (text, [])
+    after = read(CallParser(format_of("hermes"), {"f": {}}), [text + " and " + HERMES])
+    if not text.endswith(("}", "1")):
+        assert after[1] == [Call("f", '{"a": 1}')]
+
+
+def test_text_comes_as_soon_as_it_cannot_be_the_beginning_of_a_call() -> None:
+    parser = CallParser(format_of("hermes"), {"f": {}})
+    pieces = ["I look", " <tool", "s> it", " up\n", "\n<tool_call>", HERMES[11:], "\n"]
+    assert [parser.push(piece) for piece in pieces] == [
+        ["I look"],
+        [],
+        [" <tools> it"],
+        [" up"],
+        [],
+        [Call("f", '{"a": 1}')],
+        [],
+    ]
+    assert parser.finish() == []
+
+
+def test_arguments_may_be_json_in_json_and_closings_may_lack() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}'
+    assert read(CallParser(format_of("hermes"), {"f": {}}), [text])[1] == [Call("f", '{"a": 1}')]
+
+
+def test_one_call_only_where_one_is_wanted() -> None:
+    for text in (HERMES * 3, HERMES + " and so on"):
+        parser = CallParser(format_of("hermes"), {"f": {}}, most=1)
+        assert read(parser, list("Ok. " + text))[:2] == ("Ok.", [Call("f", '{"a": 1}')])
+
+
+def test_a_call_without_delimiters_is_one_at_the_start_only() -> None:
+    bare = '{"name": "f", "parameters": {"a": 1}}'
+    parse = lambda text: read(CallParser(format_of("llama"), {"f": {}}), list(text))[:2]  # noqa: E731
+    assert parse(f" {bare}\n") == ("", [Call("f", '{"a": 1}')])
+    assert parse(f"It is {bare}") == (f"It is {bare}", [])
+    assert parse('{"name": "x", "parameters": {}} it is') == (
+        '{"name": "x", "parameters": {}} it is',
+        [],
+    )
+
+
+def test_long_arguments_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that are looked at, which could be quadratic in the length."""
+    looked_at = 0
+
+    class Counting:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.pattern = pattern
+
+        def search(self, text: str, at: int) -> re.Match[str] | None:
+            nonlocal looked_at
+            found = self.pattern.search(text, at)
+            looked_at += (found.end() if found else len(text)) - at
+            return found
+
+    for name in ("_INSIDE", "_OUTSIDE"):
+        monkeypatch.setattr(reader, name, Counting(getattr(reader, name)))
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "' + "x" * 20_000 + '"}}\n</tool_call>'
+    pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
+    assert len(read(CallParser(format_of("hermes"), {"f": {}}), pieces)[1]) == 1
+    assert 20_000 < looked_at < 2 * len(text)
