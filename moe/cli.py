@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from moe import __version__
 from moe.commands import arguments, subcommands
-from moe.commands import subcommands as on_ranks
 from moe.errors import MoEError, ProfileError, RankLostError
 from offload.errors import OffloadError
 
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _take_any_text()
     options = build_parser().parse_args(argv)
     try:
-        if options.run not in (on_ranks.generate, on_ranks.chat, on_ranks.serve):
+        if options.run not in (subcommands.generate, subcommands.chat, subcommands.serve):
             _refuse_ranks()
         code: int = options.run(options)
     except MoEError as error:
@@ -62,11 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
         add_arguments(command)
         command.set_defaults(run=run)
 
-    add("generate", "continue a prompt", arguments.add_generate, on_ranks.generate)
+    add("generate", "continue a prompt", arguments.add_generate, subcommands.generate)
     chat = "talk to a model; /reset, /stats and /exit inside"
-    add("chat", chat, arguments.add_chat, on_ranks.chat)
+    add("chat", chat, arguments.add_chat, subcommands.chat)
     serve = "answer OpenAI's and Anthropic's clients over HTTP until stopped"
-    add("serve", serve, arguments.add_serve, on_ranks.serve)
+    add("serve", serve, arguments.add_serve, subcommands.serve)
     convert = "write a model as a store, which loads at once"
     add("convert", convert, arguments.add_convert, subcommands.convert)
     calibrate = "learn from a text which experts will be needed, for a model that offloads"

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from moe import __version__
 from moe.errors import RequestError
 from moe.server import routes
-from moe.server import routes as texts
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
 from moe.server.engine_thread import Runner
@@ -35,7 +34,7 @@ from moe.server.responses import ResponsesRequest
 from moe.settings import ServerSettings
 from moe.settings.profile import KEYS, value_of
 
-_BODIES = (ChatRequest, texts.TokenizeRequest, ResponsesRequest, MessagesRequest)
+_BODIES = (ChatRequest, routes.TokenizeRequest, ResponsesRequest, MessagesRequest)
 _ERRORS = {"Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
 router = APIRouter()
 
@@ -54,7 +53,6 @@ def create_app(
     app.state.settings = settings
     app.include_router(router)
     app.include_router(routes.router)
-    app.include_router(texts.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
     app.add_exception_handler(HTTPException, _answer)

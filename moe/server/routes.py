@@ -78,8 +78,6 @@ async def count_tokens(
 
 # ---- ``/tokenize`` and ``/detokenize``: prompts to token ids and back.
 
-text_router = APIRouter()
-
 
 class TokenizeRequest(ChatEnding):
     """A prompt or messages, as one of the two routes above would read them."""
@@ -102,7 +100,7 @@ class DetokenizeRequest(RequestBody):
     tokens: Items[int]
 
 
-@text_router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
+@router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
 async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> dict[str, Any]:
@@ -118,7 +116,7 @@ async def tokenize(
     return await runner.text(work)
 
 
-@text_router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
+@router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
 async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> dict[str, Any]:
