@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from moe.errors import ProfileError, RequestError
-from moe.model import MoE
-from moe.settings.profile import LoadedProfile
 
 
 @contextmanager
@@ -183,7 +181,7 @@ def generate(options: argparse.Namespace) -> int:
         return 0
     if options.model is None:
         raise ProfileError("no model was given; write moe generate MODEL --prompt TEXT")
-    if _follows(options.model, profile):
+    if _worked(options.model, profile):
         return 0
     if options.batch is not None or options.out is not None:
         return _batch(options, profile)
@@ -201,7 +199,7 @@ def generate(options: argparse.Namespace) -> int:
 
 def chat(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    if _follows(options.model, profile):
+    if _worked(options.model, profile):
         return 0
     system = None if options.system is None else _text_of(options.system, "system")
     with importing():
@@ -212,7 +210,7 @@ def chat(options: argparse.Namespace) -> int:
 
 def serve(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    if _follows(options.model, profile):
+    if _worked(options.model, profile):
         return 0
     with importing():
         from moe.server.serve import serve as run
@@ -235,9 +233,13 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
     return batch(options.model, profile, Path(options.batch), Path(options.out))
 
 
-def _follows(model: str, profile: Any) -> bool:
-    """Whether this process is not the first rank of a launch; its part is done then."""
-    from moe.parallel.endings import sheltered
+def _worked(model: str, profile: Any) -> bool:
+    """Whether this process is a worker rank, which serves here until rank 0 stops.
+
+    Raises:
+        MoEError: the model cannot be loaded, or the ranks do not come together.
+        RankLostError: rank 0 is lost.
+    """
     from moe.parallel.launch import end_with_parent, wanted_launch
 
     launch = wanted_launch(profile.profile)
@@ -247,10 +249,18 @@ def _follows(model: str, profile: Any) -> bool:
     if launch.rank == 0:  # launchers make SIGTERM of the SIGINT that a terminal sends to everybody
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return False
+    with importing():
+        from moe.model import MoE
+        from moe.parallel.endings import sheltered
+
     if profile.profile.parallel.on_rank_loss == "continue":
         sheltered(launch)
 
-    follow(model, profile)
+    with closing(MoE.from_pretrained(model, profile)) as loaded:
+        # A launcher signals all ranks: rank 0 finishes what it has begun, then stops the others.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        loaded.serve_rank()
     return True
 
 
@@ -271,20 +281,3 @@ def _text_of(argument: str, what: str) -> str:
         return Path(argument[1:]).read_bytes().decode()  # "\r\n" is two characters, as on stdin
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the {what} file {argument[1:]}: {error}") from error
-
-
-# ---- What ``moe`` does on every rank but the first.
-
-
-def follow(name: str, profile: LoadedProfile) -> None:
-    """Load the model and compute until rank 0 stops.
-
-    Raises:
-        MoEError: the model cannot be loaded, or the ranks do not come together.
-        RankLostError: rank 0 is lost.
-    """
-    with closing(MoE.from_pretrained(name, profile)) as model:
-        # A launcher signals all ranks: rank 0 finishes what it has begun, then stops the others.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        model.serve_rank()

@@ -171,7 +171,7 @@ def test_what_tags_cannot_say_is_refused(name: str) -> None:
 def test_special_tokens_are_tokens_and_not_text() -> None:
     """3000 is one of the shipped tokenizer's; the process that tries grammars knows bytes only."""
     grammar = CallGrammar(format_of("mistral"), {"[TOOL_CALLS]": 3000})
-    directory = Path(__file__).parents[3] / "examples" / "demo-model"
+    directory = Path(__file__).parents[4] / "examples" / "demo-model"
     codec = TextCodec.from_directory(directory, AutoConfig.from_pretrained(directory))
     structures = Structures(codec, codec.vocab_size)
     for made in (
