@@ -14,30 +14,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-
-# Each room with the rooms it may import. Room by room the floors of docs/architecture.md.
-FLOORS = {
-    "kernels": set(),
-    "routing": set(),
-    "experts": {"kernels", "routing"},
-    "offload": {"experts", "kernels", "routing"},
-    "configs": set(),
-    "moe": {"offload", "experts", "kernels", "routing", "configs"},
-}
-ROOMS = [room for room in FLOORS if (ROOT / room).is_dir()]
+from tests import floors
+from tests.floors import ROOMS, ROOT
 
 
 def source_files(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
-def module_name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(file): file for file in source_files(*ROOMS)}
+MODULES = floors.modules()
 
 
 def imported(statements: list[ast.AST], package: str) -> Iterator[str]:
@@ -59,14 +44,36 @@ def package_of(name: str) -> str:
     return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_go_down_only(room: str) -> None:
-    allowed = FLOORS[room] | {room}
-    for name, file in MODULES.items():
-        if name.split(".")[0] == room:
-            everything = list(ast.walk(ast.parse(file.read_text())))
-            rooms = {target.split(".")[0] for target in imported(everything, package_of(name))}
-            assert rooms & FLOORS.keys() <= allowed, name
+def test_imports_go_down_only() -> None:
+    assert floors.upward() == []
+
+
+def test_an_import_that_goes_up_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(floors.modules())
+    for name, source in {
+        "moe.network.high": "def f():\n    from moe.engine.engine import Engine",
+        "kernels.high": "from routing import Routing",
+        "offload.high": "import moe.errors",
+        "moe.engine.fine": "from moe.network import lanes\nimport offload.cache\nimport moe",
+    }.items():
+        known[name] = tmp_path / f"{name}.py"
+        known[name].write_text(source)
+    monkeypatch.setattr(floors, "modules", lambda: known)
+    assert floors.upward() == [
+        "moe.network.high imports moe.engine.engine",
+        "kernels.high imports routing",
+        "offload.high imports moe.errors",
+    ]
+
+
+def test_every_room_has_its_floor() -> None:
+    inside = {floors.room_of(name) for name in MODULES if name.startswith("moe.")}
+    assert inside - {"__main__"} == set(floors.FLOORS)
+
+
+def test_the_architecture_page_shows_the_floors() -> None:
+    page = floors.ARCHITECTURE.read_text()
+    assert floors.in_page(page) == page, "run python -m tests.floors --write"
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:

@@ -1,0 +1,86 @@
+"""What users and their scripts hold on to: names, commands, options, keys, routes and metrics.
+
+tests/data/public_surface.json pins the list. A change here is a change for users: it needs a line
+in CHANGELOG.md, and `python -m tests.test_public_surface` writes the list anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import moe
+from moe.cli import build_parser
+from moe.server.app import create_app
+from moe.settings import ServerSettings
+from moe.settings.profile import KEYS
+
+ROOT = Path(__file__).parents[1]
+PINNED = Path(__file__).parent / "data" / "public_surface.json"
+
+
+def options(parser: argparse.ArgumentParser) -> list[str]:
+    return sorted(
+        name for action in parser._actions for name in action.option_strings or [action.dest]
+    )
+
+
+def commands() -> dict[str, list[str]]:
+    """Options and arguments by command; those of ``moe`` itself by the empty name."""
+    parser = build_parser()
+    (subparsers,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return {"": options(parser)} | {
+        name: options(command) for name, command in sorted(subparsers.choices.items())
+    }
+
+
+def routes() -> list[str]:
+    guard: Any = create_app(Mock(), ["m"], ServerSettings())
+    while not hasattr(guard, "routes"):
+        guard = guard.app if hasattr(guard, "app") else guard._app
+    return sorted(
+        f"{method} {route.path}"
+        for route in every_route(guard.routes)
+        for method in sorted(route.methods - {"HEAD"})
+    )
+
+
+def every_route(routes: list[Any]) -> list[Any]:
+    found = []
+    for route in routes:
+        inside = getattr(route, "original_router", None)
+        found += every_route(inside.routes) if inside is not None else [route]
+    return found
+
+
+def metrics() -> list[str]:
+    source = (ROOT / "moe" / "server" / "metrics.py").read_text()
+    return sorted(set(re.findall(r'"(moe_[a-z_]+)"', source)))
+
+
+def surface() -> dict[str, Any]:
+    return {
+        "moe": sorted(moe.__all__),
+        "MoE": sorted(name for name in dir(moe.MoE) if not name.startswith("_")),
+        "SamplingParams": sorted(moe.SamplingParams.__dataclass_fields__),
+        "commands": commands(),
+        "keys": sorted(KEYS.leaves),
+        "routes": routes(),
+        "metrics": metrics(),
+    }
+
+
+def test_the_public_surface_is_what_it_was() -> None:
+    pinned = json.loads(PINNED.read_text())
+    for part, now in surface().items():
+        assert now == pinned[part], part
+
+
+if __name__ == "__main__":
+    PINNED.write_text(json.dumps(surface(), indent=1) + "\n")
