@@ -132,7 +132,7 @@ def main() -> None:
         ids = model.codec.encode(heldout(name))
         size, count = PROMPT + ANSWER, 40 if options.quick else 160
         windows += [ids[at * size : (at + 1) * size] for at in range(min(count, len(ids) // size))]
-    trace = record(model.trunk, model.experts, windows, row_bytes=0)
+    trace = record(model.backbone, model.experts, windows, row_bytes=0)
     visits = visits_of(trace)
     ways: dict[str, Floats | None] = {
         "in order": None,

@@ -80,7 +80,7 @@ def calibrated(model: MoE, learn: int, tokens: int, others: int) -> NextUse | No
         return None
     trace = to_learn_from(model, learn, tokens, others)
     next_use, reason = fit_next_use(
-        trace, find_gates(model.trunk), lambda *_: None, example_bytes=4 << 30
+        trace, find_gates(model.backbone), lambda *_: None, example_bytes=4 << 30
     )
     print(f"learnt from {trace.num_tokens} tokens{reason and ': '}{reason}")
     return next_use

@@ -91,8 +91,8 @@ def record_text(model: MoE, name: str, ids: Sequence[int]) -> Recorded:
 
 def record_windows(model: MoE, windows: Sequence[Sequence[int]]) -> Trace:
     """With what routers gave, and rows."""
-    gates = [found.gate for found in find_gates(model.trunk) if found.gate is not None]
-    return record(model.trunk, model.experts, windows, gates=gates)
+    gates = [found.gate for found in find_gates(model.backbone) if found.gate is not None]
+    return record(model.backbone, model.experts, windows, gates=gates)
 
 
 def _pieces(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -40,7 +40,7 @@ Piece = tuple[SequenceCache, Sequence[int]]
 def read(model: MoE, pieces: Sequence[Piece], phase: Phase = "prefill") -> Tensor:
     """Log probabilities behind the first piece; all are read in one pass."""
     with torch.inference_mode():
-        lanes = model.trunk.lanes([Work(ids, cache) for cache, ids in pieces], phase)
+        lanes = model.backbone.lanes([Work(ids, cache) for cache, ids in pieces], phase)
         run_lanes(lanes, model.experts.run)
     first: Tensor = lanes[0].result()[0][-1]
     return first.log_softmax(-1)
@@ -53,7 +53,7 @@ def ways(
     length = len(ids)
 
     def cache() -> SequenceCache:
-        return model.trunk.new_cache(LONGEST + OTHER)
+        return model.backbone.new_cache(LONGEST + OTHER)
 
     def company() -> Piece:
         return cache(), other
@@ -79,7 +79,7 @@ def measure(
     """Of each way, how many of the prompts it changes, and the largest difference."""
     model = MoE.from_pretrained(path, model=width)
     torch.set_num_threads(threads)
-    draw, vocabulary = random.Random(0), model.trunk.model.config.vocab_size
+    draw, vocabulary = random.Random(0), model.backbone.model.config.vocab_size
     found: dict[str, list[float]] = {}
     for _ in range(prompts):
         size = draw.randint(40, LONGEST)

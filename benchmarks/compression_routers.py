@@ -16,7 +16,7 @@ from moe import MoE
 from moe.commands.calibrate.record import Forced, record
 from moe.commands.convert.repair import repaired
 from moe.describe.routers import find_selectors
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 
 
 def with_repaired_routers(
@@ -37,15 +37,15 @@ def with_repaired_routers(
 def repaired_weights(model: MoE, own: Calibrated, layers: dict[int, ExpertWeights]) -> list[Tensor]:
     """As `moe.commands.convert.repair` makes them, without keeping a part of the text aside."""
 
-    def run(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
-        (visit,) = visits
-        routing = visit.routing
-        args = visit.hidden_states, routing.expert_ids, routing.weights, layers[layer]
+    def run(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
+        (call,) = calls
+        routing = call.routing
+        args = call.hidden_states, routing.expert_ids, routing.weights, layers[layer]
         return [experts_forward(*args)]
 
     windows = [ids.tolist() for ids in own.trace.token_ids.split(own.trace.lengths)]
     forced = Forced(model.experts.layers, own.trace, run)
-    before, after = own.trace.rows, record(model.trunk, forced, windows).rows
+    before, after = own.trace.rows, record(model.backbone, forced, windows).rows
     assert before is not None
     assert after is not None
     return [
@@ -73,5 +73,5 @@ def routers(model: MoE, weights: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _weights(model: MoE) -> list[Tensor]:
-    selectors = [found.selector for found in find_selectors(model.trunk)]
+    selectors = [found.selector for found in find_selectors(model.backbone)]
     return [selector.weight for selector in selectors if selector is not None]

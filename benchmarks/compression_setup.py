@@ -80,7 +80,7 @@ class Calibrated:
 
     def __init__(self, model: MoE, seed: int, bytes_a_text: int, read_tokens: int) -> None:
         own, _ = windows(model, _CALIBRATION + seed * bytes_a_text, bytes_a_text)
-        self.trace = record(model.trunk, model.experts, own)
+        self.trace = record(model.backbone, model.experts, own)
         self.layers = range(len(self.trace.num_experts))
         self.whole = [take(experts, range(experts.num_experts)) for experts in model.experts.layers]
         self.inputs = [compression.inputs_of(self.trace, layer) for layer in self.layers]

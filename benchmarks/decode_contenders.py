@@ -85,8 +85,8 @@ class Ours:
             engine.step()
             times.append(time.perf_counter() - start)
         stats = self.model.stats()
-        trunk = stats["weight_bytes"] - stats["expert_bytes"] - _embedding_bytes(self.model)
-        self.bytes_a_step = trunk + (stats["expert_bytes_read"] - before) / len(times)
+        backbone = stats["weight_bytes"] - stats["expert_bytes"] - _embedding_bytes(self.model)
+        self.bytes_a_step = backbone + (stats["expert_bytes_read"] - before) / len(times)
         return times
 
     def close(self) -> None:
@@ -95,9 +95,9 @@ class Ours:
 
 def _embedding_bytes(model: MoE) -> int:
     """Bytes of an input embedding, of which a step reads a few rows; 0 where it is the head's."""
-    trunk: Any = model.trunk.model
-    table = trunk.get_input_embeddings().weight
-    tied = trunk.get_output_embeddings() is not None and trunk.config.tie_word_embeddings
+    network: Any = model.backbone.model
+    table = network.get_input_embeddings().weight
+    tied = network.get_output_embeddings() is not None and network.config.tie_word_embeddings
     return 0 if tied else table.numel() * table.element_size()
 
 

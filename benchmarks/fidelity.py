@@ -80,7 +80,7 @@ def compare(model: MoE, reference: PreTrainedModel, prompts: list[list[int]]) ->
     theirs = [full_logits(reference, prompt) for prompt in prompts]
     differences = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    routers = find_selectors(model.trunk)
+    routers = find_selectors(model.backbone)
     generated = [completion.token_ids for completion in model.generate(prompts, params)]
     return {
         "max_abs_diff": max(differences),

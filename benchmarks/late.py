@@ -79,10 +79,10 @@ def read(model: MoE, texts: Sequence[tuple[Sequence[int], int]]) -> dict[str, fl
     loaded = model._loaded
     bits, tokens = 0.0, 0
     for ids, _ in texts:
-        cache = loaded.trunk.new_cache(len(ids))
+        cache = loaded.backbone.new_cache(len(ids))
         for token, following in pairwise(ids):
             with torch.inference_mode():
-                (lane,) = loaded.trunk.lanes([Work([token], cache)], "decode")
+                (lane,) = loaded.backbone.lanes([Work([token], cache)], "decode")
                 run_lanes([lane], loaded.experts.run)
             (logits,) = lane.result()
             bits -= float(logits.flatten().log_softmax(0)[following]) / math.log(2)

@@ -137,7 +137,7 @@ def prefill_ours(job: Job) -> dict[str, Any]:
 def read_prompt(model: MoE, prompt: list[int], mode: str) -> dict[str, float]:
     profile = model.profile.profile
     prefill = profile.prefill.model_copy(update={"mode": mode})
-    engine = Engine(model.trunk, model.experts, profile.model_copy(update={"prefill": prefill}))
+    engine = Engine(model.backbone, model.experts, profile.model_copy(update={"prefill": prefill}))
     model.reset_stats()
     start, processor = time.perf_counter(), time.process_time()
     engine.submit(model.request(prompt, SamplingParams(max_new_tokens=1, ignore_eos=True)))

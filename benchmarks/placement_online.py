@@ -49,8 +49,8 @@ class AtOnce:
 def token_table(model: MoE, tokens: int = TABLE_TOKENS) -> TokenTable:
     """As `moe calibrate` makes it, from other texts than those that are held out."""
     read = windows(model, calibration_text(6 * tokens), tokens)
-    trace = record(model.trunk, model.experts, read)
-    vocabulary = model.trunk.model.get_input_embeddings().num_embeddings
+    trace = record(model.backbone, model.experts, read)
+    vocabulary = model.backbone.model.get_input_embeddings().num_embeddings
     return fit_token_table(trace.contexts(2), trace.expert_ids, trace.num_experts, vocabulary)
 
 

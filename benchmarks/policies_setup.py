@@ -48,7 +48,7 @@ class Texts:
     def price(self, specs: Sequence[str], *, other: bool = False) -> list[PolicyCost]:
         """Each policy alone, read as what it is for."""
         chain = parse_policies(specs, lossless=False)
-        self.model.experts.selectors = prepare(chain, self.model.trunk)
+        self.model.experts.selectors = prepare(chain, self.model.backbone)
         prices = PolicyPrices(self.model, [Way(PolicyChain((own,))) for own in chain.policies])
         for window in self.other if other else self.test:
             prices.add(window)
@@ -89,7 +89,7 @@ def medians(texts: Texts) -> str:
     """Each layer's median of second over first weight on other text."""
     model = texts.model
     with routed_by(model, PolicyChain()):
-        trace = record(model.trunk, model.experts, texts.other, row_bytes=0)
+        trace = record(model.backbone, model.experts, texts.other, row_bytes=0)
     return ",".join(f"{ratio:.3f}" for ratio in weight_ratios(trace.weights))
 
 
@@ -109,17 +109,17 @@ def batch(texts: Texts, spec: str, tokens: int) -> dict[str, float]:
     experts, with and without."""
     model = texts.model
     chain = parse_policies([spec], lossless=False)
-    model.experts.selectors = prepare(chain, model.trunk)
+    model.experts.selectors = prepare(chain, model.backbone)
     apart = max(len(texts.test) // WINDOW, 1)
     windows = [texts.test[i * apart % len(texts.test)][:tokens] for i in range(WINDOW)]
     found = {}
     for name, used in (("without", PolicyChain()), ("with", chain)):
         with routed_by(model, used) as visited, torch.inference_mode():
-            caches = [model.trunk.new_cache(tokens) for _ in windows]
+            caches = [model.backbone.new_cache(tokens) for _ in windows]
             bits = distinct = 0.0
             for at in range(tokens - 1):
                 work = [Work([w[at]], cache) for w, cache in zip(windows, caches, strict=True)]
-                lanes = model.trunk.lanes(work, "decode")
+                lanes = model.backbone.lanes(work, "decode")
                 run_lanes(lanes, model.experts.run)
                 logits = torch.cat([row for lane in lanes for row in lane.result()])
                 after = torch.tensor([window[at + 1] for window in windows])

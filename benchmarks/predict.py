@@ -295,7 +295,7 @@ def main() -> None:
     for name in TEXTS:
         ids = model.codec.encode(heldout(name))[: 4 * tokens]
         windows += [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW, 4 * WINDOW)]
-    held = Held(record(model.trunk, model.experts, windows), calibrated)
+    held = Held(record(model.backbone, model.experts, windows), calibrated)
     records = measure(held, settings(calibrated), tokens)
     show(records)
     print_json(

@@ -56,7 +56,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: MoE) -> Shape:
-        network, layers = model.trunk.model, model.experts.layers
+        network, layers = model.backbone.model, model.experts.layers
         head = network.get_output_embeddings().weight
         return cls(
             layers=len(layers),

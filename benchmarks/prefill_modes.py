@@ -67,7 +67,7 @@ class Mode:
             update={"mode": mode, "chunk_tokens": chunk, "group_tokens": chunk}
         )
         self.engine = Engine(
-            model.trunk, model.experts, profile.model_copy(update={"prefill": prefill})
+            model.backbone, model.experts, profile.model_copy(update={"prefill": prefill})
         )
         self.model = model
         self.figures = Figures()

@@ -29,7 +29,7 @@ from benchmarks.policies_setup import ROOT, Texts, medians
 from moe import MoE
 from moe.commands.evaluate.command import PolicyCost
 from moe.network import routing_policies as policing
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 
 FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.8, 0.6)
 """Of the ratios, without protection."""
@@ -47,10 +47,10 @@ def importance(way: str, held: dict[float, list[float]]) -> Iterator[None]:
     tokens hold, for each share of tokens."""
     generator, own = torch.Generator().manual_seed(0), policing._importance
 
-    def judged(visit: Visit) -> Tensor:
-        size = visit.hidden_states.float().abs().sum(1)
+    def judged(call: ExpertCall) -> Tensor:
+        size = call.hidden_states.float().abs().sum(1)
         found = {
-            "attention": lambda: own(visit),
+            "attention": lambda: own(call),
             "size": lambda: size,
             "chance": lambda: torch.rand(size.shape, generator=generator),
         }[way]()

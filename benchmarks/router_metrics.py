@@ -58,12 +58,12 @@ class Reading:
 def read(model: MoE, windows: Sequence[list[int]], size: int) -> Reading:
     """Read windows whose predicted tokens stand for ``size`` bytes."""
     nats = 0.0
-    with watched_routers(model.trunk.model) as calls:
+    with watched_routers(model.backbone.model) as calls:
         for window in windows:
             logits = model.logits(window)
             nats += float(cross_entropy(logits[:-1], torch.tensor(window[1:]), reduction="sum"))
         spread = [_entropy(call.router, call.logits) for call in calls]
-    trace = record(model.trunk, model.experts, windows)
+    trace = record(model.backbone, model.experts, windows)
     return Reading(nats / math.log(2) / size, trace, sum(spread) / len(spread))
 
 
@@ -93,7 +93,7 @@ def measure(
     now = read(model, windows, size)
     before = read(MoE.from_pretrained(folder / "earlier"), windows, size)
     noisy, kept = _noisy(windows, model.config.vocab_size, seed)
-    disturbed = record(model.trunk, model.experts, noisy, row_bytes=0)
+    disturbed = record(model.backbone, model.experts, noisy, row_bytes=0)
     experts, slots = now.trace.num_experts[0], _slots(now)
     union = float(
         np.mean([distinct(now.ids(i), now.trace.lengths, RUN, experts) for i in now.layers])

@@ -37,9 +37,9 @@ def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[s
         learnt: windows that the predictors learn from.
         asked: of other text, with rows of all tokens.
     """
-    trace = record(model.trunk, model.experts, learnt)
-    vectors = token_vectors(model.trunk.model.get_input_embeddings(), VECTOR)
-    fitted = fit_predictors(trace, find_gates(model.trunk), vectors, lambda *_: None)
+    trace = record(model.backbone, model.experts, learnt)
+    vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
+    fitted = fit_predictors(trace, find_gates(model.backbone), vectors, lambda *_: None)
     popular = [
         recall_at_used(visits(ids, experts).sum(0).expand(len(then), -1), then)
         for ids, then, experts in zip(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import ExpertWeights, QuantizedExperts
 from moe import MoE
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")
@@ -105,9 +105,9 @@ def _recorded(model: MoE) -> Iterator[list[list[Tensor]]]:
     ids: list[list[Tensor]] = [[] for _ in layers.layers]
     run = layers.run
 
-    def spy(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
-        ids[layer] += [visit.routing.expert_ids for visit in visits]
-        return run(layer, visits)
+    def spy(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
+        ids[layer] += [call.routing.expert_ids for call in calls]
+        return run(layer, calls)
 
     layers.run = spy  # type: ignore[method-assign]
     try:

@@ -61,7 +61,7 @@ class Grid:
 
     def __init__(self, model: MoE, whole: MoE) -> None:
         self.model = model
-        self._selectors = [found.selector for found in find_selectors(model.trunk)]
+        self._selectors = [found.selector for found in find_selectors(model.backbone)]
         begun = {name: model.codec.encode(heldout(name))[:HOT] for name in TEXTS}
         self._popular = {name: Popularity.of(model, ids) for name, ids in begun.items()}
         self._whole = [e for e in whole.experts.layers if isinstance(e, ExpertWeights)]
@@ -109,7 +109,7 @@ class Grid:
         served = Resident(layers, experts_forward, self._selectors)
         if not voted and point.share < 1:
             served.masks = self._masks(point, text, prompt, index)
-        elastic = ElasticDrafts(self.model.trunk, served)
+        elastic = ElasticDrafts(self.model.backbone, served)
         return Speculator(FixedDepth(mode, DEPTH), elastic, [], MAX_DEPTH)
 
     def _layers(self, point: Point) -> Sequence[Any]:

@@ -75,9 +75,9 @@ def contenders(
 ) -> list[Contender]:
     """No drafts, the controller, n-grams, and fixed depths; all follow one trace."""
     policy = Replayed(trace)
-    says = model.trunk.contrast = Says(texts, policy)
+    says = model.backbone.contrast = Says(texts, policy)
     model.experts.policies = PolicyChain((policy,))
-    selectors = [found.selector for found in find_selectors(model.trunk)]
+    selectors = [found.selector for found in find_selectors(model.backbone)]
 
     def made(controller: Controller, *model_free: ModelFree[Any]) -> ReplayedSpeculator:
         layers = ReplayedLayers(model.experts.layers, model._loaded.backend.forward, selectors)
@@ -85,7 +85,7 @@ def contenders(
         drafts = ReplayedDrafts(model, layers, says, rates)
         return ReplayedSpeculator(controller, drafts, model_free)
 
-    auto = make_controller(model.trunk, model.experts, MODES, MAX_DEPTH)
+    auto = make_controller(model.backbone, model.experts, MODES, MAX_DEPTH)
     return [
         Contender("none", made(FixedDepth(MODES[0], 0)), 0),
         Contender("auto", made(auto, NGram()), None),

@@ -69,7 +69,7 @@ class ReplayedLayers(DraftLayers):
 
 
 class Says:
-    """Replaces what the model says; see `moe.network.backbone.Trunk.contrast`.
+    """Replaces what the model says; see `moe.network.backbone.Backbone.contrast`.
 
     Attributes:
         rates: acceptance by position of the draft that is being made; None where the model reads.
@@ -119,7 +119,7 @@ class ReplayedDrafts(ElasticDrafts):
         says: Says,
         rates: Mapping[Mode, Sequence[float]],
     ) -> None:
-        super().__init__(model.trunk, layers, model.experts.foretell)
+        super().__init__(model.backbone, layers, model.experts.foretell)
         self.replayed, self._says, self._rates = layers.replayed, says, rates
         self.places: dict[int, int] = {}
 

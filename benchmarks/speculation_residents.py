@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe import MoE
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.speculate.elastic import DraftLayers
 from routing import Routing
 from routing.policies.base import by_expert
@@ -39,16 +39,16 @@ class Popularity:
         layers = model.experts.layers
         found = cls(*([torch.zeros(e.num_experts) for e in layers] for _ in range(2)))
 
-        def run(layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
-            for visit in visits:
-                routing, count = visit.routing, layers[layer].num_experts
+        def run(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
+            for call in calls:
+                routing, count = call.routing, layers[layer].num_experts
                 used = (routing.expert_ids != UNUSED).float()
                 found.counts[layer] += by_expert(routing, used, count).sum(0)
                 found.mass[layer] += by_expert(routing, routing.weights, count).sum(0)
-            return model.experts.run(layer, visits)
+            return model.experts.run(layer, calls)
 
         with torch.inference_mode():
-            run_lanes(model.trunk.lanes([Work(ids, model.trunk.new_cache(len(ids)))]), run)
+            run_lanes(model.backbone.lanes([Work(ids, model.backbone.new_cache(len(ids)))]), run)
         return found
 
 

@@ -36,7 +36,7 @@ def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
     given: dict[str, Any] = {"mode": mode, "max_depth": MAX_DEPTH, **settings}
     made = enable_speculation(
         SpeculationSettings(**given),
-        model.trunk,
+        model.backbone,
         model.experts,
         loaded.backend.forward,
     )

@@ -27,7 +27,7 @@ from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes
 from moe.loading.takeover import mend_linears, precision_notices
 from moe.memory.planning import check_fit, planning
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import attach
 from moe.sampling.constraint import Structures
@@ -50,7 +50,7 @@ class LoadedModel:
     """Everything that belongs to one loaded model.
 
     Attributes:
-        trunk: the model without its experts.
+        backbone: the model without its experts.
         experts: its MoE layers.
         backend: what runs them.
         codec: tokenizer and vocabulary rules.
@@ -68,7 +68,7 @@ class LoadedModel:
         notices: what fell back or was turned off, one sentence each.
     """
 
-    trunk: Trunk
+    backbone: Backbone
     experts: MoELayers
     backend: Backend
     codec: TextCodec
@@ -216,13 +216,13 @@ def _load(
     prefetcher, expect, blind = _look_ahead(offloaded, layers, path, planned.config, profile)
     experts = MoELayers(layers, backend.forward, prefetcher)
     attach(network, experts.layers, experts.run)
-    trunk = Trunk(network)
-    make_row_wise(trunk)
-    ready = _make_ready(trunk, experts, policies, profile)
+    backbone = Backbone(network)
+    make_row_wise(backbone)
+    ready = _make_ready(backbone, experts, policies, profile)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes
     return LoadedModel(
-        trunk=ready.trunk,
+        backbone=ready.backbone,
         experts=experts,
         backend=backend,
         codec=codec,
@@ -275,7 +275,7 @@ def _look_ahead(
 class _Ready:
     """How a loaded model runs; ``mended``: see `moe.loading.takeover.mend_linears`."""
 
-    trunk: Trunk
+    backbone: Backbone
     packing: Packing
     mended: list[str]
     fused: Fused
@@ -283,18 +283,18 @@ class _Ready:
 
 
 def _make_ready(
-    trunk: Trunk, experts: MoELayers, policies: PolicyChain, profile: Profile
+    backbone: Backbone, experts: MoELayers, policies: PolicyChain, profile: Profile
 ) -> _Ready:
     """Find out which faster ways the model can go, and let its policies decide from then on."""
-    packing = enable_packing(trunk)
-    mended = mend_linears(trunk.model)
-    fused = enable_fused(trunk, experts) if profile.engine.fused == "auto" else FUSED_OFF
-    speculation = enable_speculation(profile.speculation, trunk, experts, experts.forward)
+    packing = enable_packing(backbone)
+    mended = mend_linears(backbone.model)
+    fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
+    speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
     # Policies come after the probes, which compare ways to compute the model as it is.
-    experts.selectors = prepare(policies, trunk)
+    experts.selectors = prepare(policies, backbone)
     experts.policies = policies
-    enable_contrast(profile.speculation, trunk, experts)
-    return _Ready(trunk, packing, mended, fused, speculation)
+    enable_contrast(profile.speculation, backbone, experts)
+    return _Ready(backbone, packing, mended, fused, speculation)
 
 
 def _policies(profile: Profile) -> PolicyChain:

@@ -82,8 +82,8 @@ def describe(loaded: LoadedModel, session: Session) -> dict[str, Any]:
     """See `MoE.status`."""
     offloaded, speculation = loaded.offloaded, loaded.speculation
     return {
-        "architecture": type(loaded.trunk.model).__name__,
-        "device": str(loaded.trunk.device),
+        "architecture": type(loaded.backbone.model).__name__,
+        "device": str(loaded.backbone.device),
         "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
         "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
         "speculation": {
@@ -112,7 +112,7 @@ class MoE:
         codec: the model's tokenizer and vocabulary rules.
         defaults: what a request gets where it does not say.
         notices: what fell back or was turned off while loading, and why; one sentence each.
-        trunk, experts: what runs, for whoever measures it: all but the experts, and the MoE layers.
+        backbone, experts: what runs: the model without its experts, and its MoE layers.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class MoE:
         self.codec = loaded.codec
         self.defaults = Defaults(profile.profile.generation, loaded.sampling)
         self.notices = loaded.notices
-        self.trunk = loaded.trunk
+        self.backbone = loaded.backbone
         self.experts = loaded.experts
         self._loaded = loaded
         self._session = session
@@ -175,7 +175,7 @@ class MoE:
     @property
     def config(self) -> Any:
         """The transformers configuration of the model."""
-        return self.trunk.model.config
+        return self.backbone.model.config
 
     @property
     def context_length(self) -> int | None:
@@ -243,8 +243,8 @@ class MoE:
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
         with self._turn():
-            lanes = self.trunk.lanes(
-                [Work(ids, self.trunk.new_cache(len(ids)), all_logits=True) for ids in batch]
+            lanes = self.backbone.lanes(
+                [Work(ids, self.backbone.new_cache(len(ids)), all_logits=True) for ids in batch]
             )
             run_lanes(lanes, self.experts.run)
         return [rows for lane in lanes for rows in lane.result()]
@@ -297,7 +297,7 @@ class MoE:
         profile = self.profile.profile
         borrowed = borrowed_room(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
-            self.trunk,
+            self.backbone,
             self.experts,
             _with_pool(profile, self.memory_plan.kv_tokens),
             borrowed,
@@ -309,7 +309,7 @@ class MoE:
         """The part of an engine that plans, for a rank that computes elsewhere."""
         profile = _with_pool(self.profile.profile, kv_tokens)
         expect = self._loaded.expect
-        return Engine(self.trunk, self.experts, profile, expect=expect, runner=Elsewhere())
+        return Engine(self.backbone, self.experts, profile, expect=expect, runner=Elsewhere())
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import describe_norm, same
 from moe.describe.routers import blocks, find_selectors
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.routing_policies import Selector
 from moe.network.seam import experts_modules
 from routing.predict.lookahead import Gate
@@ -35,11 +35,14 @@ class FoundGate:
     reason: str = ""
 
 
-def find_gates(trunk: Trunk) -> list[FoundGate]:
+def find_gates(backbone: Backbone) -> list[FoundGate]:
     """One entry for each MoE layer."""
-    seen = observe_random(trunk)
+    seen = observe_random(backbone)
     layers = zip(
-        find_selectors(trunk, seen), experts_modules(trunk.model), blocks(trunk.model), strict=True
+        find_selectors(backbone, seen),
+        experts_modules(backbone.model),
+        blocks(backbone.model),
+        strict=True,
     )
     return [
         FoundGate(_gate(found.selector), _norm(layer, experts, seen), found.reason)

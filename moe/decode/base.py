@@ -12,33 +12,33 @@ from typing import Protocol
 from torch import Tensor
 
 from moe.network.kv_cache import Work
-from moe.network.lanes import ExpertsRunner, Visit, visit_experts
+from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from routing import Routing
 
-Visitor = Callable[[int, Tensor, Routing], Tensor]
+RoutedExperts = Callable[[int, Tensor, Routing], Tensor]
 """Runs the routed experts of one MoE layer: ``(layer, rows, routing) -> rows``."""
 
-StepFunction = Callable[[Sequence[Work], Visitor], list[Tensor]]
-"""A step: logits as of `moe.network.backbone.Trunk.lanes`; the visitor runs the experts."""
+StepFunction = Callable[[Sequence[Work], RoutedExperts], list[Tensor]]
+"""A step: logits as of `moe.network.backbone.Backbone.lanes`; the visitor runs the experts."""
 
 
 class Step(Protocol):
     """A step that can run the experts by itself, too."""
 
-    def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """As `StepFunction`."""
 
     def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
         """Logits, and of each MoE layer what was visited: nobody is asked to run experts."""
 
 
-def visitor(run_experts: ExpertsRunner) -> Visitor:
+def through_lane(run_experts: ExpertsRunner) -> RoutedExperts:
     """Brings rows to a model's experts as its own modules do: through the running lane."""
 
-    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
-        return visit_experts(Visit(layer, rows, routing), run_experts)
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return call_experts(ExpertCall(layer, rows, routing), run_experts)
 
-    return visit
+    return routed
 
 
 def read_by(work: Sequence[Work], logits: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.cpu import decode as native
 from kernels.cpu.interface import check_done
 from kernels.cpu.streaming import Rows
-from moe.decode.base import Visitor, read_by
+from moe.decode.base import RoutedExperts, read_by
 from moe.decode.compiled_experts import Company, Inside, Near
 from moe.decode.records import Keeper, point
 from moe.describe.description import Description, Experts, NotDescribed, RotaryTable, Router
@@ -161,10 +161,10 @@ class FusedStep:
         ends = addressof(self._norm), addressof(self._head)
         return native.Model(*arrays, *ends, len(experts), self._top_k, PATIENCE)
 
-    def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
-        """Logits as of `Trunk.lanes`; the sequences grow by the tokens read."""
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits as of `Backbone.lanes`; the sequences grow by the tokens read."""
         going = self._begin(work)
-        return self._finish(work, going, visit, going.go(self._asking))
+        return self._finish(work, going, routed, going.go(self._asking))
 
     def nearby(self, work: Sequence[Work], near: Near) -> list[Tensor]:
         """The same, of experts in a cache: layers that lack none are passed, and told of before
@@ -192,26 +192,28 @@ class FusedStep:
         visited = [going.routing(layer) for layer in range(self._moe_layers[-1])]
         return read_by(work, self._scaled(going.logits_BV)), visited
 
-    def together(self, work: Sequence[Work], visit: Visitor, company: Company) -> list[Tensor]:
-        """Logits, the same bits, with experts that ranks share; ``visit`` is asked from where the
+    def together(
+        self, work: Sequence[Work], routed: RoutedExperts, company: Company
+    ) -> list[Tensor]:
+        """Logits, the same bits, with experts that ranks share; ``routed`` is asked from where the
         others do something else than before."""
         assert self._inside
         going = self._begin(work)
         rows, hidden = going.h_BH.shape
         meeting = company.meeting(rows, hidden, self._top_k)
         if meeting is None:
-            return self._finish(work, going, visit, going.go(self._asking))
+            return self._finish(work, going, routed, going.go(self._asking))
         try:
             waits = company.run(lambda: going.go(self._whole, meeting))
         finally:
             met = range(self._moe_layers[going.done])
             company.met([going.routing(layer) for layer in met])
-        return self._finish(work, going, visit, bool(waits))
+        return self._finish(work, going, routed, bool(waits))
 
     def _finish(
-        self, work: Sequence[Work], going: CompiledPass, visit: Visitor, waits: bool
+        self, work: Sequence[Work], going: CompiledPass, routed: RoutedExperts, waits: bool
     ) -> list[Tensor]:
-        """Logits; ``visit`` is asked for all rows that are waited for."""
+        """Logits; ``routed`` is asked for all rows that are waited for."""
         while waits:
             experts = self._feeds[going.done]
             assert experts is not None
@@ -221,7 +223,7 @@ class FusedStep:
                 if isinstance(own, Router)
                 else Routing.from_router(*own.forward(going.h_BH), experts.num_experts)
             )
-            going.bring(visit(experts.layer, going.h_BH, routing))
+            going.bring(routed(experts.layer, going.h_BH, routing))
             waits = going.go(self._asking)
         return read_by(work, self._scaled(going.logits_BV))
 

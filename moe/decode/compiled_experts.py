@@ -20,7 +20,7 @@ from kernels import experts_forward
 from kernels.cpu.experts import LayerCall
 from kernels.cpu.streaming import Rows
 from kernels.reference import AnyExperts
-from moe.decode.base import Step, Visitor, visitor
+from moe.decode.base import RoutedExperts, Step, through_lane
 from moe.network.kv_cache import Work
 from moe.network.lanes import alone_with
 from moe.network.moe_layer import MoELayers, Pass
@@ -186,16 +186,16 @@ class ResidentStep:
     resident: Resident
     experts: MoELayers
     nearby: Callable[[Sequence[Work], Near], list[Tensor]] | None = None
-    together: Callable[[Sequence[Work], Visitor, Company], list[Tensor]] | None = None
+    together: Callable[[Sequence[Work], RoutedExperts, Company], list[Tensor]] | None = None
 
     def __call__(self, work: Sequence[Work]) -> list[Tensor]:
-        phase, visit = self.resident.phase(), visitor(self.experts.run)
+        phase, routed = self.resident.phase(), through_lane(self.experts.run)
         if phase is None:
-            return self.step(work, visit)
+            return self.step(work, routed)
         if self.experts.dispatcher.local and self.resident.cached:
             near = self.resident.near(phase)
             if near is None or self.nearby is None:
-                return self.step(work, visit)
+                return self.step(work, routed)
             return self.nearby(work, near)
         if self.experts.dispatcher.local:
             logits, visited = self.step.alone(work)
@@ -203,8 +203,8 @@ class ResidentStep:
             return logits
         company = self.resident.company(phase)
         if company is None or self.together is None:
-            return self.step(work, visit)
-        return self.together(work, visit, company)
+            return self.step(work, routed)
+        return self.together(work, routed, company)
 
     @property
     def where(self) -> str:

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from kernels import linear_forward
 from kernels.triton import attention
-from moe.decode.base import Visitor, read_by
+from moe.decode.base import RoutedExperts, read_by
 from moe.decode.compiled import Inputs
 from moe.decode.reference import Halt, Walk, walk
 from moe.describe.description import (
@@ -88,7 +88,7 @@ class Recording:
         start: Callable[[Inputs], Walk],
         inputs: Inputs,
         dtype: torch.dtype,
-        inside: Visitor | None,
+        inside: RoutedExperts | None,
         capture: Capture,
     ) -> None:
         self.inputs = inputs
@@ -116,16 +116,16 @@ class Recording:
         except StopIteration as end:
             return _End(None, end.value, Routing.concat(visited) if visited else None)
 
-    def play(self, count: int, visit: Visitor | None) -> tuple[Tensor, list[Routing]]:
+    def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, list[Routing]]:
         """Logits ``(count, V)``, and of each layer what was visited inside."""
         for replay, end in self._segments:
             replay()
             if end.halt is not None:
-                assert visit is not None
+                assert routed is not None
                 own = end.halt.routing
                 # Who counts them keeps them for longer than a step.
                 routing = Routing(own.expert_ids[:count].clone(), own.weights[:count].clone())
-                end.answer[:count] = visit(end.halt.layer, end.halt.rows[:count], routing)
+                end.answer[:count] = routed(end.halt.layer, end.halt.rows[:count], routing)
         logits = end.answer[:count].clone()
         if end.visited is None:
             return logits, []
@@ -234,7 +234,7 @@ class GraphStep:
         description: Description,
         device: torch.device,
         dtype: torch.dtype,
-        inside: Visitor,
+        inside: RoutedExperts,
         capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._description, self._device, self._dtype = description, device, dtype
@@ -243,9 +243,9 @@ class GraphStep:
         self._caches = 1 + max(layer.attention.layer for layer in description.layers)
         self._idle: dict[tuple[int, bool], list[Recording]] = {}
 
-    def __call__(self, work: Sequence[Work], visit: Visitor) -> list[Tensor]:
-        """Logits as of `Trunk.lanes`; ``visit`` runs the experts between segments."""
-        return self._run(work, visit)[0]
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits as of `Backbone.lanes`; ``routed`` runs the experts between segments."""
+        return self._run(work, routed)[0]
 
     def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
         """Logits, and of each MoE layer what was visited: nobody is asked to run experts."""
@@ -253,16 +253,16 @@ class GraphStep:
 
     @torch.inference_mode()
     def _run(
-        self, work: Sequence[Work], visit: Visitor | None
+        self, work: Sequence[Work], routed: RoutedExperts | None
     ) -> tuple[list[Tensor], list[Routing]]:
         count = sum(len(item.token_ids) for item in work)
         rows = rows_for(count)
         # A step that sleeps at a layer keeps its recording; another one gets another.
-        idle = self._idle.setdefault((rows, visit is None), [])
-        recording = idle.pop() if idle else self._record(rows, alone=visit is None)
+        idle = self._idle.setdefault((rows, routed is None), [])
+        recording = idle.pop() if idle else self._record(rows, alone=routed is None)
         try:
             recording.inputs.fill(work)
-            logits, visited = recording.play(count, visit)
+            logits, visited = recording.play(count, routed)
         finally:
             idle.append(recording)
         return read_by(work, logits), visited

@@ -20,10 +20,10 @@ from moe.decode.proof import prove
 from moe.describe.blocks import describe
 from moe.describe.description import Description, Experts, NotDescribed, Router
 from moe.describe.observe import observe_random
-from moe.network.backbone import Forward, Trunk
+from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
-from moe.network.seam import trunk_dtype
+from moe.network.seam import backbone_dtype
 from offload.layer import OffloadedExperts
 
 
@@ -39,46 +39,46 @@ FUSED_OFF = Fused(False, "engine.fused is off")
 """For a profile that wants transformers' own layers."""
 
 
-def enable_fused(trunk: Trunk, experts: MoELayers) -> Fused:
+def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
     """Let the trunk fuse steps from now on if a probe shows that nothing changes by it."""
-    prove_step = _recorded if trunk.device.type == "cuda" else _compiled
+    prove_step = _recorded if backbone.device.type == "cuda" else _compiled
     try:
-        if not trunk.packed:
+        if not backbone.packed:
             raise NotDescribed("sequences do not share a forward pass")
-        forward, reason = prove_step(trunk, experts)
+        forward, reason = prove_step(backbone, experts)
     except NotDescribed as error:
         return Fused(False, str(error))
     except Exception as error:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
     fused = Fused(True, reason)
-    trunk.fused = partial(_or_transformers, forward, trunk, fused)
+    backbone.fused = partial(_or_transformers, forward, backbone, fused)
     return fused
 
 
 def _or_transformers(
-    forward: Forward, trunk: Trunk, fused: Fused, work: Sequence[Work]
+    forward: Forward, backbone: Backbone, fused: Fused, work: Sequence[Work]
 ) -> list[Tensor]:
     try:
         return forward(work)
     except NotDescribed as error:
-        trunk.fused, fused.enabled, fused.reason = None, False, str(error)
-        return trunk.forward_packed(work, decoding=True)
+        backbone.fused, fused.enabled, fused.reason = None, False, str(error)
+        return backbone.forward_packed(work, decoding=True)
 
 
-def _compiled(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
-    dtype = trunk_dtype(trunk.model)
+def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
+    dtype = backbone_dtype(backbone.model)
     if dtype != torch.float32:
-        raise NotDescribed(f"the trunk is {dtype} on {trunk.device}, not float32 on the CPU")
+        raise NotDescribed(f"the trunk is {dtype} on {backbone.device}, not float32 on the CPU")
     kernel, why_not = choose_kernel()
     if kernel is None:
         raise NotDescribed(why_not)
-    description = describe(trunk.model, observe_random(trunk))
+    description = describe(backbone.model, observe_random(backbone))
     resident, inside = _resident(description, experts, kernel)
     step = FusedStep(description, kernel.decode, inside)
-    reason = prove(trunk, description, step)
+    reason = prove(backbone, description, step)
     whole = ResidentStep(step, resident, experts, step.nearby, step.together)
-    prompts = fuse_prompts(trunk, description, kernel.norms)
+    prompts = fuse_prompts(backbone, description, kernel.norms)
     return whole, f"{reason}; {prompts}; {whole.where}"
 
 
@@ -107,10 +107,10 @@ def _resident(
     return resident, resident.inside
 
 
-def _recorded(trunk: Trunk, experts: MoELayers) -> tuple[Forward, str]:
+def _recorded(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
     status = triton_status()
     if status["name"] != "triton":
         raise NotDescribed(status["reason"])
     from moe.decode.recorded import recorded_step  # needs Triton
 
-    return recorded_step(trunk, experts)
+    return recorded_step(backbone, experts)

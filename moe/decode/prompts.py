@@ -23,7 +23,7 @@ from moe.describe.description import Attention, Description, Norm
 from moe.describe.observe import Call
 from moe.describe.packing import random_prompts
 from moe.network.attention import PACKED, MaskRule, current_pass, packed_attention
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import PackedCache
 from moe.network.seam import parents_of
 
@@ -31,18 +31,18 @@ Forward = Callable[..., Any]
 
 
 @torch.inference_mode()
-def fuse_prompts(trunk: Trunk, description: Description, native: NativeNorms) -> str:
+def fuse_prompts(backbone: Backbone, description: Description, native: NativeNorms) -> str:
     """Read prompts so from now on, if that gives what they gave before; which it is, for people."""
-    expected, keeper = _read(trunk), Keeper()
-    own = {module: vars(module).get("forward") for module in trunk.model.modules()}
+    expected, keeper = _read(backbone), Keeper()
+    own = {module: vars(module).get("forward") for module in backbone.model.modules()}
     changed = [
         *_norms(description, keeper, native),
-        *_attentions(trunk, description, keeper, native),
+        *_attentions(backbone, description, keeper, native),
     ]
     try:
         for module, forward in changed:
             module.forward = partial(forward, module.forward)
-        compare(expected, _read(trunk), caches_of(description), tolerance_of(description))
+        compare(expected, _read(backbone), caches_of(description), tolerance_of(description))
     except Exception as error:  # as of `enable_fused`: an architecture may do anything
         for module, _ in changed:
             vars(module).pop("forward", None)
@@ -52,12 +52,12 @@ def fuse_prompts(trunk: Trunk, description: Description, native: NativeNorms) ->
     return "prompts by compiled norms and positions"
 
 
-def _read(trunk: Trunk) -> Run:
+def _read(backbone: Backbone) -> Run:
     """Prompts, and then more of them."""
-    prompts = random_prompts(trunk, PROMPT_LENGTHS)
-    run = Run([kv_of(trunk.new_cache(2 * len(ids))) for ids in prompts])
+    prompts = random_prompts(backbone, PROMPT_LENGTHS)
+    run = Run([kv_of(backbone.new_cache(2 * len(ids))) for ids in prompts])
     for tokens in (prompts, [ids[::-1] for ids in prompts]):
-        read_plainly(trunk, tokens, run)
+        read_plainly(backbone, tokens, run)
     return run
 
 
@@ -78,9 +78,9 @@ def _normed(
 
 
 def _attentions(
-    trunk: Trunk, description: Description, keeper: Keeper, native: NativeNorms
+    backbone: Backbone, description: Description, keeper: Keeper, native: NativeNorms
 ) -> Iterator[tuple[nn.Module, Forward]]:
-    parents = parents_of(trunk.model)
+    parents = parents_of(backbone.model)
     for attention in parts_of(description, Attention):
         module = parents[attention.o.leaf]
         yield module, PromptAttention(attention, module, keeper, native)

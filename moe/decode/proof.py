@@ -27,7 +27,7 @@ from moe.describe.blocks import decoder_layers
 from moe.describe.compare import EXACT, QUANTIZED, Run, Tolerance, compare, difference
 from moe.describe.description import Description, LatentAttention, NotDescribed
 from moe.describe.observe import observe
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceCache, SequenceKV, Work
 from moe.network.lanes import run_lanes
 
@@ -42,38 +42,38 @@ TRIES = 2
 
 
 @torch.inference_mode()
-def prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+def prove(backbone: Backbone, description: Description, step: StepFunction) -> str:
     """How well the step agrees with transformers' forward, for people.
 
     Raises:
         NotDescribed: it does not; the message says where.
     """
-    with _whole_expansions(trunk, description):
-        return _prove(trunk, description, step)
+    with _whole_expansions(backbone, description):
+        return _prove(backbone, description, step)
 
 
-def _prove(trunk: Trunk, description: Description, step: StepFunction) -> str:
+def _prove(backbone: Backbone, description: Description, step: StepFunction) -> str:
     tolerance, layers = tolerance_of(description), caches_of(description)
     for attempt in range(TRIES):
-        theirs, ours, tokens = read_both_ways(trunk, step, seed=attempt)
+        theirs, ours, tokens = read_both_ways(backbone, step, seed=attempt)
         try:
             worst = compare(theirs, ours, layers, tolerance)
             return f"equal to transformers' forward (difference {worst:.1e})"
         except NotDescribed as error:
             failure = error
-    layer = _first_difference(trunk, description, tokens, tolerance)
+    layer = _first_difference(backbone, description, tokens, tolerance)
     where = "" if layer is None else f"; the first to differ is layer {layer}"
     raise NotDescribed(f"{failure}{where}") from failure
 
 
 @contextmanager
-def _whole_expansions(trunk: Trunk, description: Description) -> Iterator[None]:
+def _whole_expansions(backbone: Backbone, description: Description) -> Iterator[None]:
     """Let transformers expand latents as the step does: unquantized, whatever its leaf is."""
     attentions = [layer.attention for layer in description.layers]
     whole = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
     places = [
         (parent, name, child)
-        for parent in trunk.model.modules()
+        for parent in backbone.model.modules()
         for name, child in parent.named_children()
         if child in whole
     ]
@@ -89,49 +89,51 @@ def _whole_expansions(trunk: Trunk, description: Description) -> Iterator[None]:
             setattr(parent, name, child)
 
 
-def read_both_ways(trunk: Trunk, step: StepFunction, seed: int) -> tuple[Run, Run, list[list[int]]]:
+def read_both_ways(
+    backbone: Backbone, step: StepFunction, seed: int
+) -> tuple[Run, Run, list[list[int]]]:
     """The same tokens read both ways, and the tokens of each sequence."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = trunk.model.get_input_embeddings().num_embeddings
+    vocabulary = backbone.model.get_input_embeddings().num_embeddings
 
     def draw(count: int) -> list[int]:
         return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
     tokens = [draw(length) for length in PROMPT_LENGTHS]
     room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
-    theirs = Run([kv_of(trunk.new_cache(room)) for _ in tokens])
-    read_plainly(trunk, tokens, theirs)
+    theirs = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
+    read_plainly(backbone, tokens, theirs)
     ours = Run([cache.fork(room + 1, cache.length) for cache in theirs.caches])
     theirs.logits.clear()
     theirs.routings.clear()
     for counts in STEPS:
         new = [draw(count) for count in counts]
-        read_plainly(trunk, new, theirs)
+        read_plainly(backbone, new, theirs)
         work = [Work(t, c, all_logits=True) for t, c in zip(new, ours.caches, strict=True)]
-        ours.logits += step(work, ours.visit)
+        ours.logits += step(work, ours.routed_experts)
         tokens = [old + more for old, more in zip(tokens, new, strict=True)]
     return theirs, ours, tokens
 
 
-def read_plainly(trunk: Trunk, tokens: Sequence[list[int]], run: Run) -> None:
+def read_plainly(backbone: Backbone, tokens: Sequence[list[int]], run: Run) -> None:
     """Read further tokens of each sequence by transformers' own forward."""
     work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
-    lanes = trunk.lanes(work)
+    lanes = backbone.lanes(work)
     run_lanes(lanes, run.experts)
     run.logits += [rows for lane in lanes for rows in lane.result()]
 
 
 def _first_difference(
-    trunk: Trunk, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
+    backbone: Backbone, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
 ) -> int | None:
     """The first layer whose output differs when the last tokens are read by description."""
-    run = Run([kv_of(trunk.new_cache(len(ids))) for ids in tokens])
-    read_plainly(trunk, [ids[:-1] for ids in tokens], run)
+    run = Run([kv_of(backbone.new_cache(len(ids))) for ids in tokens])
+    read_plainly(backbone, [ids[:-1] for ids in tokens], run)
     outputs: list[Tensor] = []
     work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
-    reference_step(description, work, run.visit, lambda _layer, rows: outputs.append(rows))
-    seen = observe(trunk, tokens)
-    modules = [module for module, _ in decoder_layers(trunk.model, seen)]
+    reference_step(description, work, run.routed_experts, lambda _layer, rows: outputs.append(rows))
+    seen = observe(backbone, tokens)
+    modules = [module for module, _ in decoder_layers(backbone.model, seen)]
     last = torch.tensor([len(ids) for ids in tokens]).cumsum(0) - 1
     for index, (module, rows) in enumerate(zip(modules, outputs, strict=True)):
         expected = seen.only(module).output.reshape(-1, rows.shape[1])[last]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import reads_nothing_back
-from moe.decode.base import StepFunction, Visitor
+from moe.decode.base import RoutedExperts, StepFunction
 from moe.decode.compiled_experts import Resident, ResidentStep
 from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
 from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
@@ -24,10 +24,10 @@ from moe.describe.description import Description, NotDescribed, OwnRouter
 from moe.describe.observe import observe_random
 from moe.describe.packing import random_prompts
 from moe.machine import memory_available
-from moe.network.backbone import Forward, Trunk
+from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
-from moe.network.seam import StoredEmbedding, experts_modules, trunk_dtype
+from moe.network.seam import StoredEmbedding, backbone_dtype, experts_modules
 
 # ---- A model's trunk copied to the CPU in float32, and what is said of it said of the original.
 #
@@ -41,15 +41,15 @@ class Shadow:
     """A float32 copy of a trunk on the CPU, whose experts are left out.
 
     Attributes:
-        trunk: the copy.
+        backbone: the copy.
         original: what it is a copy of.
     """
 
-    trunk: Trunk
-    original: Trunk
+    backbone: Backbone
+    original: Backbone
 
     @classmethod
-    def of(cls, original: Trunk) -> Shadow:
+    def of(cls, original: Backbone) -> Shadow:
         """Raises `NotDescribed` where the copy does not fit into memory."""
         network = original.model
         size = sum(4 * parameter.numel() for parameter in network.parameters())
@@ -63,9 +63,9 @@ class Shadow:
         for module in copy.modules():
             if isinstance(module, StoredEmbedding):
                 module.given = torch.float32
-        trunk = Trunk(copy)
-        trunk.set_packed(original.packed)
-        return cls(trunk, original)
+        backbone = Backbone(copy)
+        backbone.set_packed(original.packed)
+        return cls(backbone, original)
 
     def cast(self, description: Description) -> Description:
         """A description of the copy as one of the original.
@@ -76,7 +76,7 @@ class Shadow:
         for layer in description.layers:
             if isinstance(getattr(layer.feed, "router", None), OwnRouter):
                 raise NotDescribed("a router follows no rule that is known here")
-        copy, network = self.trunk.model, self.original.model
+        copy, network = self.backbone.model, self.original.model
         modules = dict(zip(copy.modules(), network.modules(), strict=True))
         mine = chain(copy.parameters(), copy.buffers())
         theirs = chain(network.parameters(), network.buffers())
@@ -135,7 +135,7 @@ def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor
 
 
 def recorded_step(
-    trunk: Trunk, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
+    backbone: Backbone, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
 ) -> tuple[Forward, str]:
     """What reads a few tokens of each sequence instead of transformers' forward, and how well.
 
@@ -146,18 +146,18 @@ def recorded_step(
     Raises:
         NotDescribed: it cannot be proven to be the same.
     """
-    dtype = trunk_dtype(trunk.model)
-    shadow = Shadow.of(trunk)
-    copied = describe(shadow.trunk.model, observe_random(shadow.trunk))
-    prove(shadow.trunk, copied, partial(reference_step, copied))
+    dtype = backbone_dtype(backbone.model)
+    shadow = Shadow.of(backbone)
+    copied = describe(shadow.backbone.model, observe_random(shadow.backbone))
+    prove(shadow.backbone, copied, partial(reference_step, copied))
     description = shadow.cast(copied)
-    rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=trunk.device)
+    rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=backbone.device)
     resident = Resident(experts, partial(reads_nothing_back, rows))
-    step = GraphStep(description, trunk.device, dtype, resident.run, capture)
+    step = GraphStep(description, backbone.device, dtype, resident.run, capture)
     reason = _prove_recorded(shadow, description, step)
     if not resident.why_not and not resident.cached:
         try:
-            _prove_alone(trunk, step, resident.run, dtype)
+            _prove_alone(backbone, step, resident.run, dtype)
         except NotDescribed as error:
             resident.why_not = str(error)
     whole = ResidentStep(step, resident, experts)
@@ -176,7 +176,7 @@ def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction
     """
     layers = [layer.attention.layer for layer in description.layers]
     for attempt in range(TRIES):
-        exact, _, _ = read_both_ways(shadow.trunk, lambda _work, _visit: [], attempt)
+        exact, _, _ = read_both_ways(shadow.backbone, lambda _work, _visit: [], attempt)
         theirs, ours, _ = read_both_ways(shadow.original, step, attempt)
         noise = gaps(exact, theirs, layers)
         try:
@@ -190,13 +190,15 @@ def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction
 
 
 @torch.inference_mode()
-def _prove_alone(trunk: Trunk, step: GraphStep, experts: Visitor, dtype: torch.dtype) -> None:
+def _prove_alone(
+    backbone: Backbone, step: GraphStep, experts: RoutedExperts, dtype: torch.dtype
+) -> None:
     """Raises `NotDescribed` where a step that runs experts by itself gives other logits than one
     that has them run."""
-    tokens = random_prompts(trunk, [1] * len(PROMPT_LENGTHS))
+    tokens = random_prompts(backbone, [1] * len(PROMPT_LENGTHS))
     room = max(PROMPT_LENGTHS) + 1
-    run = Run([kv_of(trunk.new_cache(room)) for _ in tokens])
-    read_plainly(trunk, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
+    run = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
+    read_plainly(backbone, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
     work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
     again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
     expected, (actual, _) = torch.cat(step(work, experts)), step.alone(again)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.decode.base import Visitor, read_by
+from moe.decode.base import RoutedExperts, read_by
 from moe.describe.description import (
     Attention,
     Description,
@@ -171,10 +171,10 @@ def _normed(norm: Norm | None, rows: Tensor) -> Tensor:
 def reference_step(
     description: Description,
     work: Sequence[Work],
-    visit: Visitor,
+    routed: RoutedExperts,
     watch: Callable[[int, Tensor], None] | None = None,
 ) -> list[Tensor]:
-    """Logits as of `moe.network.backbone.Trunk.lanes`; the sequences grow by the tokens read.
+    """Logits as of `moe.network.backbone.Backbone.lanes`; the sequences grow by the tokens read.
 
     Args:
         watch: hears of each layer's output.
@@ -186,7 +186,7 @@ def reference_step(
             halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
         except StopIteration as end:
             return read_by(work, end.value)
-        answer = visit(halt.layer, halt.rows, halt.routing)
+        answer = routed(halt.layer, halt.rows, halt.routing)
 
 
 class _Plain:

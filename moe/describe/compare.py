@@ -13,7 +13,7 @@ from moe.describe.description import NotDescribed
 from moe.describe.packing import QUANTIZED as QUANTIZED_VALUES
 from moe.describe.packing import stand_in
 from moe.network.kv_cache import SequenceKV
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from routing import Routing
 
 
@@ -61,12 +61,12 @@ class Run:
     logits: list[Tensor] = field(default_factory=list)
     routings: list[tuple[int, Routing]] = field(default_factory=list)
 
-    def experts(self, layer: int, visits: Sequence[Visit]) -> list[Tensor]:
-        self.routings += [(layer, visit.routing) for visit in visits]
-        return stand_in(layer, visits)
+    def experts(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        self.routings += [(layer, call.routing) for call in calls]
+        return stand_in(layer, calls)
 
-    def visit(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
-        return self.experts(layer, [Visit(layer, rows, routing)])[0]
+    def routed_experts(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return self.experts(layer, [ExpertCall(layer, rows, routing)])[0]
 
 
 def compare(theirs: Run, ours: Run, layers: Sequence[int], tolerance: Tolerance) -> float:

@@ -19,7 +19,7 @@ from moe.describe.description import NotDescribed, RotaryTable
 from moe.describe.packing import random_prompts, stand_in
 from moe.describe.parts import same
 from moe.network.attention import MaskRule, packed_attention, packed_mask
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceKV, Work
 from moe.network.lanes import run_lanes
 
@@ -98,12 +98,14 @@ class Observation:
         return call
 
 
-def observe(trunk: Trunk, prompts: Sequence[list[int]]) -> Observation:
+def observe(backbone: Backbone, prompts: Sequence[list[int]]) -> Observation:
     """Read prompts, one where they do not share a pass; keep what every module took and gave."""
     seen = Observation()
-    with torch.inference_mode(), _watched(trunk, seen):
-        work = [Work(tokens, trunk.new_cache(len(tokens)), all_logits=True) for tokens in prompts]
-        lanes = trunk.lanes(work)
+    with torch.inference_mode(), _watched(backbone, seen):
+        work = [
+            Work(tokens, backbone.new_cache(len(tokens)), all_logits=True) for tokens in prompts
+        ]
+        lanes = backbone.lanes(work)
         run_lanes(lanes, stand_in)
         seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
     seen.sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
@@ -111,9 +113,9 @@ def observe(trunk: Trunk, prompts: Sequence[list[int]]) -> Observation:
     return seen
 
 
-def observe_random(trunk: Trunk) -> Observation:
+def observe_random(backbone: Backbone) -> Observation:
     """Random prompts: two in a packed pass, else one."""
-    return observe(trunk, random_prompts(trunk, (7, 4) if trunk.packed else (12,)))
+    return observe(backbone, random_prompts(backbone, (7, 4) if backbone.packed else (12,)))
 
 
 _watcher: ContextVar[Observation] = ContextVar("_watcher")
@@ -137,22 +139,22 @@ AttentionMaskInterface.register(WATCHED, packed_mask)
 
 
 @contextmanager
-def _watched(trunk: Trunk, seen: Observation) -> Iterator[None]:
+def _watched(backbone: Backbone, seen: Observation) -> Iterator[None]:
     def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
         seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
 
     token = _watcher.set(seen)
     hooks = [
-        module.register_forward_hook(keep, with_kwargs=True) for module in trunk.model.modules()
+        module.register_forward_hook(keep, with_kwargs=True) for module in backbone.model.modules()
     ]
-    for module in trunk.model.modules():
-        if trunk.packed and hasattr(module, "config"):
+    for module in backbone.model.modules():
+        if backbone.packed and hasattr(module, "config"):
             module.config._attn_implementation = WATCHED
     try:
         yield
     finally:
         _watcher.reset(token)
-        trunk.set_packed(trunk.packed)
+        backbone.set_packed(backbone.packed)
         for hook in hooks:
             hook.remove()
 

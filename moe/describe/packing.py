@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
-from moe.network.seam import trunk_dtype
+from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.seam import backbone_dtype
 from routing import Phase
 
 PROMPT_LENGTHS = (7, 4)
@@ -36,52 +36,52 @@ class Packing:
     reason: str
 
 
-def enable_packing(trunk: Trunk) -> Packing:
+def enable_packing(backbone: Backbone) -> Packing:
     """Pack sequences from now on if a probe shows that nothing changes by it."""
-    packing = _probe(trunk)
-    trunk.set_packed(packing.enabled)
+    packing = _probe(backbone)
+    backbone.set_packed(packing.enabled)
     return packing
 
 
-def _probe(trunk: Trunk) -> Packing:
+def _probe(backbone: Backbone) -> Packing:
     """Run random prompts and one decode step both ways and compare all logits.
 
     The experts are replaced by a cheap stand-in, so probing a large model reads its trunk only.
     """
-    rope = _batch_dependent_rope(trunk.model)
+    rope = _batch_dependent_rope(backbone.model)
     if rope is not None:
         return Packing(False, f"'{rope}' rotary tables depend on the longest sequence of a batch")
-    prompts = random_prompts(trunk, PROMPT_LENGTHS)
+    prompts = random_prompts(backbone, PROMPT_LENGTHS)
     with torch.inference_mode():
-        expected = _logits(trunk, prompts, packed=False)
+        expected = _logits(backbone, prompts, packed=False)
         try:
-            packed = _logits(trunk, prompts, packed=True)
+            packed = _logits(backbone, prompts, packed=True)
         except Exception as error:
             return Packing(False, f"packed attention raised {type(error).__name__}: {error}")
     difference = max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
         for a, b in zip(packed, expected, strict=True)
     )
-    if difference <= _tolerance(trunk.model):
+    if difference <= _tolerance(backbone.model):
         return Packing(True, f"equal to transformers' own attention (difference {difference:.1e})")
     return Packing(False, f"differs from transformers' own attention by {difference:.1e}")
 
 
 def _tolerance(model: PreTrainedModel) -> float:
     rounds = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    return max(TOLERANCE[trunk_dtype(model)], QUANTIZED if rounds else 0.0)
+    return max(TOLERANCE[backbone_dtype(model)], QUANTIZED if rounds else 0.0)
 
 
-def _logits(trunk: Trunk, prompts: Sequence[list[int]], *, packed: bool) -> list[Tensor]:
-    trunk.set_packed(packed)
-    caches = [trunk.new_cache(len(prompt) + 1) for prompt in prompts]
+def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -> list[Tensor]:
+    backbone.set_packed(packed)
+    caches = [backbone.new_cache(len(prompt) + 1) for prompt in prompts]
     logits = []
     steps: list[tuple[Phase, Sequence[list[int]]]] = [
         ("prefill", prompts),
         ("decode", [prompt[:1] for prompt in prompts]),
     ]
     for phase, step in steps:
-        lanes = trunk.lanes(
+        lanes = backbone.lanes(
             [
                 Work(tokens, cache, all_logits=True)
                 for tokens, cache in zip(step, caches, strict=True)
@@ -93,16 +93,16 @@ def _logits(trunk: Trunk, prompts: Sequence[list[int]], *, packed: bool) -> list
     return logits
 
 
-def random_prompts(trunk: Trunk, lengths: Sequence[int]) -> list[list[int]]:
+def random_prompts(backbone: Backbone, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids to probe a model with, the same each time."""
     generator = torch.Generator().manual_seed(0)
-    vocab_size = trunk.model.get_input_embeddings().num_embeddings
+    vocab_size = backbone.model.get_input_embeddings().num_embeddings
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def stand_in(_layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+def stand_in(_layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
     """Rows that cost nothing and hardly change where two experts are nearly equally good."""
-    pairs = [(visit.hidden_states, visit.routing.weights) for visit in visits]
+    pairs = [(call.hidden_states, call.routing.weights) for call in calls]
     return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
 
 

@@ -20,7 +20,7 @@ from moe.describe.description import NotDescribed, OwnRouter, Projection, Router
 from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import project, same
 from moe.errors import ProfileError
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.routing_policies import FoundSelector, Selector
 from moe.network.seam import experts_modules, layer_of, parents_of
 from routing import PolicyChain, Routing, RoutingError
@@ -169,36 +169,36 @@ def _own_module(
 _SAME_WEIGHTS = 1e-4
 
 
-def find_selectors(trunk: Trunk, seen: Observation | None = None) -> list[FoundSelector]:
+def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[FoundSelector]:
     """One entry for each MoE layer.
 
     Args:
         seen: of `observe_random`; None for a pass of its own. Neither reads any expert.
     """
-    seen = seen or observe_random(trunk)
-    parents = parents_of(trunk.model)
-    layers = zip(experts_modules(trunk.model), blocks(trunk.model), strict=True)
+    seen = seen or observe_random(backbone)
+    parents = parents_of(backbone.model)
+    layers = zip(experts_modules(backbone.model), blocks(backbone.model), strict=True)
     with torch.inference_mode():
         return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
 
 
-def prepare(chain: PolicyChain, trunk: Trunk) -> list[Selector]:
+def prepare(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
     """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
     again.
 
     Raises:
         ProfileError: a policy is not made for this model, or cannot choose again in it.
     """
-    name = type(trunk.model).__name__
+    name = type(backbone.model).__name__
     for policy in chain.policies:
         try:
-            policy.check(len(experts_modules(trunk.model)))
+            policy.check(len(experts_modules(backbone.model)))
         except RoutingError as error:
             raise ProfileError(f"routing.policies: {error}") from error
-    trunk.watched = "importance" in chain.needs
+    backbone.watched = "importance" in chain.needs
     if "select" not in chain.needs:
         return []
-    found = find_selectors(trunk)
+    found = find_selectors(backbone)
     selectors = [layer.selector for layer in found if layer.selector is not None]
     if len(selectors) < len(found):
         spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)

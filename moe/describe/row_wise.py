@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernels import row_linear
 from moe.describe.packing import random_prompts, stand_in
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.seam import experts_modules, routing_modules
@@ -40,12 +40,12 @@ _NAMES = ("sigmoid", "tanh", "exp", "sin", "cos")
 _CURVES = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}
 
 
-def make_row_wise(trunk: Trunk) -> None:
+def make_row_wise(backbone: Backbone) -> None:
     """Mend routers, the head and curves of a model on a CPU."""
-    if trunk.device.type != "cpu":
+    if backbone.device.type != "cpu":
         return
-    model = trunk.model
-    for module in _with_curves(trunk):
+    model = backbone.model
+    for module in _with_curves(backbone):
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):
         module.forward = partial(_route, module.forward)
@@ -105,20 +105,20 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _with_curves(trunk: Trunk) -> list[nn.Module]:
+def _with_curves(backbone: Backbone) -> list[nn.Module]:
     """Modules that compute curves themselves, and have no experts inside."""
-    watch, work = _Watch(), Work(random_prompts(trunk, (3,))[0], trunk.new_cache(3))
+    watch, work = _Watch(), Work(random_prompts(backbone, (3,))[0], backbone.new_cache(3))
     hooks = []
-    for module in trunk.model.modules():
+    for module in backbone.model.modules():
         hooks.append(module.register_forward_pre_hook(watch.begins))
         hooks.append(module.register_forward_hook(watch.ends))
     try:
         with torch.inference_mode(), watch:
-            run_lanes(trunk.lanes([work]), stand_in)
+            run_lanes(backbone.lanes([work]), stand_in)
     finally:
         for hook in hooks:
             hook.remove()
-    experts = {module for _, module in experts_modules(trunk.model)}
+    experts = {module for _, module in experts_modules(backbone.model)}
     return [module for module in watch.found if experts.isdisjoint(module.modules())]
 
 

@@ -13,7 +13,7 @@ from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import Runner
 from moe.engine.scheduler import Grouping, Scheduler
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceKV
 from moe.network.moe_layer import MoELayers
 from moe.sampling.sampler import Token
@@ -57,7 +57,7 @@ class Engine:
     """Drives sequences through a model.
 
     Args:
-        trunk: the model.
+        backbone: the model.
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
         borrowed: gives room that keys and values do not need to experts on disk, if there are any.
@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        trunk: Trunk,
+        backbone: Backbone,
         experts: MoELayers,
         profile: Profile,
         borrowed: BorrowedRoom | None = None,
@@ -76,18 +76,18 @@ class Engine:
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
     ) -> None:
-        self.runner: StepRunner = runner or Runner(trunk, experts, speculator)
+        self.runner: StepRunner = runner or Runner(backbone, experts, speculator)
         self._borrowed = borrowed
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
-        work = LayerWork.of(trunk.model, experts.layers)
+        work = LayerWork.of(backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine,
             profile.memory.kv_tokens,
             self.planner.pauses,
-            can_cut=trunk.packed,
+            can_cut=backbone.packed,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
             grouping=Grouping(expect, profile.engine.overlap_patience) if expect else None,

@@ -71,9 +71,9 @@ class _Half:
         assert isinstance(dispatcher, AllToAllDispatcher)
         self._layer, self._dispatcher = layer, dispatcher
         self._here = [lane for lane in self._lanes if self._waits(lane, layer)]
-        visits = [lane.visit for lane in self._here if lane.visit is not None]
+        calls = [lane.call for lane in self._here if lane.call is not None]
         with self._mode():
-            self._brought = self._experts.bring(layer, visits)
+            self._brought = self._experts.bring(layer, calls)
             hidden, routing = self._brought.hidden_states, self._brought.routing
             self._sent = dispatcher.send(layer, hidden, routing)
 
@@ -107,8 +107,8 @@ class _Half:
             lane.cancel()
 
     def _waits(self, lane: Lane, layer: int) -> bool:
-        visit, pause = lane.visit, self._pauses.get(lane, layer + 1)
-        return visit is not None and visit.layer == layer < pause
+        call, pause = lane.call, self._pauses.get(lane, layer + 1)
+        return call is not None and call.layer == layer < pause
 
     def _mode(self) -> AbstractContextManager[None]:
         return self._here[0].mode.active() if self._here else torch.inference_mode()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.engine.prefill_mode import Mode, Pauses
 from moe.errors import RankError, RequestError
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceCache, Work
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.sampling.sampler import Token, score
@@ -225,14 +225,14 @@ class Reading:
 
     Args:
         wave: what is read.
-        trunk: reads it.
+        backbone: reads it.
     """
 
-    def __init__(self, wave: Wave, trunk: Trunk) -> None:
+    def __init__(self, wave: Wave, backbone: Backbone) -> None:
         self.wave = wave
-        self._trunk = trunk
-        self._work = [_work(piece, trunk) for piece in wave.pieces]
-        self.lanes = trunk.lanes(self._work, "prefill")
+        self._backbone = backbone
+        self._work = [_work(piece, backbone) for piece in wave.pieces]
+        self.lanes = backbone.lanes(self._work, "prefill")
 
     def pauses(self) -> dict[Lane[list[Tensor]], int]:
         """The layer at which the lanes go to sleep in this step; none in the last one."""
@@ -248,17 +248,17 @@ class Reading:
     def finish(self, run_experts: ExpertsRunner) -> list[Outcome]:
         """First tokens of the prompts that have been read to the end, and failures."""
         outcomes: list[Outcome] = []
-        logits = results(self.lanes, self._work, self._trunk, run_experts)
+        logits = results(self.lanes, self._work, self._backbone, run_experts)
         for piece, work, rows in zip(self.wave.pieces, self._work, logits, strict=True):
             if not piece.group.cancelled:
                 outcomes += _finish_piece(piece, work.cache, _score(piece.group, rows))
         return outcomes
 
 
-def _work(piece: Piece, trunk: Trunk) -> Work:
+def _work(piece: Piece, backbone: Backbone) -> Work:
     group = piece.group
     if group.cache is None:
-        group.cache = trunk.new_cache(group.sequences[0].capacity)
+        group.cache = backbone.new_cache(group.sequences[0].capacity)
     return Work(piece.token_ids, group.cache, all_logits=group.prompt_logprobs is not None)
 
 
@@ -295,7 +295,7 @@ def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) 
 def results(
     lanes: Sequence[Lane[list[Tensor]]],
     work: Sequence[Work],
-    trunk: Trunk,
+    backbone: Backbone,
     run_experts: ExpertsRunner,
 ) -> list[Tensor | Exception]:
     """Logits of each piece of work, or why there are none, of lanes that have finished.
@@ -305,7 +305,7 @@ def results(
     """
     rows = _lane_logits(lanes, len(work))
     if len(lanes) < len(work) and any(isinstance(row, OffloadError) for row in rows):
-        lanes = [lane for item in work for lane in trunk.lanes([item], lanes[0].phase)]
+        lanes = [lane for item in work for lane in backbone.lanes([item], lanes[0].phase)]
         run_lanes(lanes, run_experts)
         rows = _lane_logits(lanes, len(work))
     return _without_lost(rows, lanes, work)
@@ -329,7 +329,7 @@ def _without_lost(
 
 
 def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
-    """Logits of each piece of work as `Trunk.lanes` gives them, or what ended its lane."""
+    """Logits of each piece of work as `Backbone.lanes` gives them, or what ended its lane."""
     rows: list[Tensor | Exception] = []
     for lane in lanes:
         try:

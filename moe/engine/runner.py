@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe.engine.halves import run_halves
 from moe.engine.prefill_batch import Outcome, Reading, Step, Wave, results, sample
-from moe.network.backbone import SHORT, Trunk
+from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
@@ -32,15 +32,15 @@ class Runner:
     """Computes what a scheduler has planned.
 
     Args:
-        trunk: the model.
+        backbone: the model.
         experts: its MoE layers.
         speculator: drafts tokens before a step, which the step then verifies; None for no drafts.
     """
 
     def __init__(
-        self, trunk: Trunk, experts: MoELayers, speculator: Speculator | None = None
+        self, backbone: Backbone, experts: MoELayers, speculator: Speculator | None = None
     ) -> None:
-        self.trunk = trunk
+        self.backbone = backbone
         self.experts = experts
         self._speculator = speculator
         self._reading: Reading | None = None
@@ -54,7 +54,7 @@ class Runner:
         """
         self.follow(step.wave)
         if step.wave is not None and self._reading is None:
-            self._reading = Reading(step.wave, self.trunk)
+            self._reading = Reading(step.wave, self.backbone)
         reading = self._reading
         unread = [_num_unread(sequence) for sequence in step.decode]
         speculator = self._speculator if max(unread, default=0) == 1 else None
@@ -88,7 +88,7 @@ class Runner:
         """Logits of each sequence's tokens; what else is read goes on to its end or its pause."""
         cut = len(tokens) // 2 if halves and reading is None else len(tokens)
         parts = [tokens[:cut], tokens[cut:]]
-        lanes = [self.trunk.lanes(part, "decode") for part in parts]
+        lanes = [self.backbone.lanes(part, "decode") for part in parts]
         pauses = reading.pauses() if reading else None
         others = reading.lanes if reading else lanes[1]
         if halves:
@@ -98,13 +98,13 @@ class Runner:
         return [
             rows
             for part, own in zip(parts, lanes, strict=True)
-            for rows in results(own, part, self.trunk, self.experts.run)
+            for rows in results(own, part, self.backbone, self.experts.run)
         ]
 
     def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
         """The tokens that a sequence reads in this step, drafted ones aside."""
         start = len(sequence.token_ids) - unread
-        most = SHORT if self.trunk.packed else 1  # a state of its own wants them one by one
+        most = SHORT if self.backbone.packed else 1  # a state of its own wants them one by one
         return sequence.token_ids[start : start + most]
 
     def follow(self, wave: Wave | None) -> None:

@@ -23,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
 from moe.network.attention import MaskRule, packed_attention, packed_mask
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.seam import experts_modules
@@ -133,16 +133,16 @@ def measure_footprint(
     """
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
-    trunk = Trunk(network)
+    backbone = Backbone(network)
     reason = ""
     for packed in (True, False):
-        trunk.set_packed(packed)
+        backbone.set_packed(packed)
         if packed and _compiled(on_cuda) and network.dtype == torch.float32:
             configs: list[Any] = [m.config for m in network.modules() if hasattr(m, "config")]
             for config in configs:
                 config._attn_implementation = _STAND_IN
         try:
-            return _measure(trunk, packed, wave_tokens, min(longest, wave_tokens))
+            return _measure(backbone, packed, wave_tokens, min(longest, wave_tokens))
         except Exception as error:  # an architecture that cannot run in this way
             reason = _first_line(error)
     return _bound(network, wave_tokens, reason)
@@ -160,24 +160,24 @@ def _compiled(on_cuda: bool) -> bool:
     return not on_cuda and backend_status()["name"] == "native"
 
 
-def _measure(trunk: Trunk, packed: bool, wave_tokens: int, longest: int) -> Footprint:
-    short = _run(trunk, [SHORT])
+def _measure(backbone: Backbone, packed: bool, wave_tokens: int, longest: int) -> Footprint:
+    short = _run(backbone, [SHORT])
     if packed:  # two sequences show what several in one pass take; more are more of the same
         sizes = [longest, min(longest, wave_tokens - longest)]
         size = sum(sizes)
-        long = _run(trunk, [part for part in sizes if part])
+        long = _run(backbone, [part for part in sizes if part])
     else:
         # A loop over the tokens would take minutes; more of the same operations do not.
-        loops = _run(trunk, [2 * SHORT]).operations > short.operations
+        loops = _run(backbone, [2 * SHORT]).operations > short.operations
         size = min(longest, PROBE_TOKENS) if loops else longest
-        long = _run(trunk, [size])
+        long = _run(backbone, [size])
     per_token = (long.kept - short.kept) // max(size - SHORT, 1)
     rest = 0 if packed else max(long.kept - per_token * size, 0)
     own = long.peak - long.kept
     if packed:
         return Footprint(per_token, rest, own * wave_tokens // size, "measured on the meta device")
     # The other prompts of the wave sleep at an MoE layer meanwhile.
-    asleep = 4 * trunk.model.config.get_text_config().hidden_size * trunk.model.dtype.itemsize
+    asleep = 4 * backbone.model.config.get_text_config().hidden_size * backbone.model.dtype.itemsize
     activations = own * longest // size + asleep * (wave_tokens - longest)
     how = f"measured on the meta device with {size} tokens, each sequence in a pass of its own"
     return Footprint(per_token, rest, activations, how)
@@ -192,11 +192,11 @@ class _Run:
     operations: int
 
 
-def _run(trunk: Trunk, sizes: Sequence[int]) -> _Run:
-    caches = [trunk.new_cache(size) for size in sizes]
+def _run(backbone: Backbone, sizes: Sequence[int]) -> _Run:
+    caches = [backbone.new_cache(size) for size in sizes]
     with torch.inference_mode(), Ledger() as ledger:
         works = [Work([0] * size, cache) for size, cache in zip(sizes, caches, strict=True)]
-        lanes = trunk.lanes(works)
+        lanes = backbone.lanes(works)
         run_lanes(lanes, lambda *_: [])  # nobody visits: `_scratch` takes the experts' place
         for lane in lanes:
             lane.result()

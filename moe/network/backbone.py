@@ -31,7 +31,7 @@ SHORT = 16
 """Most new tokens of a sequence that are read as single rows and not as a block."""
 
 
-class Trunk:
+class Backbone:
     """Runs a model whose experts have been taken over (`moe.network.seam`).
 
     Attributes:

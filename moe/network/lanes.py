@@ -18,7 +18,7 @@ from routing import Phase, Routing
 
 
 @dataclass(eq=False)
-class Visit:
+class ExpertCall:
     """Tokens at an MoE layer.
 
     Attributes:
@@ -39,8 +39,8 @@ class Visit:
     lost: dict[int, Failure] = field(default_factory=dict)
 
 
-ExpertsRunner = Callable[[int, Sequence[Visit]], Sequence[Tensor | Exception]]
-"""Runs one MoE layer for all visits: ``(layer, visits) -> rows of each visit, (T_i, H)``, or why
+ExpertsRunner = Callable[[int, Sequence[ExpertCall]], Sequence[Tensor | Exception]]
+"""Runs one MoE layer for all visits: ``(layer, calls) -> rows of each call, (T_i, H)``, or why
 one of several cannot be served."""
 
 
@@ -62,8 +62,8 @@ class GradMode(NamedTuple):
 
 # ---- Lanes: forward passes that sleep at MoE layers and meet there.
 #
-# A lane runs a model's own ``forward`` inside a greenlet. When the forward reaches an MoE layer
-# it calls `visit_experts`, which hands a `Visit` to whoever drives the lane and sleeps until the
+# A lane runs a model's own ``forward`` inside a greenlet. When the forward reaches an MoE layer,
+# it calls `call_experts`, which hands an `ExpertCall` to `run_lanes` and sleeps until the
 # rows come back. `run_lanes` always serves the lowest layer at which somebody waits, so lanes
 # that started late catch up with those ahead, and all lanes waiting at one layer share one run of
 # its experts.
@@ -92,7 +92,7 @@ class Lane(Generic[Result]):
 
     Args:
         forward: takes no arguments; its return value is the lane's result.
-        phase: what its tokens are read for; every `Visit` of the lane says so.
+        phase: what its tokens are read for; every `ExpertCall` of the lane says so.
 
     Attributes:
         lost: its rows whose numbers mean nothing, as an expert could not be had, and why.
@@ -101,7 +101,7 @@ class Lane(Generic[Result]):
     def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
         self.phase = phase
         self.state = LaneState.READY
-        self.visit: Visit | None = None
+        self.call: ExpertCall | None = None
         self.mode = GradMode.current()
         self.lost: dict[int, Failure] = {}
         self._greenlet = _LaneGreenlet(self, forward)
@@ -130,22 +130,22 @@ class Lane(Generic[Result]):
     def resume(self, rows: Tensor) -> None:
         """Wake with the rows of the layer waited for; run up to the next MoE layer or the end."""
         assert self.state is LaneState.WAITING, self.state
-        assert self.visit is not None
-        self.lost = self.visit.lost | self.lost
-        self.visit = None
+        assert self.call is not None
+        self.lost = self.call.lost | self.lost
+        self.call = None
         self._enter(lambda: self._greenlet.switch(rows))
 
     def fail(self, error: Exception) -> None:
         """Raise ``error`` inside the lane at the layer it waits for."""
         assert self.state is LaneState.WAITING, self.state
-        self.visit = None
+        self.call = None
         self._enter(lambda: self._greenlet.throw(error))
 
     def cancel(self) -> None:
         """Unwind the forward where it sleeps and free all it holds; no effect once finished."""
         if self.finished:
             return
-        self.visit = None
+        self.call = None
         if self.state is LaneState.WAITING:
             self._enter(lambda: self._greenlet.throw(GreenletExit))
         else:
@@ -178,7 +178,7 @@ _alone: ContextVar[tuple[Lane, ExpertsRunner] | None] = ContextVar("_alone", def
 
 
 class _LaneGreenlet(greenlet):
-    """The stack of a lane; `visit_experts` finds its lane through it."""
+    """The stack of a lane; `call_experts` finds its lane through it."""
 
     def __init__(self, lane: Lane, forward: Callable[[], object]) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def alone_with(run_experts: ExpertsRunner) -> Phase | None:
     return alone[0].phase if alone is not None and alone[1] == run_experts else None
 
 
-def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
+def call_experts(call: ExpertCall, run_experts: ExpertsRunner) -> Tensor:
     """Called by a model where it needs experts: sleep in a lane, run at once outside of one.
 
     Returns:
@@ -223,16 +223,16 @@ def visit_experts(visit: Visit, run_experts: ExpertsRunner) -> Tensor:
     stack = getcurrent()
     if not isinstance(stack, _LaneGreenlet):
         if (alone := _alone.get()) is not None:
-            visit.phase, run_experts = alone[0].phase, alone[1]
-        rows = run_experts(visit.layer, [visit])[0]
+            call.phase, run_experts = alone[0].phase, alone[1]
+        rows = run_experts(call.layer, [call])[0]
         assert isinstance(rows, Tensor)
         if alone is not None:
-            alone[0].lost = visit.lost | alone[0].lost
+            alone[0].lost = call.lost | alone[0].lost
         return rows
     lane, parent = stack.lane, stack.parent
     assert parent is not None
-    visit.phase = lane.phase
-    lane.visit, lane.state, lane.mode = visit, LaneState.WAITING, GradMode.current()
+    call.phase = lane.phase
+    lane.call, lane.state, lane.mode = call, LaneState.WAITING, GradMode.current()
     return parent.switch()
 
 
@@ -258,16 +258,16 @@ def run_lanes(
         if lane.state is LaneState.READY:
             lane.start()
     while group := _lowest_layer(lanes, pauses):
-        visits = [lane.visit for lane in group if lane.visit is not None]
+        calls = [lane.call for lane in group if lane.call is not None]
         try:
             with group[0].mode.active():
-                rows = run_experts(visits[0].layer, visits)
+                rows = run_experts(calls[0].layer, calls)
         except Exception as error:
             for lane in group:
                 lane.fail(error)
             continue
         assert len(rows) == len(group)
-        del visits
+        del calls
         for lane, lane_rows in zip(group, rows, strict=True):
             if isinstance(lane_rows, Exception):
                 lane.fail(lane_rows)
@@ -278,9 +278,9 @@ def run_lanes(
 def _lowest_layer(lanes: Sequence[Lane], pauses: Mapping[Lane, int]) -> list[Lane]:
     """The lanes waiting at the lowest layer; lanes that need gradients never mix with others."""
     awake = [
-        (lane.visit.layer, lane)
+        (lane.call.layer, lane)
         for lane in lanes
-        if lane.visit is not None and lane.visit.layer < pauses.get(lane, lane.visit.layer + 1)
+        if lane.call is not None and lane.call.layer < pauses.get(lane, lane.call.layer + 1)
     ]
     if not awake:
         return []

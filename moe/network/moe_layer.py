@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.dispatch import Combined, Dispatched, Dispatcher, Failure, LocalDispatcher
 from kernels import Forward, experts_forward
 from kernels.reference import sum_dtype
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from moe.network.routing_policies import Selector, decide
 from offload.errors import OffloadError
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
@@ -37,14 +37,14 @@ class Brought:
     """Tokens of all visits at a layer.
 
     Attributes:
-        visits: that brought them.
+        calls: that brought them.
         hidden_states: ``(T, H)`` of all of them.
         routing: after the policies.
         local: no other rank is concerned.
         error: why there are no tokens although there are visits.
     """
 
-    visits: Sequence[Visit]
+    calls: Sequence[ExpertCall]
     hidden_states: Tensor
     routing: Routing
     local: bool
@@ -54,7 +54,7 @@ class Brought:
         """Of each visit its rows, or why it has none; raised where it is the only one."""
         if self.error is not None:
             raise self.error
-        sizes = [len(visit.hidden_states) for visit in self.visits]
+        sizes = [len(call.hidden_states) for call in self.calls]
         rows: list[Tensor | Exception] = list(combined.rows.split(sizes))
         if not combined.failures:
             return rows
@@ -64,7 +64,7 @@ class Brought:
             if self.local:
                 rows[at] = OffloadError(failure.reason)
             else:
-                self.visits[at].lost[row] = failure
+                self.calls[at].lost[row] = failure
         return rows
 
 
@@ -221,7 +221,7 @@ class MoELayers:
         self.dispatcher: Dispatcher[Any] = LocalDispatcher()
         self.everybody: Pass | None = None
         self.forward = forward
-        self.weaken: Callable[[int, Visit], Visit] | None = None
+        self.weaken: Callable[[int, ExpertCall], ExpertCall] | None = None
         self._prefetcher, self._decoding = prefetcher, 0
         self.statistics = RoutingStatistics([layer.num_experts for layer in layers])
 
@@ -278,7 +278,7 @@ class MoELayers:
         assert self.everybody is not None, "no other ranks to meet"
         return self.everybody.take()
 
-    def run(self, layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
+    def run(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
         """Rows ``(T_i, H)`` of each visit, in its own dtype.
 
         Where an expert cannot be read, those visits fail that need it: one alone raises
@@ -287,44 +287,44 @@ class MoELayers:
         """
         if self.everybody is not None:
             self.everybody.reach(layer)
-        brought = self.bring(layer, visits)
-        if self.dispatcher.local and len(visits) == 1:
-            experts, rows = self.layers[layer], visits[0].hidden_states
-            prefetcher = self._prefetcher_for(visits)
+        brought = self.bring(layer, calls)
+        if self.dispatcher.local and len(calls) == 1:
+            experts, rows = self.layers[layer], calls[0].hidden_states
+            prefetcher = self._prefetcher_for(calls)
             return [run_rows(rows, brought.routing, experts, self.forward, prefetcher)]
         dispatched = self.dispatcher.dispatch(layer, brought.hidden_states, brought.routing)
-        prefetcher = self._prefetcher_for(visits) if self.dispatcher.local else None
+        prefetcher = self._prefetcher_for(calls) if self.dispatcher.local else None
         rows, failures = serve(dispatched, self.layers[layer], self.forward, prefetcher)
         return brought.outcomes(self.dispatcher.combine(dispatched, rows, failures))
 
-    def bring(self, layer: int, visits: Sequence[Visit]) -> Brought:
+    def bring(self, layer: int, calls: Sequence[ExpertCall]) -> Brought:
         """What visits bring to a layer, after the policies. Where other ranks wait for this one,
         nothing is raised: with an error, it brings nothing."""
         if self.weaken is not None:
-            visits = [self.weaken(layer, visit) for visit in visits]
+            calls = [self.weaken(layer, call) for call in calls]
         experts, here = self.layers[layer], self.dispatcher.local
         selector = self.selectors[layer] if self.selectors else None
         try:
-            if visits:
-                routing = decide(self.policies, layer, visits, experts, selector)
-                self.statistics.record(layer, _by_phase(routing, visits))
-                hidden = [visit.hidden_states for visit in visits]
+            if calls:
+                routing = decide(self.policies, layer, calls, experts, selector)
+                self.statistics.record(layer, _by_phase(routing, calls))
+                hidden = [call.hidden_states for call in calls]
                 joint = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-                return Brought(visits, joint, routing, here)
+                return Brought(calls, joint, routing, here)
             error = None
         except Exception as reason:
             if here:
                 raise
             error = reason
         nothing, no_rows = torch.empty(0, 1), torch.empty(0, experts.hidden_size)
-        return Brought(visits, no_rows, Routing(nothing.long(), nothing), here, error)
+        return Brought(calls, no_rows, Routing(nothing.long(), nothing), here, error)
 
-    def _prefetcher_for(self, visits: Sequence[Visit]) -> Prefetcher | None:
+    def _prefetcher_for(self, calls: Sequence[ExpertCall]) -> Prefetcher | None:
         """Forecasts are for the sequences of `begin` alone."""
         if self._prefetcher is None:
             return None
-        tokens = sum(len(visit.hidden_states) for visit in visits)
-        decode = all(visit.phase == "decode" for visit in visits)
+        tokens = sum(len(call.hidden_states) for call in calls)
+        decode = all(call.phase == "decode" for call in calls)
         return self._prefetcher if decode and tokens == self._decoding else None
 
     def _join(self, layer: int) -> None:
@@ -353,14 +353,14 @@ class MoELayers:
         }
 
 
-def _by_phase(routing: Routing, visits: Sequence[Visit]) -> dict[Phase, Routing]:
+def _by_phase(routing: Routing, calls: Sequence[ExpertCall]) -> dict[Phase, Routing]:
     """The joint routing of the visits, taken apart again by phase."""
-    if len(visits) == 1 or len({visit.phase for visit in visits}) == 1:
-        return {visits[0].phase: routing}
-    parts = routing.split([visit.hidden_states.shape[0] for visit in visits])
+    if len(calls) == 1 or len({call.phase for call in calls}) == 1:
+        return {calls[0].phase: routing}
+    parts = routing.split([call.hidden_states.shape[0] for call in calls])
     return {
         phase: Routing.concat(
-            [part for visit, part in zip(visits, parts, strict=True) if visit.phase == phase]
+            [part for call, part in zip(calls, parts, strict=True) if call.phase == phase]
         )
         for phase in PHASES
     }

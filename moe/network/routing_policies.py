@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from offload.layer import LayerExperts, OffloadedExperts
 from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext
 from routing.routers import RouterRule
@@ -62,7 +62,7 @@ class FoundSelector:
 def decide(
     chain: PolicyChain,
     layer: int,
-    visits: Sequence[Visit],
+    calls: Sequence[ExpertCall],
     experts: LayerExperts,
     selector: Selector | None = None,
 ) -> Routing:
@@ -74,14 +74,14 @@ def decide(
         experts: of that layer.
         selector: of that layer, where a policy needs one.
     """
-    decided = [visit.routing for visit in visits]
+    decided = [call.routing for call in calls]
     for phase in PHASES if chain.policies else ():
-        places = [place for place, visit in enumerate(visits) if visit.phase == phase]
+        places = [place for place, call in enumerate(calls) if call.phase == phase]
         if places:
-            own = [visits[place] for place in places]
+            own = [calls[place] for place in places]
             context = _context(chain, layer, phase, own, experts, selector)
-            routing = chain(Routing.concat([visit.routing for visit in own]), context)
-            parts = routing.split([visit.hidden_states.shape[0] for visit in own])
+            routing = chain(Routing.concat([call.routing for call in own]), context)
+            parts = routing.split([call.hidden_states.shape[0] for call in own])
             for place, part in zip(places, parts, strict=True):
                 decided[place] = part
     return Routing.concat(decided)
@@ -91,24 +91,24 @@ def _context(
     chain: PolicyChain,
     layer: int,
     phase: Phase,
-    visits: Sequence[Visit],
+    calls: Sequence[ExpertCall],
     experts: LayerExperts,
     selector: Selector | None,
 ) -> RoutingContext:
     scores_TE = select = resident_E = importance_T = None
     if "select" in chain.needs:
         assert selector is not None, "refused while loading"
-        given_TE = selector.scores(torch.cat([visit.hidden_states for visit in visits]))
+        given_TE = selector.scores(torch.cat([call.hidden_states for call in calls]))
         scores_TE, select = selector.rule.ranking(given_TE), partial(selector.select, given_TE)
     if "resident" in chain.needs and isinstance(experts, OffloadedExperts):
-        resident_E = experts.cache.resident(experts.layer).to(visits[0].hidden_states.device)
+        resident_E = experts.cache.resident(experts.layer).to(calls[0].hidden_states.device)
     if "importance" in chain.needs:
-        importance_T = torch.cat([_importance(visit) for visit in visits])
+        importance_T = torch.cat([_importance(call) for call in calls])
     return RoutingContext(
         layer, experts.num_experts, phase, scores_TE, select, resident_E, importance_T
     )
 
 
-def _importance(visit: Visit) -> Tensor:
-    size_T = visit.hidden_states.float().abs().sum(1)
-    return size_T if visit.received is None else size_T * visit.received
+def _importance(call: ExpertCall) -> Tensor:
+    size_T = call.hidden_states.float().abs().sum(1)
+    return size_T if call.received is None else size_T * call.received

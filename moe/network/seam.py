@@ -21,7 +21,7 @@ from experts.weights import ExpertShape
 from kernels import ExpertWeights
 from moe.errors import UnsupportedModelError
 from moe.network.attention import current_pass
-from moe.network.lanes import ExpertsRunner, Visit, visit_experts
+from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from offload.layer import LayerExperts
 from routing import Routing
 
@@ -45,8 +45,8 @@ def _visit(
     routing = Routing.from_router(top_k_index, top_k_weights, seat.num_experts)
     packed = current_pass.get(None)
     received = None if packed is None else packed.take_received()
-    visit = Visit(seat.layer, hidden_states, routing, received=received)
-    return visit_experts(visit, seat.run_experts)
+    call = ExpertCall(seat.layer, hidden_states, routing, received=received)
+    return call_experts(call, seat.run_experts)
 
 
 ALL_EXPERTS_FUNCTIONS.register(SEAM, _visit)
@@ -195,7 +195,7 @@ def keep_embedding(network: PreTrainedModel) -> str | None:
     return f"{name}.weight"
 
 
-def trunk_dtype(network: PreTrainedModel) -> torch.dtype:
+def backbone_dtype(network: PreTrainedModel) -> torch.dtype:
     """What a network computes in; transformers' `dtype` is that of its first parameter."""
     embedding = network.get_input_embeddings()
     return embedding.given if isinstance(embedding, StoredEmbedding) else network.dtype

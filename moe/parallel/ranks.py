@@ -77,7 +77,7 @@ class Ranks:
             return Following(self.team, station, store, profile.parallel, kv_tokens)
         counts = [layer.num_experts for layer in loaded.experts.layers]
         leading = Leading(self.team, station, store, profile.parallel)
-        leading.arrivals = arrivals_of(path, loaded.trunk.model.config, counts)
+        leading.arrivals = arrivals_of(path, loaded.backbone.model.config, counts)
         leading.begin(kv_tokens)
         return leading
 
@@ -150,7 +150,7 @@ def _station(loaded: LoadedModel, profile: Profile, pulse: Pulse) -> Station:
 
     def new_mirror() -> Mirror:
         borrowed = borrowed_room(offloaded, loaded.memory_plan, profile.offload)
-        runner = Runner(loaded.trunk, loaded.experts, speculator)
+        runner = Runner(loaded.backbone, loaded.experts, speculator)
         return Mirror(runner, loaded.logits_size, loaded.structures, borrowed)
 
     return Station(loaded.experts, new_mirror, profile.parallel, pulse, offloaded)

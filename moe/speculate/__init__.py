@@ -13,7 +13,7 @@ from typing import Any
 from kernels import Forward, QuantizedExperts
 from kernels.planes import num_planes
 from moe.describe.routers import find_selectors
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.routing_policies import Selector
 from moe.settings import SpeculationSettings
@@ -50,7 +50,7 @@ SPECULATION_OFF = Speculation(None, "speculation.mode is off")
 
 def enable_speculation(
     settings: SpeculationSettings,
-    trunk: Trunk,
+    backbone: Backbone,
     experts: MoELayers,
     forward: Forward,
 ) -> Speculation:
@@ -61,7 +61,7 @@ def enable_speculation(
     """
     if settings.mode == "off":
         return SPECULATION_OFF
-    if not trunk.packed:
+    if not backbone.packed:
         return Speculation(
             None, "sequences have passes of their own, whose state cannot be taken back"
         )
@@ -75,8 +75,8 @@ def enable_speculation(
         modes = [each for each in variants(mode) if not _the_model_itself(each, experts.layers)]
     elastic = None
     if modes:
-        layers = _draft_layers(mode, trunk, experts, forward)
-        elastic = ElasticDrafts(trunk, layers, experts.foretell)
+        layers = _draft_layers(mode, backbone, experts, forward)
+        elastic = ElasticDrafts(backbone, layers, experts.foretell)
     sources: list[ModelFree[Any]] = []
     if settings.mode == "recycling":
         sources = [Recycling()]
@@ -84,7 +84,7 @@ def enable_speculation(
         sources = [NGram()]
     known = [*modes, *(source.mode for source in sources)]
     controller: Controller = (
-        make_controller(trunk, experts, modes, settings.max_depth)
+        make_controller(backbone, experts, modes, settings.max_depth)
         if automatic
         else FixedDepth(known[0], settings.max_depth)
     )
@@ -111,11 +111,13 @@ def elastic_mode(settings: SpeculationSettings) -> Mode:
     )
 
 
-def _draft_layers(mode: Mode, trunk: Trunk, experts: MoELayers, forward: Forward) -> DraftLayers:
+def _draft_layers(
+    mode: Mode, backbone: Backbone, experts: MoELayers, forward: Forward
+) -> DraftLayers:
     layers = experts.layers
     selectors: list[Selector | None] = [None] * len(layers)
     if mode.core != "all" or any(isinstance(layer, OffloadedExperts) for layer in layers):
-        selectors = [found.selector for found in find_selectors(trunk)]
+        selectors = [found.selector for found in find_selectors(backbone)]
     return DraftLayers(layers, forward, selectors)
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
 from moe.loading.hub import experts_per_token
-from moe.network.backbone import Forward, Trunk
+from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import SequenceKV, Work
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers
 from moe.network.routing_policies import Selector
 from moe.settings import SpeculationSettings
@@ -75,17 +75,17 @@ class Contrast:
         least = strong_TV.amax(-1, keepdim=True) + log(self.floor)
         return scores.masked_fill(strong_TV < least, -torch.inf)
 
-    def weaken(self, layer: int, visit: Visit) -> Visit:
+    def weaken(self, layer: int, call: ExpertCall) -> ExpertCall:
         """The same visit, whose second half of rows, the weak readings, goes to one expert each."""
-        half = visit.routing.num_tokens // 2
-        strong, weak = visit.routing.split([half, half])
+        half = call.routing.num_tokens // 2
+        strong, weak = call.routing.split([half, half])
         if self.rank < weak.top_k:
             order = weak.weights.argsort(dim=1, descending=True, stable=True)
             kept = torch.zeros_like(weak.weights, dtype=torch.bool)
             weak = keep(weak, kept.scatter(1, order[:, self.rank, None], True))
         else:
-            weak = self._select(layer, visit.hidden_states[half:])
-        return replace(visit, routing=Routing.concat([strong, weak]))
+            weak = self._select(layer, call.hidden_states[half:])
+        return replace(call, routing=Routing.concat([strong, weak]))
 
     def _select(self, layer: int, rows_TH: Tensor) -> Routing:
         selector = self.selectors[layer]
@@ -97,7 +97,7 @@ class Contrast:
         return selector.select(scores_TE, allowed, 1)
 
 
-def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELayers) -> None:
+def enable_contrast(settings: SpeculationSettings, backbone: Backbone, experts: MoELayers) -> None:
     """Read every token twice from now on, where the profile asks for contrast.
 
     Raises:
@@ -105,8 +105,8 @@ def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELay
     """
     if not settings.contrast:
         return
-    name = type(trunk.model).__name__
-    if not trunk.packed:
+    name = type(backbone.model).__name__
+    if not backbone.packed:
         raise ProfileError(
             f"speculation.contrast reads two views of a sequence in one pass, and {name} keeps a "
             "state for which that is not possible; set speculation.contrast: 0"
@@ -117,10 +117,10 @@ def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELay
             f"speculation.contrast_rank is {settings.contrast_rank}, but a layer of {name} has "
             f"{fewest} experts, ranks 0 to {fewest - 1}; give one of these"
         )
-    top_k = experts_per_token(trunk.model.config)
+    top_k = experts_per_token(backbone.model.config)
     selectors: list[Selector | None] = []
     if settings.contrast_rank >= top_k:
-        found = find_selectors(trunk)
+        found = find_selectors(backbone)
         selectors = [each.selector for each in found]
         for index, each in enumerate(found):
             if each.selector is None:
@@ -132,18 +132,18 @@ def enable_contrast(settings: SpeculationSettings, trunk: Trunk, experts: MoELay
     contrast = Contrast(
         settings.contrast, settings.contrast_floor, settings.contrast_rank, selectors
     )
-    experts.weaken, trunk.contrast, trunk.cache_type = contrast.weaken, contrast.read, TwinKV
+    experts.weaken, backbone.contrast, backbone.cache_type = contrast.weaken, contrast.read, TwinKV
 
 
 @contextmanager
-def uncontrasted(trunk: Trunk, experts: MoELayers) -> Iterator[None]:
+def uncontrasted(backbone: Backbone, experts: MoELayers) -> Iterator[None]:
     """Every token is read once while this is open."""
-    own = trunk.contrast, experts.weaken
-    trunk.contrast = experts.weaken = None
+    own = backbone.contrast, experts.weaken
+    backbone.contrast = experts.weaken = None
     try:
         yield
     finally:
-        trunk.contrast, experts.weaken = own
+        backbone.contrast, experts.weaken = own
 
 
 def _twin(item: Work) -> TwinKV:

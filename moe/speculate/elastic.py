@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kernels import Forward, QuantizedExperts
 from kernels.reference import AnyExperts
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.routing_policies import Selector
 from moe.sampling.sampler import Proposal, Sampler
 from moe.sequence import RunningSequence
@@ -81,9 +81,9 @@ class DraftLayers:
         self._votes = [torch.zeros(layer.num_experts) for layer in self.layers]
         self.wanted = [[] for _ in self.layers]
 
-    def run(self, layer: int, visits: Sequence[Visit]) -> list[Tensor | Exception]:
+    def run(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
         """Rows ``(T_i, H)`` of each visit; see `moe.network.lanes.ExpertsRunner`."""
-        return [self._run(layer, visit.hidden_states, visit.routing) for visit in visits]
+        return [self._run(layer, call.hidden_states, call.routing) for call in calls]
 
     def forecast(self, share: float = 1.0) -> Forecast | None:
         """What the model will need for the rows since `begin`, by its own routing of the drafts:
@@ -236,7 +236,7 @@ class ElasticDrafts:
     """Drafts for several sequences in shared passes.
 
     Args:
-        trunk: the model; sequences share its passes, so that what they wrote can be taken back.
+        backbone: the model; sequences share its passes, so that what they wrote can be taken back.
         layers: its MoE layers, for drafts.
         foretell: hears before each further pass of a draft what the model will need by then, so
             that it is read while the pass runs.
@@ -247,14 +247,14 @@ class ElasticDrafts:
 
     def __init__(
         self,
-        trunk: Trunk,
+        backbone: Backbone,
         layers: DraftLayers,
         foretell: Callable[[Forecast], None] = lambda _: None,
     ) -> None:
-        assert trunk.packed
+        assert backbone.packed
         self.layers = layers
         self.rows: list[int] = []
-        self._trunk, self._foretell = trunk, foretell
+        self._backbone, self._foretell = backbone, foretell
 
     def draft(
         self,
@@ -289,7 +289,7 @@ class ElasticDrafts:
         share = len(self.rows) / (1 + max(draft.depth for draft in drafts))
         if share and (told := self.layers.forecast(share)) is not None:
             self._foretell(told)
-        lanes = self._trunk.lanes([draft.work for draft in drafts], "decode")
+        lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
         run_lanes(lanes, self.layers.run)
         self.rows.append(len(drafts))
         # Whatever is wrong here, the verification meets it too and tells those whom it concerns.

@@ -77,7 +77,7 @@ def test_every_variant_trains_and_loads(name: str, corpus: data.Corpus, tmp_path
     assert late.codec.tokenizer is not None
     assert not torch.equal(early.logits(tokens), late.logits(tokens)), EARLIER
     if VARIANTS[name].bias:
-        gates = [m for m in late.trunk.model.modules() if isinstance(m, LabRouter)]
+        gates = [m for m in late.backbone.model.modules() if isinstance(m, LabRouter)]
         assert all(bool(gate.bias.any()) for gate in gates)
 
 

@@ -58,7 +58,7 @@ def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
     calibrated = load_calibration(folder, demo.config, experts(demo))
     assert calibrated.weights.keys() == PREDICTORS.keys()
     text = (ROOT / "tests/data/heldout_python.txt").read_text()[:3000]
-    trace = record(demo.trunk, demo.experts, [demo.codec.encode(text)[:400]])
+    trace = record(demo.backbone, demo.experts, [demo.codec.encode(text)[:400]])
     assert trace.rows is not None
     for name in PREDICTORS:
         predictor = calibrated.predictor(name)
@@ -83,7 +83,7 @@ def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
         trace.num_tokens == sum(trace.lengths) == json.loads((folder / ABOUT).read_text())["tokens"]
     )
     tokens, layers = next(trace.sequences())
-    alone = record(demo.trunk, demo.experts, [tokens.tolist()])
+    alone = record(demo.backbone, demo.experts, [tokens.tolist()])
     agreed = torch.stack([a == b for a, b in zip(alone.expert_ids, layers, strict=True)])
     assert float(agreed.float().mean()) > 0.99
 
@@ -98,7 +98,7 @@ def test_next_uses_come_back(demo: MoE, folder: Path, tmp_path: Path) -> None:
     assert found is not None
     assert found.down.shape[:2] == (6, 32)
     row = torch.randn(1, found.gates.shape[-1])
-    selector = find_selectors(demo.trunk)[2].selector
+    selector = find_selectors(demo.backbone)[2].selector
     assert selector is not None
     theirs = torch.nn.functional.linear(row, selector.weight.float())
     torch.testing.assert_close(
@@ -206,7 +206,7 @@ def test_activations_that_are_not_finite_are_refused_with_numbers(
     with pytest.raises(
         CalibrationError, match=r"MoE layer 3: 30 of 30 rows are not finite after 0"
     ):
-        record(demo.trunk, demo.experts, [list(range(30))])
+        record(demo.backbone, demo.experts, [list(range(30))])
 
 
 def test_token_vectors_keep_what_differs_most() -> None:

@@ -24,11 +24,11 @@ def test_a_trace_is_what_each_window_does_alone(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
     model = tiny_moe(model_type)
-    trace = record(model.trunk, model.experts, WINDOWS)
+    trace = record(model.backbone, model.experts, WINDOWS)
     assert trace.lengths == [20, 7, 1]
     for (tokens, layers), window in zip(trace.sequences(), WINDOWS, strict=True):
         assert tokens.tolist() == window
-        alone = record(model.trunk, model.experts, [window])
+        alone = record(model.backbone, model.experts, [window])
         for own, theirs in zip(alone.expert_ids, layers, strict=True):
             assert torch.equal(own, theirs)
     assert trace.contexts(2)[[0, 1, 20, 27]].tolist() == [[-1, 1], [1, 2], [-1, 30], [-1, 5]]
@@ -38,18 +38,18 @@ def test_kept_rows_fit_their_budget_and_belong_to_their_tokens(
     tiny_moe: Callable[[str], MoE],
 ) -> None:
     model = tiny_moe("qwen3_moe")
-    whole = record(model.trunk, model.experts, WINDOWS).rows
+    whole = record(model.backbone, model.experts, WINDOWS).rows
     assert whole is not None
     assert whole.tokens.tolist() == list(range(28))
     layers, hidden = len(whole.read), whole.read[0].shape[1]
     budget = 10 * layers * hidden * 4
-    few = record(model.trunk, model.experts, WINDOWS, row_bytes=budget).rows
+    few = record(model.backbone, model.experts, WINDOWS, row_bytes=budget).rows
     assert few is not None
     assert len(few.tokens) == 10
     for kept, every in ((few.read, whole.read), (few.entered, whole.entered)):
         for own, theirs in zip(kept, every, strict=True):
             assert torch.equal(own, theirs[few.tokens])
-    assert record(model.trunk, model.experts, WINDOWS, row_bytes=0).rows is None
+    assert record(model.backbone, model.experts, WINDOWS, row_bytes=0).rows is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe"])
@@ -57,9 +57,9 @@ def test_gates_that_are_found_choose_as_the_routers_do(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
     model = tiny_moe(model_type)
-    trace = record(model.trunk, model.experts, WINDOWS)
+    trace = record(model.backbone, model.experts, WINDOWS)
     assert trace.rows is not None
-    found = find_gates(model.trunk)
+    found = find_gates(model.backbone)
     assert len(found) == len(trace.num_experts)
     for layer, one in enumerate(found):
         assert one.gate is not None, one.reason
@@ -70,13 +70,13 @@ def test_gates_that_are_found_choose_as_the_routers_do(
 @pytest.fixture
 def saved(tiny_moe: Callable[[str], MoE], tmp_path: Path) -> Path:
     model = tiny_moe("qwen3_moe")
-    record(model.trunk, model.experts, WINDOWS).save(tmp_path / "trace")
+    record(model.backbone, model.experts, WINDOWS).save(tmp_path / "trace")
     return tmp_path / "trace"
 
 
 def test_a_saved_trace_comes_back(saved: Path, tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("qwen3_moe")
-    trace, loaded = record(model.trunk, model.experts, WINDOWS), Trace.load(saved)
+    trace, loaded = record(model.backbone, model.experts, WINDOWS), Trace.load(saved)
     assert torch.equal(loaded.token_ids, trace.token_ids)
     assert (loaded.lengths, loaded.num_experts) == (trace.lengths, trace.num_experts)
     for ours, theirs in zip(

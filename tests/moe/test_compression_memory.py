@@ -64,7 +64,7 @@ def on_disk(store: Path, resident: MoE) -> MoE:
 def trace(resident: MoE) -> Trace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, resident.config.vocab_size, (6, 100), generator=generator)
-    return record(resident.trunk, resident.experts, ids.tolist())
+    return record(resident.backbone, resident.experts, ids.tolist())
 
 
 def test_experts_on_disk_are_measured_as_those_in_memory(
@@ -73,7 +73,7 @@ def test_experts_on_disk_are_measured_as_those_in_memory(
     found = []
     for name, model in (("resident", resident), ("on disk", on_disk)):
         assert trace.rows is not None
-        own = record(model.trunk, model.experts, spread(trace, trace.num_tokens))
+        own = record(model.backbone, model.experts, spread(trace, trace.num_tokens))
         analyse(model, own, tmp_path / name, read_tokens=100, group_size=32)
         found.append(load_statistics(tmp_path / name, len(model.experts.layers)))
     for one, other in zip(*found, strict=True):

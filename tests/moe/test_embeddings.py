@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.models.tiny import tiny_model
 from moe import MoE
-from moe.network.seam import trunk_dtype
+from moe.network.seam import backbone_dtype
 
 IDS = list(range(3, 26))
 
@@ -22,10 +22,10 @@ def test_the_table_keeps_its_dtype_and_the_model_its_logits(
     tiny_model("qwen3_moe").to(dtype=dtype).save_pretrained(tmp_path)  # type: ignore[call-arg]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     moe = MoE.from_pretrained(tmp_path, model={"expert_dtype": "float32"})
-    network = moe.trunk.model
+    network = moe.backbone.model
     assert network.get_input_embeddings().weight.dtype is dtype
     assert network.lm_head.weight.dtype is torch.float32
-    assert trunk_dtype(network) is torch.float32
+    assert backbone_dtype(network) is torch.float32
     assert moe.status()["fused"]["enabled"]
     assert moe.status()["packing"]["enabled"]
     with torch.no_grad():
@@ -40,6 +40,6 @@ def test_a_table_that_the_head_shares_is_the_trunks(tmp_path: Path) -> None:
     model.config.tie_word_embeddings = True
     model.tie_weights()
     model.bfloat16().save_pretrained(tmp_path)
-    network = MoE.from_pretrained(tmp_path).trunk.model
+    network = MoE.from_pretrained(tmp_path).backbone.model
     assert network.get_input_embeddings().weight is network.lm_head.weight
     assert network.lm_head.weight.dtype is torch.float32

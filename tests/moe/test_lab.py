@@ -116,7 +116,7 @@ def test_traces_hold_passes_of_any_number_of_slots(
 ) -> None:
     model = MoE.from_pretrained(checkpoint(router))
     windows = [[token] for token in range(3, 9)] * 400  # more than one pass
-    trace = record(model.trunk, model.experts, windows, row_bytes=0)
+    trace = record(model.backbone, model.experts, windows, row_bytes=0)
     for layer, ids in enumerate(trace.expert_ids):
         assert ids.shape == trace.weights[layer].shape
         assert torch.equal(ids[:6], ids[-6:])
@@ -128,7 +128,7 @@ def test_routing_before_attention_is_by_what_enters_the_block(
     checkpoint: Callable[[str], Path],
 ) -> None:
     model, reference = MoE.from_pretrained(checkpoint("pre-attention")), lab_model("pre-attention")
-    trace = record(model.trunk, model.experts, [PROMPTS[0]])
+    trace = record(model.backbone, model.experts, [PROMPTS[0]])
     assert trace.rows is not None
     for index, layer in enumerate(reference.model.layers):
         rows = trace.rows.entered[index].float() * layer.input_layernorm.weight
@@ -146,7 +146,7 @@ def test_routing_before_attention_is_by_what_enters_the_block(
 
 def test_one_router_for_all_layers_is_asked_once(checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(checkpoint("pre-gated"))
-    trace = record(model.trunk, model.experts, PROMPTS, row_bytes=0)
+    trace = record(model.backbone, model.experts, PROMPTS, row_bytes=0)
     first, *others = trace.expert_ids
     assert all(torch.equal(first, ids) for ids in others)
     assert len(torch.unique(first)) > 4
@@ -212,10 +212,10 @@ def test_a_balanced_plan_is_for_training_alone() -> None:
 
 def test_where_a_router_can_be_asked_again(checkpoint: Callable[[str], Path]) -> None:
     for router in ("softmax", "plain", "groups"):
-        found = find_selectors(MoE.from_pretrained(checkpoint(router)).trunk)
+        found = find_selectors(MoE.from_pretrained(checkpoint(router)).backbone)
         assert all(one.selector is not None for one in found), found
     for router in ("relu", "pre-attention", "pre-gated", "similarity"):
-        found = find_selectors(MoE.from_pretrained(checkpoint(router)).trunk)
+        found = find_selectors(MoE.from_pretrained(checkpoint(router)).backbone)
         assert all(one.selector is None and one.reason for one in found)
 
 

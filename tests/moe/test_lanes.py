@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.network.lanes import Lane, LaneCancelled, LaneState, Visit, run_lanes, visit_experts
+from moe.network.lanes import ExpertCall, Lane, LaneCancelled, LaneState, call_experts, run_lanes
 from routing import Routing
 
 
@@ -23,24 +23,24 @@ class Experts:
     def __init__(self) -> None:
         self.meetings: list[tuple[int, int]] = []
 
-    def __call__(self, layer: int, visits: Sequence[Visit]) -> list[Tensor]:
-        self.meetings.append((layer, len(visits)))
-        return [visit.hidden_states + layer + 1 for visit in visits]
+    def __call__(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        self.meetings.append((layer, len(calls)))
+        return [call.hidden_states + layer + 1 for call in calls]
 
 
 def forward(start: float, layers: Sequence[int], experts: Experts) -> Callable[[], Tensor]:
     def run() -> Tensor:
         hidden = torch.full((2, 3), start)
         for layer in layers:
-            hidden = visit(hidden * 2, layer, experts)
+            hidden = call(hidden * 2, layer, experts)
         return hidden
 
     return run
 
 
-def visit(hidden: Tensor, layer: int, experts: Experts) -> Tensor:
+def call(hidden: Tensor, layer: int, experts: Experts) -> Tensor:
     routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    return visit_experts(Visit(layer, hidden, routing), experts)
+    return call_experts(ExpertCall(layer, hidden, routing), experts)
 
 
 def alone(start: float, layers: Sequence[int]) -> Tensor:
@@ -61,9 +61,9 @@ def test_a_lane_alone_is_served_without_sleeping() -> None:
     lane = Lane(forward(1.0, range(3), others), "decode")
     phases = []
 
-    def serve(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
-        phases.append(visits[0].phase)
-        return experts(layer, visits)
+    def serve(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        phases.append(calls[0].phase)
+        return experts(layer, calls)
 
     run_lanes([lane], serve)
     assert experts.meetings == [(0, 1), (1, 1), (2, 1)]
@@ -71,12 +71,12 @@ def test_a_lane_alone_is_served_without_sleeping() -> None:
     assert phases == ["decode"] * 3
     assert torch.equal(lane.result(), alone(1.0, range(3)))
     # Whoever visits outside of a lane afterwards is served by its own experts again.
-    visit(torch.ones(2, 3), 0, others)
+    call(torch.ones(2, 3), 0, others)
     assert others.meetings == [(0, 1)]
 
 
 def test_what_experts_raise_reaches_a_lane_alone() -> None:
-    def broken(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+    def broken(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
         raise ValueError(f"layer {layer}")
 
     lane = Lane(forward(1.0, range(3), Experts()))
@@ -124,7 +124,7 @@ def test_cancelling_frees_what_the_forward_held() -> None:
     def run() -> Tensor:
         activations = torch.ones(2, 3)
         held.append(weakref.ref(activations))
-        visit(torch.zeros(2, 3), 0, experts)
+        call(torch.zeros(2, 3), 0, experts)
         return activations
 
     lane = Lane(run)
@@ -133,7 +133,7 @@ def test_cancelling_frees_what_the_forward_held() -> None:
     lane.cancel()
     gc.collect()
     assert held[0]() is None
-    assert lane.visit is None
+    assert lane.call is None
     with pytest.raises(LaneCancelled, match="cancelled before it had a result"):
         lane.result()
 
@@ -166,7 +166,7 @@ def test_cancelling_runs_the_forward_s_own_clean_up() -> None:
 
     def run() -> None:
         try:
-            visit(torch.zeros(2, 3), 0, experts)
+            call(torch.zeros(2, 3), 0, experts)
         finally:
             log.append("released")
 
@@ -180,7 +180,7 @@ def test_an_exception_reaches_its_caller_and_leaves_the_others_running() -> None
     experts = Experts()
 
     def broken() -> Tensor:
-        visit(torch.zeros(2, 3), 0, experts)
+        call(torch.zeros(2, 3), 0, experts)
         raise RuntimeError("lane is broken")
 
     lanes = [Lane(broken), Lane(forward(1.0, range(2), experts))]
@@ -191,10 +191,10 @@ def test_an_exception_reaches_its_caller_and_leaves_the_others_running() -> None
 
 
 def test_failing_experts_reach_every_lane_that_waited_there() -> None:
-    def failing(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
+    def failing(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
         if layer == 1:
             raise OSError("expert 3 cannot be read")
-        return [visit.hidden_states for visit in visits]
+        return [call.hidden_states for call in calls]
 
     experts = Experts()
     lanes = [Lane(forward(1.0, layers, experts)) for layers in ([0, 1], [0, 1], [0, 2])]
@@ -211,9 +211,9 @@ def test_each_lane_keeps_its_own_modes() -> None:
 
     def run(name: str) -> None:
         with torch.no_grad():
-            visit(torch.zeros(2, 3), 0, experts)
+            call(torch.zeros(2, 3), 0, experts)
             seen.append((name, "inside", torch.is_grad_enabled()))
-        visit(torch.zeros(2, 3), 1, experts)
+        call(torch.zeros(2, 3), 1, experts)
         seen.append((name, "outside", torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
 
     training = Lane(lambda: run("training"))
@@ -232,12 +232,12 @@ def test_each_lane_keeps_its_own_modes() -> None:
 def test_gradients_flow_through_a_meeting() -> None:
     weight = torch.ones(3, requires_grad=True)
 
-    def experts(layer: int, visits: Sequence[Visit]) -> list[Tensor]:
-        return [visit.hidden_states * weight for visit in visits]
+    def experts(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        return [call.hidden_states * weight for call in calls]
 
     inputs = [torch.full((2, 3), 2.0), torch.full((2, 3), 3.0)]
     routing = Routing(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    lanes = [Lane(partial(visit_experts, Visit(0, rows, routing), experts)) for rows in inputs]
+    lanes = [Lane(partial(call_experts, ExpertCall(0, rows, routing), experts)) for rows in inputs]
     run_lanes(lanes, experts)
     (lanes[0].result().sum() + lanes[1].result().sum()).backward()
     assert weight.grad is not None
@@ -246,7 +246,7 @@ def test_gradients_flow_through_a_meeting() -> None:
 
 def test_outside_of_a_lane_experts_run_at_once() -> None:
     experts = Experts()
-    assert torch.equal(visit(torch.zeros(2, 3), 4, experts), torch.full((2, 3), 5.0))
+    assert torch.equal(call(torch.zeros(2, 3), 4, experts), torch.full((2, 3), 5.0))
     assert experts.meetings == [(4, 1)]
 
 

@@ -179,7 +179,7 @@ def test_closing_a_stream_ends_a_pass_that_sleeps(tiny_checkpoint: Callable[[str
 def test_a_model_that_nobody_holds_is_freed(tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
     model.generate(PROMPTS, GREEDY)
-    network = weakref.ref(model.trunk.model)
+    network = weakref.ref(model.backbone.model)
     del model
     gc.collect()
     assert network() is None

@@ -108,11 +108,11 @@ def test_layers_without_a_miss_are_passed_and_counted(store: Path, resident: MoE
     for forward in (experts_forward, partial(experts_forward)):  # the latter is asked everywhere
         model = MoE.from_pretrained(store, budget(store, resident, 0.75, offload=offload))
         model.experts.forward, bring = forward, model.experts.bring
-        calls = list[int]()
+        layers = list[int]()
 
-        def noted(layer: int, visits: Any, bring: Any = bring, calls: list[int] = calls) -> Any:
-            calls.append(layer)
-            return bring(layer, visits)
+        def noted(layer: int, calls: Any, bring: Any = bring, layers: list[int] = layers) -> Any:
+            layers.append(layer)
+            return bring(layer, calls)
 
         model.experts.bring = noted  # type: ignore[method-assign]
         (done,) = model.generate([PROMPTS[0]], long)
@@ -121,7 +121,7 @@ def test_layers_without_a_miss_are_passed_and_counted(store: Path, resident: MoE
             del one["stall_seconds"]  # the disk's
         cache = model.experts.layers[0].cache  # type: ignore[union-attr]
         found.append((done.token_ids, stats["offload"], stats["layers"], cache.hot_set()))
-        asked.append(len(calls))
+        asked.append(len(layers))
     assert found[0] == found[1]
     assert asked[0] < asked[1]
 

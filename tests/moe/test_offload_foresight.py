@@ -17,7 +17,7 @@ from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.convert.convert import convert
 from moe.errors import CalibrationError, ProfileError
 from moe.loading.memory_plan import GIB
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from moe.settings import ModelSettings
 from offload.capacity import slot_bytes
 from offload.errors import OffloadError
@@ -133,15 +133,15 @@ def test_a_lost_expert_is_no_news_for_who_looks_ahead() -> None:
     experts.begin([[1], [2], [3]])
     hidden, weights = torch.randn(3, 1, HIDDEN), torch.rand(1, 2)
     choices = torch.tensor([[[0, 2]], [[1, 3]], [[4, 5]]])
-    visits = [
-        Visit(1, rows, Routing(ids, weights), "decode")
+    calls = [
+        ExpertCall(1, rows, Routing(ids, weights), "decode")
         for rows, ids in zip(hidden, choices, strict=True)
     ]
-    lost, *others = experts.run(1, visits)
+    lost, *others = experts.run(1, calls)
     assert isinstance(lost, OffloadError)
-    for outcome, visit in zip(others, visits[1:], strict=True):
-        ids = visit.routing.expert_ids
-        whole = experts_forward(visit.hidden_states, ids, weights, layers.resident[1])
+    for outcome, call in zip(others, calls[1:], strict=True):
+        ids = call.routing.expert_ids
+        whole = experts_forward(call.hidden_states, ids, weights, layers.resident[1])
         assert isinstance(outcome, Tensor)
         assert torch.equal(outcome, whole)
 

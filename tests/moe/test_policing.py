@@ -20,7 +20,7 @@ from moe.describe.routers import prepare
 from moe.errors import ProfileError
 from moe.loading.memory_plan import GIB
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.routing_policies import decide
 from moe.settings import ModelSettings
 from routing import Need, Phase, Policy, PolicyChain, Routing, RoutingContext
@@ -49,12 +49,12 @@ def told(model: MoE, work: list[Work], rows: list[Tensor]) -> list[tuple[Routing
     """What a policy is told of each layer; ``rows`` gets what reaches the experts."""
     policy, experts = Told(), model.experts
     chain = PolicyChain((policy,))
-    experts.selectors, experts.policies = prepare(chain, model.trunk), chain
-    lanes = model.trunk.lanes(work)
+    experts.selectors, experts.policies = prepare(chain, model.backbone), chain
+    lanes = model.backbone.lanes(work)
 
-    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        rows.extend(visit.hidden_states for visit in visits)
-        return experts.run(layer, visits)
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        rows.extend(call.hidden_states for call in calls)
+        return experts.run(layer, calls)
 
     with torch.inference_mode():
         run_lanes(lanes, run)
@@ -65,7 +65,7 @@ def test_a_policy_is_told_what_it_needs(tiny_checkpoint: Callable[[str], Path]) 
     path = tiny_checkpoint("qwen3_moe")
     model = MoE.from_pretrained(path)
     prompts = [list(range(3, 40)), [5, 9, 2]]
-    work = [Work(ids, model.trunk.new_cache(len(ids))) for ids in prompts]
+    work = [Work(ids, model.backbone.new_cache(len(ids))) for ids in prompts]
     rows: list[Tensor] = []
     contexts = told(model, work, rows)
     eager = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -92,9 +92,9 @@ def test_without_attention_importance_is_the_size_of_a_row(
     tiny_checkpoint: Callable[[str], Path],
 ) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
-    model.trunk.set_packed(False)
+    model.backbone.set_packed(False)
     rows: list[Tensor] = []
-    contexts = told(model, [Work([3, 4, 5], model.trunk.new_cache(3))], rows)
+    contexts = told(model, [Work([3, 4, 5], model.backbone.new_cache(3))], rows)
     for (_, context), hidden in zip(contexts, rows, strict=True):
         torch.testing.assert_close(context.importance_T, hidden.abs().sum(1))
 
@@ -171,15 +171,15 @@ class Heaviest(Policy):
 def test_tokens_are_taken_by_phase_and_keep_their_order() -> None:
     sizes: list[tuple[int, Phase]] = [(2, "decode"), (3, "prefill"), (0, "prefill"), (1, "decode")]
     generator = torch.Generator().manual_seed(0)
-    visits = []
+    calls = []
     for count, phase in sizes:
         ids = torch.rand(count, 6, generator=generator).argsort(1)[:, :2].sort(1).values
         weights = torch.rand(count, 2, generator=generator)
-        visits.append(Visit(0, torch.zeros(count, 4), Routing(ids, weights), phase))
+        calls.append(ExpertCall(0, torch.zeros(count, 4), Routing(ids, weights), phase))
     experts = MoE.from_pretrained(DEMO).experts.layers[0]
-    plain = decide(PolicyChain(), 0, visits, experts)
-    found = decide(PolicyChain((Heaviest(),)), 0, visits, experts).validate(32)
-    assert torch.equal(plain.expert_ids, torch.cat([visit.routing.expert_ids for visit in visits]))
+    plain = decide(PolicyChain(), 0, calls, experts)
+    found = decide(PolicyChain((Heaviest(),)), 0, calls, experts).validate(32)
+    assert torch.equal(plain.expert_ids, torch.cat([call.routing.expert_ids for call in calls]))
     decoded = torch.tensor([0, 1, 5])
     assert torch.equal(found.expert_ids[decoded], plain.expert_ids[decoded])
     assert (found.expert_ids[2:5] >= 0).sum(1).tolist() == [1, 1, 1]

@@ -52,7 +52,7 @@ def _read(
 ) -> list[Tensor]:
     """Logits behind each piece, all read in one pass."""
     with torch.inference_mode():
-        lanes = model.trunk.lanes([Work(ids, cache) for cache, ids in batch], phase)
+        lanes = model.backbone.lanes([Work(ids, cache) for cache, ids in batch], phase)
         run_lanes(lanes, model.experts.run)
     return [rows[-1] for lane in lanes for rows in lane.result()]
 
@@ -64,16 +64,16 @@ def test_a_prompt_reads_the_same_bits_in_any_pieces_and_company(
 ) -> None:
     start = data.draw(st.integers(0, 500), label="start")
     ids = token_ids[start : start + data.draw(st.integers(1, LONGEST), label="tokens")]
-    whole, cut = model.trunk.new_cache(len(ids) + 1), model.trunk.new_cache(len(ids) + 1)
+    whole, cut = model.backbone.new_cache(len(ids) + 1), model.backbone.new_cache(len(ids) + 1)
     (expected,) = _read(model, [(whole, ids)])
     places = data.draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=3), label="cuts")
     ends = sorted({end for end in places if end < len(ids)} | {len(ids)})
     for begin, end in zip([0, *ends], ends, strict=False):
         others = data.draw(st.lists(st.integers(1, LONGEST), max_size=2), label="company")
-        company = [(model.trunk.new_cache(n), token_ids[-n:]) for n in others]
+        company = [(model.backbone.new_cache(n), token_ids[-n:]) for n in others]
         got = _read(model, [*company, (cut, ids[begin:end])])[-1]
     assert torch.equal(got, expected)
-    other = model.trunk.new_cache(9)
+    other = model.backbone.new_cache(9)
     _read(model, [(other, token_ids[:3])])
     (expected,) = _read(model, [(whole, ids[:1])], "decode")
     got = _read(model, [(other, token_ids[3:9]), (cut, ids[:1])], "decode")[-1]
@@ -145,7 +145,7 @@ def test_widths_that_are_no_whole_vectors_and_steps_without_description(
     """Rows of 24 columns, gates of one; steps read several tokens as they read one by one."""
     model = _planes(tiny_checkpoint(model_type))
     ids = [(7 * n) % 125 + 3 for n in range(first + rest)]
-    whole, cut, company = (model.trunk.new_cache(99) for _ in range(3))
+    whole, cut, company = (model.backbone.new_cache(99) for _ in range(3))
     (expected,) = _read(model, [(whole, ids)])
     _read(model, [(cut, ids[:first])])
     got = _read(model, [(company, ids[:other]), (cut, ids[first:])])[-1]
@@ -191,7 +191,7 @@ def test_a_curve_is_the_same_bits_wherever_a_row_stands(
 
 
 def test_routers_and_head_of_the_model_are_row_wise(model: MoE) -> None:
-    network = model.trunk.model
+    network = model.backbone.model
     routers, head = routing_modules(network), network.get_output_embeddings()
     assert len(routers) == len(model.experts.layers)
     assert isinstance(head, nn.Linear)

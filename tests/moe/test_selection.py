@@ -11,7 +11,7 @@ from torch import Tensor
 from moe import MoE
 from moe.describe.routers import find_selectors
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.routing_policies import FoundSelector, Selector
 
 FOUND = [
@@ -22,17 +22,17 @@ FOUND = [
 UNKNOWN = ["zaya", "gemma4_text"]
 
 
-def visits_of(model: MoE) -> list[Visit]:
+def visits_of(model: MoE) -> list[ExpertCall]:
     """What a prompt brings to each MoE layer."""
-    seen: list[Visit] = []
+    seen: list[ExpertCall] = []
 
-    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        seen.extend(visits)
-        return model.experts.run(layer, visits)
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        seen.extend(calls)
+        return model.experts.run(layer, calls)
 
     with torch.inference_mode():
-        work = Work(list(range(3, 40)), model.trunk.new_cache(37))
-        lanes = model.trunk.lanes([work])
+        work = Work(list(range(3, 40)), model.backbone.new_cache(37))
+        lanes = model.backbone.lanes([work])
         run_lanes(lanes, run)
         lanes[0].result()
     return seen
@@ -48,15 +48,15 @@ def test_with_nothing_restricted_it_is_the_models_own_routing(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
     model = tiny_moe(model_type)
-    visits = visits_of(model)
-    found = find_selectors(model.trunk)
-    assert len(found) == len(visits) == len(model.experts.layers)
-    for one, visit in zip(found, visits, strict=True):
+    calls = visits_of(model)
+    found = find_selectors(model.backbone)
+    assert len(found) == len(calls) == len(model.experts.layers)
+    for one, call in zip(found, calls, strict=True):
         selector = selector_of(one)
-        scores = selector.scores(visit.hidden_states)
+        scores = selector.scores(call.hidden_states)
         routing = selector.select(scores)
-        assert torch.equal(routing.expert_ids, visit.routing.expert_ids)
-        assert torch.allclose(routing.weights, visit.routing.weights, rtol=1e-5, atol=1e-6)
+        assert torch.equal(routing.expert_ids, call.routing.expert_ids)
+        assert torch.allclose(routing.weights, call.routing.weights, rtol=1e-5, atol=1e-6)
         everybody = torch.ones_like(scores, dtype=torch.bool)
         again = selector.select(scores, everybody, routing.top_k)
         assert torch.equal(again.weights, routing.weights)
@@ -65,7 +65,7 @@ def test_with_nothing_restricted_it_is_the_models_own_routing(
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "phimoe"])
 def test_only_what_is_allowed_is_chosen(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
     model = tiny_moe(model_type)
-    selector = selector_of(find_selectors(model.trunk)[0])
+    selector = selector_of(find_selectors(model.backbone)[0])
     scores = selector.scores(visits_of(model)[0].hidden_states)
     allowed = torch.zeros(8, dtype=torch.bool)
     allowed[[1, 6, 7]] = True
@@ -80,7 +80,7 @@ def test_only_what_is_allowed_is_chosen(tiny_moe: Callable[[str], MoE], model_ty
 def test_a_layer_whose_rule_is_not_known_says_why(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
-    found = find_selectors(tiny_moe(model_type).trunk)
+    found = find_selectors(tiny_moe(model_type).backbone)
     assert all(one.selector is None for one in found)
     assert {one.reason for one in found} <= {
         "its router follows no rule that is known here",
@@ -92,6 +92,6 @@ def test_a_layer_whose_rule_is_not_known_says_why(
 def test_looking_reads_no_experts(tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("qwen3_moe")
     model.reset_stats()
-    find_selectors(model.trunk)
+    find_selectors(model.backbone)
     assert all(layer["steps"] == 0 for layer in model.stats()["layers"])
-    assert not any(module._forward_hooks for module in model.trunk.model.modules())
+    assert not any(module._forward_hooks for module in model.backbone.model.modules())

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moe import MoE
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import Lane, LaneState, run_lanes
 
@@ -46,9 +46,9 @@ def reference(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str, tuple[in
     return logits
 
 
-def prompt_lane(trunk: Trunk, token_ids: list[int]) -> Lane[list[Tensor]]:
-    work = Work(token_ids, trunk.new_cache(len(token_ids)), all_logits=True)
-    return trunk.lanes([work])[0]
+def prompt_lane(backbone: Backbone, token_ids: list[int]) -> Lane[list[Tensor]]:
+    work = Work(token_ids, backbone.new_cache(len(token_ids)), all_logits=True)
+    return backbone.lanes([work])[0]
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -67,12 +67,12 @@ def test_lanes_do_not_change_results(
     """
     choose = random.Random(seed)
     model = tiny_moe(model_type)
-    trunk, experts = model.trunk, model.experts
+    backbone, experts = model.backbone, model.experts
     prompts = [choose.choices(range(3, 128), k=choose.randint(1, 20)) for _ in range(count)]
     lanes: list[Lane[list[Tensor]]] = []
     with torch.inference_mode():
         for prompt in prompts:
-            lanes.append(prompt_lane(trunk, prompt))
+            lanes.append(prompt_lane(backbone, prompt))
             pauses = {lane: choose.randint(0, len(experts.layers)) for lane in lanes}
             run_lanes(lanes, experts.run, pause_at=pauses)
             if choose.random() < 0.3:
@@ -95,9 +95,9 @@ def test_prompts_and_steps_of_several_sequences_in_one_pass(
 ) -> None:
     """One sequence is in the middle of decoding while another's prompt is read."""
     model = tiny_moe(model_type)
-    trunk = model.trunk
+    backbone = model.backbone
     first, second = list(range(10, 24)), list(range(50, 40, -1))
-    caches = [trunk.new_cache(20), trunk.new_cache(20)]
+    caches = [backbone.new_cache(20), backbone.new_cache(20)]
     with torch.inference_mode():
         (prompt,) = run_pass(model, [Work(first[:9], caches[0], all_logits=True)])
         steps = [[prompt], []]
@@ -116,18 +116,18 @@ def test_prompts_and_steps_of_several_sequences_in_one_pass(
 
 
 def run_pass(model: MoE, work: list[Work]) -> list[Tensor]:
-    lanes = model.trunk.lanes(work)
+    lanes = model.backbone.lanes(work)
     run_lanes(lanes, model.experts.run)
     return [rows for lane in lanes for rows in lane.result()]
 
 
 def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("qwen3_moe")
-    trunk = model.trunk
-    cache_, fresh = trunk.new_cache(20), trunk.new_cache(20)
+    backbone = model.backbone
+    cache_, fresh = backbone.new_cache(20), backbone.new_cache(20)
     with torch.inference_mode():
         run_pass(model, [Work([5, 6, 7], cache_)])
-        lane = trunk.lanes([Work([8, 9], cache_)])[0]
+        lane = backbone.lanes([Work([8, 9], cache_)])[0]
         run_lanes([lane], model.experts.run, pause_at={lane: 2})
         lane.cancel()
         assert cache_.length == 3
@@ -139,10 +139,10 @@ def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str]
 def test_a_sequence_that_nobody_holds_is_freed(tiny_moe: Callable[[str], MoE]) -> None:
     """Where memory is short, that of the last prompts is wanted first."""
     model = tiny_moe("qwen3_moe")
-    trunk, experts = model.trunk, model.experts
-    cache = trunk.new_cache(8)
+    backbone, experts = model.backbone, model.experts
+    cache = backbone.new_cache(8)
     with torch.inference_mode():
-        run_lanes(trunk.lanes([Work([5, 6, 7], cache)]), experts.run)
+        run_lanes(backbone.lanes([Work([5, 6, 7], cache)]), experts.run)
     freed = weakref.ref(cache)
     del cache
     assert freed() is None

@@ -103,11 +103,11 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
     Each sequence is a lane of its own, so that only the experts see company, or (`joint`) all that
     decode are one; prompts are read in two stages, as layered prefill does.
     """
-    trunk, own = model.trunk, [s for s in range(len(PROMPTS)) if ranks.owns(s)]
+    backbone, own = model.backbone, [s for s in range(len(PROMPTS)) if ranks.owns(s)]
     everywhere = range(len(ranks.counts))
     if ranks.dispatcher is not None:
         model.experts.dispatcher = ranks.dispatcher
-    caches = {s: trunk.new_cache(32) for s in own}
+    caches = {s: backbone.new_cache(32) for s in own}
     found: dict[int, list[Tensor]] = {s: [] for s in own}
     tokens = {s: PROMPTS[s] for s in own}
     for step in range(STEPS):
@@ -115,7 +115,7 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
         joint = ranks.joint and step > 0 and bool(own)
         if joint:
             work = [Work(tokens[s], caches[s]) for s in own]
-            lanes = dict.fromkeys(own, trunk.lanes(work, "decode")[0])
+            lanes = dict.fromkeys(own, backbone.lanes(work, "decode")[0])
         else:
             lanes = {s: _lane(model, tokens[s], caches[s], step) for s in own}
         stages: Sequence[int | None] = [1, None] if step == 0 else [None]
@@ -138,7 +138,7 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
 
 def _lane(model: MoE, tokens: list[int], cache: SequenceCache, step: int) -> Any:
     phase: Phase = "prefill" if step == 0 else "decode"
-    return model.trunk.lanes([Work(tokens, cache)], phase)[0]
+    return model.backbone.lanes([Work(tokens, cache)], phase)[0]
 
 
 def open_quarter(store: Path, resident: MoE, bits: int) -> MoE:

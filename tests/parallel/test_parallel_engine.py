@@ -32,7 +32,7 @@ class Loopback:
     def __init__(self, model: MoE, ranks: int) -> None:
         def new_mirror() -> Mirror:
             loaded = model._loaded
-            runner = Runner(loaded.trunk, loaded.experts)
+            runner = Runner(loaded.backbone, loaded.experts)
             return Mirror(runner, loaded.logits_size, loaded.structures)
 
         def new_station() -> Station:
@@ -170,7 +170,7 @@ def test_rows_that_are_no_numbers_end_their_own_sequence(tiny_moe: Callable[[str
     expected = tokens_of(model.engine(), model, PARAMS)
     others = chain(*expected, *(prompt for prompt in PROMPTS if prompt is not PROMPTS[2]))
     token = min(set(PROMPTS[2]) - set(others))
-    table = model.trunk.model.get_input_embeddings().weight.data
+    table = model.backbone.model.get_input_embeddings().weight.data
     row = table[token].clone()
 
     def put(values: Tensor | float) -> None:

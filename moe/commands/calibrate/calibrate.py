@@ -56,7 +56,7 @@ def calibrate_model(
     Raises:
         CalibrationError: there is too little text, or activations are not finite.
     """
-    found = find_gates(model.trunk)
+    found = find_gates(model.backbone)
     trace = _recorded(model, text, tokens, found, on_step)
     return trace, _fitted(model, trace, found, on_step)
 
@@ -83,7 +83,7 @@ def calibrate(
     check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
-    found = find_gates(model.trunk)
+    found = find_gates(model.backbone)
     with step_bar() as on_step:
         trace = _recorded(model, words, tokens, found, on_step)
         unavailable = None
@@ -115,7 +115,7 @@ def _recorded(
     total = sum(map(len, read))
     gates = [one.gate for one in found if one.gate is not None]
     return record(
-        model.trunk,
+        model.backbone,
         model.experts,
         read,
         gates=gates if len(gates) == len(found) else (),
@@ -124,7 +124,7 @@ def _recorded(
 
 
 def _fitted(model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep) -> Fitted:
-    vectors = token_vectors(model.trunk.model.get_input_embeddings(), VECTOR)
+    vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
     fitted = fit_predictors(trace, found, vectors, on_step)
     next_use, reason = fit_next_use(trace, found, on_step)
     unavailable = fitted.unavailable | ({} if next_use else {NEXT_USE: reason})

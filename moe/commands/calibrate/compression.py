@@ -34,7 +34,7 @@ from moe.commands.evaluate.scoring import divergence
 from moe.errors import CalibrationError
 from moe.model import MoE
 from moe.network.kv_cache import Work
-from moe.network.lanes import Lane, Visit, run_lanes
+from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.speculate.contrast import uncontrasted
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
@@ -150,7 +150,7 @@ class Original:
             OffloadError: an expert cannot be read.
         """
         lost = torch.zeros(len(versions), dtype=torch.float64)
-        with uncontrasted(self._model.trunk, self._model.experts):
+        with uncontrasted(self._model.backbone, self._model.experts):
             for windows in batches(self._windows, TOGETHER // (1 + len(versions))):
                 lost += self._divergences(windows, layer, versions)
         return lost.clamp_min(0) / sum(map(len, self._windows))
@@ -169,7 +169,7 @@ class Original:
         run_lanes(list(lanes), run, pause_at=dict.fromkeys(lanes, last))
         for failed in [lane for lane in lanes if lane.finished]:
             failed.result()
-        rows = run(last, [lane.visit for lane in lanes if lane.visit is not None])
+        rows = run(last, [lane.call for lane in lanes if lane.call is not None])
         lost, before = torch.zeros(len(versions), dtype=torch.float64), torch.empty(0)
         for own, (_, version) in zip(rows, list(lanes.values()), strict=True):
             lane = next(iter(lanes))
@@ -185,8 +185,10 @@ class Original:
         return lost
 
     def _lane(self, window: Sequence[int]) -> Lane[list[Tensor]]:
-        trunk = self._model.trunk
-        (lane,) = trunk.lanes([Work(list(window), trunk.new_cache(len(window)), all_logits=True)])
+        backbone = self._model.backbone
+        (lane,) = backbone.lanes(
+            [Work(list(window), backbone.new_cache(len(window)), all_logits=True)]
+        )
         return lane
 
     def _run(
@@ -195,24 +197,24 @@ class Original:
         versions: Sequence[AnyExperts],
         lanes: Lanes,
         layer: int,
-        visits: Sequence[Visit],
+        calls: Sequence[ExpertCall],
     ) -> Sequence[Tensor | Exception]:
         """Rows for the lanes that wait at a layer: known, a version's, or run for all together."""
-        waiting = {id(lane.visit): about for lane, about in lanes.items()}
-        whose = [waiting[id(visit)] for visit in visits]
+        waiting = {id(lane.call): about for lane, about in lanes.items()}
+        whose = [waiting[id(call)] for call in calls]
         if layer < replaced:  # versions are still as the original
             whose = [(window, _ORIGINAL) for window, _ in whose]
         rows: dict[tuple[int, int], Tensor | Exception] = {}
-        others: dict[tuple[int, int], Visit] = {}
-        for about, visit in zip(whose, visits, strict=True):
+        others: dict[tuple[int, int], ExpertCall] = {}
+        for about, call in zip(whose, calls, strict=True):
             window, version = about
             if version == _ORIGINAL and (window, layer) in self._given:
                 rows[about] = self._given[window, layer]
             elif version != _ORIGINAL and layer == replaced:
-                ids, weights = visit.routing.expert_ids, visit.routing.weights
-                rows[about] = experts_forward(visit.hidden_states, ids, weights, versions[version])
+                ids, weights = call.routing.expert_ids, call.routing.weights
+                rows[about] = experts_forward(call.hidden_states, ids, weights, versions[version])
             else:
-                others[about] = visit
+                others[about] = call
         if others:
             rows |= zip(others, self._model.experts.run(layer, list(others.values())), strict=True)
         for (window, version), own in rows.items():
@@ -262,10 +264,10 @@ def analyse(
     """
     if trace.rows is None:
         raise CalibrationError("compression needs the rows that experts read; the trace has none")
-    if model.trunk.device.type != "cpu":
+    if model.backbone.device.type != "cpu":
         raise CalibrationError(
             f"what fewer bits cost is measured on the CPU, and the model is on "
-            f"{model.trunk.device}: add --set device=cpu"
+            f"{model.backbone.device}: add --set device=cpu"
         )
     original = Original(model, spread(trace, read_tokens))
     notices, count, job = [], len(trace.num_experts), _job(model, trace, read_tokens, group_size)

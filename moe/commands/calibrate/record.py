@@ -19,9 +19,9 @@ from moe.calibration.trace import Rows, Scored, Trace
 from moe.describe.routers import blocks
 from moe.errors import CalibrationError
 from moe.machine import memory_available
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
-from moe.network.lanes import ExpertsRunner, Visit, run_lanes
+from moe.network.lanes import ExpertCall, ExpertsRunner, run_lanes
 from moe.network.moe_layer import MoELayers
 from offload.layer import LayerExperts
 from routing import Routing
@@ -50,16 +50,16 @@ class Forced:
         self._trace, self._run = trace, run
         self._read = [0] * len(self.layers)
 
-    def run(self, layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        (visit,) = visits  # one lane a pass
+    def run(self, layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        (call,) = calls  # one lane a pass
         start = self._read[layer]
-        end = self._read[layer] = start + visit.routing.num_tokens
+        end = self._read[layer] = start + call.routing.num_tokens
         ids, weights = (
             own[layer][start:end] for own in (self._trace.expert_ids, self._trace.weights)
         )
-        device = visit.routing.weights.device
-        chosen = Routing(ids.to(device).long(), weights.to(visit.routing.weights))
-        return self._run(layer, [replace(visit, routing=chosen)])
+        device = call.routing.weights.device
+        chosen = Routing(ids.to(device).long(), weights.to(call.routing.weights))
+        return self._run(layer, [replace(call, routing=chosen)])
 
 
 # ----
@@ -76,7 +76,7 @@ PASS_TOKENS = 2048
 
 @torch.inference_mode()
 def record(
-    trunk: Trunk,
+    backbone: Backbone,
     experts: MoELayers | Forced,
     windows: Sequence[Sequence[int]],
     *,
@@ -87,7 +87,7 @@ def record(
     """Read each window as a sequence of its own.
 
     Args:
-        trunk, experts: of a loaded model; `Forced` experts are sent what a trace says.
+        backbone, experts: of a loaded model; `Forced` experts are sent what a trace says.
         windows: token ids; at least one, none empty.
         row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
         gates: of each MoE layer, to keep what they give; none: that is not kept.
@@ -98,11 +98,11 @@ def record(
     """
     if row_bytes is None:
         row_bytes = affordable(ROW_BYTES)
-    recorder = _Recorder(trunk, experts, sum(map(len, windows)), row_bytes, gates)
+    recorder = _Recorder(backbone, experts, sum(map(len, windows)), row_bytes, gates)
     with recorder.watching():
-        for indices in batches(windows, PASS_TOKENS if trunk.packed else 0):
+        for indices in batches(windows, PASS_TOKENS if backbone.packed else 0):
             batch = [windows[index] for index in indices]
-            lanes = trunk.lanes([Work(list(ids), trunk.new_cache(len(ids))) for ids in batch])
+            lanes = backbone.lanes([Work(list(ids), backbone.new_cache(len(ids))) for ids in batch])
             run_lanes(lanes, recorder.run)
             for lane in lanes:
                 lane.result()
@@ -114,7 +114,7 @@ def record(
 class _Recorder:
     def __init__(
         self,
-        trunk: Trunk,
+        backbone: Backbone,
         experts: MoELayers | Forced,
         total: int,
         row_bytes: int,
@@ -122,7 +122,7 @@ class _Recorder:
     ) -> None:
         self.done = 0
         self._experts = experts
-        self._layers = blocks(trunk.model)
+        self._layers = blocks(backbone.model)
         self._num_experts = [layer.num_experts for layer in experts.layers]
         self._total, self._row_bytes = total, row_bytes
         self._stride = 0
@@ -157,9 +157,9 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def run(self, layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        (visit,) = visits  # one lane a pass
-        rows, routing = visit.hidden_states, visit.routing
+    def run(self, layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        (call,) = calls  # one lane a pass
+        rows, routing = call.hidden_states, call.routing
         if not bool(torch.isfinite(rows).all() & torch.isfinite(routing.weights).all()):
             bad = int((~torch.isfinite(rows).all(-1)).sum())
             raise CalibrationError(
@@ -172,7 +172,7 @@ class _Recorder:
         self._keep_rows(layer, rows)
         if self._gates:
             self._keep_scores(layer, rows)
-        return self._experts.run(layer, visits)
+        return self._experts.run(layer, calls)
 
     def _keep_rows(self, layer: int, rows: Tensor) -> None:
         if not self._stride:  # hidden size is known only now

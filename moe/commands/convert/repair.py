@@ -123,8 +123,8 @@ def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype])
     experts = model.experts
     trace = load_trace(calibration, model.config, [layer.num_experts for layer in experts.layers])
     windows = [ids.tolist() for ids in trace.token_ids.split(trace.lengths)]
-    found = find_selectors(model.trunk)
-    rows = record(model.trunk, Forced(experts.layers, trace, experts.run), windows).rows
+    found = find_selectors(model.backbone)
+    rows = record(model.backbone, Forced(experts.layers, trace, experts.run), windows).rows
     assert rows is not None
     sequence = torch.arange(len(windows)).repeat_interleave(torch.tensor(trace.lengths))
     aside = sequence[rows.tokens] % ASIDE == ASIDE - 1
@@ -177,5 +177,5 @@ def agreement(router: Selector, rows_TH: Tensor, chosen_TK: Tensor) -> float:
 
 def _name_of(model: MoE, weight: Tensor) -> str:
     """Name of the parameter that a router multiplies by."""
-    parameters = model.trunk.model.named_parameters()
+    parameters = model.backbone.model.named_parameters()
     return next(name for name, own in parameters if own.data_ptr() == weight.data_ptr())

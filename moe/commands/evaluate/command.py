@@ -51,7 +51,7 @@ def routed_by(model: MoE, chain: PolicyChain, *, contrasted: bool = False) -> It
     gives where its tokens go then."""
     own, visited = model.experts.policies, Visited()
     model.experts.policies = PolicyChain((*chain.policies, visited))
-    once = nullcontext() if contrasted else uncontrasted(model.trunk, model.experts)
+    once = nullcontext() if contrasted else uncontrasted(model.backbone, model.experts)
     try:
         with once:
             yield visited
@@ -133,7 +133,7 @@ class Way:
 
 def alone_and_together(model: MoE) -> list[Way]:
     """Each lossy policy of a model's profile by itself, contrast by itself, and all of them."""
-    chain, contrasted = model.experts.policies, model.trunk.contrast is not None
+    chain, contrasted = model.experts.policies, model.backbone.contrast is not None
     ways = [Way(PolicyChain((policy,))) for policy in chain.policies if not policy.lossless]
     if contrasted:
         ways.append(Way(PolicyChain(), contrasted))

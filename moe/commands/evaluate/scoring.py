@@ -20,7 +20,7 @@ from kernels.reference import AnyExperts
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.speculate.contrast import uncontrasted
 from routing import Phase, Routing
 
@@ -98,9 +98,9 @@ def read(
             that the model's routers choose.
         phase: what routing policies take the tokens for.
     """
-    if model.trunk.contrast is None:
+    if model.backbone.contrast is None:
         return _read(model, token_ids, instead or {}, routed_as, phase)
-    with uncontrasted(model.trunk, model.experts):
+    with uncontrasted(model.backbone, model.experts):
         plain = _read(model, token_ids, instead or {}, routed_as, phase).logprobs_TV
     reading = _read(model, token_ids, instead or {}, routed_as, phase)
     cut_TV = reading.logprobs_TV == -torch.inf
@@ -114,20 +114,20 @@ def _read(
 ) -> Reading:  # fmt: skip
     chosen: dict[int, Routing] = {}
 
-    def run(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        (visit,) = visits
-        chosen[layer] = visit.routing
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        (call,) = calls
+        chosen[layer] = call.routing
         if routed_as is not None:
             given = Routing(routed_as.experts_LTK[layer], routed_as.weights_LTK[layer])
-            visit = replace(visit, routing=given)
+            call = replace(call, routing=given)
         if layer not in instead:
-            return model.experts.run(layer, [visit])
-        own = visit.hidden_states, visit.routing.expert_ids, visit.routing.weights
+            return model.experts.run(layer, [call])
+        own = call.hidden_states, call.routing.expert_ids, call.routing.weights
         return [experts_forward(*own, instead[layer])]
 
-    trunk = model.trunk
-    work = Work(list(token_ids), trunk.new_cache(len(token_ids)), all_logits=True)
-    lanes = trunk.lanes([work], phase)
+    backbone = model.backbone
+    work = Work(list(token_ids), backbone.new_cache(len(token_ids)), all_logits=True)
+    lanes = backbone.lanes([work], phase)
     run_lanes(lanes, run)
     (logits,) = lanes[0].result()
     routings = [chosen[layer] for layer in sorted(chosen)]

@@ -269,9 +269,9 @@ def trace_model(
     ids = model.codec.encode(text)[:tokens]
     size = min(WINDOW, model.context_length or WINDOW)
     windows = [ids[at : at + size] for at in range(0, len(ids), size)]
-    vocabulary = model.trunk.model.get_input_embeddings().num_embeddings
+    vocabulary = model.backbone.model.get_input_embeddings().num_embeddings
     trace = record(
-        model.trunk, model.experts, windows, row_bytes=0,
+        model.backbone, model.experts, windows, row_bytes=0,
         on_tokens=lambda done: on_step("reading", done, len(ids)),
     )  # fmt: skip
     return analyse(

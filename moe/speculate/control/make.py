@@ -9,7 +9,7 @@ from torch import nn
 from kernels import QuantizedExperts
 from kernels.planes import PREFIX_BITS
 from moe.loading.hub import experts_per_token
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.speculate.control.controller import AutoController
 from moe.speculate.control.coverage import Counts, Sizes
@@ -24,17 +24,17 @@ OPERATIONS = 1e11
 
 
 def make_controller(
-    trunk: Trunk, experts: MoELayers, modes: Sequence[Mode], max_depth: int
+    backbone: Backbone, experts: MoELayers, modes: Sequence[Mode], max_depth: int
 ) -> AutoController:
     """One that knows nothing yet but sizes."""
     layers = experts.layers
-    top_k = float(experts_per_token(trunk.model.config))
+    top_k = float(experts_per_token(backbone.model.config))
     total = sum(layer.num_experts for layer in layers)
     first = layers[0]
     slots = first.cache.slots if isinstance(first, OffloadedExperts) else total
     visits = top_k * len(layers)
     size = sum(layer.expert_bytes for layer in layers) / len(layers)
-    others = trunk_bytes(trunk)
+    others = trunk_bytes(backbone)
     prices = (
         others / MEMORY,
         (others + visits * size) / OPERATIONS,
@@ -49,9 +49,9 @@ def make_controller(
     return AutoController(modes, max_depth, costs, ExpertCounts(experts))
 
 
-def trunk_bytes(trunk: Trunk) -> int:
+def trunk_bytes(backbone: Backbone) -> int:
     """Bytes that every pass reads: all weights but experts and the embeddings of the input."""
-    model, head = trunk.model, trunk.model.get_output_embeddings()
+    model, head = backbone.model, backbone.model.get_output_embeddings()
     skipped = {
         id(module.weight)
         for module in model.modules()

@@ -35,4 +35,4 @@ def finished(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def trace(model: MoE) -> Trace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (20, 100), generator=generator)
-    return record(model.trunk, model.experts, ids.tolist())
+    return record(model.backbone, model.experts, ids.tolist())

@@ -84,7 +84,7 @@ def test_a_stopped_analysis_goes_on(
 
 
 def test_experts_with_few_tokens_are_named(model: MoE, trace: Trace, tmp_path: Path) -> None:
-    short = record(model.trunk, model.experts, [trace.token_ids[:60].tolist()])
+    short = record(model.backbone, model.experts, [trace.token_ids[:60].tolist()])
     notices = analyse(model, short, tmp_path, read_tokens=60, group_size=32)
     assert len(notices) == len(model.experts.layers)
     assert notices[0].startswith("layer 0: 8 experts have fewer than 128 tokens and are rounded")
@@ -213,7 +213,7 @@ def test_a_manifest_with_bits_that_do_not_fit_is_refused(
 
 
 def test_analysis_needs_rows(model: MoE, trace: Trace, tmp_path: Path) -> None:
-    bare = record(model.trunk, model.experts, [[3, 4, 5]], row_bytes=0)
+    bare = record(model.backbone, model.experts, [[3, 4, 5]], row_bytes=0)
     with pytest.raises(CalibrationError, match="needs the rows that experts read"):
         analyse(model, bare, tmp_path)
     assert inputs_of(trace, 0).hidden_TH.shape[0] == trace.num_tokens
@@ -222,6 +222,6 @@ def test_analysis_needs_rows(model: MoE, trace: Trace, tmp_path: Path) -> None:
 def test_analysis_is_for_the_cpu(
     model: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model.trunk, "device", torch.device("cuda:1"))
+    monkeypatch.setattr(model.backbone, "device", torch.device("cuda:1"))
     with pytest.raises(CalibrationError, match="the model is on cuda:1: add --set device=cpu"):
         analyse(model, trace, tmp_path)

@@ -149,7 +149,7 @@ def test_one_layer_is_in_memory_at_a_time_however_the_files_are_cut(
 
 def test_routers_and_embeddings_stay_whole(path: Path, tmp_path: Path) -> None:
     moe = MoE.from_pretrained(convert(path, tmp_path / "store", SETTINGS))
-    model = moe.trunk.model
+    model = moe.backbone.model
     planes = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     assert {name.rpartition(".")[2] for name in planes} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "lm_head",

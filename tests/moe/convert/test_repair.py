@@ -111,7 +111,9 @@ def test_repaired_routers_are_in_the_store(
     assert moved == {f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2, 3)}
     assert [notice[:22] for notice in notices] == [f"router of MoE layer {i}:" for i in range(4)]
     assert notices[0].endswith("99.01% of the original's experts are chosen, 99.02% repaired")
-    router = MoE.from_pretrained(store).trunk.model.get_parameter("model.layers.1.mlp.gate.weight")
+    router = MoE.from_pretrained(store).backbone.model.get_parameter(
+        "model.layers.1.mlp.gate.weight"
+    )
     assert torch.equal(router, new["model.layers.1.mlp.gate.weight"].float())
 
 
@@ -132,7 +134,7 @@ def test_routers_that_would_choose_worse_stay(path: Path, folder: Path, tmp_path
 def test_what_cannot_be_repaired(path: Path, folder: Path, tmp_path: Path, model: MoE) -> None:
     with pytest.raises(CalibrationError, match="repairing routers wants a calibration: run moe"):
         convert.convert(path, tmp_path / "s", SETTINGS, repair=True)
-    other = record(model.trunk, model.experts, [list(range(100))] * 20)
+    other = record(model.backbone, model.experts, [list(range(100))] * 20)
     other.save(folder / TRACE_FILE)
     with pytest.raises(CalibrationError, match="has 2000 rows that are not those of the trace"):
         convert.convert(path, tmp_path / "s", SETTINGS, calibration=folder, repair=True)

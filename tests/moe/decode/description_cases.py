@@ -191,7 +191,7 @@ def table(size: int) -> RotaryTable:
     return RotaryTable(rotate)
 
 
-def visit(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
+def routed(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
     routing.validate(12)
     return rows * routing.weights.sum(1, keepdim=True)
 

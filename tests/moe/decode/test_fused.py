@@ -153,13 +153,13 @@ def test_any_order_of_reading_gives_the_same_logits(
 ) -> None:
     architecture = data.draw(st.sampled_from(["mixtral", "gpt_oss", "deepseek_v3", "phimoe"]))
     model = tiny_moe(architecture)
-    trunk, run = model.trunk, model.experts.run
+    backbone, run = model.backbone, model.experts.run
     tokens = st.integers(3, 120)
     sequences: list[tuple[list[int], SequenceKV]] = []
     for _ in range(data.draw(st.integers(1, 8))):
         step = []
         if data.draw(st.booleans()) or not sequences:
-            cache = trunk.new_cache(200)
+            cache = backbone.new_cache(200)
             assert isinstance(cache, SequenceKV)
             sequences.append(([], cache))
             step.append((len(sequences) - 1, data.draw(st.lists(tokens, min_size=1, max_size=20))))
@@ -175,7 +175,7 @@ def test_any_order_of_reading_gives_the_same_logits(
         ]
         if not step:
             continue
-        lanes = trunk.lanes([Work(new, sequences[index][1]) for index, new in step], "decode")
+        lanes = backbone.lanes([Work(new, sequences[index][1]) for index, new in step], "decode")
         run_lanes(lanes, run)
         logits = [rows for lane in lanes for rows in lane.result()]
         for (index, new), rows in zip(step, logits, strict=True):
@@ -186,7 +186,7 @@ def test_any_order_of_reading_gives_the_same_logits(
 
 def _whole(model: MoE, ids: list[int]) -> torch.Tensor:
     """Logits of the last token when transformers reads all of them at once."""
-    trunk = model.trunk
-    (lane,) = trunk.lanes([Work(ids, trunk.new_cache(len(ids)))])
+    backbone = model.backbone
+    (lane,) = backbone.lanes([Work(ids, backbone.new_cache(len(ids)))])
     run_lanes([lane], model.experts.run)
     return lane.result()[0][-1]

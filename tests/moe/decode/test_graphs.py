@@ -19,7 +19,7 @@ from moe.decode.reference import reference_step
 from moe.describe.description import Description, Experts, NotDescribed
 from moe.network.kv_cache import SequenceKV, Work
 from routing import Routing
-from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, visit
+from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
 from tests.moe.decode.tape import Tape
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
-    """As `visit`, and nothing for rows that visit nobody."""
+    """As `routed`, and nothing for rows that visit nobody."""
     return rows * routing.weights.sum(1, keepdim=True)
 
 
@@ -72,9 +72,9 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
         if not work:
             continue
         alone, plain = copies(work), copies(work)
-        expected = reference_step(description, plain, visit)
+        expected = reference_step(description, plain, routed)
         whole, visited = step.alone(alone)
-        for actual in (step(work, visit), whole):
+        for actual in (step(work, routed), whole):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         moe_layers = sum(isinstance(layer.feed, Experts) for layer in description.layers)
         assert [routing.num_tokens for routing in visited] == [sum(counts)] * moe_layers
@@ -91,11 +91,11 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
     work = [Work([token], cache) for token, cache in enumerate(filled(description, [2, 5, 9], 1))]
     seen: dict[str, list[Routing]] = {"plain": [], "segments": []}
 
-    def watched(name: str) -> graphs.Visitor:
+    def watched(name: str) -> graphs.RoutedExperts:
         def note(layer: int, rows: Tensor, routing: Routing) -> Tensor:
             assert rows.shape[0] == 3
             seen[name].append(routing)
-            return visit(layer, rows, routing)
+            return routed(layer, rows, routing)
 
         return note
 
@@ -120,13 +120,13 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
         for token, length in ((1, 4), (2, 7))
     )
     step = recorded(description)
-    expected = [reference_step(description, copies(work), visit)[0] for work in (first, second)]
+    expected = [reference_step(description, copies(work), routed)[0] for work in (first, second)]
     nested: list[Tensor] = []
 
     def interrupted(layer: int, rows: Tensor, routing: Routing) -> Tensor:
         if not nested:
-            nested.extend(step(copies(second), visit))
-        return visit(layer, rows, routing)
+            nested.extend(step(copies(second), routed))
+        return routed(layer, rows, routing)
 
     for _ in range(2):
         nested.clear()
@@ -148,8 +148,8 @@ def test_what_cannot_be_recorded_leaves_sequences_as_they_were(data: st.DataObje
     with pytest.raises(NotDescribed, match="recording 1 rows raised RuntimeError: item waits"):
         step.alone(work)
     assert work[0].cache.length == 4
-    expected = reference_step(description, copies(work), visit)
-    torch.testing.assert_close(step(work, visit), expected, rtol=1e-4, atol=1e-4)
+    expected = reference_step(description, copies(work), routed)
+    torch.testing.assert_close(step(work, routed), expected, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=10)

@@ -18,7 +18,7 @@ from moe.describe.blocks import describe
 from moe.describe.description import Description, Experts, Layer, NotDescribed, OwnRouter, Router
 from moe.describe.observe import WATCHED, observe
 from moe.describe.packing import enable_packing
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import attach, take_experts
 
@@ -27,23 +27,23 @@ pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compi
 Change = Callable[[Layer], Layer]
 
 
-def trunk_of(architecture: str) -> Trunk:
+def trunk_of(architecture: str) -> Backbone:
     model = tiny_model(architecture)
     experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
-    trunk = Trunk(model)
-    assert enable_packing(trunk).enabled
-    return trunk
+    backbone = Backbone(model)
+    assert enable_packing(backbone).enabled
+    return backbone
 
 
-def described(trunk: Trunk) -> Description:
-    return describe(trunk.model, observe(trunk, [[5, 6, 7, 8, 1, 2, 3], [9, 1, 1, 2]]))
+def described(backbone: Backbone) -> Description:
+    return describe(backbone.model, observe(backbone, [[5, 6, 7, 8, 1, 2, 3], [9, 1, 1, 2]]))
 
 
-def proof(trunk: Trunk, description: Description) -> str:
+def proof(backbone: Backbone, description: Description) -> str:
     kernel, _ = choose_kernel()
     assert kernel is not None
-    return prove(trunk, description, FusedStep(description, kernel.decode))
+    return prove(backbone, description, FusedStep(description, kernel.decode))
 
 
 def in_attention(**changes: object) -> Change:
@@ -113,9 +113,9 @@ WRONG: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_part_is_found_and_its_layer_named(what: str) -> None:
     architecture, change = WRONG[what]
-    trunk = trunk_of(architecture)
-    right = described(trunk)
-    assert "equal to transformers' forward" in proof(trunk, right)
+    backbone = trunk_of(architecture)
+    right = described(backbone)
+    assert "equal to transformers' forward" in proof(backbone, right)
     index = len(right.layers) - 2
     layers = list(right.layers)
     layers[index] = change(layers[index])
@@ -123,28 +123,36 @@ def test_a_wrong_part_is_found_and_its_layer_named(what: str) -> None:
     with pytest.raises(
         NotDescribed, match=f"differ.*(; .*layer {index}|MoE layer {index - dense})$"
     ):
-        proof(trunk, replace(right, layers=tuple(layers)))
+        proof(backbone, replace(right, layers=tuple(layers)))
 
 
 @pytest.mark.parametrize(
     "changes", [{"logit_scale": 0.5}, {"logit_softcap": 3.0}, {"embedding_scale": 1.1}]
 )
 def test_wrong_ends_are_found(changes: dict[str, Any]) -> None:
-    trunk = trunk_of("olmoe")
+    backbone = trunk_of("olmoe")
     with pytest.raises(NotDescribed, match="differ"):
-        proof(trunk, replace(described(trunk), **changes))
+        proof(backbone, replace(described(backbone), **changes))
 
 
 def test_a_step_that_computes_something_else_is_found() -> None:
-    trunk = trunk_of("olmoe")
-    right = described(trunk)
+    backbone = trunk_of("olmoe")
+    right = described(backbone)
     kernel, _ = choose_kernel()
     assert kernel is not None
     step = FusedStep(right, kernel.decode)
     with pytest.raises(NotDescribed, match=r"logits differ by .*e-04$"):
-        prove(trunk, right, lambda work, visit: [rows * 1.0005 for rows in step(work, visit)])
+        prove(
+            backbone,
+            right,
+            lambda work, routed: [rows * 1.0005 for rows in step(work, routed)],
+        )
     with pytest.raises(NotDescribed, match="logits differ by nan"):
-        prove(trunk, right, lambda work, visit: [rows * torch.nan for rows in step(work, visit)])
+        prove(
+            backbone,
+            right,
+            lambda work, routed: [rows * torch.nan for rows in step(work, routed)],
+        )
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "dots1", "phimoe"])
@@ -152,22 +160,22 @@ def test_a_router_without_a_known_rule_is_called_itself(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "_routers", lambda *_: [])
-    trunk = trunk_of(architecture)
-    right = described(trunk)
+    backbone = trunk_of(architecture)
+    right = described(backbone)
     feeds = [layer.feed for layer in right.layers if isinstance(layer.feed, Experts)]
     assert all(isinstance(feed.router, OwnRouter) for feed in feeds)
-    assert "equal to transformers' forward" in proof(trunk, right)
+    assert "equal to transformers' forward" in proof(backbone, right)
 
 
 def test_watching_leaves_the_model_as_it_was() -> None:
-    trunk = trunk_of("mixtral")
-    observe(trunk, [[1, 2, 3]])
-    assert trunk.model.config._attn_implementation != WATCHED
-    assert not any(module._forward_hooks for module in trunk.model.modules())
+    backbone = trunk_of("mixtral")
+    observe(backbone, [[1, 2, 3]])
+    assert backbone.model.config._attn_implementation != WATCHED
+    assert not any(module._forward_hooks for module in backbone.model.modules())
 
 
 def test_settings_that_a_probe_may_not_reach_are_refused() -> None:
-    trunk = trunk_of("olmoe")
-    trunk.model.config.clip_qkv = 100.0
+    backbone = trunk_of("olmoe")
+    backbone.model.config.clip_qkv = 100.0
     with pytest.raises(NotDescribed, match="'clip_qkv' is set"):
-        described(trunk)
+        described(backbone)

@@ -22,7 +22,7 @@ from moe.decode.proof import parts_of
 from moe.decode.records import Keeper
 from moe.describe.description import Attention, Description, HeadNorm, Norm
 from moe.describe.parts import rotate
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from tests.kernels.kernel_cases import TARGETS
 from tests.moe.decode.description_cases import Maker, table
 from tests.moe.decode.test_probe import (
@@ -103,10 +103,10 @@ def turned(a: Attention, own: HeadNorm | None, x: Tensor, positions: Tensor) -> 
     return states.flatten(1)
 
 
-def fused(trunk: Trunk, description: Description) -> str:
+def fused(backbone: Backbone, description: Description) -> str:
     kernel, _ = choose_kernel()
     assert kernel is not None
-    return fuse_prompts(trunk, description, kernel.norms)
+    return fuse_prompts(backbone, description, kernel.norms)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def fused(trunk: Trunk, description: Description) -> str:
 def test_prompts_of_described_models_come_out_the_same(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trunk = trunk_of(architecture)
-    description, calls = described(trunk), list[str]()
+    backbone = trunk_of(architecture)
+    description, calls = described(backbone), list[str]()
     for name in ("norm", "turn"):
         monkeypatch.setattr(NativeNorms, name, counted(name, getattr(NativeNorms, name), calls))
-    assert fused(trunk, description) == "prompts by compiled norms and positions"
+    assert fused(backbone, description) == "prompts by compiled norms and positions"
     calls.clear()
     passes, norms = 2, len(list(parts_of(description, Norm)))
     heads = [a for a in parts_of(description, Attention) for n in (a.q_norm, a.k_norm) if n]
-    _read(trunk)
+    _read(backbone)
     assert calls.count("norm") == passes * (norms - len(heads))
     assert calls.count("turn") == passes * 2 * len(list(parts_of(description, Attention)))
 
@@ -152,14 +152,14 @@ def counted(name: str, method: Callable[..., Any], calls: list[str]) -> Callable
 def test_other_prompts_are_left_to_transformers_as_they_were(
     architecture: str, change: Change
 ) -> None:
-    trunk = trunk_of(architecture)
-    own = [vars(module).get("forward") for module in trunk.model.modules()]
-    description, before = described(trunk), torch.cat(_read(trunk).logits)
+    backbone = trunk_of(architecture)
+    own = [vars(module).get("forward") for module in backbone.model.modules()]
+    description, before = described(backbone), torch.cat(_read(backbone).logits)
     layers = [*description.layers[:-1], change(description.layers[-1])]
-    said = fused(trunk, replace(description, layers=tuple(layers)))
+    said = fused(backbone, replace(description, layers=tuple(layers)))
     assert said.startswith("prompts left to transformers: "), said
-    assert torch.equal(torch.cat(_read(trunk).logits), before)
-    assert [vars(module).get("forward") for module in trunk.model.modules()] == own
+    assert torch.equal(torch.cat(_read(backbone).logits), before)
+    assert [vars(module).get("forward") for module in backbone.model.modules()] == own
 
 
 def wrong(norm: Norm | None) -> Norm:

@@ -22,7 +22,7 @@ from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
 from moe.describe.description import NotDescribed
 from moe.describe.packing import enable_packing
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
@@ -36,14 +36,14 @@ PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [1, 2]]
 
 
-def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Trunk, MoELayers]:
+def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Backbone, MoELayers]:
     model: Any = architectures.tiny_model(architecture)
     model.to(dtype)
     experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
-    trunk = Trunk(model)
-    assert enable_packing(trunk).enabled
-    return trunk, experts
+    backbone = Backbone(model)
+    assert enable_packing(backbone).enabled
+    return backbone, experts
 
 
 @pytest.fixture(autouse=True)
@@ -77,14 +77,14 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     [("qwen2_moe", torch.bfloat16), ("gpt_oss", torch.float32), ("deepseek_v3", torch.bfloat16)],
 )
 def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torch.dtype) -> None:
-    trunk, experts = parts_of(architecture, dtype)
-    _, reason = recorded_step(trunk, experts, Tape)
+    backbone, experts = parts_of(architecture, dtype)
+    _, reason = recorded_step(backbone, experts, Tape)
     assert reason.startswith("as near to float32 as transformers' forward (")
     assert reason.endswith("; experts outside: their kernel needs Python")
 
 
 def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk, experts = parts_of("mixtral")
+    backbone, experts = parts_of("mixtral")
     cast = Shadow.cast
 
     def wrong(self: Shadow, description: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Shadow, "cast", wrong)
     with pytest.raises(NotDescribed, match="differ by"):
-        recorded_step(trunk, experts, Tape)
+        recorded_step(backbone, experts, Tape)
 
 
 def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoint: Path) -> None:
@@ -119,22 +119,22 @@ def count_calls(model: MoE) -> list[int]:
     experts, asked = model.experts, list[int]()
     bring = experts.bring
 
-    def noted(layer: int, visits: Any) -> Any:
+    def noted(layer: int, calls: Any) -> Any:
         if layer == 0:
-            asked.append(len(visits))
-        return bring(layer, visits)
+            asked.append(len(calls))
+        return bring(layer, calls)
 
     experts.bring = noted  # type: ignore[method-assign]
     return asked
 
 
 def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
-    trunk, experts = parts_of("mixtral")
+    backbone, experts = parts_of("mixtral")
     experts.forward = triton_experts.experts_forward
-    step, _ = recorded_step(trunk, experts, Tape)
-    trunk.fused = step
-    cache = trunk.new_cache(20)
-    (lane,) = trunk.lanes([Work([1, 2, 3], cache)])
+    step, _ = recorded_step(backbone, experts, Tape)
+    backbone.fused = step
+    cache = backbone.new_cache(20)
+    (lane,) = backbone.lanes([Work([1, 2, 3], cache)])
     run_lanes([lane], experts.run)
     asked = []
 
@@ -146,7 +146,7 @@ def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> No
 
     def decode(runner: Any) -> list[int]:
         asked.clear()
-        run_lanes(trunk.lanes([Work([4], cache)], "decode"), runner)
+        run_lanes(backbone.lanes([Work([4], cache)], "decode"), runner)
         return list(asked)
 
     before = experts.statistics.steps[0]
@@ -182,28 +182,28 @@ def test_without_a_recording_transformers_goes_on(
 
 
 def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    trunk, experts = parts_of("mixtral", torch.bfloat16)
+    backbone, experts = parts_of("mixtral", torch.bfloat16)
 
     def broken() -> Any:
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=broken))
-    state = enable_fused(trunk, experts)
-    assert (state.enabled, trunk.fused) == (False, None)
+    state = enable_fused(backbone, experts)
+    assert (state.enabled, backbone.fused) == (False, None)
     assert state.reason == "recording 4 rows raised RuntimeError: no driver"
-    monkeypatch.setattr(recorded, "observe_random", lambda _trunk: broken())
-    assert enable_fused(trunk, experts).reason == "probing raised RuntimeError: no driver"
+    monkeypatch.setattr(recorded, "observe_random", lambda _backbone: broken())
+    assert enable_fused(backbone, experts).reason == "probing raised RuntimeError: no driver"
     monkeypatch.setattr(shadow, "memory_available", lambda: 1000)
-    assert "float32 copy of the trunk takes" in enable_fused(trunk, experts).reason
+    assert "float32 copy of the trunk takes" in enable_fused(backbone, experts).reason
 
 
 def test_a_copy_shares_nothing_with_the_model_but_who_serves_its_experts() -> None:
-    trunk, experts = parts_of("granitemoeshared", torch.bfloat16)
-    copy = Shadow.of(trunk)
-    theirs = {p.data_ptr() for p in trunk.model.parameters()}
-    assert not any(p.data_ptr() in theirs for p in copy.trunk.model.parameters())
-    assert {p.dtype for p in copy.trunk.model.parameters()} == {torch.float32}
-    seats = [m.expert_seat.run_experts for m in modules_with_seats(copy.trunk.model)]
+    backbone, experts = parts_of("granitemoeshared", torch.bfloat16)
+    copy = Shadow.of(backbone)
+    theirs = {p.data_ptr() for p in backbone.model.parameters()}
+    assert not any(p.data_ptr() in theirs for p in copy.backbone.model.parameters())
+    assert {p.dtype for p in copy.backbone.model.parameters()} == {torch.float32}
+    seats = [m.expert_seat.run_experts for m in modules_with_seats(copy.backbone.model)]
     assert seats == [experts.run] * len(seats)
 
 

@@ -55,13 +55,13 @@ def test_half_precision_is_recorded_too(architecture: str, dtype: str, tmp_path:
 @torch.inference_mode()
 def test_a_recorded_step_never_waits_for_the_device(tmp_path: Path) -> None:
     model = load(tmp_path, "mixtral", "bfloat16")
-    trunk, run = model.trunk, model.experts.run
-    cache = trunk.new_cache(40)
-    run_lanes(trunk.lanes([Work([1, 2, 3], cache)]), run)
-    run_lanes(trunk.lanes([Work([4], cache)], "decode"), run)  # records
+    backbone, run = model.backbone, model.experts.run
+    cache = backbone.new_cache(40)
+    run_lanes(backbone.lanes([Work([1, 2, 3], cache)]), run)
+    run_lanes(backbone.lanes([Work([4], cache)], "decode"), run)  # records
     torch.cuda.set_sync_debug_mode("error")
     try:
         for token in range(5, 25):
-            run_lanes(trunk.lanes([Work([token], cache)], "decode"), run)
+            run_lanes(backbone.lanes([Work([token], cache)], "decode"), run)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -35,9 +35,9 @@ def asked(model: MoE) -> list[int]:
     experts, layers = model.experts, list[int]()
     bring = experts.bring
 
-    def noted(layer: int, visits: Any) -> Any:
+    def noted(layer: int, calls: Any) -> Any:
         layers.append(layer)
-        return bring(layer, visits)
+        return bring(layer, calls)
 
     experts.bring = noted  # type: ignore[method-assign]
     return layers
@@ -56,13 +56,13 @@ def a_call_a_layer(model: MoE) -> Iterator[None]:
 def decoded(model: MoE, counts: list[int]) -> tuple[list[Tensor], list[dict[str, Any]]]:
     """Logits of some steps of so many sequences, and statistics."""
     model.reset_stats()
-    trunk, run = model.trunk, model.experts.run
-    caches = [trunk.new_cache(count + 20) for count in counts]
+    backbone, run = model.backbone, model.experts.run
+    caches = [backbone.new_cache(count + 20) for count in counts]
     prompts = [[5 + (i * k) % 90 for k in range(n)] for i, n in enumerate(counts)]
     found: list[Tensor] = []
     for tokens in (prompts, *[[[7 + i % 80] for i in range(len(counts))]] * 3):
         work = [Work(t, c, all_logits=True) for t, c in zip(tokens, caches, strict=True)]
-        lanes = trunk.lanes(work, "decode")
+        lanes = backbone.lanes(work, "decode")
         run_lanes(lanes, run)
         found += [rows for lane in lanes for rows in lane.result()]
     return found, model.stats()["layers"]
@@ -107,15 +107,15 @@ def test_nobody_is_asked_while_only_decoding_goes_on(
 @torch.inference_mode()
 def test_whoever_wants_to_act_at_a_layer_is_asked(tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("mixtral"))
-    trunk, experts, own = model.trunk, model.experts, list(model.experts.layers)
+    backbone, experts, own = model.backbone, model.experts, list(model.experts.layers)
     layers = asked(model)
-    (cache, other) = (trunk.new_cache(40) for _ in range(2))
+    (cache, other) = (backbone.new_cache(40) for _ in range(2))
     for each in (cache, other):
-        run_lanes(trunk.lanes([Work([1, 2, 3], each)]), experts.run)
+        run_lanes(backbone.lanes([Work([1, 2, 3], each)]), experts.run)
 
     def decode(run: Any = experts.run, caches: Any = (cache,)) -> list[int]:
         layers.clear()
-        run_lanes([lane for c in caches for lane in trunk.lanes([Work([4], c)], "decode")], run)
+        run_lanes([lane for c in caches for lane in backbone.lanes([Work([4], c)], "decode")], run)
         return list(layers)
 
     everywhere = list(range(len(own)))
@@ -137,12 +137,12 @@ def test_an_interrupt_between_layers_leaves_no_trace(
 ) -> None:
     monkeypatch.setattr(fused_step, "PATIENCE", -1.0)
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
-    trunk, experts = model.trunk, model.experts
-    cache = trunk.new_cache(40)
-    run_lanes(trunk.lanes([Work([1, 2, 3], cache)]), experts.run)
+    backbone, experts = model.backbone, model.experts
+    cache = backbone.new_cache(40)
+    run_lanes(backbone.lanes([Work([1, 2, 3], cache)]), experts.run)
 
     def decode() -> Tensor:
-        (lane,) = trunk.lanes([Work([4], cache)], "decode")
+        (lane,) = backbone.lanes([Work([4], cache)], "decode")
         run_lanes([lane], experts.run)
         return lane.result()[0]
 

@@ -21,7 +21,7 @@ from moe.describe.description import Description, NotDescribed, Projection
 from moe.network.kv_cache import SequenceKV, Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
-from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, visit
+from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
@@ -47,7 +47,7 @@ def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: 
     for _ in range(2):
         tokens = torch.randint(VOCABULARY, (len(lengths),)).tolist()
         expected, actual = (
-            torch.cat(run([Work([t], c) for t, c in zip(tokens, caches, strict=True)], visit))
+            torch.cat(run([Work([t], c) for t, c in zip(tokens, caches, strict=True)], routed))
             for run, caches in ((partial(reference_step, description), plain), (step, fast))
         )
         scale = expected.abs().max().clamp_min(1.0)
@@ -70,11 +70,11 @@ def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject, seed: int) 
     work = [Work([index % VOCABULARY], cache) for index, cache in enumerate(together)]
     try:
         torch.set_num_threads(data.draw(st.integers(1, 3)))
-        rows = step(work, visit)
+        rows = step(work, routed)
     finally:
         torch.set_num_threads(threads)
     for index, cache in enumerate(alone):
-        (row,) = step([Work([index % VOCABULARY], cache)], visit)
+        (row,) = step([Work([index % VOCABULARY], cache)], routed)
         assert torch.equal(row, rows[index])
 
 
@@ -89,8 +89,8 @@ def test_several_tokens_of_a_sequence_are_those_read_one_by_one(
     (cache,) = filled(description, [data.draw(st.sampled_from([1, 9, 510]))], 5)
     single = cache.fork(cache.capacity, cache.length)
     step = compiled(description)
-    (rows,) = step([Work([1, 2, 3, 4], cache, all_logits=True)], visit)
-    expected = [step([Work([token], single)], visit)[0] for token in (1, 2, 3, 4)]
+    (rows,) = step([Work([1, 2, 3, 4], cache, all_logits=True)], routed)
+    expected = [step([Work([token], single)], routed)[0] for token in (1, 2, 3, 4)]
     assert torch.equal(rows, torch.cat(expected))
 
 

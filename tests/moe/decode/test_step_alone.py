@@ -97,11 +97,11 @@ def check_both(
 ) -> None:
     routings = []
 
-    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
         routings.append(routing)
         return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
 
-    expected = step([Work(w.token_ids, c, True) for w, c in zip(work, others, strict=True)], visit)
+    expected = step([Work(w.token_ids, c, True) for w, c in zip(work, others, strict=True)], routed)
     actual, visited = step.alone(work)
     assert all(map(same, actual, expected))
     assert len(visited) == len(routings)
@@ -160,7 +160,7 @@ def test_only_layers_that_lack_an_expert_are_asked(data: st.DataObject, seed: in
     others = [sequence.fork(sequence.capacity, sequence.length) for sequence in caches]
     step, visits, told = whole_step(description, layers, slots), dict[int, Routing](), list[int]()
 
-    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
         visits[layer] = routing
         told.append(layer)
         return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
@@ -168,7 +168,7 @@ def test_only_layers_that_lack_an_expert_are_asked(data: st.DataObject, seed: in
     work = [Work(own.token_ids, cache, True) for own, cache in zip(
         new_work(data, caches), others, strict=True
     )]  # fmt: skip
-    logits = step(work, visit)
+    logits = step(work, routed)
     assert told == list(range(len(layers)))
     told.clear()
     again = [Work(own.token_ids, cache, True) for own, cache in zip(work, caches, strict=True)]

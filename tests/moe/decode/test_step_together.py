@@ -131,13 +131,13 @@ def drawn_ranks(data: st.DataObject, description: Description, layers: list[Laye
 def alone(rank: Rank, caches: list[SequenceKV], layers: list[Layer]) -> list[list[Tensor]]:
     """What a rank gets that has all experts."""
 
-    def visit(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
         return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
 
     other = replace(rank, caches=caches)
     with torch.inference_mode():
         works = map(other.work, rank.tokens)
-        return [rank.step(work, visit) if work else [] for work in works]
+        return [rank.step(work, routed) if work else [] for work in works]
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.engine.runner import Runner
 from moe.errors import RequestError
-from moe.network.lanes import LaneState, Visit
+from moe.network.lanes import ExpertCall, LaneState
 
 GREEDY = SamplingParams(max_new_tokens=7, temperature=0.0, ignore_eos=True)
 
@@ -71,11 +71,11 @@ def test_failing_experts_end_those_who_waited_there_and_nobody_else(
     engine.step()
     real, broken = model.experts.run, [True]
 
-    def fail_once(layer: int, visits: Sequence[Visit]) -> Sequence[Tensor | Exception]:
-        if layer == 1 and sum(len(visit.hidden_states) for visit in visits) > 10 and broken:
+    def fail_once(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        if layer == 1 and sum(len(call.hidden_states) for call in calls) > 10 and broken:
             broken.clear()
             raise OSError("an expert cannot be read")
-        return real(layer, visits)
+        return real(layer, calls)
 
     monkeypatch.setattr(model.experts, "run", fail_once)
     arriving, late = model.request(list(range(3, 63)), GREEDY), model.request([9, 8], GREEDY)

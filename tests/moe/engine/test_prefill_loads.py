@@ -37,7 +37,7 @@ def settings_of(mode: Mode) -> PrefillSettings:
 
 def engine_with_running_sequences(model: MoE, mode: Mode) -> Engine:
     profile = model.profile.profile.model_copy(update={"prefill": settings_of(mode)})
-    engine = Engine(model.trunk, model.experts, profile)
+    engine = Engine(model.backbone, model.experts, profile)
     endless = SamplingParams(max_new_tokens=200, temperature=1.0, seed=1, ignore_eos=True)
     for start in range(DECODING):
         engine.submit(model.request(excerpt(model, "prose", 40 + start)[start:], endless))

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.engine.prefill_batch import Group
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertsRunner, run_lanes
 from moe.sampling.sampler import Sampler, Token
@@ -88,12 +88,12 @@ class SamplerSpy:
         return self.sampler.sample(logits_V)
 
     @torch.inference_mode()
-    def expected(self, trunk: Trunk, run_experts: ExpertsRunner) -> list[Tensor]:
+    def expected(self, backbone: Backbone, run_experts: ExpertsRunner) -> list[Tensor]:
         """``(V,)`` logits that each token is drawn from when nobody else is there."""
         sequence, rows = self.sequence, []
-        cache = trunk.new_cache(sequence.capacity)
+        cache = backbone.new_cache(sequence.capacity)
         for ids in (sequence.prompt_token_ids, *([token] for token in sequence.token_ids[:-1])):
-            (lane,) = trunk.lanes([Work(ids, cache)])
+            (lane,) = backbone.lanes([Work(ids, cache)])
             run_lanes([lane], run_experts)
             rows.append(lane.result()[0][-1])
         return rows
@@ -105,7 +105,7 @@ def engine_of(model: MoE, **changes: dict[str, Any]) -> Engine:
     sections = {
         name: getattr(profile, name).model_copy(update=keys) for name, keys in changes.items()
     }
-    return Engine(model.trunk, model.experts, profile.model_copy(update=sections))
+    return Engine(model.backbone, model.experts, profile.model_copy(update=sections))
 
 
 def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[Group]:
@@ -165,7 +165,7 @@ def test_every_mode_gives_the_logits_of_each_sequence_alone(
                 continue
             spy = sequence.sampler
             assert isinstance(spy, SamplerSpy)
-            expected = torch.stack(spy.expected(model.trunk, model.experts.run))
+            expected = torch.stack(spy.expected(model.backbone, model.experts.run))
             torch.testing.assert_close(torch.stack(spy.logits), expected, atol=TOLERANCE, rtol=1e-5)
             # Greedy; where two logits are as good as equal, either is.
             chosen = expected.gather(1, torch.tensor(sequence.token_ids)[:, None])[:, 0]

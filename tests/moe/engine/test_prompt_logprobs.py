@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from moe import MoE, SamplingParams
 from moe.completion import Completion
 from moe.errors import RequestError
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import Lane
 
@@ -122,13 +122,13 @@ def test_rows_of_logits_in_memory_are_bounded(
 ) -> None:
     """A pass makes logits of at most ``chunk_tokens`` prompt tokens, and one row for each other."""
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), prefill={"mode": "layered", **SMALL})
-    real, rows = Trunk.lanes, []
+    real, rows = Backbone.lanes, []
 
-    def spy(trunk: Trunk, work: list[Work], *phase: Any) -> list[Lane[list[Tensor]]]:
+    def spy(backbone: Backbone, work: list[Work], *phase: Any) -> list[Lane[list[Tensor]]]:
         rows.append(sum(len(item.token_ids) for item in work if item.all_logits))
-        return real(trunk, work, *phase)
+        return real(backbone, work, *phase)
 
-    monkeypatch.setattr(Trunk, "lanes", spy)
+    monkeypatch.setattr(Backbone, "lanes", spy)
     model.generate(PROMPTS, SCORED)
     assert max(rows) == SMALL["chunk_tokens"]
 

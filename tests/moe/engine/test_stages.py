@@ -80,7 +80,7 @@ def test_short_prompts_do_not_pay_for_each_other_s_keys() -> None:
 def test_a_model_s_work_is_that_of_its_matrices(bits: int | None) -> None:
     settings = {"expert_bits": bits, "trunk_bits": bits, "head_bits": bits}
     model = MoE.from_pretrained(DEMO, profile={"lossless": False, "model": settings})
-    config, work = model.config, LayerWork.of(model.trunk.model, model.experts.layers)
+    config, work = model.config, LayerWork.of(model.backbone.model, model.experts.layers)
     heads, own = config.num_attention_heads, config.head_dim
     keys = config.num_key_value_heads
     projections = config.hidden_size * own * (2 * heads + 2 * keys)
@@ -94,7 +94,9 @@ def test_a_model_s_work_is_that_of_its_matrices(bits: int | None) -> None:
 def test_experts_of_a_token_are_known_by_whatever_name(tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("aria_text")
     assert not hasattr(model.config, "num_experts_per_tok")
-    assert LayerWork.of(model.trunk.model, model.experts.layers).top_k == model.config.moe_topk == 2
+    assert (
+        LayerWork.of(model.backbone.model, model.experts.layers).top_k == model.config.moe_topk == 2
+    )
 
 
 def test_a_wave_may_sleep_before_the_first_experts(tiny_moe: Callable[[str], MoE]) -> None:
@@ -102,7 +104,7 @@ def test_a_wave_may_sleep_before_the_first_experts(tiny_moe: Callable[[str], MoE
     model = tiny_moe("qwen3_moe")
     prefill = PrefillSettings(mode="layered", group_tokens=1)
     profile = model.profile.profile.model_copy(update={"prefill": prefill})
-    engine = Engine(model.trunk, model.experts, profile)
+    engine = Engine(model.backbone, model.experts, profile)
     prompt = [3 + index for index in range(40)]
     group = model.request(prompt, SamplingParams(max_new_tokens=1, temperature=0.0))
     engine.submit(group)

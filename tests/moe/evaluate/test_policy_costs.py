@@ -91,4 +91,4 @@ def test_self_contrast_has_a_price_too() -> None:
     assert contrast.kl_bits > 0
     assert contrast.dropped == pytest.approx(-0.25), "one more visit for four"
     assert quality.policies[0].without == contrast.without
-    assert model.trunk.contrast is not None
+    assert model.backbone.contrast is not None

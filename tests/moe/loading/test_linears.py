@@ -70,5 +70,5 @@ def test_an_architecture_that_reads_weights_says_so(
     moe = MoE.from_pretrained(tiny_checkpoint("jamba"), model=settings)
     assert any("made whole again" in notice for notice in moe.notices)
     assert moe.logits(IDS).isfinite().all()
-    kept = sum(t.nbytes for t in (*moe.trunk.model.parameters(), *moe.trunk.model.buffers()))
+    kept = sum(t.nbytes for t in (*moe.backbone.model.parameters(), *moe.backbone.model.buffers()))
     assert moe.stats()["weight_bytes"] == kept + moe.stats()["expert_bytes"]

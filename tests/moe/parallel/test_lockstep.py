@@ -26,7 +26,7 @@ from experts.placement import linear
 from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.errors import RankError
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers, Pass
 from offload.errors import OffloadError
 from offload.layer import OffloadedExperts
@@ -60,26 +60,26 @@ def lossy_layers(seed: int, slots: int, lost: set[tuple[int, int]]) -> tuple[MoE
     return MoELayers(offloaded), layers
 
 
-def make_visits(layer: int, seed: int) -> list[Visit]:
+def make_visits(layer: int, seed: int) -> list[ExpertCall]:
     random = torch.Generator().manual_seed(seed)
     sizes = Random(seed).choices((0, 1, 3), k=Random(seed + 1).randint(1, 3))
     return [
-        Visit(layer, torch.randn(n, HIDDEN, generator=random), draw_routing(n, 3, random))
+        ExpertCall(layer, torch.randn(n, HIDDEN, generator=random), draw_routing(n, 3, random))
         for n in sizes
     ]
 
 
-def check(outcome: Tensor | Exception, visit: Visit, layers: Layers, lost: set[int]) -> None:
+def check(outcome: Tensor | Exception, call: ExpertCall, layers: Layers, lost: set[int]) -> None:
     """Tokens have the bits of whole layers, or zeros and a reason where they need a lost expert."""
     assert isinstance(outcome, Tensor)
-    ids, weights = visit.routing.expert_ids, visit.routing.weights
-    whole = experts_forward(visit.hidden_states, ids, weights, layers.resident[visit.layer])
+    ids, weights = call.routing.expert_ids, call.routing.weights
+    whole = experts_forward(call.hidden_states, ids, weights, layers.resident[call.layer])
     for token, row in enumerate(ids.tolist()):
         if lost & set(row):
-            assert "the disk is broken" in visit.lost[token].reason
+            assert "the disk is broken" in call.lost[token].reason
             assert not outcome[token].any()
         else:
-            assert token not in visit.lost
+            assert token not in call.lost
             assert torch.equal(outcome[token], whole[token])
 
 
@@ -104,11 +104,11 @@ def test_any_ranks_visit_any_layers_and_some_experts_are_lost(
             with experts.lockstep(range(LAYERS)):
                 for layer in range(LAYERS):
                     if chosen.random() < 0.6:
-                        visits = make_visits(layer, chosen.randrange(999))
+                        calls = make_visits(layer, chosen.randrange(999))
                         lost = {expert for at, expert in losses if at == layer}
-                        outcomes = experts.run(layer, visits)
-                        for outcome, visit in zip(outcomes, visits, strict=True):
-                            check(outcome, visit, layers, lost)
+                        outcomes = experts.run(layer, calls)
+                        for outcome, call in zip(outcomes, calls, strict=True):
+                            check(outcome, call, layers, lost)
 
     for error in on_ranks(ranks, rank_of):
         if error is not None:
@@ -139,12 +139,12 @@ def test_one_disk_that_fails_concerns_only_what_it_serves() -> None:
         experts, _ = lossy_layers(3, 4, everything if exchange.rank else set())
         experts.dispatcher = AllToAllDispatcher(exchange, [linear(EXPERTS, 8, 2)] * LAYERS)
         choices = torch.tensor([[1, 3], [2, 3]]), torch.tensor([[1, 2], [3, 4]])
-        visits = [
-            Visit(0, torch.ones(2, HIDDEN), Routing(ids, torch.ones(2, 2))) for ids in choices
+        calls = [
+            ExpertCall(0, torch.ones(2, HIDDEN), Routing(ids, torch.ones(2, 2))) for ids in choices
         ]
         with experts.lockstep([0]):
-            experts.run(0, visits)
-        return [visit.lost for visit in visits]
+            experts.run(0, calls)
+        return [call.lost for call in calls]
 
     lost = {1: Failure("rank 1: the disk is broken", unreadable=True)}
     assert on_ranks(2, rank_of) == [[{}, lost]] * 2

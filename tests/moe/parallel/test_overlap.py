@@ -16,7 +16,7 @@ from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
 from moe.engine.halves import run_halves
-from moe.network.lanes import Lane, LaneState, Visit, visit_experts
+from moe.network.lanes import ExpertCall, Lane, LaneState, call_experts
 from moe.network.moe_layer import MoELayers
 from moe.parallel.overlap import AGAIN, TRIALS, Overlap
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
@@ -42,7 +42,7 @@ def network(layers: Layers | None, visited: list[int], seed: int, fails_at: int 
             raise ValueError("a lane fails")
         routing = draw_routing(3, 3, random)
         if layers is None:
-            given = visit_experts(Visit(layer, rows, routing), lambda *_: [])
+            given = call_experts(ExpertCall(layer, rows, routing), lambda *_: [])
         else:
             ids, weights = routing.expert_ids, routing.weights
             given = experts_forward(rows, ids, weights, layers.resident[layer])

@@ -28,7 +28,7 @@ from moe.memory.footprint import (
     tensor_bytes,
 )
 from moe.memory.planning import check_fit
-from moe.network.backbone import Trunk
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.settings import Profile
@@ -78,14 +78,14 @@ def test_weights_in_other_dtypes(tiny_checkpoint: Callable[[str], Path]) -> None
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
     model = tiny_moe(model_type)
-    trunk, experts = model._loaded.trunk, model._loaded.experts
-    cache = trunk.new_cache(LENGTH)
+    backbone, experts = model._loaded.backbone, model._loaded.experts
+    cache = backbone.new_cache(LENGTH)
     with torch.inference_mode():
-        lanes = trunk.lanes([Work([1] * LENGTH, cache)])
+        lanes = backbone.lanes([Work([1] * LENGTH, cache)])
         run_lanes(lanes, experts.run)
         lanes[0].result()
     predicted = model.memory_plan.kv_bytes_per_token * LENGTH
-    if trunk.packed:
+    if backbone.packed:
         assert tensor_bytes(cache) == predicted
     else:  # what does not grow with the sequence has a line of its own
         batch = model.profile.profile.engine.max_batch_size
@@ -99,9 +99,9 @@ def test_activations_are_those_of_a_real_pass(model_type: str) -> None:
     real = tiny_model(model_type)
     predicted = measure_footprint(build_meta_model(real.config), LENGTH, LENGTH)
     stand_in_for_experts(real)
-    trunk = Trunk(real)
-    trunk.set_packed(True)
-    run = _run(trunk, [LENGTH])
+    backbone = Backbone(real)
+    backbone.set_packed(True)
+    run = _run(backbone, [LENGTH])
     assert run.kept == predicted.kv_bytes_per_token * LENGTH
     assert 0.8 * (run.peak - run.kept) <= predicted.activation_bytes
     assert predicted.activation_bytes <= 1.5 * (run.peak - run.kept)

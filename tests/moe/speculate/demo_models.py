@@ -104,14 +104,14 @@ def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
     assert isinstance(engine, Engine)
     made = enable_speculation(
         SpeculationSettings(**settings),
-        loaded.trunk,
+        loaded.backbone,
         loaded.experts,
         loaded.backend.forward,
     )
     assert made.speculator is not None, made.reason
     watched = Watched(made.speculator.controller)
     made.speculator.controller = cast(Controller, watched)
-    engine.runner = Runner(loaded.trunk, loaded.experts, made.speculator)
+    engine.runner = Runner(loaded.backbone, loaded.experts, made.speculator)
     return engine, watched
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.errors import ProfileError
 from moe.network.kv_cache import Work
-from moe.network.lanes import Visit, run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.settings.profile import load_profile
 from moe.speculate.contrast import Contrast
 from routing import Routing
@@ -40,17 +40,17 @@ def contrasted() -> MoE:
 def weak_logits(model: MoE, ids: list[int], rank: int) -> Tensor:
     """``(T, V)`` of the model with one expert of each row."""
 
-    def run(layer: int, visits: Sequence[Visit]) -> Any:
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Any:
         changed = []
-        for visit in visits:
-            ids_TK, weights_TK = visit.routing.expert_ids, visit.routing.weights
+        for call in calls:
+            ids_TK, weights_TK = call.routing.expert_ids, call.routing.weights
             place = weights_TK.sort(dim=1, descending=True, stable=True).indices[:, rank, None]
             total = weights_TK.sum(1, keepdim=True)
-            changed.append(replace(visit, routing=Routing(ids_TK.gather(1, place), total)))
+            changed.append(replace(call, routing=Routing(ids_TK.gather(1, place), total)))
         return model.experts.run(layer, changed)
 
-    work = [Work(ids, model.trunk.new_cache(len(ids)), all_logits=True)]
-    lanes = model.trunk.lanes(work)
+    work = [Work(ids, model.backbone.new_cache(len(ids)), all_logits=True)]
+    lanes = model.backbone.lanes(work)
     run_lanes(lanes, run)
     return lanes[0].result()[0]
 

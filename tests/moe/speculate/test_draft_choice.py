@@ -57,8 +57,8 @@ def test_a_draft_takes_the_best_of_those_in_memory(biased: MoE) -> None:
         seen.append((read[0].clone(), read[1].clone(), read[2].clone()))  # buffers are used again
         return loaded.backend.forward(*read, experts, add_to_TH)
 
-    selectors = [found.selector for found in find_selectors(loaded.trunk)]
-    drafts = ElasticDrafts(loaded.trunk, DraftLayers(loaded.experts.layers, noted, selectors))
+    selectors = [found.selector for found in find_selectors(loaded.backbone)]
+    drafts = ElasticDrafts(loaded.backbone, DraftLayers(loaded.experts.layers, noted, selectors))
     sequences = running(biased, [[5, 9, 2], [7] * 6, list(range(3, 20))])
     assert loaded.offloaded is not None
     cache = loaded.offloaded.cache
@@ -66,7 +66,7 @@ def test_a_draft_takes_the_best_of_those_in_memory(biased: MoE) -> None:
     assert cache.warm([(layer, expert) for layer in range(3) for expert in HERE]) == 3 * len(HERE)
     with torch.inference_mode():
         drafts.draft(Mode("elastic", bits=4), sequences, [3] * 3, lambda *_: True)
-    modules = loaded.trunk.model.modules()
+    modules = loaded.backbone.model.modules()
     gates = [module for module in modules if hasattr(module, "e_score_correction_bias")]
     assert len(seen) == 3 * len(gates)
     absent = turned = 0

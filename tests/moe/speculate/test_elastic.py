@@ -27,9 +27,9 @@ FOUR_BITS = Mode("elastic", bits=4)
 
 def drafts_of(model: MoE) -> ElasticDrafts:
     loaded = model._loaded
-    selectors = [found.selector for found in find_selectors(loaded.trunk)]
+    selectors = [found.selector for found in find_selectors(loaded.backbone)]
     layers = DraftLayers(loaded.experts.layers, loaded.backend.forward, selectors)
-    return ElasticDrafts(loaded.trunk, layers)
+    return ElasticDrafts(loaded.backbone, layers)
 
 
 def running(model: MoE, prompts: list[list[int]]) -> list[RunningSequence]:

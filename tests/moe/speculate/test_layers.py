@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ExpertWeights, experts_forward
-from moe.network.lanes import Visit
+from moe.network.lanes import ExpertCall
 from moe.speculate.draft import Mode
 from moe.speculate.elastic import DraftLayers, elected, heaviest, middle, restrict
 from routing import Routing
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_distinct_experts(routing: Routing) -> None:
     layers = DraftLayers([experts], experts_forward, [None])
     layers.begin(Mode("elastic"))
     rows = torch.ones(routing.num_tokens, HIDDEN)
-    (made,) = layers.run(0, [Visit(0, rows, routing)])
+    (made,) = layers.run(0, [ExpertCall(0, rows, routing)])
     assert isinstance(made, torch.Tensor)
     expected = experts_forward(rows, routing.expert_ids, routing.weights, experts)
     assert torch.equal(made, expected)
@@ -99,6 +99,6 @@ def test_skipped_layers_give_nothing_and_cost_nothing() -> None:
     layers = DraftLayers([layer()] * 4, experts_forward, [None] * 4)
     layers.begin(Mode("elastic", skipped=0.5))
     routing = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
-    (made,) = layers.run(1, [Visit(1, torch.ones(1, HIDDEN), routing)])
+    (made,) = layers.run(1, [ExpertCall(1, torch.ones(1, HIDDEN), routing)])
     assert isinstance(made, torch.Tensor)
     assert (layers.bytes_read, int(made.count_nonzero())) == (0, 0)

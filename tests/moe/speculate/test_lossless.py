@@ -149,7 +149,7 @@ def test_all_of_a_draft_may_stand(models: Models) -> None:
     engine, loaded = model.engine(), model._loaded
     assert isinstance(engine, Engine)
     speculator = Speculator(FixedDepth(oracle.mode, 3), None, [oracle], 3)
-    engine.runner = Runner(loaded.trunk, loaded.experts, speculator)
+    engine.runner = Runner(loaded.backbone, loaded.experts, speculator)
     groups = [model.request(prompt, greedy()) for prompt in models.prompts[:6]]
     for group, expected in zip(groups, models.expected, strict=False):
         oracle.right.append([*group.sequences[0].prompt_token_ids, *expected])
