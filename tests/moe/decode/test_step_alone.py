@@ -151,8 +151,8 @@ def test_only_layers_that_lack_an_expert_are_asked(data: st.DataObject, seed: in
     """The others are passed and told of, in their order; bits are those of a call a layer."""
     torch.manual_seed(seed)
     description = Maker(data, 24).description(4)
-    routed = [layer for layer in description.layers if isinstance(layer.feed, Experts)]
-    layers = [some_experts(data, 24) for _ in routed]
+    expert_layers = [layer for layer in description.layers if isinstance(layer.feed, Experts)]
+    layers = [some_experts(data, 24) for _ in expert_layers]
     slots = [torch.arange(EXPERTS + 1) for _ in layers]
     for own in slots:
         own[data.draw(st.lists(st.integers(0, EXPERTS - 1), max_size=3))] = -1

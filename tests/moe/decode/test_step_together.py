@@ -59,9 +59,9 @@ class Rank:
         """Logits of each step."""
         bring = self.experts.bring
 
-        def noted(layer: int, visits: Any) -> Any:
+        def noted(layer: int, calls: Any) -> Any:
             self.asked[-1].append(layer)
-            return bring(layer, visits)
+            return bring(layer, calls)
 
         self.experts.bring = noted  # type: ignore[method-assign]
         whole = ResidentStep(
