@@ -23,9 +23,8 @@ from experts.linear import QuantizedLinear
 from experts.safetensors_io import TensorInfo
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.plan import Plan
+from moe.loading.plan import Plan, Transfer
 from moe.loading.progress import LoadProgress, Report
-from moe.loading.transfer import Transfer
 
 # ---- In which order a checkpoint is read: as it lies on disk, but some modules in one piece.
 #

@@ -26,10 +26,9 @@ from moe.errors import CheckpointError, ProfileError
 from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, is_finite, plan_weights
 from moe.loading.memory_plan import Offloadable
-from moe.loading.plan import Plan, adjusted, without_tied
+from moe.loading.plan import Index, Plan, Transfer, adjusted, without_tied
 from moe.loading.progress import LoadProgress, Report
 from moe.loading.takeover import Takeover, chosen_linears, keep_layer, quantize_linear
-from moe.loading.transfer import Index, Transfer
 from moe.network.seam import expert_shape, experts_modules, take_experts
 from moe.settings import ModelSettings, OffloadSettings
 from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not

@@ -25,9 +25,8 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.gguf.config import Architecture, architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
-from moe.loading.plan import Plan, adjusted, without_tied
+from moe.loading.plan import Index, Plan, Transfer, adjusted, without_tied
 from moe.loading.schemes import Coding
-from moe.loading.transfer import Index, Transfer
 from moe.network.seam import experts_modules
 
 # ---- Where the tensors of a GGUF file go in a network, by the table of names in the package
