@@ -1,8 +1,9 @@
-"""Weights from a checkpoint into a model built on the meta device, each straight to its place.
+"""Load a checkpoint into a model on the meta device, each weight straight to its place.
 
-Every parameter is allocated once, in the dtype and on the device where it stays, and filled by
-slices: beyond the weights themselves only one slice or one expert is in memory. Nothing is
-initialised at random, and nothing is read before `make_plan` has found no fault. Buffers that no
+`plan_weights` says where every weight goes and how large it will be; `load_weights` then reads.
+Every parameter is allocated once, in the dtype and on the device where it stays, and filled slice
+by slice: beyond the weights themselves only one slice or one expert is in memory. Nothing is
+initialised at random, and nothing is read before the plan is free of faults. Buffers that no
 checkpoint holds (rotary frequencies) get their values from transformers' own `_init_weights`,
 which leaves alone what is marked as loaded.
 """
@@ -23,54 +24,211 @@ from experts.linear import QuantizedLinear
 from experts.safetensors_io import TensorInfo
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.plan import Plan, Transfer
+from moe.loading.plan import LoadPlan, WeightConversion
 from moe.loading.progress import LoadProgress, Report
 
-# ---- In which order a checkpoint is read: as it lies on disk, but some modules in one piece.
-#
-# A module that is quantized or written away as soon as it is complete must not wait half-read for
-# files that come later: then all of them would be in memory at once.
-
-
-def modules_of(transfer: Transfer, modules: Collection[str]) -> list[str]:
-    """Those of `modules` that own its targets, once for each target."""
-    owners = [name.rpartition(".")[0] for name in transfer.targets]
-    return [name for name in owners if name in modules]
-
-
-def in_order(
-    transfers: Sequence[Transfer], checkpoint: Checkpoint, modules: Collection[str]
-) -> list[Transfer]:
-    """By place in the files, but what belongs to one of `modules` together with its first."""
-    places = {id(transfer): _position(transfer, checkpoint) for transfer in transfers}
-    ordered = sorted(transfers, key=lambda t: places[id(t)])
-    first: dict[str, tuple[str, int]] = {}
-    for transfer in ordered:
-        for name in modules_of(transfer, modules):
-            first.setdefault(name, places[id(transfer)])
-
-    def key(transfer: Transfer) -> tuple[str, int]:
-        owners = modules_of(transfer, modules)
-        return min(first[name] for name in owners) if owners else places[id(transfer)]
-
-    return sorted(ordered, key=key)
-
-
-def _position(transfer: Transfer, checkpoint: Checkpoint) -> tuple[str, int]:
-    first = checkpoint.tensors[transfer.names[0]]
-    return str(first.file), first.start
-
-
-# ---- Moves the bytes of a checkpoint to where a parameter lives, a slice or an expert at a time.
-
 SLICE_BYTES = 16 << 20  # large enough for full disk speed, small beside any model
+
+DtypeFor = Callable[[str, torch.dtype], torch.dtype]
+"""``(parameter name, dtype in the checkpoint)`` to the dtype that it is kept in."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Where every weight goes, and how large it will be; nothing is allocated yet.
+
+    Attributes:
+        plan: what is read, and what need not be there.
+        dtypes: what each parameter that is read is kept in.
+        nbytes: memory of each parameter and buffer; 0 for one that shares another's.
+        bytes_to_read: bytes of the checkpoint.
+    """
+
+    plan: LoadPlan
+    dtypes: dict[str, torch.dtype]
+    nbytes: dict[str, int]
+    bytes_to_read: int
+
+    def without(self, modules: Collection[str], checkpoint: Checkpoint) -> WeightPlan:
+        """The plan without the conversions that fill `modules` only."""
+        kept = [
+            conversion
+            for conversion in self.plan.conversions
+            if not all(name.rpartition(".")[0] in modules for name in conversion.targets)
+        ]
+        total = sum(checkpoint.tensors[n].nbytes for conversion in kept for n in conversion.names)
+        return replace(self, plan=replace(self.plan, conversions=kept), bytes_to_read=total)
+
+
+def plan_weights(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    dtype_for: DtypeFor,
+    make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], LoadPlan] | None = None,
+) -> WeightPlan:
+    """Match the checkpoint with `model` (on meta, see `meta_model`).
+
+    ``dtype_for(parameter name, dtype in the checkpoint)`` gives the dtype that a parameter is kept
+    in, unless the architecture fixes it. Raises one `CheckpointError` listing every fault; names
+    and shapes are checked from headers, and only tied tensors that are stored twice are read.
+    """
+    plan = checkpoint.make_plan(model) if make is None else make(model, checkpoint.tensors)
+    if plan.problems:
+        title = f"the weights in {checkpoint.path} do not fit {type(model).__name__}"
+        raise CheckpointError(listing(title, plan.problems))
+    _share_equal_ties(model, checkpoint, plan)
+    dtypes = {
+        name: _kept(model, name, checkpoint.tensors[conversion.names[0]].dtype, dtype_for)
+        for conversion in plan.conversions
+        for name in conversion.targets
+    }
+    shared = plan.missing & tied_names(model)
+    nbytes = {
+        name: 0 if name in shared else tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    }
+    total = sum(checkpoint.tensors[n].nbytes for t in plan.conversions for n in t.names)
+    return WeightPlan(plan, dtypes, nbytes, total)
+
+
+def _kept(
+    model: PreTrainedModel, name: str, dtype: torch.dtype, dtype_for: DtypeFor
+) -> torch.dtype:
+    """The dtype `name` stays in: the caller's choice, unless the architecture fixes another."""
+    built = model.get_parameter_or_buffer(name).dtype
+    owner, _, last = name.rpartition(".")
+    in_planes = last == "scales" and isinstance(model.get_submodule(owner), QuantizedLinear)
+    if not built.is_floating_point or in_planes:
+        return built
+    chosen = dtype_for(name, dtype)
+    plan = model._get_dtype_plan(chosen)
+    if plan:
+        alternation, pattern_by_group, _ = build_glob_alternation(list(plan))
+        if match := alternation.search(name):
+            assert match.lastgroup is not None  # every branch is a named group
+            return plan[pattern_by_group[match.lastgroup]]
+    return built if built != model.config.dtype else chosen
+
+
+def _share_equal_ties(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan) -> None:
+    """Where both tensors of a tied pair are stored with equal bytes, load one of them.
+
+    Unequal ones are both loaded, and `tie_weights` leaves them apart with a warning.
+    """
+    renamed = {t.first_target: t for t in plan.conversions if t.converter is None}
+    for target, source in model.all_tied_weights_keys.items():
+        if target in renamed and source in renamed:
+            first, second = renamed[target].names[0], renamed[source].names[0]
+            if same_bytes(checkpoint, first, second):
+                plan.conversions.remove(renamed[target])
+                plan.missing.add(target)
+
+
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Parameters that share memory with another, and those others."""
+    tied = model.all_tied_weights_keys
+    return set(tied) | set(tied.values())
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Differences between a checkpoint and the model class that are no faults."""
+
+    ignored: tuple[str, ...]  # checkpoint tensors that the model class says to ignore
+    computed: tuple[str, ...]  # absent and allowed to be: filled by transformers' own rule
+
+
+def load_weights(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    weights: WeightPlan,
+    *,
+    device: torch.device | str,
+    report: Report = lambda _: None,
+    check_finite: bool = False,
+    modules: Collection[str] = (),
+    complete: Callable[[str], object] = lambda _: None,
+) -> LoadReport:
+    """Fill every parameter and buffer of `model` as `plan_weights` has found.
+
+    Parameters end up without `requires_grad`.
+
+    Args:
+        weights: of `plan_weights`.
+        device: where parameters go.
+        report: called after every slice.
+        check_finite: refuse NaN and infinity.
+        modules: names of modules whose weights are read in one piece each.
+        complete: called with the name of each of `modules` as soon as it is full; may take its
+            weights away.
+
+    Raises:
+        CheckpointError: a file cannot be read or changed meanwhile, or ``check_finite`` found bad
+            values, by name.
+    """
+    plan, done = weights.plan, 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report(LoadProgress("loading weights", done, weights.bytes_to_read))
+
+    advance(0)
+    reader = WeightReader(checkpoint, check_finite, advance)
+    waiting = Counter(name for t in plan.conversions for name in modules_of(t, modules))
+    for conversion in in_order(plan.conversions, checkpoint, modules):
+        places = {
+            name: torch.empty(shape, dtype=weights.dtypes[name], device=device)
+            for name, shape in conversion.targets.items()
+        }
+        reader.fill(conversion, model, places)
+        for name, place in places.items():
+            _install(model, name, place)
+        del places
+        for name in modules_of(conversion, modules):
+            waiting[name] -= 1
+            if not waiting[name]:
+                complete(name)
+    checkpoint.verify_unchanged()
+    if reader.not_finite:
+        raise CheckpointError(listing(f"bad values in {checkpoint.path}", reader.not_finite))
+    _finish(model, plan.missing, torch.device(device))
+    return LoadReport(tuple(plan.ignored), tuple(sorted(plan.missing - tied_names(model))))
+
+
+def _install(model: PreTrainedModel, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        value = nn.Parameter(value, requires_grad=False)
+    value._is_hf_initialized = True  # type: ignore[attr-defined]  # or `_init_weights` would overwrite it
+    setattr(module, leaf, value)
+
+
+@torch.no_grad()
+def _finish(model: PreTrainedModel, missing: set[str], device: torch.device) -> None:
+    """Tie, and compute what no checkpoint holds; the order is that of `_finalize_model_loading`."""
+    names = tied_names(model)
+    for name in names:
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+    absent: Any = missing - names  # declared as a list, used as a set
+    model._move_missing_keys_from_meta_to_device(absent, {"": device}, None, None)
+    model._initialize_missing_keys(is_quantized=False)
+    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert not tensor.is_meta, f"{name} was left without a value"
 
 
 @dataclass
 class WeightReader:
-    """Fills preallocated tensors; `advance` is told every number of bytes read.
+    """Fills preallocated tensors from a checkpoint, a slice or an expert at a time.
 
-    With `check_finite`, `not_finite` ends up naming each tensor that holds NaN or infinity.
+    Attributes:
+        advance: called with every number of bytes read.
+        not_finite: with ``check_finite``, one line for each tensor that holds NaN or infinity.
     """
 
     checkpoint: Checkpoint
@@ -78,12 +236,14 @@ class WeightReader:
     advance: Callable[[int], None]
     not_finite: list[str] = field(default_factory=list)
 
-    def fill(self, transfer: Transfer, model: PreTrainedModel, places: dict[str, Tensor]) -> None:
-        for name, index in transfer.pieces:
-            self._stream(name, places[transfer.first_target][index])
-        if not transfer.pieces:
-            whole = {p: [self._whole(n) for n in names] for p, names in transfer.sources.items()}
-            for name, value in transfer.convert(model, whole).items():
+    def fill(
+        self, conversion: WeightConversion, model: PreTrainedModel, places: dict[str, Tensor]
+    ) -> None:
+        for name, index in conversion.pieces:
+            self._stream(name, places[conversion.first_target][index])
+        if not conversion.pieces:
+            whole = {p: [self._whole(n) for n in names] for p, names in conversion.sources.items()}
+            for name, value in conversion.convert(model, whole).items():
                 places[name].copy_(value)
 
     def _stream(self, name: str, place: Tensor) -> None:
@@ -141,189 +301,34 @@ def same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
     )
 
 
-# ---- Where every weight of a checkpoint goes, and how large it will be, before anything is read.
+def modules_of(conversion: WeightConversion, modules: Collection[str]) -> list[str]:
+    """Those of `modules` that own a target of the conversion, once for each target."""
+    owners = [name.rpartition(".")[0] for name in conversion.targets]
+    return [name for name in owners if name in modules]
 
-DtypeFor = Callable[[str, torch.dtype], torch.dtype]
-"""``(parameter name, dtype in the checkpoint)`` to the dtype that it is kept in."""
 
+def in_order(
+    conversions: Sequence[WeightConversion], checkpoint: Checkpoint, modules: Collection[str]
+) -> list[WeightConversion]:
+    """Conversions by their place in the files, those of each module in one piece.
 
-@dataclass(frozen=True)
-class WeightPlan:
-    """Where every weight goes, and how large it will be; nothing is allocated yet.
-
-    Attributes:
-        plan: what is read, and what need not be there.
-        dtypes: what each parameter that is read is kept in.
-        nbytes: memory of each parameter and buffer; 0 for one that shares another's.
-        bytes_to_read: bytes of the checkpoint.
+    A module that is quantized or written away as soon as it is complete must not wait half-read for
+    files that come later: then all such modules would be in memory at once.
     """
+    places = {id(conversion): _position(conversion, checkpoint) for conversion in conversions}
+    ordered = sorted(conversions, key=lambda t: places[id(t)])
+    first: dict[str, tuple[str, int]] = {}
+    for conversion in ordered:
+        for name in modules_of(conversion, modules):
+            first.setdefault(name, places[id(conversion)])
 
-    plan: Plan
-    dtypes: dict[str, torch.dtype]
-    nbytes: dict[str, int]
-    bytes_to_read: int
+    def key(conversion: WeightConversion) -> tuple[str, int]:
+        owners = modules_of(conversion, modules)
+        return min(first[name] for name in owners) if owners else places[id(conversion)]
 
-    def without(self, modules: Collection[str], checkpoint: Checkpoint) -> WeightPlan:
-        """The plan but for what fills `modules` only."""
-        kept = [
-            transfer
-            for transfer in self.plan.transfers
-            if not all(name.rpartition(".")[0] in modules for name in transfer.targets)
-        ]
-        total = sum(checkpoint.tensors[n].nbytes for transfer in kept for n in transfer.names)
-        return replace(self, plan=replace(self.plan, transfers=kept), bytes_to_read=total)
+    return sorted(ordered, key=key)
 
 
-def plan_weights(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    dtype_for: DtypeFor,
-    make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], Plan] | None = None,
-) -> WeightPlan:
-    """Match the checkpoint with `model` (on meta, see `meta_model`).
-
-    ``dtype_for(parameter name, dtype in the checkpoint)`` gives the dtype that a parameter is kept
-    in, unless the architecture fixes it. Raises one `CheckpointError` listing every fault; names
-    and shapes are checked from headers, and only tied tensors that are stored twice are read.
-    """
-    plan = checkpoint.make_plan(model) if make is None else make(model, checkpoint.tensors)
-    if plan.problems:
-        title = f"the weights in {checkpoint.path} do not fit {type(model).__name__}"
-        raise CheckpointError(listing(title, plan.problems))
-    _share_equal_ties(model, checkpoint, plan)
-    dtypes = {
-        name: _kept(model, name, checkpoint.tensors[transfer.names[0]].dtype, dtype_for)
-        for transfer in plan.transfers
-        for name in transfer.targets
-    }
-    shared = plan.missing & tied_names(model)
-    nbytes = {
-        name: 0 if name in shared else tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        )
-    }
-    total = sum(checkpoint.tensors[n].nbytes for t in plan.transfers for n in t.names)
-    return WeightPlan(plan, dtypes, nbytes, total)
-
-
-def _kept(
-    model: PreTrainedModel, name: str, dtype: torch.dtype, dtype_for: DtypeFor
-) -> torch.dtype:
-    """The dtype `name` stays in: the caller's choice, unless the architecture fixes another."""
-    built = model.get_parameter_or_buffer(name).dtype
-    owner, _, last = name.rpartition(".")
-    in_planes = last == "scales" and isinstance(model.get_submodule(owner), QuantizedLinear)
-    if not built.is_floating_point or in_planes:
-        return built
-    chosen = dtype_for(name, dtype)
-    plan = model._get_dtype_plan(chosen)
-    if plan:
-        alternation, pattern_by_group, _ = build_glob_alternation(list(plan))
-        if match := alternation.search(name):
-            assert match.lastgroup is not None  # every branch is a named group
-            return plan[pattern_by_group[match.lastgroup]]
-    return built if built != model.config.dtype else chosen
-
-
-def _share_equal_ties(model: PreTrainedModel, checkpoint: Checkpoint, plan: Plan) -> None:
-    """Where both tensors of a tied pair are stored with equal bytes, load one of them.
-
-    Unequal ones are both loaded, and `tie_weights` leaves them apart with a warning.
-    """
-    renamed = {t.first_target: t for t in plan.transfers if t.converter is None}
-    for target, source in model.all_tied_weights_keys.items():
-        if target in renamed and source in renamed:
-            first, second = renamed[target].names[0], renamed[source].names[0]
-            if same_bytes(checkpoint, first, second):
-                plan.transfers.remove(renamed[target])
-                plan.missing.add(target)
-
-
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Parameters that share memory with another, and those others."""
-    tied = model.all_tied_weights_keys
-    return set(tied) | set(tied.values())
-
-
-# ----
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Where a checkpoint and the model class were not of one mind."""
-
-    ignored: tuple[str, ...]  # checkpoint tensors that the model class says to ignore
-    computed: tuple[str, ...]  # absent and allowed to be: filled by transformers' own rule
-
-
-def load_weights(
-    model: PreTrainedModel,
-    checkpoint: Checkpoint,
-    weights: WeightPlan,
-    *,
-    device: torch.device | str,
-    report: Report = lambda _: None,
-    check_finite: bool = False,
-    modules: Collection[str] = (),
-    complete: Callable[[str], object] = lambda _: None,
-) -> LoadReport:
-    """Fill every parameter and buffer of `model` as `plan_weights` has found.
-
-    `report` hears of every slice; `check_finite` refuses NaN and infinity by name
-    (`CheckpointError`). Parameters end up without `requires_grad`. The weights of each of `modules`
-    are read together, and `complete` is called with its name as soon as they are there: it may take
-    them away.
-    """
-    plan, done = weights.plan, 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report(LoadProgress("loading weights", done, weights.bytes_to_read))
-
-    advance(0)
-    reader = WeightReader(checkpoint, check_finite, advance)
-    waiting = Counter(name for t in plan.transfers for name in modules_of(t, modules))
-    for transfer in in_order(plan.transfers, checkpoint, modules):
-        places = {
-            name: torch.empty(shape, dtype=weights.dtypes[name], device=device)
-            for name, shape in transfer.targets.items()
-        }
-        reader.fill(transfer, model, places)
-        for name, place in places.items():
-            _install(model, name, place)
-        del places
-        for name in modules_of(transfer, modules):
-            waiting[name] -= 1
-            if not waiting[name]:
-                complete(name)
-    checkpoint.verify_unchanged()
-    if reader.not_finite:
-        raise CheckpointError(listing(f"bad values in {checkpoint.path}", reader.not_finite))
-    _finish(model, plan.missing, torch.device(device))
-    return LoadReport(tuple(plan.ignored), tuple(sorted(plan.missing - tied_names(model))))
-
-
-def _install(model: PreTrainedModel, name: str, value: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._parameters:
-        value = nn.Parameter(value, requires_grad=False)
-    value._is_hf_initialized = True  # type: ignore[attr-defined]  # or `_init_weights` would overwrite it
-    setattr(module, leaf, value)
-
-
-@torch.no_grad()
-def _finish(model: PreTrainedModel, missing: set[str], device: torch.device) -> None:
-    """Tie, and compute what no checkpoint holds; the order is that of `_finalize_model_loading`."""
-    names = tied_names(model)
-    for name in names:
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True
-    absent: Any = missing - names  # declared as a list, used as a set
-    model._move_missing_keys_from_meta_to_device(absent, {"": device}, None, None)
-    model._initialize_missing_keys(is_quantized=False)
-    model.tie_weights(missing_keys=set(missing), recompute_mapping=False)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        assert not tensor.is_meta, f"{name} was left without a value"
+def _position(conversion: WeightConversion, checkpoint: Checkpoint) -> tuple[str, int]:
+    first = checkpoint.tensors[conversion.names[0]]
+    return str(first.file), first.start

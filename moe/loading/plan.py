@@ -3,7 +3,9 @@
 A checkpoint's layout is transformers' business: its own conversion mapping renames, merges
 per-expert tensors, concatenates gate and up, transposes. `make_plan` runs that mapping on meta
 tensors, so that everything missing, unexpected or mis-shaped is known before a byte is read, and
-finds out where each tensor of an expert can be read to directly.
+finds out where each tensor of an expert can be read to directly: the converters that merge experts
+stack them along dimension 0 and, at most, put gate beside up, so each source tensor has a place of
+its own in the target (`expert_pieces`). Everything else is converted whole.
 The matching follows `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
 """
 
@@ -30,19 +32,11 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from experts.safetensors_io import TensorInfo
 
-# ---- One conversion of a loading plan: checkpoint tensors in, model tensors out, through
-# transformers.
-#
-# A converter of transformers takes all tensors of a target at once: a layer's experts two or
-# three times over. The converters that merge experts only stack them along dimension 0 and, at
-# most, put gate beside up; for those `expert_pieces` says where in the target each tensor lies,
-# so that it can be read there without a copy. Everything else is converted whole.
-
 Index = tuple[int | slice, ...]
 
 
 @dataclass
-class Transfer:
+class WeightConversion:
     """One conversion: `sources` (pattern -> checkpoint names, in stacking order) to `targets`."""
 
     first_target: str
@@ -67,95 +61,24 @@ class Transfer:
         return {name: got[0] if isinstance(got, list) else got for name, got in done.items()}
 
 
-def expert_pieces(
-    transfer: Transfer, shapes: Mapping[str, tuple[int, ...]]
-) -> list[tuple[str, Index]]:
-    """``(checkpoint name, index into the one target)`` of each source; empty: convert it whole.
-
-    The transfer's shapes have been found to fit, so the pieces cover the target.
-    """
-    if transfer.converter is None:
-        return [(transfer.names[0], ())]
-    if not _stacks_experts(transfer.converter):
-        return []
-    last = transfer.converter.operations[-1]
-    pieces: list[tuple[str, Index]] = []
-    start = 0
-    for pattern in transfer.converter.source_patterns:  # the order in which they are concatenated
-        names = transfer.sources.get(pattern, [])
-        if not isinstance(last, Concatenate):
-            pieces += [(name, (expert,)) for expert, name in enumerate(names)]
-            continue
-        dim = last.dim - 1  # of one expert's row
-        stop = start + shapes[names[0]][dim]
-        part = (*[slice(None)] * dim, slice(start, stop))
-        pieces += [(name, (expert, *part)) for expert, name in enumerate(names)]
-        start = stop
-    return pieces
-
-
-def _stacks_experts(converter: WeightConverter) -> bool:
-    """Whether `converter` stacks along dimension 0, then at most concatenates along another."""
-    first, *rest = converter.operations
-    return (
-        type(first) is MergeModulelist
-        and first.dim == 0
-        and len(rest) <= 1
-        and all(type(op) is Concatenate and op.dim > 0 for op in rest)
-    )
-
-
-def expert_faults(transfer: Transfer, count: int) -> list[str]:
-    """Experts of a merged target that are absent, or not among the `count` it has, by name.
-
-    transformers stacks what is there in the order of its names, and its patterns take any character
-    for a dot: an absent or misspelt name could put experts in each other's place.
-    """
-    if transfer.converter is None or type(transfer.converter.operations[0]) is not MergeModulelist:
-        return []
-    faults = []
-    for names in transfer.sources.values():
-        before, after = _around_number(names)
-        wanted = {f"{before}{expert}{after}" for expert in range(count)}
-        missing = sorted(wanted - set(names), key=dot_natural_key)
-        faults += [f"missing: {name}" for name in missing]
-        faults += [f"unexpected: {name}" for name in names if name not in wanted]
-    return faults
-
-
-def _around_number(names: list[str]) -> tuple[str, str]:
-    """What stands before and after the expert's number in most of the names."""
-    seen: Counter[tuple[str, str]] = Counter()
-    for name in names:
-        parts = name.split(".")
-        for place in reversed(range(len(parts))):  # of equal counts, the rightmost number
-            if parts[place].isdecimal():
-                before, after = [*parts[:place], ""], ["", *parts[place + 1 :]]
-                seen[".".join(before), ".".join(after)] += 1
-    return seen.most_common(1)[0][0] if seen else (names[0], "")
-
-
-# ----
-
-
 @dataclass
-class Plan:
+class LoadPlan:
     """What to read, what may be absent, and everything that is wrong."""
 
-    transfers: list[Transfer]
+    conversions: list[WeightConversion]
     missing: set[str]  # absent, and allowed to be: tied to another, or ignored by the model class
     ignored: list[str]  # checkpoint tensors that the model class says to ignore
     problems: list[str]
 
 
-def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan:
+def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> LoadPlan:
     """Match `tensors` with the parameters and persistent buffers of `model` (on meta)."""
     expected = model.state_dict()
-    transfers, unmatched, problems = _match(model, tensors, expected)
-    for transfer in transfers.values():
-        problems += _try_on_meta(transfer, model, tensors, expected)
-    produced = {name for transfer in transfers.values() for name in transfer.targets}
-    tried = {transfer.first_target for transfer in transfers.values()}
+    conversions, unmatched, problems = _match(model, tensors, expected)
+    for conversion in conversions.values():
+        problems += _try_on_meta(conversion, model, tensors, expected)
+    produced = {name for conversion in conversions.values() for name in conversion.targets}
+    tried = {conversion.first_target for conversion in conversions.values()}
     missing = expected.keys() - produced - tried
     info = adjusted(model, without_tied(model, missing), set(unmatched))
     problems += [
@@ -168,19 +91,19 @@ def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan
         for name in unmatched[key]
     ]
     ignored = [n for key in unmatched.keys() - info.unexpected_keys for n in unmatched[key]]
-    return Plan(list(transfers.values()), missing, sorted(ignored), problems)
+    return LoadPlan(list(conversions.values()), missing, sorted(ignored), problems)
 
 
 def _match(
     model: PreTrainedModel, tensors: Mapping[str, TensorInfo], expected: dict[str, Tensor]
-) -> tuple[dict[str, Transfer], dict[str, list[str]], list[str]]:
+) -> tuple[dict[str, WeightConversion], dict[str, list[str]], list[str]]:
     """Transfers by first target, checkpoint names by unmatched target, and clashes."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     prefix = model.base_model_prefix
-    transfers: dict[str, Transfer] = {}
+    conversions: dict[str, WeightConversion] = {}
     unmatched: dict[str, list[str]] = {}
     problems: list[str] = []
     for name in sorted(tensors, key=dot_natural_key):
@@ -192,38 +115,38 @@ def _match(
                 first = by_pattern[pattern].target_patterns[0] if pattern is not None else target
                 unmatched.setdefault(target.replace(first, each), []).append(name)
             continue
-        if target not in transfers:
+        if target not in conversions:
             copy = deepcopy(by_pattern[pattern]) if pattern is not None else None
-            transfers[target] = Transfer(target, copy)
-        transfer = transfers[target]
+            conversions[target] = WeightConversion(target, copy)
+        conversion = conversions[target]
         renamed = pattern is None
-        if (transfer.converter is None) != renamed or (renamed and transfer.sources):
-            problems.append(f"both {transfer.names[0]} and {name} give {target}; remove one")
+        if (conversion.converter is None) != renamed or (renamed and conversion.sources):
+            problems.append(f"both {conversion.names[0]} and {name} give {target}; remove one")
             continue
-        transfer.sources.setdefault(pattern or name, []).append(name)
-    return transfers, unmatched, problems
+        conversion.sources.setdefault(pattern or name, []).append(name)
+    return conversions, unmatched, problems
 
 
 def _try_on_meta(
-    transfer: Transfer,
+    conversion: WeightConversion,
     model: PreTrainedModel,
     tensors: Mapping[str, TensorInfo],
     expected: Mapping[str, Tensor],
 ) -> list[str]:
     """Fill in `targets` and `pieces`; returns what is wrong."""
-    count = expected[transfer.first_target].shape[:1].numel()
-    if faults := expert_faults(transfer, count):
+    count = expected[conversion.first_target].shape[:1].numel()
+    if faults := expert_faults(conversion, count):
         return faults
     metas = {
         pattern: [_meta(tensors[name]) for name in names]
-        for pattern, names in transfer.sources.items()
+        for pattern, names in conversion.sources.items()
     }
     given = sum(tensor.numel() for group in metas.values() for tensor in group)
-    what = transfer.names[0]
-    if len(transfer.names) > 1:
-        what = f"{transfer.first_target} (from {what} and {len(transfer.names) - 1} more)"
+    what = conversion.names[0]
+    if len(conversion.names) > 1:
+        what = f"{conversion.first_target} (from {what} and {len(conversion.names) - 1} more)"
     try:
-        results = transfer.convert(model, metas)
+        results = conversion.convert(model, metas)
     except Exception as error:  # an operation met shapes it cannot work on
         return [f"wrong shape: {what}: cannot be converted: {error}"]
     problems = []
@@ -241,9 +164,11 @@ def _try_on_meta(
             )
     if not problems and given != sum(result.numel() for result in results.values()):
         problems.append(f"wrong shape: {what}: the conversion leaves some of it unused")
-    transfer.targets = {name: result.shape for name, result in results.items()}
+    conversion.targets = {name: result.shape for name, result in results.items()}
     if not problems:
-        transfer.pieces = expert_pieces(transfer, {n: tensors[n].shape for n in transfer.names})
+        conversion.pieces = expert_pieces(
+            conversion, {n: tensors[n].shape for n in conversion.names}
+        )
     return problems
 
 
@@ -271,3 +196,74 @@ def adjusted(model: PreTrainedModel, missing: set[str], unexpected: set[str]) ->
     )
     model._adjust_missing_and_unexpected_keys(info)
     return info
+
+
+def expert_pieces(
+    conversion: WeightConversion, shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, Index]]:
+    """``(checkpoint name, index into the one target)`` of each source; empty: convert it whole.
+
+    The conversion's shapes have been found to fit, so the pieces cover the target.
+    """
+    if conversion.converter is None:
+        return [(conversion.names[0], ())]
+    if not _stacks_experts(conversion.converter):
+        return []
+    last = conversion.converter.operations[-1]
+    pieces: list[tuple[str, Index]] = []
+    start = 0
+    for pattern in conversion.converter.source_patterns:  # the order in which they are concatenated
+        names = conversion.sources.get(pattern, [])
+        if not isinstance(last, Concatenate):
+            pieces += [(name, (expert,)) for expert, name in enumerate(names)]
+            continue
+        dim = last.dim - 1  # of one expert's row
+        stop = start + shapes[names[0]][dim]
+        part = (*[slice(None)] * dim, slice(start, stop))
+        pieces += [(name, (expert, *part)) for expert, name in enumerate(names)]
+        start = stop
+    return pieces
+
+
+def _stacks_experts(converter: WeightConverter) -> bool:
+    """Whether `converter` stacks along dimension 0, then at most concatenates along another."""
+    first, *rest = converter.operations
+    return (
+        type(first) is MergeModulelist
+        and first.dim == 0
+        and len(rest) <= 1
+        and all(type(op) is Concatenate and op.dim > 0 for op in rest)
+    )
+
+
+def expert_faults(conversion: WeightConversion, count: int) -> list[str]:
+    """Experts of a merged target that are absent, or not among the `count` it has, by name.
+
+    transformers stacks what is there in the order of its names, and its patterns take any character
+    for a dot: an absent or misspelt name could put experts in each other's place.
+    """
+    if (
+        conversion.converter is None
+        or type(conversion.converter.operations[0]) is not MergeModulelist
+    ):
+        return []
+    faults = []
+    for names in conversion.sources.values():
+        before, after = _around_number(names)
+        wanted = {f"{before}{expert}{after}" for expert in range(count)}
+        missing = sorted(wanted - set(names), key=dot_natural_key)
+        faults += [f"missing: {name}" for name in missing]
+        faults += [f"unexpected: {name}" for name in names if name not in wanted]
+    return faults
+
+
+def _around_number(names: list[str]) -> tuple[str, str]:
+    """What stands before and after the expert's number in most of the names."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for name in names:
+        parts = name.split(".")
+        for place in reversed(range(len(parts))):  # of equal counts, the rightmost number
+            if parts[place].isdecimal():
+                before, after = [*parts[:place], ""], ["", *parts[place + 1 :]]
+                seen[".".join(before), ".".join(after)] += 1
+    return seen.most_common(1)[0][0] if seen else (names[0], "")

@@ -31,7 +31,7 @@ from offload.layer import LayerExperts
 from offload.offloaded import Offloaded
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Weights of a network that is on meta."""
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
@@ -61,7 +61,7 @@ def open_source(
     network: PreTrainedModel,
     profile: Profile,
     report: Report,
-) -> Iterator[Source]:
+) -> Iterator[WeightSource]:
     """The weights in a model directory, opened and checked.
 
     Raises:

@@ -1,4 +1,9 @@
-"""A model from a store: nothing is converted, its bytes are read to where they stay."""
+"""Load a model from a store: nothing is converted, its bytes are read to where they stay.
+
+`StoreSource` is what `moe.loading.sources.open_source` gives for a store. Its linear layers become
+planes before they are filled; its experts are read layer by layer (`read_layers`), or stay on disk
+behind caches (`offload.open_store`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ from moe.errors import CheckpointError, ProfileError
 from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, is_finite, plan_weights
 from moe.loading.memory_plan import Offloadable
-from moe.loading.plan import Index, Plan, Transfer, adjusted, without_tied
+from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.progress import LoadProgress, Report
 from moe.loading.takeover import Takeover, chosen_linears, keep_layer, quantize_linear
 from moe.network.seam import expert_shape, experts_modules, take_experts
@@ -37,187 +42,7 @@ from offload.offloaded import Offloaded
 from offload.open_store import open_offloaded
 
 READERS = 4
-"""Threads that read; so many requests at a time fill the disks that were measured."""
-
-
-@contextmanager
-def open_store(path: Path, *, verify: bool, report: Report) -> Iterator[Store]:
-    """Open and check a store. What is wrong with it comes out as `CheckpointError`."""
-    try:
-        with Store.open(path) as store:
-            if verify:
-                _verify(store, report)
-            yield store
-            store.verify_unchanged()
-    except StoreError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def _verify(store: Store, report: Report) -> None:
-    total = sum(record.nbytes for record in store.manifest.files.values())
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        report(LoadProgress("verifying", done, total))
-
-    store.verify(advance)
-
-
-def open_trunk(store: Store) -> Checkpoint:
-    return Checkpoint.open(store.directory, [TRUNK_NAME])
-
-
-def stored_bits(store: Store, settings: ModelSettings, network: PreTrainedModel) -> dict[str, int]:
-    """Bits to be read of each linear layer that is stored as planes.
-
-    Raises:
-        ProfileError: the profile asks for more bits, of these or of the experts, than there are.
-    """
-    manifest = store.manifest
-    _at_most("model.expert_bits", settings.expert_bits, manifest.bits, store)
-    modules = {id(module): name for name, module in network.named_modules()}
-    head = modules.get(id(network.get_output_embeddings()))
-    bits: dict[str, int] = {}
-    for name, most in manifest.linears.items():
-        key, wanted = "trunk_bits", settings.trunk_bits
-        if name == head:
-            key, wanted = "head_bits", settings.head_bits
-        _at_most(f"model.{key}", wanted, most, store)
-        bits[name] = wanted or most
-    return bits
-
-
-def _at_most(key: str, wanted: int | None, most: int, store: Store) -> None:
-    if wanted is not None and wanted > most:
-        raise ProfileError(
-            f"{key} is {wanted}, and the store {store.directory} holds {most} bits; "
-            f"set it to {most} or less, or to null, or convert the model again with more bits"
-        )
-
-
-def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Plan:
-    """Every tensor of a trunk to the parameter of its name; experts are not among them."""
-    experts = {f"{name}.{w}" for name, m in experts_modules(model) for w in m._parameters}
-    expected = {name: t for name, t in model.state_dict().items() if name not in experts}
-    finer = tuple(  # planes that the profile does not want
-        f"{name}.plane" for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
-    )
-    problems, transfers = [], []
-    for name, tensor in tensors.items():
-        if name not in expected:
-            if not name.startswith(finer):
-                problems.append(f"unexpected: {name} {tensor.shape}")
-            continue
-        wanted = expected[name]
-        if wanted.shape != tensor.shape or (
-            wanted.is_floating_point() != tensor.dtype.is_floating_point
-        ):
-            problems.append(
-                f"wrong shape or dtype: {name} is {tensor.shape} {tensor.dtype}, the configuration "
-                f"says {tuple(wanted.shape)} {wanted.dtype}"
-            )
-        else:
-            pieces: list[tuple[str, Index]] = [(name, ())]
-            transfers.append(Transfer(name, None, {name: [name]}, {name: wanted.shape}, pieces))
-    missing = expected.keys() - tensors.keys()
-    absent = adjusted(model, without_tied(model, missing), set()).missing_keys
-    problems += [f"missing: {name}" for name in sorted(absent)]
-    return Plan(transfers, missing, [], problems)
-
-
-def layer_faults(records: Sequence[LayerRecord], network: PreTrainedModel) -> list[str]:
-    """Where the layers of a store are not those of the network."""
-    modules = experts_modules(network)
-    if len(records) != len(modules):
-        return [f"{len(records)} MoE layers, the configuration says {len(modules)}"]
-    faults = []
-    for record, (name, module) in zip(records, modules, strict=True):
-        own = expert_shape(module, 64)
-        stored = (record.module, record.experts, record.shape(64), record.gate_up_bias is not None)
-        if stored != (name, module.num_experts, own, bool(module.has_bias)):
-            faults.append(
-                f"{record.file}: {record.module} with {record.experts} experts, hidden "
-                f"{record.hidden}, intermediate {record.intermediate}; the configuration says "
-                f"{name} with {module.num_experts}, {own.hidden}, {own.intermediate}"
-            )
-    return faults
-
-
-def expert_parameters(
-    store: Store, network: PreTrainedModel
-) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Name, shape on meta and stored dtype of every parameter of the network's experts."""
-    records = store.manifest.layers
-    for record, (name, module) in zip(records, experts_modules(network), strict=True):
-        biases = {
-            ("gate_up_proj" if module.has_gate else "up_proj") + "_bias": record.gate_up_bias,
-            "down_proj_bias": record.down_bias,
-        }
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{name}.{own}", parameter, DTYPES[biases.get(own) or record.dtype]
-
-
-def read_layers(
-    store: Store,
-    like: Sequence[ExpertWeights],
-    bits: int,
-    keep: Callable[[AnyExperts], AnyExperts],
-    device: torch.device,
-    advance: Callable[[int], object],
-    check_finite: bool = False,
-) -> list[AnyExperts]:
-    """The first ``bits`` of every layer; ``advance`` is told each number of bytes read.
-
-    Raises `CheckpointError` for a layer that cannot be read, or, with ``check_finite``, naming all
-    that hold NaN or infinity.
-    """
-    check_orders(store, like, bits)
-    lock, bad = threading.Lock(), set()
-
-    def count(nbytes: int) -> None:
-        with lock:
-            advance(nbytes)
-
-    def one(index: int) -> AnyExperts:
-        layer = store.load_layer(index, bits, like[index], device, count)
-        if check_finite and not all(map(is_finite, _numbers(layer))):
-            bad.add(index)
-        return keep(layer)
-
-    with ThreadPoolExecutor(READERS) as pool:
-        layers = list(pool.map(one, range(len(like))))
-    if bad:
-        records = (store.manifest.layers[index] for index in sorted(bad))
-        faults = [f"{record.module} in {record.file} holds NaN or infinity" for record in records]
-        raise CheckpointError(listing(f"bad values in {store.directory}", faults))
-    return layers
-
-
-def _numbers(layer: AnyExperts) -> Iterator[Tensor]:
-    """The tensors of a layer that can hold NaN: codes cannot."""
-    if isinstance(layer, ExpertWeights):
-        yield from (layer.gate_up_EGH, layer.down_EHF)
-    else:
-        yield from layer.scales
-    yield from (b for b in (layer.gate_up_bias_EG, layer.down_bias_EH) if b is not None)
-
-
-def check_orders(store: Store, like: Sequence[ExpertWeights], bits: int) -> None:
-    """Raise `CheckpointError` where gate and up are not as the architecture's activation wants."""
-    for record, layer in zip(store.manifest.layers, like, strict=True):
-        if bits == WHOLE or record.parts == 1:
-            continue
-        if is_interleaved(layer.activation, record.intermediate) != record.interleaved:
-            raise CheckpointError(
-                f"{store.directory / record.file}: gate and up of {record.module} are not in the "
-                "order of this architecture's activation; convert the model again"
-            )
-
-
-# ---- A store as the source of a model's weights.
+"""Threads that read: so many requests at a time fill the disks that we measured."""
 
 
 class StoreSource:
@@ -346,6 +171,185 @@ class StoreSource:
         for name, bits in self._linears.items():
             quantize_linear(network, name, self._settings.group_size, bits)
         return Takeover(network, self._settings, lambda _, layer: layer)
+
+
+@contextmanager
+def open_store(path: Path, *, verify: bool, report: Report) -> Iterator[Store]:
+    """Open and check a store. What is wrong with it comes out as `CheckpointError`."""
+    try:
+        with Store.open(path) as store:
+            if verify:
+                _verify(store, report)
+            yield store
+            store.verify_unchanged()
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _verify(store: Store, report: Report) -> None:
+    total = sum(record.nbytes for record in store.manifest.files.values())
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report(LoadProgress("verifying", done, total))
+
+    store.verify(advance)
+
+
+def open_trunk(store: Store) -> Checkpoint:
+    return Checkpoint.open(store.directory, [TRUNK_NAME])
+
+
+def stored_bits(store: Store, settings: ModelSettings, network: PreTrainedModel) -> dict[str, int]:
+    """Bits to be read of each linear layer that is stored as planes.
+
+    Raises:
+        ProfileError: the profile asks for more bits, of these or of the experts, than there are.
+    """
+    manifest = store.manifest
+    _at_most("model.expert_bits", settings.expert_bits, manifest.bits, store)
+    modules = {id(module): name for name, module in network.named_modules()}
+    head = modules.get(id(network.get_output_embeddings()))
+    bits: dict[str, int] = {}
+    for name, most in manifest.linears.items():
+        key, wanted = "trunk_bits", settings.trunk_bits
+        if name == head:
+            key, wanted = "head_bits", settings.head_bits
+        _at_most(f"model.{key}", wanted, most, store)
+        bits[name] = wanted or most
+    return bits
+
+
+def _at_most(key: str, wanted: int | None, most: int, store: Store) -> None:
+    if wanted is not None and wanted > most:
+        raise ProfileError(
+            f"{key} is {wanted}, and the store {store.directory} holds {most} bits; "
+            f"set it to {most} or less, or to null, or convert the model again with more bits"
+        )
+
+
+def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> LoadPlan:
+    """Every tensor of a trunk to the parameter of its name; experts are not among them."""
+    experts = {f"{name}.{w}" for name, m in experts_modules(model) for w in m._parameters}
+    expected = {name: t for name, t in model.state_dict().items() if name not in experts}
+    finer = tuple(  # planes that the profile does not want
+        f"{name}.plane" for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
+    )
+    problems, conversions = [], []
+    for name, tensor in tensors.items():
+        if name not in expected:
+            if not name.startswith(finer):
+                problems.append(f"unexpected: {name} {tensor.shape}")
+            continue
+        wanted = expected[name]
+        if wanted.shape != tensor.shape or (
+            wanted.is_floating_point() != tensor.dtype.is_floating_point
+        ):
+            problems.append(
+                f"wrong shape or dtype: {name} is {tensor.shape} {tensor.dtype}, the configuration "
+                f"says {tuple(wanted.shape)} {wanted.dtype}"
+            )
+        else:
+            pieces: list[tuple[str, Index]] = [(name, ())]
+            conversions.append(
+                WeightConversion(name, None, {name: [name]}, {name: wanted.shape}, pieces)
+            )
+    missing = expected.keys() - tensors.keys()
+    absent = adjusted(model, without_tied(model, missing), set()).missing_keys
+    problems += [f"missing: {name}" for name in sorted(absent)]
+    return LoadPlan(conversions, missing, [], problems)
+
+
+def layer_faults(records: Sequence[LayerRecord], network: PreTrainedModel) -> list[str]:
+    """Where the layers of a store are not those of the network."""
+    modules = experts_modules(network)
+    if len(records) != len(modules):
+        return [f"{len(records)} MoE layers, the configuration says {len(modules)}"]
+    faults = []
+    for record, (name, module) in zip(records, modules, strict=True):
+        own = expert_shape(module, 64)
+        stored = (record.module, record.experts, record.shape(64), record.gate_up_bias is not None)
+        if stored != (name, module.num_experts, own, bool(module.has_bias)):
+            faults.append(
+                f"{record.file}: {record.module} with {record.experts} experts, hidden "
+                f"{record.hidden}, intermediate {record.intermediate}; the configuration says "
+                f"{name} with {module.num_experts}, {own.hidden}, {own.intermediate}"
+            )
+    return faults
+
+
+def expert_parameters(
+    store: Store, network: PreTrainedModel
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Name, shape on meta and stored dtype of every parameter of the network's experts."""
+    records = store.manifest.layers
+    for record, (name, module) in zip(records, experts_modules(network), strict=True):
+        biases = {
+            ("gate_up_proj" if module.has_gate else "up_proj") + "_bias": record.gate_up_bias,
+            "down_proj_bias": record.down_bias,
+        }
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{own}", parameter, DTYPES[biases.get(own) or record.dtype]
+
+
+def read_layers(
+    store: Store,
+    like: Sequence[ExpertWeights],
+    bits: int,
+    keep: Callable[[AnyExperts], AnyExperts],
+    device: torch.device,
+    advance: Callable[[int], object],
+    check_finite: bool = False,
+) -> list[AnyExperts]:
+    """The first ``bits`` of every layer; ``advance`` is told each number of bytes read.
+
+    Raises `CheckpointError` for a layer that cannot be read, or, with ``check_finite``, naming all
+    that hold NaN or infinity.
+    """
+    check_orders(store, like, bits)
+    lock, bad = threading.Lock(), set()
+
+    def count(nbytes: int) -> None:
+        with lock:
+            advance(nbytes)
+
+    def one(index: int) -> AnyExperts:
+        layer = store.load_layer(index, bits, like[index], device, count)
+        if check_finite and not all(map(is_finite, _numbers(layer))):
+            bad.add(index)
+        return keep(layer)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        layers = list(pool.map(one, range(len(like))))
+    if bad:
+        records = (store.manifest.layers[index] for index in sorted(bad))
+        faults = [f"{record.module} in {record.file} holds NaN or infinity" for record in records]
+        raise CheckpointError(listing(f"bad values in {store.directory}", faults))
+    return layers
+
+
+def _numbers(layer: AnyExperts) -> Iterator[Tensor]:
+    """The tensors of a layer that can hold NaN: codes cannot."""
+    if isinstance(layer, ExpertWeights):
+        yield from (layer.gate_up_EGH, layer.down_EHF)
+    else:
+        yield from layer.scales
+    yield from (b for b in (layer.gate_up_bias_EG, layer.down_bias_EH) if b is not None)
+
+
+def check_orders(store: Store, like: Sequence[ExpertWeights], bits: int) -> None:
+    """Raise `CheckpointError` where gate and up are not as the architecture's activation wants."""
+    for record, layer in zip(store.manifest.layers, like, strict=True):
+        if bits == WHOLE or record.parts == 1:
+            continue
+        if is_interleaved(layer.activation, record.intermediate) != record.interleaved:
+            raise CheckpointError(
+                f"{store.directory / record.file}: gate and up of {record.module} are not in the "
+                "order of this architecture's activation; convert the model again"
+            )
 
 
 def _keeps_whole(settings: ModelSettings, manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report
-from moe.loading.sources import Source, open_source
+from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, wave_tokens
 from moe.memory.footprint import measure_footprint
@@ -50,7 +50,7 @@ class Planned:
 
     config: PreTrainedConfig
     network: PreTrainedModel
-    source: Source
+    source: WeightSource
     weights: WeightPlan
     memory: MemoryPlan
     logits_size: int

@@ -25,7 +25,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.gguf.config import Architecture, architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
-from moe.loading.plan import Index, Plan, Transfer, adjusted, without_tied
+from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding
 from moe.network.seam import experts_modules
 
@@ -141,7 +141,7 @@ class GgufCheckpoint(Checkpoint):
         self._architecture = architecture(files[0].metadata)
         self._found = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
-    def make_plan(self, model: PreTrainedModel) -> Plan:
+    def make_plan(self, model: PreTrainedModel) -> LoadPlan:
         expected = model.state_dict()
         seats = dict(seats_of(model, *self._architecture, expected))
         self._tensors, self._stored = {}, {}
@@ -157,7 +157,7 @@ class GgufCheckpoint(Checkpoint):
                 pieces.setdefault(seat.target, []).extend(found)
             except ValueError as error:
                 problems.append(f"wrong shape: {name} is {tensor.shape}: {error}")
-        transfers = []
+        conversions = []
         for target, own in pieces.items():
             given = sum(math.prod(self._tensors[name].shape) for name, _ in own)
             if given != expected[target].numel():
@@ -165,11 +165,11 @@ class GgufCheckpoint(Checkpoint):
             if len({self._tensors[name].dtype for name, _ in own}) > 1:  # a place has one dtype
                 self._tensors |= {name: _as(torch.float32, self._tensors[name]) for name, _ in own}
             sources, shapes = {target: [name for name, _ in own]}, {target: expected[target].shape}
-            transfers.append(Transfer(target, None, sources, shapes, own))
+            conversions.append(WeightConversion(target, None, sources, shapes, own))
         missing = expected.keys() - {seat.target for n, seat in seats.items() if n in self._found}
         absent = adjusted(model, without_tied(model, missing), set()).missing_keys
         problems += [f"missing: {name} {tuple(expected[name].shape)}" for name in sorted(absent)]
-        return Plan(transfers, missing, [], problems)
+        return LoadPlan(conversions, missing, [], problems)
 
     def _present(
         self, name: str, tensor: GgufTensor, seat: Seat, expected: Tensor

@@ -81,7 +81,7 @@ def architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     return str(name), known
 
 
-class Keys:
+class GgufKeys:
     """The keys that begin with an architecture's name."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
@@ -157,7 +157,7 @@ _YARN = {
 def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """The configuration; raises `HeaderError` where a key is missing or makes no sense."""
     name, known = architecture(metadata)
-    keys = Keys(metadata, name)
+    keys = GgufKeys(metadata, name)
     config = {ours: keys.get(key, ...) for key, ours in _NEEDED.items()} | known.fixed
     config |= {o: keys.get(key) for key, o in _OPTIONAL.items() if keys.get(key) is not None}
     config |= _shown(name, known, config, {n: t.shape for n, t in tensors.items()})
@@ -212,7 +212,7 @@ def _shown(
     return told
 
 
-def _rope(keys: Keys, known: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+def _rope(keys: GgufKeys, known: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     rope = {"rope_theta": keys.get("rope.freq_base", 10000.0), "rope_type": "default"}
     rotated = keys.get("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:

@@ -107,10 +107,10 @@ def parameters_of(file: Path) -> dict[str, Tensor]:
         plan = checkpoint.make_plan(network)
         assert not plan.problems
         found = {}
-        for transfer in plan.transfers:
-            ((target, shape),) = transfer.targets.items()
+        for conversion in plan.conversions:
+            ((target, shape),) = conversion.targets.items()
             found[target] = torch.full(shape, torch.nan)
-            for name, index in transfer.pieces:
+            for name, index in conversion.pieces:
                 found[target][index] = checkpoint.read(name)
     return found
 
