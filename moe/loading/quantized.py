@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from experts.safetensors_io import TensorInfo
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf
+from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf_coding
 from moe.loading.schemes import (
     Coding,
     Scheme,
@@ -38,7 +38,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], Coding]] = {
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed_tensors,
-    "gguf": gguf,
+    "gguf": gguf_coding,
 }
 
 

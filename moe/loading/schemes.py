@@ -97,7 +97,7 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
     return int(bits)
 
 
-# ---- The arithmetic of quantised checkpoints: stored tensors of one weight in, float32 out.
+# The arithmetic of quantised checkpoints: stored tensors of one weight in, float32 out.
 #
 # Every function gives the exact products of codes and scales; what is rounded, and to what, is up
 # to whoever keeps the result. Legend: N rows (outputs), K columns (inputs), D groups of a row.
@@ -170,7 +170,7 @@ def _e8m0(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
 
 
-# ---- Weights as small floating point numbers: FP8 with scales of blocks or rows, and MXFP4.
+# Weights as small floating point numbers: FP8 with scales of blocks or rows, and MXFP4.
 
 
 def fp8(config: dict[str, Any]) -> Scheme:
@@ -246,7 +246,7 @@ def float8_rows() -> Scheme:
     )
 
 
-# ---- Weights as integers of 4 or 8 bits in 32-bit words: GPTQ, AWQ and compressed-tensors.
+# Weights as integers of 4 or 8 bits in 32-bit words: GPTQ, AWQ and compressed-tensors.
 
 
 def gptq(config: dict[str, Any]) -> Scheme:

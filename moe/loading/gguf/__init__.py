@@ -1,1 +1,1 @@
-"""GGUF files, llama.cpp's, as checkpoints."""
+"""GGUF files, the format of llama.cpp, as checkpoints: header, configuration, directory, tensors."""

@@ -29,14 +29,14 @@ from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, withou
 from moe.loading.schemes import Coding
 from moe.network.seam import experts_modules
 
-# ---- Where the tensors of a GGUF file go in a network, by the table of names in the package
+# Where the tensors of a GGUF file go in a network, by the table of names in the package
 # ``gguf``.
 #
 # A layer's experts lie in one tensor for each of gate, up and down, whatever the network has.
 
 
 @dataclass(frozen=True)
-class Seat:
+class TensorTarget:
     """Where a stored tensor goes in a network.
 
     Attributes:
@@ -54,23 +54,23 @@ class Seat:
     transposed: bool = False
 
 
-def seats_of(
+def targets_of(
     model: PreTrainedModel, name: str, known: Architecture, expected: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Seat]]:
+) -> Iterator[tuple[str, TensorTarget]]:
     """Where the tensors that a file may have go, by their names in it."""
-    gguf, config = package(), model.config
-    kinds = {kind: number for number, kind in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[name], config.num_hidden_layers)
+    gguf_coding, config = package(), model.config
+    kinds = {kind: number for number, kind in gguf_coding.MODEL_ARCH_NAMES.items()}
+    table = gguf_coding.get_tensor_name_map(kinds[name], config.num_hidden_layers)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     experts = {f"{path}.{own}" for path, m in experts_modules(model) for own in m._parameters}
     for path, module in experts_modules(model):
         block = table.get_name(f"{path}.down_proj").rpartition(".")[0]
-        yield from _expert_seats(block, path, module)
+        yield from _expert_targets(block, path, module)
     for target in expected.keys() - experts:
         for theirs, ending in _spellings(target):
             if (found := table.get_name(theirs)) is not None:
                 own = heads.get(found.rpartition(".")[2], 0) if known.pairs else 0
-                yield f"{found}{ending}", Seat(target, heads=own)
+                yield f"{found}{ending}", TensorTarget(target, heads=own)
 
 
 def _spellings(target: str) -> Iterator[tuple[str, str]]:
@@ -84,33 +84,34 @@ def _spellings(target: str) -> Iterator[tuple[str, str]]:
             yield name.removesuffix("_bias"), ".bias"
 
 
-def _expert_seats(block: str, path: str, module: Any) -> Iterator[tuple[str, Seat]]:
+def _expert_targets(block: str, path: str, module: Any) -> Iterator[tuple[str, TensorTarget]]:
     """Of a layer's experts. Legend: gate and up one behind the other, or in turns."""
     turned = bool(module.is_transposed)
     width = module.gate_up_proj.shape[2 if turned else 1] // 2
     halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
     if module.is_concatenated:
         halves = {"gate": slice(0, width), "up": slice(width, None)}
-        yield f"{block}.ffn_gate_up_exps.weight", Seat(f"{path}.gate_up_proj", (), True, 0, turned)
+        yield (
+            f"{block}.ffn_gate_up_exps.weight",
+            TensorTarget(f"{path}.gate_up_proj", (), True, 0, turned),
+        )
     for part, half in halves.items():
         index = (slice(None), half) if turned else (half,)
-        seat = Seat(f"{path}.gate_up_proj", index, each=True, transposed=turned)
-        yield f"{block}.ffn_{part}_exps.weight", seat
+        goal = TensorTarget(f"{path}.gate_up_proj", index, each=True, transposed=turned)
+        yield f"{block}.ffn_{part}_exps.weight", goal
         yield (
             f"{block}.ffn_{part}_exps.bias",
-            Seat(f"{path}.gate_up_proj_bias", (slice(None), half)),
+            TensorTarget(f"{path}.gate_up_proj_bias", (slice(None), half)),
         )
-    yield f"{block}.ffn_down_exps.weight", Seat(f"{path}.down_proj", (), True, 0, turned)
-    yield f"{block}.ffn_down_exps.bias", Seat(f"{path}.down_proj_bias")
+    yield f"{block}.ffn_down_exps.weight", TensorTarget(f"{path}.down_proj", (), True, 0, turned)
+    yield f"{block}.ffn_down_exps.bias", TensorTarget(f"{path}.down_proj_bias")
 
-
-# ----
 
 FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
 """Types whose weights are whole multiples of a scale, 16 at most."""
 
 
-def gguf(config: dict[str, Any]) -> Coding:
+def gguf_coding(config: dict[str, Any]) -> Coding:
     """What `moe.loading.gguf.config` notes of the types of tensors."""
     few = set(config["expert_types"]) <= FEW_VALUES
     return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few)
@@ -132,7 +133,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         super().__init__(path)
         self._dtype = dtype
-        self._stored: dict[str, tuple[GgufTensor, Seat]] = {}
+        self._stored: dict[str, tuple[GgufTensor, TensorTarget]] = {}
         self._last: tuple[str, Tensor] | None = None
         files = open_all(sorted(file.resolve() for file in path.glob("*.gguf")))
         for file in files:
@@ -143,18 +144,18 @@ class GgufCheckpoint(Checkpoint):
 
     def make_plan(self, model: PreTrainedModel) -> LoadPlan:
         expected = model.state_dict()
-        seats = dict(seats_of(model, *self._architecture, expected))
+        targets = dict(targets_of(model, *self._architecture, expected))
         self._tensors, self._stored = {}, {}
         pieces: dict[str, list[tuple[str, Index]]] = {}
         problems = []
         for name, tensor in self._found.items():
-            seat = seats.get(name)
-            if seat is None:
+            goal = targets.get(name)
+            if goal is None:
                 problems.append(f"unexpected: {name} {tensor.shape}")
                 continue
             try:
-                found = self._present(name, tensor, seat, expected[seat.target])
-                pieces.setdefault(seat.target, []).extend(found)
+                found = self._present(name, tensor, goal, expected[goal.target])
+                pieces.setdefault(goal.target, []).extend(found)
             except ValueError as error:
                 problems.append(f"wrong shape: {name} is {tensor.shape}: {error}")
         conversions = []
@@ -166,16 +167,16 @@ class GgufCheckpoint(Checkpoint):
                 self._tensors |= {name: _as(torch.float32, self._tensors[name]) for name, _ in own}
             sources, shapes = {target: [name for name, _ in own]}, {target: expected[target].shape}
             conversions.append(WeightConversion(target, None, sources, shapes, own))
-        missing = expected.keys() - {seat.target for n, seat in seats.items() if n in self._found}
+        missing = expected.keys() - {goal.target for n, goal in targets.items() if n in self._found}
         absent = adjusted(model, without_tied(model, missing), set()).missing_keys
         problems += [f"missing: {name} {tuple(expected[name].shape)}" for name in sorted(absent)]
         return LoadPlan(conversions, missing, [], problems)
 
     def _present(
-        self, name: str, tensor: GgufTensor, seat: Seat, expected: Tensor
+        self, name: str, tensor: GgufTensor, goal: TensorTarget, expected: Tensor
     ) -> list[tuple[str, Index]]:
         """Add to `tensors` what fills a place in a parameter; raises ValueError if it does not."""
-        if seat.each:
+        if goal.each:
             count = len(expected)
             if tensor.shape[0] != count:
                 raise ValueError(f"the configuration says {count} experts")
@@ -184,34 +185,34 @@ class GgufCheckpoint(Checkpoint):
             for expert in range(count):
                 start = tensor.start + expert * size
                 own = replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
-                at = replace(seat, index=(expert, *seat.index), each=False)
+                at = replace(goal, index=(expert, *goal.index), each=False)
                 found += self._present(f"{name}[{expert}]", own, at, expected)
             return found
-        place = expected[seat.index].shape
-        given = tensor.shape[::-1] if seat.transposed else tensor.shape
+        place = expected[goal.index].shape
+        given = tensor.shape[::-1] if goal.transposed else tensor.shape
         if [size for size in given if size > 1] != [size for size in place if size > 1]:
             raise ValueError(f"the configuration says {tuple(place)}")
-        if seat.heads and place[0] % (2 * seat.heads):
-            raise ValueError(f"{place[0]} rows are not pairs in {seat.heads} heads")
-        if not seat.transposed:
+        if goal.heads and place[0] % (2 * goal.heads):
+            raise ValueError(f"{place[0]} rows are not pairs in {goal.heads} heads")
+        if not goal.transposed:
             tensor = replace(tensor, shape=tuple(place))
         kind = FLOATS.get(kind_name(tensor.kind))
         dtype = self._dtype if kind is None else getattr(torch, kind)
         info = TensorInfo(tensor.file, torch.float32, tuple(place), tensor.start, tensor.end)
         self._tensors[name] = _as(dtype, info)
-        self._stored[name] = tensor, seat
-        return [(name, seat.index)]
+        self._stored[name] = tensor, goal
+        return [(name, goal.index)]
 
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
-        tensor, seat = self._stored[name]
-        if not seat.heads and not seat.transposed:
+        tensor, goal = self._stored[name]
+        if not goal.heads and not goal.transposed:
             return self._decoded(name, tensor, rows or slice(None))
         if self._last is None or self._last[0] != name:
             self._last = None  # one rearranged tensor at a time
             whole = self._decoded(name, tensor, slice(None))
-            if seat.heads:  # what turns together: side by side in the file, else half a head apart
-                whole = whole.unflatten(0, (seat.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-            self._last = name, whole.mT if seat.transposed else whole
+            if goal.heads:  # what turns together: side by side in the file, else half a head apart
+                whole = whole.unflatten(0, (goal.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            self._last = name, whole.mT if goal.transposed else whole
         return self._last[1][rows or slice(None)]
 
     def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:

@@ -17,7 +17,7 @@ from experts.safetensors_io import HeaderError
 from moe.errors import UnsupportedModelError
 from moe.loading.gguf.header import FLOATS, GgufTensor, kind_name
 
-# ---- What a GGUF file's keys say of an architecture: understood, or refused by name.
+# What a GGUF file's keys say of an architecture: understood, or refused by name.
 
 _SHOWN = (  # by tensors, or by another key
     "vocab_size",
@@ -129,8 +129,6 @@ class GgufKeys:
                     raise self.refused(key)
                 _logger.warning("the GGUF file states %s%s, which is not used", own, key)
 
-
-# ----
 
 _NEEDED = {
     "block_count": "num_hidden_layers",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from experts.safetensors_io import MAX_DIMENSION, HeaderError, open_regular
 from moe.errors import UnsupportedModelError
 
-# ---- ggml's types of tensors, by the optional package ``gguf``, imported when first needed.
+# ggml's types of tensors, by the optional package ``gguf``, imported when first needed.
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types that torch has, too."""
@@ -51,8 +51,6 @@ def decode(blocks: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
         values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
     return np.ascontiguousarray(values, np.float32)
 
-
-# ----
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_HEADER_BYTES = 1 << 28  # the largest known vocabularies take a tenth of it
