@@ -1,1 +1,1 @@
-"""GGUF files, the format of llama.cpp, as checkpoints: header, configuration, directory, tensors."""
+"""GGUF files, llama.cpp's format, as checkpoints: header, configuration, directory, tensors."""
