@@ -24,8 +24,8 @@ from torch import Tensor
 
 from benchmarks.published import drawn
 from experts.dispatch import AllToAllDispatcher, SocketExchange
-from experts.dispatch.all_to_all import Sum
-from experts.dispatch.native import ArrivedAtOnce
+from experts.dispatch.all_to_all import CombineMode
+from experts.dispatch.native import NativeDispatched
 from experts.placement import first_placement
 from routing import Routing
 
@@ -36,7 +36,9 @@ TOLD, RETURNED = 1, 2
 """What has been exchanged before a call; see kernels/cpu/meeting.h."""
 
 
-def dispatch_seconds(model: Mapping[str, Any], ranks: int, batch: int, combine: Sum) -> float:
+def dispatch_seconds(
+    model: Mapping[str, Any], ranks: int, batch: int, combine: CombineMode
+) -> float:
     """Of a rank at a layer in a decode step of so many sequences: the median of ranks and rounds.
 
     Args:
@@ -67,7 +69,7 @@ def dispatch_seconds(model: Mapping[str, Any], ranks: int, batch: int, combine: 
             began = time.thread_time()
             dispatcher.combine(arrived, results, {})
             whole = half + time.thread_time() - began
-            compiled = isinstance(arrived, ArrivedAtOnce)
+            compiled = isinstance(arrived, NativeDispatched)
             spent.append(_compiled_seconds(dispatcher, own_TK, rows, cold) if compiled else whole)
         exchange.close()
         return spent[WARM_UP:]
@@ -80,8 +82,8 @@ def _compiled_seconds(
     dispatcher: AllToAllDispatcher, ids_TK: Tensor, rows_TH: Tensor, cold: Tensor
 ) -> float:
     """Of what the last two calls did; the ranks' messages are where they were."""
-    assert dispatcher.at_once is not None
-    meeting = dispatcher.at_once._meeting
+    assert dispatcher.native is not None
+    meeting = dispatcher.native._native
     record, part = meeting.record, meeting.assigned(0)
     hidden = rows_TH.shape[1]
     results, weights = torch.ones(len(part.token_A), hidden), torch.ones(ids_TK.shape)

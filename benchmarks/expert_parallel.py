@@ -30,14 +30,14 @@ from benchmarks.dispatch_cost import dispatch_seconds
 from benchmarks.offload_models import Target, targets
 from benchmarks.placement import ROOT, TEXTS, judge, text_trace, zipf_trace
 from benchmarks.rank_points import points, run
-from experts.dispatch.all_to_all import Sum
+from experts.dispatch.all_to_all import CombineMode
 from moe import MoE
 from moe.commands.plan.command import model_sizes
 from moe.memory.planning import planning
 from moe.settings.profile import load_profile
 
 REPLICAS = 0.25
-COMBINE: dict[Sum, str] = {"exact": "", "summed": ", summed"}
+COMBINE: dict[CombineMode, str] = {"exact": "", "summed": ", summed"}
 """Ways, and what they add to the name of a run."""
 
 

@@ -1,4 +1,13 @@
-"""The way to experts that other ranks serve, and back."""
+"""Expert parallelism: tokens go to the ranks that serve their experts, and results come back.
+
+- `Dispatcher`: the protocol, `dispatch` then `combine` at each layer. `LocalDispatcher` is a single
+  rank's, `AllToAllDispatcher` that of several.
+- `Exchange`: the all-to-all of bytes below it, over a process group or over local sockets.
+- routing exchange: the ranks tell each other their tokens' expert ids (`routing_exchange`).
+- `Assignment`: from these, which rank serves which slot; every rank computes the same one.
+- `NativeDispatch`: the same messages, by compiled code in decode steps.
+- `DispatchStatistics`: what was moved.
+"""
 
 from experts.dispatch.all_to_all import AllToAllDispatcher
 from experts.dispatch.base import (
@@ -14,9 +23,9 @@ from experts.dispatch.exchange import (
     ExchangeError,
     GroupExchange,
     SocketExchange,
-    nearest,
+    prefer_local_sockets,
 )
-from experts.dispatch.routing_exchange import rows_go_along
+from experts.dispatch.routing_exchange import should_inline_rows
 
 __all__ = [
     "AllToAllDispatcher",
@@ -30,6 +39,6 @@ __all__ = [
     "GroupExchange",
     "LocalDispatcher",
     "SocketExchange",
-    "nearest",
-    "rows_go_along",
+    "prefer_local_sockets",
+    "should_inline_rows",
 ]

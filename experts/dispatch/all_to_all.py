@@ -1,13 +1,18 @@
-"""Tokens go to the ranks that serve their experts, and results come back.
+"""The way of a token to the ranks that serve its experts, and back: `AllToAllDispatcher`.
 
-All ranks hear which experts everybody's tokens want (`agreement`), work out who serves what
-(`assignment`), and exchange rows twice, or once where rows go along with the ids (`rooms`).
-Dropless, whatever the routing.
+`dispatch`: the ranks exchange expert ids (`routing_exchange`), each computes the same assignment of
+slots to ranks (`assignment`), and rows of hidden states go to the ranks that serve them, in an
+all-to-all of their own or inline with the ids. The experts run on what has arrived. `combine`: the
+results go back by another all-to-all, and the token's rank sums them. No token is dropped, whatever
+the routing. In decode steps on one machine, compiled code does the same (`native`).
 
-`exact` brings back one row for each slot, before its weight, and the token's own rank sums them in
-slot order as kernels do where all experts are at hand: the bits do not depend on how many ranks
-there are, on placements or copies, or on who comes first. `summed` brings back one row for each
-rank that served the token, which is the least there is to send, and equal up to the order of sums.
+In "exact" mode a result travels for each slot, before its weight, and the token's rank sums them in
+slot order, as kernels do on a single rank: the bits do not depend on the number of ranks, on
+placements or copies, or on which message comes first. In "summed" mode one row travels for each
+rank that served the token, which is the least traffic, and the order of sums differs.
+
+Legend: T tokens of this rank, K slots (top-k), H hidden, W bytes of a row, R ranks, N rows that
+this rank serves, A slots that it serves.
 """
 
 from __future__ import annotations
@@ -24,94 +29,45 @@ from torch.nn.functional import pad
 
 from experts.dispatch import rows as wire
 from experts.dispatch.assignment import Assignment
-from experts.dispatch.base import Combined, Dispatched, DispatchStatistics, Failures, fitting
+from experts.dispatch.base import (
+    CollectiveGuard,
+    Combined,
+    Dispatched,
+    DispatchStatistics,
+    Failures,
+)
 from experts.dispatch.exchange import Exchange
-from experts.dispatch.native import ArrivedAtOnce, AtOnce
-from experts.dispatch.routing_exchange import Bytes, Rooms, agree
-from experts.dispatch.rows import Together
+from experts.dispatch.native import NativeDispatch, NativeDispatched
+from experts.dispatch.routing_exchange import Bytes, InlineRows, exchange_routing
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
 
-# ---- Rows between two halves of a dispatch and between two of a combine.
-
+CombineMode = Literal["exact", "summed"]
 Wait = Callable[[], None]
 
-
-@dataclass
-class Sent:
-    """Tokens on their way.
-
-    Attributes:
-        layer: MoE layer.
-        part: of this rank.
-        weights: of its tokens.
-        hidden, dtype: of a row.
-        rows: ``(tokens, W)`` bytes of each rank's tokens, where all have come.
-        coming: else those of tokens that others bring here, its own, and the wait for the former.
-    """
-
-    layer: int
-    part: Assignment
-    weights: Tensor
-    hidden: int
-    dtype: torch.dtype
-    rows: Sequence[Bytes] | None
-    coming: tuple[Tensor, Tensor, Wait] | None
-
-
-@dataclass
-class Arrived(Dispatched):
-    """Rows that this rank serves: those of other ranks in their order, then its own."""
-
-    sent: Sent
-
-
-@dataclass
-class Returning:
-    """Results on their way back.
-
-    Attributes:
-        come: ``(results, H)`` of other ranks for the tokens of this one, there after the wait.
-        stay: ``(results, H)`` of its own.
-        position: ``(T, ...)`` of each token's results in those and then these, negative for none.
-        weights: of each of those results.
-        dtype: of the sum.
-    """
-
-    come: Tensor
-    stay: Tensor
-    position: Tensor
-    weights: Tensor
-    dtype: torch.dtype
-    wait: Wait
-
-
-Arriving = Arrived | ArrivedAtOnce
-
-
-# ----
-
-Sum = Literal["exact", "summed"]
+MOST_EXPERTS = 2**15 - 1
+"""Ids travel in 16 bits."""
 
 
 class AllToAllDispatcher:
     """A `Dispatcher` over several ranks.
 
     Args:
-        exchange: connects them.
+        exchange: connects the ranks.
         placements: of each MoE layer: which ranks are asked for which experts. No result depends on
-            them, as every rank can serve every expert, near or not.
-        combine: `exact` or `summed`; see above.
-        payload: of hidden states: `plain`, or `int8` with a scale for each token.
-        buffer_rows: room for so many tokens' rows in the first message, to all ranks alike: static
-            buffers, and one exchange less where they suffice; more tokens travel as always, all of
-            them with 0. None: see `rooms`.
+            them, as every rank can read every expert.
+        combine: "exact" or "summed"; see above.
+        payload: of hidden states: "plain", or "int8" with a scale for each token.
+        buffer_rows: space for the rows of this many tokens of each rank, inline with the ids:
+            buffers of a fixed size, and one exchange less while they suffice. More tokens take the
+            exchange of their own; so do all with 0. None: as `InlineRows` decides.
 
     Attributes:
         placements: in force now.
-        epoch: of the placements; ranks compare it whenever they meet.
-        at_once: the way of compiled calls, where there is one.
+        epoch: of the placements; ranks compare it at every dispatch.
+        statistics: what was moved.
+        native: does the same by compiled code in decode steps; None where it cannot.
 
     Raises:
         ValueError: placements for another number of ranks, or too many experts.
@@ -124,143 +80,223 @@ class AllToAllDispatcher:
         exchange: Exchange,
         placements: Sequence[Placement],
         *,
-        combine: Sum = "exact",
+        combine: CombineMode = "exact",
         payload: wire.Payload = "plain",
         buffer_rows: int | None = None,
     ) -> None:
         self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
-        plain = self._exact and payload == "plain"
-        self._rooms = Rooms(exchange.size, buffer_rows, exchange.near and plain)
+        self.epoch, self.placements = 0, [self._checked(placement) for placement in placements]
+        self.statistics = DispatchStatistics([placement.num_experts for placement in placements])
+        self._guard = CollectiveGuard(self.statistics)
+        exact = self._exact and payload == "plain"
+        self._inline = InlineRows(exchange.size, buffer_rows, exchange.same_machine and exact)
         self._ones = torch.ones(0, 1)
-        self.placements: list[Placement] = list(placements)
-        self.statistics = DispatchStatistics([one.num_experts for one in placements])
-        self._together = Together(self.statistics)
-        shared = self._rooms, self._together, self.statistics
-        self.at_once = AtOnce(exchange, *shared) if plain and exchange.line else None
-        self.place(0, dict(enumerate(placements)))
+        self.native: NativeDispatch | None = None
+        if exact and exchange.sockets:
+            shared = self._inline, self._guard, self.statistics
+            self.native = NativeDispatch(exchange, *shared, self.epoch, self.placements)
 
-    def place(self, epoch: int, placements: Mapping[int, Placement]) -> None:
-        """New placements of some layers, between steps; every rank gets the same."""
-        changed = {i: fitting(one, self._exchange.size) for i, one in placements.items()}
+    def apply_placements(self, epoch: int, placements: Mapping[int, Placement]) -> None:
+        """Use new placements of some layers, between steps; every rank gets the same ones."""
+        changed = {layer: self._checked(placement) for layer, placement in placements.items()}
         self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
         self.epoch = epoch
-        if self.at_once is not None:
-            self.at_once.place(epoch, self.placements)
+        if self.native is not None:
+            self.native.apply_placements(epoch, self.placements)
 
-    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Arriving:
-        at_once, told_R = self.at_once, None
-        if at_once is not None and at_once.ready(hidden_states, routing):
-            found = at_once.dispatch(layer, hidden_states, routing)
-            if isinstance(found, ArrivedAtOnce):
+    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> ReceivedRows:
+        native, messages_R = self.native, None
+        if native is not None and native.ready(hidden_states, routing):
+            found = native.dispatch(layer, hidden_states, routing)
+            if isinstance(found, NativeDispatched):
                 return found
-            told_R = found
-        return self.receive(self.send(layer, hidden_states, routing, told_R))
+            messages_R = found
+        return self.finish_dispatch(self.start_dispatch(layer, hidden_states, routing, messages_R))
 
-    def combine(self, dispatched: Arriving, rows: Tensor, failures: Failures) -> Combined:
-        if isinstance(dispatched, Arrived):
-            return self.receive_back(self.send_back(dispatched, rows, failures))
-        assert self.at_once is not None
-        return self.at_once.combine(dispatched, rows, failures)
+    def combine(self, dispatched: ReceivedRows, rows: Tensor, failures: Failures) -> Combined:
+        if isinstance(dispatched, AllToAllDispatched):
+            return self.finish_combine(self.start_combine(dispatched, rows, failures))
+        assert self.native is not None
+        return self.native.combine(dispatched, rows, failures)
 
     def check(self) -> None:
-        self._together.check()
+        self._guard.check()
 
-    def send(
+    def start_dispatch(
         self,
         layer: int,
         hidden_states: Tensor,
         routing: Routing,
-        told_R: Sequence[Bytes] | None = None,
-    ) -> Sent:
-        """The first half of `dispatch`: tokens leave; some ranks may have told theirs already."""
+        messages_R: Sequence[Bytes] | None = None,
+    ) -> DispatchInFlight:
+        """The first half of `dispatch`: exchange ids, assign slots to ranks, send the rows.
+
+        Args:
+            messages_R: of all ranks, if they have been exchanged already.
+        """
         exchange, (tokens, hidden) = self._exchange, hidden_states.shape
         rows, weights = hidden_states.to(exchange.device), routing.weights.to(exchange.device)
         slots = 0 if self._exact else routing.top_k
         width = wire.width(hidden, rows.dtype, slots, self._payload)
-        room_R = self._rooms.bytes_R(wire.room_for(hidden))
-        along = self._packed(rows, weights) if tokens * width <= room_R[exchange.rank] else None
-        at, ids = (layer, self.epoch), routing.expert_ids
-        with self._together:
-            agreed = agree(exchange, at, ids, rows.dtype, width, along, room_R, told_R)
-        met = agreed.meeting
-        self._rooms.saw(met)
-        part = Assignment(agreed.tables, exchange.rank, self.placements[layer])
-        if routing.top_k < met.slots:
-            weights = pad(weights, (0, met.slots - routing.top_k))
-        coming, sent_bytes = None, room_R[exchange.rank] * (exchange.size - 1)
-        dtype = met.dtype or rows.dtype
-        if agreed.rows is None:
-            packed = self._packed(rows.to(dtype), weights)
-            message = packed[torch.from_numpy(part.rows.leaving).to(exchange.device)]
-            to_R, from_R = part.rows.send_R, part.rows.receive_R
-            received, wait = self._together.start(exchange, message, to_R, from_R)
-            coming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
+        space_R = self._inline.bytes_R(wire.widest(hidden))
+        inline = self._packed(rows, weights) if tokens * width <= space_R[exchange.rank] else None
+        place, ids = (layer, self.epoch), routing.expert_ids
+        with self._guard:
+            everyone = exchange_routing(
+                exchange, place, ids, rows.dtype, width, inline, space_R, messages_R
+            )
+        headers = everyone.headers
+        self._inline.observe(headers)
+        assignment = Assignment(everyone.tables, exchange.rank, self.placements[layer])
+        if routing.top_k < headers.slots:
+            weights = pad(weights, (0, headers.slots - routing.top_k))
+        incoming, sent_bytes = None, space_R[exchange.rank] * (exchange.size - 1)
+        dtype = headers.dtype or rows.dtype
+        if everyone.rows is None:
+            packed, per_rank = self._packed(rows.to(dtype), weights), assignment.per_rank
+            message = packed[torch.from_numpy(per_rank.leaving).to(exchange.device)]
+            to_R, from_R = per_rank.send_R, per_rank.receive_R
+            received, wait = self._guard.all_to_all(exchange, message, to_R, from_R)
+            incoming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
         self.statistics.add(
             range(layer, layer + 1),
-            part.loads_E[None],
-            tokens=part.tokens,
-            pairs=part.pairs,
-            served=part.served,
+            assignment.loads_E[None],
+            tokens=assignment.tokens,
+            pairs=assignment.pairs,
+            served=assignment.served,
             sent_bytes=sent_bytes,
             row_bytes=hidden * dtype.itemsize,
-            meta_bytes=agreed.sent_bytes,
+            meta_bytes=everyone.sent_bytes,
         )
-        return Sent(layer, part, weights, hidden, dtype, agreed.rows, coming)
+        return DispatchInFlight(layer, assignment, weights, hidden, dtype, everyone.rows, incoming)
 
-    def receive(self, sent: Sent) -> Arrived:
-        """The second half of `dispatch`: what this rank serves."""
-        part, device = sent.part, self._exchange.device
-        tokens = part.slots.token_A if self._exact else part.rows.served_N
-        if sent.rows is not None:
-            taken = torch.from_numpy(np.concatenate(sent.rows)[tokens]).to(device)
+    def finish_dispatch(self, flight: DispatchInFlight) -> AllToAllDispatched:
+        """The second half of `dispatch`: wait, and put the rows that this rank serves in order."""
+        assignment, device = flight.assignment, self._exchange.device
+        per_slot = assignment.per_slot
+        tokens = per_slot.token_A if self._exact else assignment.per_rank.served_N
+        if flight.inline_rows is not None:
+            taken = torch.from_numpy(np.concatenate(flight.inline_rows)[tokens]).to(device)
         else:
-            assert sent.coming is not None
-            *both, wait = sent.coming
-            with self._together:
+            assert flight.incoming is not None
+            received, own, wait = flight.incoming
+            with self._guard:
                 wait()
-            taken = torch.cat(both)[torch.from_numpy(part.place_T[tokens]).to(device)]
-        rows = wire.unpack(taken, sent.hidden, sent.dtype, self._payload)
+            places = torch.from_numpy(assignment.place_T[tokens]).to(device)
+            taken = torch.cat([received, own])[places]
+        rows = wire.unpack(taken, flight.hidden, flight.dtype, self._payload)
         if self._exact:
-            experts = torch.from_numpy(part.slots.experts_A).to(device)[:, None]
+            experts = torch.from_numpy(per_slot.experts_A).to(device)[:, None]
             if len(self._ones) < len(tokens):
                 self._ones = torch.ones(len(tokens), 1, device=device)
             routing = Routing(experts, self._ones[: len(tokens)])
         else:
-            experts = torch.from_numpy(part.rows.experts_NK).to(device)
+            experts = torch.from_numpy(assignment.per_rank.experts_NK).to(device)
             weights = wire.unpack_weights(taken, experts.shape[1])
             routing = Routing(experts, weights.masked_fill(experts < 0, 0.0)).ascending()
-        return Arrived(sent.layer, rows, routing, True, sent)
+        return AllToAllDispatched(flight.layer, rows, routing, True, flight)
 
-    def send_back(self, dispatched: Arrived, rows: Tensor, failures: Failures) -> Returning:
-        """The first half of `combine`: results leave."""
-        sent, rank = dispatched.sent, self._exchange.rank
-        part, dtype = sent.part, sent.dtype
+    def start_combine(
+        self, dispatched: AllToAllDispatched, rows: Tensor, failures: Failures
+    ) -> CombineInFlight:
+        """The first half of `combine`: send results to the ranks of their tokens."""
+        flight, rank = dispatched.flight, self._exchange.rank
+        assignment, dtype = flight.assignment, flight.dtype
         if self._exact:
-            go_R, come_R = part.slots.served_R, part.slots.returned_R
-            position, weights = part.slots.position_TK, sent.weights
+            per_slot, weights = assignment.per_slot, flight.weights
+            to_R, from_R = per_slot.served_R, per_slot.returned_R
+            position = per_slot.position_TK
         else:
-            go_R, come_R = part.rows.receive_R, part.rows.send_R
-            position, rows = part.rows.position_TR, rows.to(dtype)
+            per_rank, rows = assignment.per_rank, rows.to(dtype)
+            to_R, from_R = per_rank.receive_R, per_rank.send_R
+            position = per_rank.position_TR
             weights = torch.ones(position.shape, device=rows.device)
         wire.write_failures(rows, rank, failures)
-        leaving = len(rows) - go_R[rank]
-        message = rows[:leaving].view(torch.uint8)
-        received, wait = self._together.start(self._exchange, message, go_R, come_R)
+        sent = len(rows) - to_R[rank]
+        message = rows[:sent].view(torch.uint8)
+        received, wait = self._guard.all_to_all(self._exchange, message, to_R, from_R)
         self.statistics.bytes_back += message.numel()
-        come, stay = received.view(rows.dtype), rows[leaving:]
-        return Returning(come, stay, torch.from_numpy(position), weights, dtype, wait)
+        results, own = received.view(rows.dtype), rows[sent:]
+        return CombineInFlight(results, own, torch.from_numpy(position), weights, dtype, wait)
 
-    def receive_back(self, returning: Returning) -> Combined:
-        """The second half of `combine`: rows of the tokens that this rank brought."""
-        with self._together:
-            returning.wait()
-        come, stay = returning.come, returning.stay
-        position = returning.position.to(come.device)
-        if come.dtype not in (torch.float32, torch.float64):
-            come, stay = come.float(), stay.float()
-        total = weighted_sum(come, position, returning.weights, returning.dtype, stay)
-        nan = math.isnan(total[:, 0].sum())  # as rows begin that say why they are none
-        return wire.combined(total, nan, position, returning.come, returning.stay)
+    def finish_combine(self, flight: CombineInFlight) -> Combined:
+        """The second half of `combine`: wait, and sum the results of this rank's tokens."""
+        with self._guard:
+            flight.wait()
+        received, own = flight.received, flight.own
+        position = flight.position.to(received.device)
+        if received.dtype not in (torch.float32, torch.float64):
+            received, own = received.float(), own.float()
+        total = weighted_sum(received, position, flight.weights, flight.dtype, own)
+        nan = math.isnan(total[:, 0].sum())  # a failed row begins with a NaN
+        return wire.combined(total, nan, position, flight.received, flight.own)
 
     def _packed(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
         return wire.pack(hidden_states, None if self._exact else weights, self._payload)
+
+    def _checked(self, placement: Placement) -> Placement:
+        if placement.ranks != self._exchange.size:
+            raise ValueError(
+                f"a placement is for {placement.ranks} ranks; there are {self._exchange.size}"
+            )
+        if placement.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
+            )
+        return placement
+
+
+@dataclass
+class DispatchInFlight:
+    """A dispatch between its halves.
+
+    Attributes:
+        layer: MoE layer.
+        assignment: which rank serves what.
+        weights: ``(T, K)`` of this rank's tokens.
+        hidden, dtype: of a row.
+        inline_rows: ``(tokens, W)`` bytes of each rank's tokens; None if they do not all come with
+            the ids.
+        incoming: then the rows received from other ranks, this rank's own rows, and the wait that
+            fills the former.
+    """
+
+    layer: int
+    assignment: Assignment
+    weights: Tensor
+    hidden: int
+    dtype: torch.dtype
+    inline_rows: Sequence[Bytes] | None
+    incoming: tuple[Tensor, Tensor, Wait] | None
+
+
+@dataclass
+class AllToAllDispatched(Dispatched):
+    """Rows that this rank serves: those of other ranks in rank order, then its own."""
+
+    flight: DispatchInFlight
+
+
+@dataclass
+class CombineInFlight:
+    """A combine between its halves.
+
+    Attributes:
+        received: ``(results, H)`` from other ranks for tokens of this one, filled by the wait.
+        own: ``(results, H)`` that this rank computed for its own tokens.
+        position: ``(T, K or R)`` of each token's results in `received` with `own` behind it;
+            negative for none.
+        weights: of each of those results.
+        dtype: of the sum.
+        wait: for `received`.
+    """
+
+    received: Tensor
+    own: Tensor
+    position: Tensor
+    weights: Tensor
+    dtype: torch.dtype
+    wait: Wait
+
+
+ReceivedRows = AllToAllDispatched | NativeDispatched

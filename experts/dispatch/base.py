@@ -1,11 +1,13 @@
-"""What a dispatcher is: it brings tokens to the ranks that serve their experts, and rows back.
+"""The `Dispatcher` protocol: `dispatch` sends tokens to the ranks that serve their experts, and
+`combine` brings the results back. `LocalDispatcher` is the one of a single rank.
 
-Legend: T tokens that a rank brings, N rows that it serves, H hidden, K slots a token.
+Legend: T tokens of this rank, N rows that it serves, H hidden, K slots (top-k).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -13,49 +15,52 @@ import numpy as np
 from torch import Tensor
 
 from experts.dispatch.assignment import Ints
-from experts.placement import Placement
+from experts.dispatch.exchange import Exchange, ExchangeError
 from routing import Routing
-
-MOST_EXPERTS = 2**15 - 1
-"""Ids travel in 16 bits."""
 
 
 class Failure(NamedTuple):
-    """Why a row has no result; and whether for want of an expert, or for a fault of our own."""
+    """Why a row has no result.
+
+    Attributes:
+        reason: for people.
+        unreadable: an expert could not be read; else a fault of the program.
+    """
 
     reason: str
     unreadable: bool
 
 
 Failures = Mapping[int, Failure]
-"""Rows that have no result, and why."""
+"""Rows that have no result, by their index."""
 
 
 @dataclass
 class Dispatched:
-    """Rows to be run through experts of a layer on this rank.
+    """Rows to run through experts of a layer on this rank.
 
     Attributes:
         layer: MoE layer.
         hidden_states: ``(N, H)``.
         routing: of the N rows; experts that other ranks serve are not in it.
-        apart: the results are sums to be continued elsewhere: they are wanted in the dtype in which
-            kernels sum (`kernels.reference.sum_dtype`), not in that of the hidden states.
+        distributed: results go to the rank of each token and are summed there. They are wanted in
+            the dtype in which kernels sum (`kernels.reference.sum_dtype`), and a row that fails is
+            reported to that rank as a `Failure` instead of raised here.
     """
 
     layer: int
     hidden_states: Tensor
     routing: Routing
-    apart: bool
+    distributed: bool
 
 
 @dataclass(frozen=True)
 class Combined:
-    """Rows of the tokens that this rank brought.
+    """Results of this rank's own tokens.
 
     Attributes:
         rows: ``(T, H)`` in the dtype of the hidden states; zero where there is a failure.
-        failures: tokens with an expert that could not be had or run.
+        failures: tokens of which an expert could not be read or run.
     """
 
     rows: Tensor
@@ -66,9 +71,10 @@ Handle = TypeVar("Handle", bound=Dispatched)
 
 
 class Dispatcher(Protocol, Generic[Handle]):
-    """The way to experts and back, one layer after the other.
+    """Token dispatch and combine, one layer after the other.
 
-    Every rank calls both for the same layers in the same order, with no tokens where it has none.
+    Both are collective: every rank calls them for the same layers in the same order, with no tokens
+    where it has none.
     """
 
     @property
@@ -77,11 +83,11 @@ class Dispatcher(Protocol, Generic[Handle]):
         ...
 
     def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Handle:
-        """Bring T tokens to those who serve them; what this rank has to serve."""
+        """Send T tokens to the ranks that serve them; returns the rows that this rank serves."""
         ...
 
     def combine(self, dispatched: Handle, rows: Tensor, failures: Failures) -> Combined:
-        """Bring results back.
+        """Send results back to the ranks of their tokens; returns those of this rank's tokens.
 
         Args:
             dispatched: what `dispatch` returned.
@@ -91,31 +97,17 @@ class Dispatcher(Protocol, Generic[Handle]):
         ...
 
     def check(self) -> None:
-        """Raise what broke the connection to the other ranks, if anything did."""
+        """Raise the `ExchangeError` that broke the connection to the other ranks, if one did."""
         ...
 
 
-def fitting(placement: Placement, ranks: int) -> Placement:
-    """The placement, or ValueError where it is for other ranks or ids do not fit into 16 bits."""
-    if placement.ranks != ranks:
-        raise ValueError(f"a placement is for {placement.ranks} ranks; there are {ranks}")
-    if placement.num_experts > MOST_EXPERTS:
-        raise ValueError(
-            f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
-        )
-    return placement
-
-
-# ---- All experts are here: tokens stay where they are.
-
-
 class LocalDispatcher:
-    """A `Dispatcher` of one rank."""
+    """The `Dispatcher` of a rank that has all experts: tokens stay where they are."""
 
     local = True
 
     def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Dispatched:
-        return Dispatched(layer, hidden_states, routing, apart=False)
+        return Dispatched(layer, hidden_states, routing, distributed=False)
 
     def combine(self, dispatched: Dispatched, rows: Tensor, failures: Failures) -> Combined:
         return Combined(rows, failures)
@@ -124,23 +116,20 @@ class LocalDispatcher:
         pass
 
 
-# ---- What dispatch moved, beside the least that it could have moved.
-
-
 @dataclass
 class DispatchStatistics:
-    """Counters of one rank since the last reset.
+    """Counters of one rank since the last reset: what dispatch moved, and the least that it could.
 
     Attributes:
-        experts_L: of each MoE layer of the model.
-        exchanges: layers that were met with the other ranks.
-        tokens: that this rank brought, summed over layers.
-        pairs: distinct (token, other rank that serves it).
+        experts_L: experts of each MoE layer of the model.
+        exchanges: layers dispatched.
+        tokens: of this rank, summed over layers.
+        pairs: distinct (token of this rank, other rank that serves it).
         served: slots that this rank served, for itself and others; the load that is balanced.
-        lower_bound_bytes: each pair's row once there and once back.
-        bytes_out, bytes_back: rows that this rank sent, of its tokens and of results.
+        lower_bound_bytes: each pair's row once in each direction.
+        bytes_out, bytes_back: rows that this rank sent, of hidden states and of results.
         meta_bytes: ids and sizes that this rank sent.
-        seconds: spent waiting for other ranks.
+        seconds: spent in collectives, waiting for other ranks included.
     """
 
     experts_L: Sequence[int]
@@ -169,14 +158,15 @@ class DispatchStatistics:
         row_bytes: int,
         meta_bytes: int,
     ) -> None:
-        """Tokens have left for successive layers; numbers are of all of these together.
+        """Count the dispatches of successive layers; numbers are of all of them together.
 
         Args:
+            layers: which ones.
             loads_LE: tokens of all ranks that visit each expert.
             tokens, pairs, served: as `Assignment` has them.
-            sent_bytes: of their rows.
+            sent_bytes: of the rows that this rank sent.
             row_bytes: of one row of hidden states.
-            meta_bytes: of ids.
+            meta_bytes: of the ids that this rank sent.
         """
         self.exchanges += len(layers)
         self.tokens += tokens
@@ -188,8 +178,8 @@ class DispatchStatistics:
         self._loads_LE[layers.start : layers.stop, : loads_LE.shape[1]] += loads_LE
 
     def take_loads(self) -> Ints:
-        """``(L, E)`` tokens of all ranks that visited each expert of each layer since this was last
-        called; zeros behind a layer's last expert."""
+        """``(L, E)`` tokens of all ranks that visited each expert since the last call; zeros behind
+        a layer's last expert."""
         taken = self._loads_LE.copy()
         self._loads_LE[:] = 0
         return taken
@@ -202,3 +192,46 @@ class DispatchStatistics:
         counters = asdict(self)
         del counters["experts_L"]
         return counters
+
+
+class CollectiveGuard:
+    """A context for collectives: it counts their time, and after an `ExchangeError` in one of them
+    raises that error again for every later one."""
+
+    def __init__(self, statistics: DispatchStatistics) -> None:
+        self._statistics = statistics
+        self._error: ExchangeError | None = None
+        self._began = 0.0
+
+    def check(self) -> None:
+        """Raise the error that an earlier collective failed with, if one did."""
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> None:
+        self.check()
+        self._began = time.perf_counter()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._statistics.seconds += time.perf_counter() - self._began
+        if isinstance(error, ExchangeError):
+            self._error = error
+
+    def all_to_all(
+        self, exchange: Exchange, message: Tensor, send_R: Sequence[int], receive_R: Sequence[int]
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to send rows of bytes to the other ranks.
+
+        Args:
+            message: ``(rows, bytes)``, those for rank 0 first.
+            send_R, receive_R: rows to and from each rank; those of this rank are not sent.
+
+        Returns:
+            The received rows, complete after the wait; and the wait.
+        """
+        to_R, from_R = [*send_R], [*receive_R]
+        to_R[exchange.rank] = from_R[exchange.rank] = 0
+        received = message.new_empty(sum(from_R), message.shape[1])
+        with self:
+            wait = exchange.all_to_all(message, received, to_R, from_R)
+        return received, wait

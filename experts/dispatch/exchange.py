@@ -1,6 +1,11 @@
-"""One collective is all that dispatch needs: every rank sends rows to every other.
+"""The one collective that dispatch needs: an all-to-all of rows of bytes, of other sizes each time.
 
-`deepspeed.comm` carries it where DeepSpeed has set up the process groups, else torch.distributed.
+`GroupExchange` runs it over a process group (`deepspeed.comm` where DeepSpeed has set up the group,
+else torch.distributed). `SocketExchange` connects processes of one machine by local sockets, in a
+fraction of gloo's time for a small message: gloo hands each one to a thread and back, which takes
+several times what a decode step's rows take. Here the waiting thread moves the bytes itself.
+Messages have no frames, as both ends know all sizes. Compiled code may use the same sockets
+(`experts.dispatch.native`). `prefer_local_sockets` chooses.
 """
 
 from __future__ import annotations
@@ -24,17 +29,17 @@ from kernels.cpu import choose_kernel
 
 
 class ExchangeError(RuntimeError):
-    """The ranks have lost each other; the message says how. No later exchange can succeed."""
+    """The connection to another rank is lost; no later exchange can succeed."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Sockets to the other ranks.
+class PeerSockets:
+    """The sockets to the other ranks, for compiled code.
 
     Attributes:
-        files: to all ranks in order, -1 for the own one.
-        timeout_s: most seconds without a byte from a rank that is waited for.
-        run: calls what uses them.
+        files: descriptor of the socket to each rank, -1 for this rank.
+        timeout_s: longest wait for a byte of another rank.
+        run: calls a function that uses the sockets; a watchdog may wrap it.
     """
 
     files: Sequence[int]
@@ -42,7 +47,7 @@ class Line:
     run: Callable[[Callable[[], int]], int] = lambda act: act()
 
     def lost(self, rank: int, error: int) -> ExchangeError:
-        """What to raise where a rank's socket has failed, with an error's number or, 0, its end."""
+        """The error to raise when a rank's socket failed with this errno; 0: it was closed."""
         own = self.files.index(-1)
         if error == errno.EAGAIN:
             return ExchangeError(
@@ -53,38 +58,40 @@ class Line:
 
 
 class Exchange(Protocol):
-    """Ranks that send rows of bytes to each other.
+    """A group of ranks with an all-to-all.
 
     Attributes:
-        rank: of this process among them.
-        size: how many they are.
+        rank: this rank.
+        size: number of ranks.
         device: where the rows must be.
-        near: all ranks are processes of one machine and do without a process group.
-        line: what carries it, where compiled code may use that while nothing else is on its way.
+        same_machine: all ranks are processes of one machine, connected by sockets.
+        sockets: those sockets, which compiled code may use while no all-to-all is in flight; None
+            where it cannot.
     """
 
     rank: int
     size: int
     device: torch.device
-    near: bool
-    line: Line | None
+    same_machine: bool
+    sockets: PeerSockets | None
 
-    def start(
+    def all_to_all(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
         """Begin to send rows to all ranks; collective.
 
         Args:
-            sent: uint8, contiguous, rows for rank 0 first; left alone until the wait is over.
-            received: uint8, contiguous, filled in the same order.
-            send_rows: how many are for each rank, none for the own.
-            receive_rows: how many come from each rank.
+            sent: ``(rows, bytes)`` uint8, contiguous, rows for rank 0 first; must not change until
+                the wait returns.
+            received: the same for the rows that come, filled by the time the wait returns.
+            send_rows: rows for each rank, 0 for this one.
+            receive_rows: rows from each rank, 0 from this one.
 
         Returns:
-            What waits for the end.
+            A function that waits for the end.
 
         Raises:
-            ExchangeError: the other ranks cannot be reached; also when waiting.
+            ExchangeError: the other ranks cannot be reached; the wait may raise it, too.
         """
         ...
 
@@ -93,12 +100,12 @@ class GroupExchange:
     """An `Exchange` over a process group.
 
     Args:
-        group: of torch.distributed; None for the default one. Its timeout bounds every wait.
+        group: of torch.distributed; None for the default one. Its timeout bounds each wait.
         device: of the rows; the CPU for gloo, a CUDA device for NCCL.
     """
 
-    near = False
-    line: Line | None = None
+    same_machine = False
+    sockets: PeerSockets | None = None
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
         self._comm, self._group = _comm(), group
@@ -106,7 +113,7 @@ class GroupExchange:
         self.size = self._comm.get_world_size(group)
         self.device = torch.device(device)
 
-    def start(
+    def all_to_all(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
         try:
@@ -137,37 +144,30 @@ def _comm() -> Any:
     return deepspeed if ready else torch.distributed
 
 
-# ---- Ranks of one machine talk over local sockets: a fraction of gloo's time for a small
-# exchange.
-#
-# gloo hands each message to a thread of its own and back, several times what a decode step's rows
-# take. Here the thread that waits moves the bytes: where nothing is left to send, by one call a
-# rank that sleeps until all are there. Nothing is framed, as both ends know all sizes. Decode
-# steps use the same sockets in compiled code (`at_once`).
-
 _PATH = 108
-"""Longest address of a local socket."""
+"""Longest address of a local socket, in bytes."""
 _BUFFER = 1 << 20
 _CONNECT_S = 5.0
 
 
-def nearest(exchange: Exchange, timeout_s: float) -> Exchange:
-    """Local sockets where all ranks are processes of one machine, else what they have; collective.
+def prefer_local_sockets(exchange: Exchange, timeout_s: float) -> Exchange:
+    """A `SocketExchange` if all ranks are processes of one machine, else `exchange`; collective.
 
     Args:
-        exchange: connects them now.
-        timeout_s: most seconds without a byte from any rank.
+        exchange: the present connection.
+        timeout_s: longest wait for a byte of another rank.
     """
     if exchange.device.type != "cpu":
         return exchange
-    with tempfile.TemporaryDirectory() as directory:  # nobody else's: mode 0700
+    with tempfile.TemporaryDirectory() as directory:  # mode 0700: no other user can connect
         path = os.path.join(directory, "s")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(exchange.size)
-            addresses = [bytes(a).rstrip(b"\0").decode() for a in _tell(exchange, path.encode())]
+            paths = _all_gather(exchange, path.encode())
+            addresses = [bytes(own).rstrip(b"\0").decode() for own in paths]
             peers = _connect(addresses, exchange.rank, listener)
-            agreed = all(map(any, _tell(exchange, b"\1" if peers is not None else b"")))
+            agreed = all(map(any, _all_gather(exchange, b"\1" if peers is not None else b"")))
     if peers is None or not agreed:
         for stream in (peers or {}).values():
             stream.close()
@@ -179,21 +179,21 @@ class SocketExchange:
     """An `Exchange` over connected sockets of one machine.
 
     Args:
-        rank: of this process.
+        rank: this rank.
         peers: a stream to each other rank.
-        timeout_s: most seconds without a byte from any rank that is waited for.
+        timeout_s: longest wait for a byte of another rank.
     """
 
-    device, near = torch.device("cpu"), True
+    device, same_machine = torch.device("cpu"), True
 
     def __init__(self, rank: int, peers: dict[int, socket.socket], timeout_s: float) -> None:
         self.rank, self.size = rank, len(peers) + 1
         files = [peers[r].fileno() if r in peers else -1 for r in range(self.size)]
-        self._line = Line(files, timeout_s)
-        self._peers = [_Peer(self._line, other, peers[other]) for other in sorted(peers)]
-        self.line = self._line if choose_kernel()[0] is not None else None
+        self._sockets = PeerSockets(files, timeout_s)
+        self._peers = [_Peer(self._sockets, other, peers[other]) for other in sorted(peers)]
+        self.sockets: PeerSockets | None = self._sockets if choose_kernel()[0] is not None else None
 
-    def start(
+    def all_to_all(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
         out, back = sent.numpy().reshape(-1).data, received.numpy().reshape(-1).data
@@ -206,7 +206,7 @@ class SocketExchange:
 
         def wait() -> None:
             for peer, number in ends:
-                while min(peer.sent, peer.got) < number:
+                while min(peer.sent, peer.received) < number:
                     self._wait_for(peer)
 
         return wait
@@ -216,92 +216,101 @@ class SocketExchange:
             peer.stream.close()
 
     def _wait_for(self, late: _Peer) -> None:
-        """Until some bytes have moved."""
-        sending = [peer for peer in self._peers if peer.going]
-        if sending:  # those who take nothing may be waiting for this rank
+        """Move some bytes, sending and receiving at once while anything is left to send."""
+        sending = [peer for peer in self._peers if peer.outgoing]
+        if sending:  # a peer that does not read may be blocked on a send to this rank
             poll, peers = select.poll(), {late, *sending}
             for peer in peers:
-                events = select.POLLIN * bool(peer.coming) | select.POLLOUT * bool(peer.going)
+                events = select.POLLIN * bool(peer.incoming) | select.POLLOUT * bool(peer.outgoing)
                 poll.register(peer.stream, events)
-            heard = bool(poll.poll(self._line.timeout_s * 1000))
+            ready = bool(poll.poll(self._sockets.timeout_s * 1000))
             for peer in peers:
                 peer.push()
-                if peer.coming:
+                if peer.incoming:
                     peer.pull(socket.MSG_DONTWAIT)
         else:
-            heard = late.pull(socket.MSG_WAITALL)
-        if not heard:
-            raise self._line.lost(late.rank, errno.EAGAIN)
+            ready = late.pull(socket.MSG_WAITALL)
+        if not ready:
+            raise self._sockets.lost(late.rank, errno.EAGAIN)
 
 
 class _Peer:
-    """What is on its way to and from one rank, in order; exchanges begun, sent and got so far."""
+    """The messages in flight to and from one rank, in order.
 
-    def __init__(self, line: Line, rank: int, stream: socket.socket) -> None:
+    `begun`, `sent` and `received` count messages.
+    """
+
+    def __init__(self, sockets: PeerSockets, rank: int, stream: socket.socket) -> None:
         stream.settimeout(None)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             stream.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-        most = struct.pack("@ll", int(line.timeout_s), int(line.timeout_s % 1 * 1e6))
+        most = struct.pack("@ll", int(sockets.timeout_s), int(sockets.timeout_s % 1 * 1e6))
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
-        self._line, self.rank, self.stream = line, rank, stream
-        self.going: deque[memoryview] = deque()
-        self.coming: deque[memoryview] = deque()
-        self.begun = self.sent = self.got = 0
+        self._sockets, self.rank, self.stream = sockets, rank, stream
+        self.outgoing: deque[memoryview] = deque()
+        self.incoming: deque[memoryview] = deque()
+        self.begun = self.sent = self.received = 0
 
-    def begin(self, going: memoryview, coming: memoryview) -> None:
+    def begin(self, outgoing: memoryview, incoming: memoryview) -> None:
         self.begun += 1
-        self.going.append(going)
-        self.coming.append(coming)
+        self.outgoing.append(outgoing)
+        self.incoming.append(incoming)
         self.push()
 
     def push(self) -> None:
-        """Send as many bytes as go now."""
-        while self.going:
-            if part := self.going[0]:
+        """Send as many bytes as the socket takes without blocking."""
+        while self.outgoing:
+            if part := self.outgoing[0]:
                 try:
                     part = part[self.stream.send(part, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    raise self._line.lost(self.rank, error.errno or errno.EIO) from error
-                self.going[0] = part
+                    raise self._sockets.lost(self.rank, error.errno or errno.EIO) from error
+                self.outgoing[0] = part
             if not part:
-                self.going.popleft()
+                self.outgoing.popleft()
                 self.sent += 1
 
     def pull(self, how: int) -> bool:
-        """Receive the next part, or some of it; False: nothing came."""
-        if part := self.coming[0]:
+        """Receive some of the next message; False: nothing has arrived.
+
+        Args:
+            how: a flag of `recv`: MSG_DONTWAIT, or MSG_WAITALL to sleep until all of it is there.
+        """
+        if part := self.incoming[0]:
             try:
                 size = self.stream.recv_into(part, len(part), how)
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._line.lost(self.rank, error.errno or errno.EIO) from error
+                raise self._sockets.lost(self.rank, error.errno or errno.EIO) from error
             if not size:
-                raise self._line.lost(self.rank, 0)
-            self.coming[0] = part = part[size:]
+                raise self._sockets.lost(self.rank, 0)
+            self.incoming[0] = part = part[size:]
         if not part:
-            self.coming.popleft()
-            self.got += 1
+            self.incoming.popleft()
+            self.received += 1
         return True
 
 
-def _tell(exchange: Exchange, text: bytes) -> list[list[int]]:
-    """A few bytes of each rank, at all ranks."""
+def _all_gather(exchange: Exchange, text: bytes) -> list[list[int]]:
+    """A few bytes of each rank."""
     others = [int(rank != exchange.rank) for rank in range(exchange.size)]
     own = torch.tensor(list(text.ljust(_PATH, b"\0")), dtype=torch.uint8)
     received = torch.empty(exchange.size - 1, _PATH, dtype=torch.uint8)
-    exchange.start(own.expand(exchange.size - 1, -1).contiguous(), received, others, others)()
-    told = received.tolist()
-    told.insert(exchange.rank, own.tolist())
-    return told
+    sent = own.expand(exchange.size - 1, -1).contiguous()
+    exchange.all_to_all(sent, received, others, others)()
+    gathered: list[list[int]] = received.tolist()
+    gathered.insert(exchange.rank, own.tolist())
+    return gathered
 
 
 def _connect(
     addresses: Sequence[str], rank: int, listener: socket.socket
 ) -> dict[int, socket.socket] | None:
-    """Streams to all other ranks: this one calls those before it. None: some are out of reach."""
+    """Streams to all other ranks: a rank connects to those before it and accepts those after it.
+    None: some cannot be reached."""
     peers: dict[int, socket.socket] = {}
     try:
         for other in range(rank):

@@ -1,10 +1,12 @@
-"""Before rows travel, every rank tells every other which experts its tokens want.
+"""The routing exchange: before rows travel, every rank tells every other where its tokens go.
 
-A message has what must agree and the ids of a few tokens, enough for decode steps; where a rank has
-more, all ids follow in a second exchange whose sizes are known by then. Ids are a fraction of a per
-cent of the rows; with those of everybody, each rank works out the same assignment, exact sizes
-included. There may be room for rows in the message too (`rooms`): where those of all ranks fit, no
-other exchange is needed for them.
+Each message holds a header (place, shapes, dtype) and the first `INLINE_IDS` expert ids, enough for
+decode steps. If a rank has more ids, all ids follow in a second all-to-all, whose sizes the headers
+tell. Ids take a fraction of a percent of the rows' bytes. From the ids of all ranks each rank
+computes the same assignment, exact sizes included.
+
+A message may also have space for rows of hidden states (`InlineRows`). If the rows of all ranks fit
+into theirs, dispatch needs no other exchange.
 """
 
 from __future__ import annotations
@@ -20,167 +22,186 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from experts.dispatch.assignment import Ids
 from experts.dispatch.exchange import Exchange, ExchangeError
 
 Bytes = NDArray[np.uint8]
-Ids = NDArray[np.int16]
 
-INLINE = 512
+INLINE_IDS = 512
 """Ids in the first message: of 64 tokens with 8 experts."""
-_HEAD, _AT = struct.Struct("<7q"), struct.calcsize("<2q")
-"""Layer and epoch, where all must be; and a `Head`."""
-IDS = slice(_HEAD.size, _HEAD.size + 2 * INLINE)
+_HEADER, _PLACE_BYTES = struct.Struct("<7q"), struct.calcsize("<2q")
+"""Layer and epoch, which must be the same on all ranks, then a `RankHeader`."""
+ID_BYTES = slice(_HEADER.size, _HEADER.size + 2 * INLINE_IDS)
+"""Where the ids are in a message; inline rows follow."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+WASTE, SAME_MACHINE_WASTE = 1 / 16, 1 / 2
+"""Largest share of inline rows that may go where they are not needed: between machines, and between
+processes of one machine."""
+REMEMBERED = 2
+"""Layers whose headers are kept: two halves of a step take turns."""
 
-class Head(NamedTuple):
-    """What each rank says of itself: a dtype by its number, bytes of a row, rows in the message."""
+
+class RankHeader(NamedTuple):
+    """What one rank brings to a layer.
+
+    Attributes:
+        tokens, slots: the shape of its expert ids.
+        dtype: of its hidden states, as an index.
+        width: bytes of a token's row.
+        inline_rows: rows that are in the message.
+    """
 
     tokens: int
     slots: int
     dtype: int
     width: int
-    aboard: int
+    inline_rows: int
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What follows from the heads of all ranks.
+class RankHeaders:
+    """The headers of all ranks, and what follows from them.
 
     Attributes:
-        told: the heads as they travel.
-        tokens_R: of each rank.
-        slots: of the tokens that have most.
-        most_ids: of a rank.
-        dtype: of the hidden states; None where nobody has any.
-        width: bytes of a token's row where those of all have come; 0 where not.
+        raw: the headers as bytes.
+        ranks: the header of each rank.
+        tokens_R: tokens of each rank.
+        slots: largest number of slots.
+        most_ids: largest number of ids of a rank.
+        dtype: of the hidden states; None if no rank has tokens.
+        inline_width: bytes of a row if the rows of all ranks are in the messages, else 0.
     """
 
-    told: bytes
-    heads: tuple[Head, ...]
+    raw: bytes
+    ranks: tuple[RankHeader, ...]
     tokens_R: list[int]
     slots: int
     most_ids: int
     dtype: torch.dtype | None
-    width: int
+    inline_width: int
 
 
 @dataclass
-class Agreement:
-    """What all ranks bring to a layer.
+class GlobalRouting:
+    """The routing of all ranks at a layer.
 
     Attributes:
+        headers: of the messages.
         tables: expert ids ``(tokens, slots)`` of each rank; -1 for unused slots.
-        rows: ``(tokens, W)`` bytes of each rank; None where those of some have not come.
-        sent_bytes: that it took this rank, rows not counted.
+        rows: ``(tokens, W)`` bytes of each rank's rows; None if some were not inline.
+        sent_bytes: that this rank sent, without rows.
     """
 
-    meeting: Meeting
+    headers: RankHeaders
     tables: list[Ids]
     rows: list[Bytes] | None
     sent_bytes: int
 
 
-def agree(
+def exchange_routing(
     exchange: Exchange,
-    at: tuple[int, int],
+    place: tuple[int, int],
     expert_ids_TK: Tensor,
     dtype: torch.dtype,
     width: int,
     rows_TW: Tensor | None,
-    room_R: Sequence[int],
-    told_R: Sequence[Bytes] | None = None,
-) -> Agreement:
-    """Tell all ranks about this rank's tokens, and hear about theirs; collective.
+    space_R: Sequence[int],
+    messages_R: Sequence[Bytes] | None = None,
+) -> GlobalRouting:
+    """Exchange expert ids, and rows where there is space; collective.
 
     Args:
-        at: layer, and epoch of the placements.
+        place: layer, and epoch of the placements.
         width: bytes of a token's row.
-        rows_TW: those of all its tokens, sent along; None where there is no room for them.
-        room_R: bytes for each rank's rows, known to all.
-        told_R: messages of all ranks, where they have been exchanged.
+        rows_TW: the rows of all of this rank's tokens, to be sent inline; None: they do not fit.
+        space_R: bytes for inline rows in each rank's message; the same on all ranks.
+        messages_R: the messages of all ranks, if they have been exchanged already.
 
     Raises:
-        ExchangeError: a rank is lost, or at another layer, or has other placements.
+        ExchangeError: a rank is lost, is at another layer, has other placements or another dtype.
     """
     rank, ids_TK = exchange.rank, expert_ids_TK.cpu().contiguous()
     rows_TW = None if rows_TW is None else rows_TW.cpu()
-    aboard = 0 if rows_TW is None else len(rows_TW)
-    head = _HEAD.pack(*at, *ids_TK.shape, _DTYPES.index(dtype), width, aboard)
-    if told_R is None:
-        message = _message(head, ids_TK, rows_TW, room_R[rank], max(exchange.size - 1, 1))
-        told_R = _everybody(exchange, message, [IDS.stop + room for room in room_R])
-    heads_R = [told[: _HEAD.size].tobytes() for told in told_R]
-    if any(other[:_AT] != head[:_AT] for other in heads_R):
-        raise _out_of_step(rank, [_HEAD.unpack(other)[:2] for other in heads_R])
-    met = _meeting(b"".join([other[_AT:] for other in heads_R]))
-    ids_R, sent = [told[IDS] for told in told_R], IDS.stop
-    if met.most_ids > INLINE:
+    inline = 0 if rows_TW is None else len(rows_TW)
+    header = _HEADER.pack(*place, *ids_TK.shape, _DTYPES.index(dtype), width, inline)
+    if messages_R is None:
+        message = _message(header, ids_TK, rows_TW, space_R[rank], max(exchange.size - 1, 1))
+        messages_R = _all_gather(exchange, message, [ID_BYTES.stop + space for space in space_R])
+    headers_R = [one[: _HEADER.size].tobytes() for one in messages_R]
+    if any(other[:_PLACE_BYTES] != header[:_PLACE_BYTES] for other in headers_R):
+        raise _out_of_step(rank, [_HEADER.unpack(other)[:2] for other in headers_R])
+    headers = _parse(b"".join([other[_PLACE_BYTES:] for other in headers_R]))
+    ids_R, sent = [one[ID_BYTES] for one in messages_R], ID_BYTES.stop
+    if headers.most_ids > INLINE_IDS:
         own = ids_TK.to(torch.int16).view(-1).view(torch.uint8)
-        sizes = [2 * one.tokens * one.slots for one in met.heads]
-        ids_R = _everybody(exchange, own.repeat(max(exchange.size - 1, 1)), sizes)
+        sizes = [2 * one.tokens * one.slots for one in headers.ranks]
+        ids_R = _all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), sizes)
         sent += len(own)
-    tables, rows = [], []
-    for ids, told, (tokens, slots, *_) in zip(ids_R, told_R, met.heads, strict=True):
+    tables, rows, row_bytes = [], [], headers.inline_width
+    for ids, one, (tokens, slots, *_) in zip(ids_R, messages_R, headers.ranks, strict=True):
         tables.append(ids.view(np.int16)[: tokens * slots].reshape(tokens, slots))
-        rows.append(told[IDS.stop :][: tokens * met.width].reshape(tokens, met.width))
-    return Agreement(met, tables, rows if met.width else None, sent * (exchange.size - 1))
+        rows.append(one[ID_BYTES.stop :][: tokens * row_bytes].reshape(tokens, row_bytes))
+    return GlobalRouting(headers, tables, rows if row_bytes else None, sent * (exchange.size - 1))
 
 
-def _message(head: bytes, ids_TK: Tensor, rows_TW: Tensor | None, room: int, copies: int) -> Tensor:
-    """``(copies * bytes,)``: head, the first ids, and rows in a room of their own."""
-    one = torch.zeros(IDS.stop + room, dtype=torch.uint8)
-    one[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    ids = ids_TK.reshape(-1)[:INLINE].to(torch.int16)
-    one[IDS].view(torch.int16)[: len(ids)] = ids
+def _message(
+    header: bytes, ids_TK: Tensor, rows_TW: Tensor | None, space: int, copies: int
+) -> Tensor:
+    """``(copies * bytes,)``: the header, the first ids, and space with the rows, if there are."""
+    one = torch.zeros(ID_BYTES.stop + space, dtype=torch.uint8)
+    one[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    ids = ids_TK.reshape(-1)[:INLINE_IDS].to(torch.int16)
+    one[ID_BYTES].view(torch.int16)[: len(ids)] = ids
     if rows_TW is not None:
-        one[IDS.stop :][: rows_TW.numel()] = rows_TW.view(-1)
+        one[ID_BYTES.stop :][: rows_TW.numel()] = rows_TW.view(-1)
     return one.repeat(copies)
 
 
 @lru_cache(maxsize=256)
-def _meeting(heads: bytes) -> Meeting:
-    """Kept, as decode steps bring the same to every layer."""
-    found = tuple(Head(*fields) for fields in struct.iter_unpack("<5q", heads))
-    widths = {head.width for head in found if head.tokens}
-    come = len(widths) == 1 and all(head.aboard >= head.tokens for head in found)
-    codes = sorted({head.dtype for head in found if head.tokens})
+def _parse(raw: bytes) -> RankHeaders:
+    """Cached, as decode steps bring the same headers to every layer."""
+    found = tuple(RankHeader(*fields) for fields in struct.iter_unpack("<5q", raw))
+    widths = {header.width for header in found if header.tokens}
+    all_inline = len(widths) == 1 and all(one.inline_rows >= one.tokens for one in found)
+    codes = sorted({header.dtype for header in found if header.tokens})
     if len(codes) > 1:
         names = ", ".join(str(_DTYPES[code]) for code in codes)
         raise ExchangeError(f"ranks bring hidden states of different dtypes: {names}")
-    return Meeting(
-        told=heads,
-        heads=found,
-        tokens_R=[head.tokens for head in found],
-        slots=max(head.slots for head in found),
-        most_ids=max(head.tokens * head.slots for head in found),
+    return RankHeaders(
+        raw=raw,
+        ranks=found,
+        tokens_R=[header.tokens for header in found],
+        slots=max(header.slots for header in found),
+        most_ids=max(header.tokens * header.slots for header in found),
         dtype=_DTYPES[codes[0]] if codes else None,
-        width=widths.pop() if come else 0,
+        inline_width=widths.pop() if all_inline else 0,
     )
 
 
-def _everybody(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list[Bytes]:
-    """What each rank tells all others, of these sizes.
+def _all_gather(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list[Bytes]:
+    """The message of each rank.
 
     Args:
-        sent: the own message, once for each other rank.
+        sent: this rank's message, repeated for each other rank.
+        sizes_R: bytes of each rank's message.
     """
     rank, from_R = exchange.rank, list(sizes_R)
     to_R = [from_R[rank]] * exchange.size
     to_R[rank] = from_R[rank] = 0
     received = torch.empty(sum(from_R), dtype=torch.uint8, device=exchange.device)
     leaving = sent if exchange.size > 1 else sent[:0]
-    exchange.start(leaving.to(exchange.device), received, to_R, from_R)()
-    told, start, parts = received.cpu().numpy(), 0, []
+    exchange.all_to_all(leaving.to(exchange.device), received, to_R, from_R)()
+    gathered, start, messages = received.cpu().numpy(), 0, []
     for size in from_R:
-        parts.append(told[start : start + size])
+        messages.append(gathered[start : start + size])
         start += size
-    parts[rank] = sent.numpy()[: sizes_R[rank]]
-    return parts
+    messages[rank] = sent.numpy()[: sizes_R[rank]]
+    return messages
 
 
 def _out_of_step(rank: int, places: Sequence[tuple[int, ...]]) -> ExchangeError:
-    """Some are at another layer or epoch."""
+    """The error for ranks at different layers or epochs."""
     other, place = next(found for found in enumerate(places) if found[1] != places[rank])
     named = zip(("layer", "epoch"), places[rank], place, strict=True)
     name, mine, theirs = next(one for one in named if one[1] != one[2])
@@ -190,64 +211,61 @@ def _out_of_step(rank: int, places: Sequence[tuple[int, ...]]) -> ExchangeError:
     )
 
 
-# ---- Whether rows go to all ranks along with the ids, before anybody knows who needs them.
-#
-# That saves an exchange. Where each token visits several experts of few ranks, nearly every row
-# is needed everywhere: with two ranks and eight experts, all but one in 256. On one machine a row
-# takes less than a message, and compiled steps (`at_once`) need rows that come with their ids, so
-# more may come in vain. Room is kept for as many rows as ranks brought to the layers before,
-# which all ranks know alike; in a step like the one before none of it stays empty.
+def should_inline_rows(ranks: int, slots: float, same_machine: bool) -> bool:
+    """Whether rows should go to all ranks with the ids, before it is known which ranks need them.
 
-WASTE, NEAR_WASTE = 1 / 16, 1 / 2
-"""Most rows that may go where nobody needs them, as a share; and between processes of a machine."""
-MEETINGS = 2
-"""That are looked back to: halves of a step take turns."""
+    That saves an exchange. Where each token visits several experts on few ranks, nearly every row
+    is needed everywhere: with two ranks and eight experts, all but one in 256. On one machine a row
+    costs less than a message, and compiled steps (`experts.dispatch.native`) need inline rows, so
+    more of them may be wasted.
+    """
+    return (1 - 1 / ranks) ** slots <= (SAME_MACHINE_WASTE if same_machine else WASTE)
 
 
-def rows_go_along(ranks: int, slots: float, near: bool) -> bool:
-    """Whether enough tokens with so many slots need all ranks, wherever experts are."""
-    return (1 - 1 / ranks) ** slots <= (NEAR_WASTE if near else WASTE)
+class InlineRows:
+    """Decides how much space the messages of the next layer have for inline rows.
 
-
-class Rooms:
-    """Room for rows in the messages of the next layer.
+    That is the number of rows that ranks brought to the last layers, which all ranks know, so in a
+    decode step like the one before no space is left empty.
 
     Args:
         ranks: how many there are.
-        tokens: whose rows have room on every rank, whatever is brought; None: see above.
-        near: rows are waste only where they are many; the same on all ranks.
+        tokens: a fixed number of rows for every rank, whatever they bring; None: as above.
+        same_machine: see `should_inline_rows`.
     """
 
-    def __init__(self, ranks: int, tokens: int | None, near: bool) -> None:
-        self._ranks, self._fixed, self._near = ranks, tokens, near
-        self._seen: tuple[Meeting, ...] = ()
-        self._room_R = [0] * ranks
+    def __init__(self, ranks: int, tokens: int | None, same_machine: bool) -> None:
+        self._ranks, self._fixed, self._same_machine = ranks, tokens, same_machine
+        self._last: tuple[RankHeaders, ...] = ()
+        self._space_R = [0] * ranks
 
     def bytes_R(self, width: int) -> Sequence[int]:
-        """For each rank; the same on all.
+        """Bytes in each rank's message; the same on all ranks.
 
         Args:
-            width: bytes of the longest row that there can be, for static room.
+            width: bytes of the widest possible row, for a fixed number of rows.
         """
-        return self._room_R if self._fixed is None else [self._fixed * width] * self._ranks
+        return self._space_R if self._fixed is None else [self._fixed * width] * self._ranks
 
     @property
-    def steady(self) -> Meeting | None:
-        """What ranks have brought to the last layers, if always the same."""
-        seen = self._seen
-        return seen[0] if len(seen) == MEETINGS and seen[0] is seen[-1] else None
+    def steady(self) -> RankHeaders | None:
+        """What ranks brought to each of the last layers, if that was the same."""
+        last = self._last
+        return last[0] if len(last) == REMEMBERED and last[0] is last[-1] else None
 
-    def saw(self, meeting: Meeting) -> None:
-        """What ranks have brought to a layer."""
-        seen = (*self._seen, meeting)[-MEETINGS:]
-        if seen != self._seen:
-            self._seen, self._room_R = seen, self._room(seen)
+    def observe(self, headers: RankHeaders) -> None:
+        """Add a layer."""
+        last = (*self._last, headers)[-REMEMBERED:]
+        if last != self._last:
+            self._last, self._space_R = last, self._space(last)
 
-    def _room(self, seen: Sequence[Meeting]) -> list[int]:
-        brought = [head for meeting in seen for head in meeting.heads if head.tokens]
-        if not brought or max(head.tokens * head.slots for head in brought) > INLINE:
+    def _space(self, last: Sequence[RankHeaders]) -> list[int]:
+        brought = [header for headers in last for header in headers.ranks if header.tokens]
+        if not brought or max(one.tokens * one.slots for one in brought) > INLINE_IDS:
             return [0] * self._ranks
-        if not rows_go_along(self._ranks, min(head.slots for head in brought), self._near):
+        if not should_inline_rows(
+            self._ranks, min(one.slots for one in brought), self._same_machine
+        ):
             return [0] * self._ranks
-        longest = max(head.width for head in brought)
-        return [longest * max(own) for own in zip(*(one.tokens_R for one in seen), strict=True)]
+        widest = max(header.width for header in brought)
+        return [widest * max(own) for own in zip(*(one.tokens_R for one in last), strict=True)]

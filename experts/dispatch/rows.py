@@ -1,30 +1,27 @@
-"""Rows as they travel: hidden states with or without weights, and results or why there are none.
+"""The wire format of rows: hidden states with or without weights, and results or failures.
 
 Legend: N rows, H hidden, K slots, W bytes.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from experts.dispatch.base import Combined, DispatchStatistics, Failure, Failures
-from experts.dispatch.exchange import Exchange, ExchangeError
+from experts.dispatch.base import Combined, Failure, Failures
 
 Payload = Literal["plain", "int8"]
 
 _FAILED = 8
-"""First bytes of a row that failed, all ones: a NaN of any dtype that no arithmetic makes. What
-kind of failure it is follows, and the text."""
+"""A failed row begins with this many bytes of all ones, which is a NaN in any dtype and one that no
+arithmetic makes. A byte for `Failure.unreadable` and the reason follow."""
 _TEXT = _FAILED + 1
 
 
 def pack(hidden_NH: Tensor, weights_NK: Tensor | None, payload: Payload) -> Tensor:
-    """``(N, W)`` bytes: hidden states as they are or in 8 bits with a scale, then weights."""
+    """``(N, W)`` bytes: hidden states as they are or as int8 with a scale, then weights."""
     parts = [hidden_NH] if payload == "plain" else list(quantize(hidden_NH))
     if weights_NK is not None:
         parts.append(weights_NK)
@@ -33,17 +30,17 @@ def pack(hidden_NH: Tensor, weights_NK: Tensor | None, payload: Payload) -> Tens
 
 
 def width(hidden: int, dtype: torch.dtype, slots: int, payload: Payload) -> int:
-    """Bytes of a row, with so many weights."""
+    """Bytes W of a row with the weights of this many slots."""
     return (hidden * dtype.itemsize if payload == "plain" else hidden + 4) + 4 * slots
 
 
-def room_for(hidden: int) -> int:
-    """Bytes that hold a row of any payload, with the weights of 64 slots."""
+def widest(hidden: int) -> int:
+    """Bytes that are enough for a row of any payload with the weights of 64 slots."""
     return 4 * hidden + 256
 
 
 def unpack(bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload) -> Tensor:
-    """Hidden states ``(N, H)``: `pack` undone."""
+    """Hidden states ``(N, H)``: the inverse of `pack`."""
     if payload == "plain":
         size = hidden * dtype.itemsize
         whole = bytes_NW.shape[1] == size and bytes_NW.numel()
@@ -53,7 +50,7 @@ def unpack(bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload) 
 
 
 def unpack_weights(bytes_NW: Tensor, slots: int) -> Tensor:
-    """``(N, K)``, of rows that have them."""
+    """``(N, K)`` weights of rows that were packed with them."""
     return _read(bytes_NW[:, bytes_NW.shape[1] - 4 * slots :], torch.float32)
 
 
@@ -70,7 +67,7 @@ def dequantize(codes_NH: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def write_failures(rows_NH: Tensor, rank: int, failures: Failures) -> None:
-    """Put into rows of a rank that there is no result, and as much of why as there is room for."""
+    """Overwrite failed rows with the failure, its reason cut to what fits."""
     for index, failure in failures.items():
         blob = rows_NH[index].view(torch.uint8).numpy()
         words = f"rank {rank}: {failure.reason}".encode(errors="replace")[: len(blob) - _TEXT]
@@ -80,16 +77,16 @@ def write_failures(rows_NH: Tensor, rank: int, failures: Failures) -> None:
 
 
 def combined(
-    total_TH: Tensor, nan: bool, position_TK: Tensor, come: Tensor, stay: Tensor
+    total_TH: Tensor, nan: bool, position_TK: Tensor, received: Tensor, own: Tensor
 ) -> Combined:
-    """Sums of rows, of which some may have failed.
+    """Sums of rows, with the failures among the rows taken out.
 
     Args:
-        nan: whether any sum begins with NaN; with a row that failed, it does.
-        position_TK: of each token's rows in those that came and then those that stayed.
+        nan: whether any sum begins with NaN; one with a failed row does.
+        position_TK: of each token's rows in the received rows with this rank's own behind them.
     """
     failures: dict[int, Failure] = {}
-    for index, failure in (read_failures(come, stay) if nan else {}).items():
+    for index, failure in (read_failures(received, own) if nan else {}).items():
         for token in (position_TK == index).any(1).nonzero()[:, 0].tolist():
             failures.setdefault(token, failure)
     if failures:
@@ -98,7 +95,7 @@ def combined(
 
 
 def read_failures(*rows_NH: Tensor) -> dict[int, Failure]:
-    """Rows that failed, counted on from one tensor to the next, and why."""
+    """Failures by row, rows numbered on from one tensor to the next."""
     blobs = torch.cat([rows.view(torch.uint8) for rows in rows_NH])
     failed = (blobs[:, :_FAILED] == 255).all(1).nonzero()[:, 0].tolist()
     reasons = {}
@@ -110,45 +107,9 @@ def read_failures(*rows_NH: Tensor) -> dict[int, Failure]:
 
 
 def _read(bytes_NW: Tensor, dtype: torch.dtype) -> Tensor:
-    # A slice's rows lie where a wider type cannot; and torch views no empty rows as such a type.
+    # A slice may be unaligned for a wider type, and torch cannot view empty rows as one.
     shape = len(bytes_NW), bytes_NW.shape[1] // dtype.itemsize
     values = torch.empty(shape, dtype=dtype, device=bytes_NW.device)
     if values.numel():
         values.view(torch.uint8).copy_(bytes_NW)
     return values
-
-
-# ---- The time that a rank spends with the others, and what has ended it.
-
-
-class Together:
-    """Time spent with the other ranks; what ends there has ended for good."""
-
-    def __init__(self, statistics: DispatchStatistics) -> None:
-        self._statistics = statistics
-        self.broken: ExchangeError | None = None
-
-    def check(self) -> None:
-        if self.broken is not None:
-            raise self.broken
-
-    def __enter__(self) -> None:
-        if self.broken is not None:
-            raise self.broken
-        self._began = time.perf_counter()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._statistics.seconds += time.perf_counter() - self._began
-        if isinstance(error, ExchangeError):
-            self.broken = error
-
-    def start(
-        self, exchange: Exchange, message: Tensor, send_R: Sequence[int], receive_R: Sequence[int]
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to send rows of bytes to the others; theirs, there after the wait."""
-        to_R, from_R = [*send_R], [*receive_R]
-        to_R[exchange.rank] = from_R[exchange.rank] = 0
-        received = message.new_empty(sum(from_R), message.shape[1])
-        with self:
-            wait = exchange.start(message, received, to_R, from_R)
-        return received, wait

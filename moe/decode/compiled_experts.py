@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher
-from experts.dispatch.native import AtOnce
+from experts.dispatch.native import NativeDispatch
 from kernels import experts_forward
 from kernels.cpu.experts import LayerCall
 from kernels.cpu.streaming import Rows
@@ -104,12 +104,12 @@ class Resident:
         """The other ranks, where each may meet them at all layers of a pass without Python."""
         experts = self._experts
         way, everybody = experts.dispatcher, experts.everybody
-        at_once = way.at_once if isinstance(way, AllToAllDispatcher) else None
-        if at_once is None or everybody is None or everybody.left != len(self._layers):
+        native = way.native if isinstance(way, AllToAllDispatcher) else None
+        if native is None or everybody is None or everybody.left != len(self._layers):
             return None
         if not self.plain:
             return None
-        return Company(at_once, everybody, experts.layers, partial(self.count, phase=phase))
+        return Company(native, everybody, experts.layers, partial(self.count, phase=phase))
 
 
 @dataclass(frozen=True)
@@ -117,28 +117,28 @@ class Company:
     """Ranks that share the experts, in a pass.
 
     Attributes:
-        at_once: the way to them.
+        native: the all-to-all with them.
         everybody: the pass.
         layers: what this rank has of the experts.
         count: hears of what was routed.
     """
 
-    at_once: AtOnce
+    native: NativeDispatch
     everybody: Pass
     layers: Sequence[LayerExperts]
     count: Callable[[Sequence[Routing]], None]
 
     def meeting(self, rows: int, hidden: int, slots: int) -> int | None:
-        """As `AtOnce.walk`."""
-        return self.at_once.walk(rows, hidden, slots)
+        """As `NativeDispatch.step_address`."""
+        return self.native.step_address(rows, hidden, slots)
 
     def run(self, act: Callable[[], int]) -> int:
         """Calls what meets them."""
-        return self.at_once.run(act)
+        return self.native.run(act)
 
     def met(self, routings: Sequence[Routing]) -> None:
         """So many MoE layers, from the first on, are behind all."""
-        for index, served in enumerate(self.at_once.walked(len(routings))):
+        for index, served in enumerate(self.native.finish_step(len(routings))):
             self.everybody.reach(index)
             layer = self.layers[index]
             if isinstance(layer, OffloadedExperts):

@@ -75,20 +75,20 @@ class _Half:
         with self._mode():
             self._brought = self._experts.bring(layer, calls)
             hidden, routing = self._brought.hidden_states, self._brought.routing
-            self._sent = dispatcher.send(layer, hidden, routing)
+            self._sent = dispatcher.start_dispatch(layer, hidden, routing)
 
     def serve(self) -> None:
         """What this rank serves of the half is computed, and leaves."""
         with self._mode():
-            arrived = self._dispatcher.receive(self._sent)
+            arrived = self._dispatcher.finish_dispatch(self._sent)
             experts = self._experts.layers[self._layer]
             rows, failures = serve(arrived, experts, self._experts.forward)
-            self._returning = self._dispatcher.send_back(arrived, rows, failures)
+            self._returning = self._dispatcher.start_combine(arrived, rows, failures)
 
     def arrive(self) -> None:
         """The lanes go on with their rows, to the next layer or the end."""
         with self._mode():
-            combined = self._dispatcher.receive_back(self._returning)
+            combined = self._dispatcher.finish_combine(self._returning)
         try:
             outcomes = self._brought.outcomes(combined)
         except Exception as error:

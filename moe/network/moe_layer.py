@@ -102,12 +102,13 @@ def serve(
 
     Where results go to other ranks nothing is raised: they wait for an answer.
     """
-    rows, routing, apart = dispatched.hidden_states, dispatched.routing, dispatched.apart
-    dtype = sum_dtype(held_experts(experts)) if apart else rows.dtype
+    rows, routing = dispatched.hidden_states, dispatched.routing
+    distributed = dispatched.distributed
+    dtype = sum_dtype(held_experts(experts)) if distributed else rows.dtype
 
     def run(rows: Tensor, routing: Routing, prefetcher: Prefetcher | None) -> Tensor:
         wider = dtype != rows.dtype or not len(rows)
-        add_to = rows.new_zeros(rows.shape, dtype=dtype) if apart and wider else None
+        add_to = rows.new_zeros(rows.shape, dtype=dtype) if distributed and wider else None
         return run_rows(rows, routing, experts, forward, prefetcher, add_to)
 
     try:
@@ -115,7 +116,7 @@ def serve(
     except OffloadError as error:
         failures = _lost(experts, routing, error)
     except Exception as error:
-        if not apart:
+        if not distributed:
             raise
         # Here, as the request fails on another rank; without the message, which may quote a client.
         frames = "".join(traceback.format_tb(error.__traceback__))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from experts.dispatch import Exchange, GroupExchange, nearest
+from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
 from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
 from moe.parallel.watchdog import Pulse
@@ -31,13 +31,13 @@ class WatchedExchange:
     def __init__(self, exchange: Exchange, pulse: Pulse) -> None:
         self._exchange, self._pulse = exchange, pulse
         self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
-        self.near, line = exchange.near, exchange.line
-        self.line = None if line is None else replace(line, run=self._run)
+        self.same_machine, sockets = exchange.same_machine, exchange.sockets
+        self.sockets = None if sockets is None else replace(sockets, run=self._run)
 
-    def start(
+    def all_to_all(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
-        finish = self._exchange.start(sent, received, send_rows, receive_rows)
+        finish = self._exchange.all_to_all(sent, received, send_rows, receive_rows)
 
         def wait() -> None:
             self._pulse.now("waiting")
@@ -83,7 +83,7 @@ def form_group(
         )
         comm.init_distributed(verbose=False)
         device = accelerator.current_device_name() if accelerator.is_available() else "cpu"
-        return WatchedExchange(nearest(GroupExchange(None, device), timeout_s), pulse)
+        return WatchedExchange(prefer_local_sockets(GroupExchange(None, device), timeout_s), pulse)
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} cannot form a group with the others: {error}") from error
 

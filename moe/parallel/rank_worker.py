@@ -322,6 +322,6 @@ class Station:
             int(layer): replace(self.placements[int(layer)], experts_P=tuple(experts_P))
             for layer, experts_P in moves["placements"].items()
         }
-        self.dispatcher.place(moves["epoch"], changed)
+        self.dispatcher.apply_placements(moves["epoch"], changed)
         self.placements = self.dispatcher.placements
         self._hold(self._exchange.rank, changed)

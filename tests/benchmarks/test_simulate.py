@@ -14,7 +14,7 @@ from benchmarks.simulated_routing import Routed
 from benchmarks.simulated_runs import against
 from benchmarks.simulator import lanes_of, simulate
 from benchmarks.simulator_costs import Costs, Network
-from experts.dispatch.all_to_all import Sum
+from experts.dispatch.all_to_all import CombineMode
 from experts.placement import linear
 
 NETWORK = Network(ranks_a_node=2, near=1000.0, far=100.0, latency_s=1.0)
@@ -143,6 +143,6 @@ def test_runs_here_are_predicted_from_two_of_them() -> None:
 
 
 @pytest.mark.parametrize("combine", ["exact", "summed"])
-def test_exchanging_rows_takes_some_of_a_processor(combine: Sum) -> None:
+def test_exchanging_rows_takes_some_of_a_processor(combine: CombineMode) -> None:
     model = {"experts": 8, "top_k": 2, "hidden": 16}
     assert 0 < dispatch_seconds(model, ranks=2, batch=5, combine=combine) < float("inf")

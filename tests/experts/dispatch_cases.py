@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experts.dispatch import ExchangeError
-from experts.dispatch.exchange import Line
+from experts.dispatch.exchange import PeerSockets
 from experts.placement import Placement
 
 
@@ -32,13 +32,13 @@ class Switchboard:
 class ThreadExchange:
     """An `Exchange` over a switchboard; rows arrive when they are waited for."""
 
-    device, near = torch.device("cpu"), False
-    line: Line | None = None
+    device, same_machine = torch.device("cpu"), False
+    sockets: PeerSockets | None = None
 
     def __init__(self, board: Switchboard, rank: int) -> None:
         self.rank, self.size, self._board = rank, board.size, board
 
-    def start(
+    def all_to_all(
         self, sent: Tensor, received: Tensor, send_rows: Sequence[int], receive_rows: Sequence[int]
     ) -> Callable[[], None]:
         assert sent.is_contiguous()

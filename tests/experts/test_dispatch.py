@@ -127,7 +127,7 @@ def test_int8_payload_is_what_rounded_rows_give(
 def test_rows_in_static_buffers_need_two_exchanges(case: Case | LayerCase, seed: int) -> None:
     """And give the sums that rows in buffers of exact size give, weights included."""
     started = []
-    start = ThreadExchange.start
+    start = ThreadExchange.all_to_all
 
     def count(self: ThreadExchange, *arguments: Any) -> Any:
         started.append(self.rank)
@@ -135,7 +135,7 @@ def test_rows_in_static_buffers_need_two_exchanges(case: Case | LayerCase, seed:
 
     exact, _, _ = spread(case, 3, seed, combine="summed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadExchange, "start", count)
+        patch.setattr(ThreadExchange, "all_to_all", count)
         static, _, _ = spread(case, 3, seed, combine="summed", buffer_rows=99)
     assert torch.equal(static, exact)
     if len(exact):
@@ -147,13 +147,13 @@ def test_rows_go_along_where_nearly_all_are_needed_everywhere() -> None:
     brought = [4, 4, 4, 6, 6, 2, 2]
 
     def run(exchange: ThreadExchange) -> tuple[list[Tensor], list[int]]:
-        started, start, found = [0], exchange.start, []
+        started, start, found = [0], exchange.all_to_all, []
 
         def count(*arguments: Any) -> Any:
             started[-1] += 1
             return start(*arguments)
 
-        exchange.start = count  # type: ignore[assignment, method-assign]
+        exchange.all_to_all = count  # type: ignore[assignment, method-assign]
         buffer_rows = 0 if exact else None
         dispatcher = AllToAllDispatcher(exchange, [linear(16, 16, 2)], buffer_rows=buffer_rows)
         random = torch.Generator().manual_seed(exchange.rank)
@@ -246,7 +246,7 @@ def test_new_placements_between_steps() -> None:
             arrived = dispatcher.dispatch(0, hidden, routing)
             rows = arrived.hidden_states * (1 + arrived.routing.expert_ids)
             found.append(dispatcher.combine(arrived, rows, {}).rows)
-            dispatcher.place(epoch + 1, {0: placements[(epoch + 1) % 2]})
+            dispatcher.apply_placements(epoch + 1, {0: placements[(epoch + 1) % 2]})
         assert dispatcher.statistics.take_loads().tolist() == [[18] * 4, [0] * 4]
         return found
 
@@ -258,7 +258,7 @@ def test_new_placements_between_steps() -> None:
 def test_ranks_with_different_placements_notice() -> None:
     def run(exchange: ThreadExchange) -> None:
         dispatcher = AllToAllDispatcher(exchange, [linear(4, 4, 2)])
-        dispatcher.place(exchange.rank, {})
+        dispatcher.apply_placements(exchange.rank, {})
         dispatcher.dispatch(
             0, torch.ones(1, 8), Routing(torch.zeros(1, 1).long(), torch.ones(1, 1))
         )

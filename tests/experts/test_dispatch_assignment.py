@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.dispatch import assignment
-from experts.dispatch.assignment import Assignment, serve
+from experts.dispatch.assignment import Assignment, serving_ranks
 from experts.dispatch.base import DispatchStatistics
 from experts.placement import Placement, linear
 from tests.experts.dispatch_cases import random_placement
@@ -43,13 +43,13 @@ def parts_of(case: Case) -> list[Assignment]:
 def test_both_ends_agree(case: Case) -> None:
     parts = parts_of(case)
     for rank, part in enumerate(parts):
-        rows, slots = part.rows, part.slots
+        rows, slots = part.per_rank, part.per_slot
         assert rows.send_R[rank] == rows.receive_R[rank]
         assert slots.served_R[rank] == slots.returned_R[rank]
         assert len(rows.leaving) == part.pairs == sum(rows.send_R) - rows.send_R[rank]
         for other, peer in enumerate(parts):
-            assert rows.send_R[other] == peer.rows.receive_R[rank]
-            assert slots.returned_R[other] == peer.slots.served_R[rank]
+            assert rows.send_R[other] == peer.per_rank.receive_R[rank]
+            assert slots.returned_R[other] == peer.per_slot.served_R[rank]
         assert sum(rows.receive_R) == len(rows.served_N) == len(rows.experts_NK)
         assert sum(slots.served_R) == len(slots.token_A) == len(slots.experts_A) == part.served
 
@@ -59,7 +59,7 @@ def test_every_slot_is_served_once_by_a_rank_that_may(case: Case) -> None:
     ids, placement = case
     parts = parts_of(case)
     for rank, part in enumerate(parts):
-        slots = part.slots
+        slots = part.per_slot
         assert (placement.copies_ER[slots.experts_A, rank] > 0).all()
         back = [result for other in own_last(parts, rank) for result in sent_back(other, rank)]
         for token, row in enumerate(slots.position_TK):
@@ -79,9 +79,9 @@ def own_last(parts: list[Assignment], rank: int) -> list[Assignment]:
 def sent_back(part: Assignment, rank: int) -> list[tuple[int, int]]:
     """Token and expert of the results that one rank has for another, or for itself."""
     order = [*(r for r in range(part.ranks) if r != part.rank), part.rank]
-    start = sum(part.slots.served_R[r] for r in order[: order.index(rank)])
-    found = zip(part.slots.token_A.tolist(), part.slots.experts_A.tolist(), strict=True)
-    return list(found)[start : start + part.slots.served_R[rank]]
+    start = sum(part.per_slot.served_R[r] for r in order[: order.index(rank)])
+    found = zip(part.per_slot.token_A.tolist(), part.per_slot.experts_A.tolist(), strict=True)
+    return list(found)[start : start + part.per_slot.served_R[rank]]
 
 
 @given(case=tables())
@@ -89,14 +89,14 @@ def test_rows_come_to_those_who_serve_them(case: Case) -> None:
     ids, _ = case
     table, parts = np.concatenate(ids), parts_of(case)
     for rank, part in enumerate(parts):
-        came = part.rows.served_N[: len(part.rows.served_N) - part.rows.receive_R[rank]]
+        came = part.per_rank.served_N[: len(part.per_rank.served_N) - part.per_rank.receive_R[rank]]
         there = [*came.tolist(), *range(part.first, part.first + part.tokens)]
-        for token in {*part.slots.token_A.tolist(), *part.rows.served_N.tolist()}:
+        for token in {*part.per_slot.token_A.tolist(), *part.per_rank.served_N.tolist()}:
             assert there[part.place_T[token]] == token
         sent = [t for peer in own_last(parts, rank)[:-1] for t in leaving_for(peer, rank)]
         assert came.tolist() == sent
-        for token, experts in zip(part.rows.served_N, part.rows.experts_NK, strict=True):
-            mine = part.slots.experts_A[part.slots.token_A == token]
+        for token, experts in zip(part.per_rank.served_N, part.per_rank.experts_NK, strict=True):
+            mine = part.per_slot.experts_A[part.per_slot.token_A == token]
             assert sorted(experts[experts >= 0]) == sorted(mine)
             assert set(mine) <= set(table[token])
 
@@ -104,9 +104,9 @@ def test_rows_come_to_those_who_serve_them(case: Case) -> None:
 def leaving_for(part: Assignment, rank: int) -> list[int]:
     """Tokens, among all ranks', whose rows go from one rank to another."""
     order = [r for r in range(part.ranks) if r != part.rank]
-    start = sum(part.rows.send_R[r] for r in order[: order.index(rank)])
-    leaving = part.rows.leaving[start : start + part.rows.send_R[rank]]
-    places = part.rows.position_TR[leaving, order.index(rank)]
+    start = sum(part.per_rank.send_R[r] for r in order[: order.index(rank)])
+    leaving = part.per_rank.leaving[start : start + part.per_rank.send_R[rank]]
+    places = part.per_rank.position_TR[leaving, order.index(rank)]
     assert places.tolist() == list(range(start, start + len(leaving)))
     return [part.first + int(token) for token in leaving]
 
@@ -117,7 +117,7 @@ def test_a_row_goes_once_to_a_rank(case: Case) -> None:
     table = np.concatenate(ids)
     loads = np.bincount(table.reshape(-1) + 1, minlength=placement.num_experts + 1)[1:]
     source = np.repeat(np.arange(len(ids)), list(map(len, ids)))
-    serving = serve(table, loads, source, placement)
+    serving = serving_ranks(table, loads, source, placement)
     for part in parts_of(case):
         own = serving[part.first : part.first + part.tokens]
         assert part.pairs == sum(len(set(row.tolist()) - {-1, part.rank}) for row in own)
@@ -134,8 +134,8 @@ def test_compiled_and_plain_agree_to_the_integer(case: Case) -> None:
     for one, other in zip(compiled, plain, strict=True):
         assert one.loads_E.tolist() == other.loads_E.tolist()
         assert (one.tokens, one.pairs, one.served) == (other.tokens, other.pairs, other.served)
-        assert one.rows.served_N.tolist() == other.rows.served_N.tolist()
-        here, there = one.slots, other.slots
+        assert one.per_rank.served_N.tolist() == other.per_rank.served_N.tolist()
+        here, there = one.per_slot, other.per_slot
         assert here.token_A.tolist() == there.token_A.tolist()
         assert here.experts_A.tolist() == there.experts_A.tolist()
         assert (here.served_R, here.returned_R) == (there.served_R, there.returned_R)
@@ -152,9 +152,9 @@ def test_an_id_that_is_no_expert_is_refused() -> None:
 def test_all_tokens_to_one_expert() -> None:
     ids = [np.zeros((5, 1), np.int16), np.zeros((3, 1), np.int16)]
     first, second = parts_of((ids, linear(4, 4, 2)))
-    assert first.rows.receive_R == [5, 3]
-    assert first.rows.send_R == [5, 0]
-    assert second.rows.receive_R == [0, 0]
+    assert first.per_rank.receive_R == [5, 3]
+    assert first.per_rank.send_R == [5, 0]
+    assert second.per_rank.receive_R == [0, 0]
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from experts.dispatch import ExchangeError, SocketExchange, nearest
+from experts.dispatch import ExchangeError, SocketExchange, prefer_local_sockets
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 
 
@@ -64,7 +64,7 @@ def test_every_row_arrives_where_it_should(data: st.DataObject, ranks: int, widt
             for target, part in enumerate(sent.split(going)):
                 part.fill_(value(step, own, target))
             received = torch.full((sum(coming), width), 255, dtype=torch.uint8)
-            wait = exchange.start(sent, received, going, coming)
+            wait = exchange.all_to_all(sent, received, going, coming)
             pending.append((wait, received, coming, step))
             del sent
         for wait, received, coming, step in pending:
@@ -83,7 +83,7 @@ def test_every_row_arrives_where_it_should(data: st.DataObject, ranks: int, widt
 def one_row(exchange: SocketExchange) -> None:
     other = [int(rank != exchange.rank) for rank in range(exchange.size)]
     rows = torch.zeros(exchange.size - 1, 3, dtype=torch.uint8)
-    exchange.start(rows, torch.empty_like(rows), other, other)()
+    exchange.all_to_all(rows, torch.empty_like(rows), other, other)()
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
@@ -110,7 +110,7 @@ def test_ranks_of_one_machine_find_each_other(monkeypatch: pytest.MonkeyPatch) -
         found[Path(address).parent] = Path(address).parent.stat().st_mode & 0o777
 
     def run(exchange: ThreadExchange) -> None:
-        sockets = nearest(exchange, 20.0)
+        sockets = prefer_local_sockets(exchange, 20.0)
         assert isinstance(sockets, SocketExchange)
         assert (sockets.rank, sockets.size) == (exchange.rank, 3)
         one_row(sockets)
@@ -128,7 +128,7 @@ def test_where_one_is_out_of_reach_all_stay_with_what_they_have(
     connect = socket.socket.connect
 
     def run(exchange: ThreadExchange) -> bool:
-        return nearest(exchange, 20.0) is exchange
+        return prefer_local_sockets(exchange, 20.0) is exchange
 
     def refuse(self: socket.socket, address: Any) -> None:
         if refused:

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, nearest
-from experts.dispatch.native import AtOnce
+from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, prefer_local_sockets
+from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
@@ -68,18 +68,18 @@ class Ranks:
                 exchange, placements, combine=combine, buffer_rows=rows
             )
         self.walked = 0
-        if self.dispatcher is not None and self.dispatcher.at_once is not None:
-            self._watch(self.dispatcher.at_once)
+        if self.dispatcher is not None and self.dispatcher.native is not None:
+            self._watch(self.dispatcher.native)
 
-    def _watch(self, at_once: AtOnce) -> None:
-        """Count layers that are met within a call for a whole step."""
-        own = at_once.walked
+    def _watch(self, native: NativeDispatch) -> None:
+        """Count layers dispatched within a call for a whole step."""
+        own = native.finish_step
 
         def noted(layers: int) -> Any:
             self.walked += layers
             return own(layers)
 
-        at_once.walked = noted  # type: ignore[method-assign]
+        native.finish_step = noted  # type: ignore[method-assign]
 
     def _random(self, extra: int, seed: int) -> list[Placement]:
         return [random_placement(count, self.size, extra, seed + count) for count in self.counts]
@@ -93,7 +93,7 @@ class Ranks:
     def move(self, step: int) -> None:
         if self.dispatcher is not None and step in MOVES:
             extra = 0 if MOVES[step] == "another" else 3
-            self.dispatcher.place(step, dict(enumerate(self._random(extra, step))))
+            self.dispatcher.apply_placements(step, dict(enumerate(self._random(extra, step))))
 
 
 @torch.inference_mode()
@@ -161,10 +161,10 @@ def main(directory: Path, rank: int) -> None:
     )
     pair = dist.new_group([0, 1])
     by_gloo: dict[int, Exchange] = {4: GroupExchange()}
-    by_sockets = {4: nearest(by_gloo[4], SECONDS)}
+    by_sockets = {4: prefer_local_sockets(by_gloo[4], SECONDS)}
     if rank < 2:
         by_gloo[2] = GroupExchange(pair)
-        by_sockets[2] = nearest(by_gloo[2], SECONDS)
+        by_sockets[2] = prefer_local_sockets(by_gloo[2], SECONDS)
     results = {}
     for bits, exchanges in ((8, by_gloo), (16, by_sockets)):
         store = directory / f"store{bits}"

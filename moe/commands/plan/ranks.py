@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.dispatch import rows_go_along
-from experts.dispatch.assignment import serve
+from experts.dispatch import should_inline_rows
+from experts.dispatch.assignment import serving_ranks
 from experts.placement import Placement, slots_for
 from moe.commands.plan.speeds import Link
 from moe.memory.decode_speed import Locality, Sizes, Speeds
@@ -164,7 +164,7 @@ def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> Step
     """
     experts, ranks = placement.num_experts, placement.ranks
     loads_E = np.bincount(experts_TK.reshape(-1) + 1, minlength=experts + 1)[1:]
-    serving_TK = serve(experts_TK, loads_E, source_T, placement)
+    serving_TK = serving_ranks(experts_TK, loads_E, source_T, placement)
     token, slot = (serving_TK >= 0).nonzero()
     slots_TR = np.zeros((len(experts_TK), ranks), np.int64)
     np.add.at(slots_TR, (token, serving_TK[token, slot]), 1)
@@ -241,7 +241,7 @@ def loads_of(steps_SLBK: Ints, num_experts: int) -> list[NDArray[np.float64]]:
 
 def exchanges(ranks: int, slots: float, near: bool) -> int:
     """Of a layer: ids, rows and results, or rows along with the ids."""
-    return 2 if rows_go_along(ranks, slots, near) else 3
+    return 2 if should_inline_rows(ranks, slots, near) else 3
 
 
 @dataclass(frozen=True)

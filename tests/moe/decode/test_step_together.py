@@ -112,7 +112,7 @@ def drawn_ranks(data: st.DataObject, description: Description, layers: list[Laye
     ranks = []
     for size, exchange in zip(sizes, exchanges, strict=True):
         if data.draw(st.integers(0, 4)) == 0:
-            exchange.line = None  # goes by Python alone
+            exchange.sockets = None  # goes by Python alone
         placements = [random_placement(EXPERTS, len(sizes), copies, seed + i) for i in range(3)]
         experts = MoELayers(layers)
         experts.dispatcher = AllToAllDispatcher(exchange, placements[: len(layers)], buffer_rows=9)
@@ -177,7 +177,7 @@ def test_ranks_give_the_bits_of_one(data: st.DataObject, seed: int, disturbed: s
             assert not any(rank.lost[: STEPS // 2])
         else:
             assert not any(rank.lost)
-        swift = rank.caches and rank.exchange.line is not None
+        swift = rank.caches and rank.exchange.sockets is not None
         everywhere = list(range(len(layers)))
         for number in (2,) if disturbed else (2, STEPS - 1):
             if not swift:

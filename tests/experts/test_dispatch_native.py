@@ -1,4 +1,4 @@
-"""Dispatches in two compiled calls give what the others give, and send the same bytes."""
+"""Dispatch and combine by compiled code give the same bits and send the same bytes as by Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experts.dispatch import AllToAllDispatcher, Combined, ExchangeError, Failure, SocketExchange
-from experts.dispatch.native import ArrivedAtOnce
+from experts.dispatch.native import NativeDispatched
 from experts.placement import Placement, linear
 from routing import Routing
 from tests.experts.dispatch_cases import random_placement
@@ -48,25 +48,25 @@ def run(
     buffer_rows: int | None = 9,
     **settings: Any,
 ) -> tuple[list[Any], list[AllToAllDispatcher]]:
-    """Of each rank what came back from each step, and how many went at once."""
+    """Of each rank what came back from each step, and how many were compiled."""
     exchanges = connected(len(steps[0]))
     for exchange in exchanges:
         if not compiled(exchange.rank):
-            exchange.line = None
+            exchange.sockets = None
     settings |= {"buffer_rows": buffer_rows}
     dispatchers = [AllToAllDispatcher(one, [placement], **settings) for one in exchanges]
 
     def one(rank: int) -> tuple[list[Combined], int]:
-        found, at_once = [], 0
+        found, native = [], 0
         for step in steps:
             arrived = dispatchers[rank].dispatch(0, *step[rank])
-            at_once += isinstance(arrived, ArrivedAtOnce)
+            native += isinstance(arrived, NativeDispatched)
             ids = arrived.routing.expert_ids
             rows = arrived.hidden_states.float() * (1 + ids[:, :1])
             failed = (ids[:, 0] == lost).nonzero()[:, 0].tolist()
             failures = dict.fromkeys(failed, Failure("no such disk", True))
             found.append(dispatchers[rank].combine(arrived, rows, failures))
-        return found, at_once
+        return found, native
 
     found = in_threads([lambda rank=rank: one(rank) for rank in range(len(exchanges))])  # type: ignore[misc]
     for exchange in exchanges:
@@ -87,7 +87,7 @@ def run(
     mixed=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_the_bits_and_bytes_of_the_other_way(
+def test_the_bits_and_bytes_of_python(
     sizes: list[int], slots: int, hot: bool, dtype: torch.dtype, lost: int, mixed: bool, seed: int
 ) -> None:
     """Any shapes, copies, ranks without tokens, all tokens on one rank, failures, ranks that go
@@ -100,10 +100,10 @@ def test_the_bits_and_bytes_of_the_other_way(
     found, swift = run(
         steps, placement, compiled=lambda rank: rank % 2 == 0 or not mixed, lost=lost
     )
-    for rank, ((wanted, never), (got, at_once)) in enumerate(zip(expected, found, strict=True)):
+    for rank, ((wanted, never), (got, native)) in enumerate(zip(expected, found, strict=True)):
         assert never == 0
         if (not mixed or rank % 2 == 0) and any(sizes):
-            assert at_once == 4
+            assert native == 4
         for one, two in zip(wanted, got, strict=True):
             assert torch.equal(one.rows, two.rows)
             assert one.failures == two.failures
@@ -113,7 +113,7 @@ def test_the_bits_and_bytes_of_the_other_way(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "slots", "buffer_rows", "combine", "at_once"),
+    ("ranks", "slots", "buffer_rows", "combine", "native"),
     [
         (3, 2, None, "exact", 3),  # 4 rows of 9 are not needed where they go
         (3, 1, None, "exact", 0),  # 6 of 9
@@ -121,14 +121,14 @@ def test_the_bits_and_bytes_of_the_other_way(
         (3, 2, None, "summed", 0),  # the least bytes
     ],
 )
-def test_rows_that_some_do_not_need_go_along_on_one_machine(
-    ranks: int, slots: int, buffer_rows: int | None, combine: str, at_once: int
+def test_rows_that_some_do_not_need_are_inline_on_one_machine(
+    ranks: int, slots: int, buffer_rows: int | None, combine: str, native: int
 ) -> None:
     random = torch.Generator().manual_seed(0)
     steps = [drawn([2] * ranks, slots, False, torch.float32, random) for _ in range(6)]
     placement = random_placement(EXPERTS, ranks, 0, 0)
     found, _ = run(steps, placement, buffer_rows=buffer_rows, combine=combine)
-    assert [went for _, went in found] == [at_once] * ranks
+    assert [went for _, went in found] == [native] * ranks
 
 
 def steady(
@@ -144,7 +144,7 @@ def steady(
         for _ in range(3):
             arrived = dispatcher.dispatch(0, *brought)
             dispatcher.combine(arrived, arrived.hidden_states.clone(), {})
-        assert isinstance(arrived, ArrivedAtOnce)
+        assert isinstance(arrived, NativeDispatched)
 
     assert in_threads([lambda d=d: warm(d) for d in made]) == [None, None]  # type: ignore[misc]
     return exchanges, made, brought
