@@ -20,8 +20,8 @@ from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
 from moe.commands.calibrate.calibrate import windows
 from moe.commands.calibrate.record import record
-from moe.engine.prefill_batch import Piece, Step, Wave
-from moe.parallel.expected_load import Arrivals
+from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
+from moe.parallel.expected_load import ExpectedLoad
 from routing.predict.token_table import TokenTable, fit_token_table
 
 TABLE_TOKENS, PROMPT = 60_000, 1024
@@ -58,7 +58,7 @@ class Reader:
     """Prompts that rank 0 plans to be read in steps, neighbours together; the next ones wait."""
 
     def __init__(self, model: MoE, table: TokenTable, token_ids: Sequence[int], step: int) -> None:
-        self.arrivals = Arrivals(table, len(model.experts.layers))
+        self.arrivals = ExpectedLoad(table, len(model.experts.layers))
         length, params = step * max(PROMPT // step, 1), SamplingParams(max_new_tokens=1)
         starts = range(0, len(token_ids), length)
         self._groups = [model.request(list(token_ids[at : at + length]), params) for at in starts]
@@ -68,8 +68,8 @@ class Reader:
         """The next step."""
         first, *waiting = self._groups
         start, ids = first.num_read, first.token_ids
-        piece = Piece(first, ids[start : start + self._step], start + self._step >= len(ids))
-        self.arrivals.see([(Step([], Wave([piece])), waiting)])
+        piece = PromptChunk(first, ids[start : start + self._step], start + self._step >= len(ids))
+        self.arrivals.see([(ScheduledStep([], PrefillBatch([piece])), waiting)])
 
     def end(self) -> None:
         first = self._groups[0]

@@ -20,10 +20,10 @@ from moe import MoE
 from moe.engine.prefill_mode import (
     Frequencies,
     LayerWork,
+    backbone_weights,
     chunk_sizes,
     distinct_experts,
-    pauses,
-    trunk_weights,
+    layered_pauses,
 )
 from moe.settings import PrefillSettings
 
@@ -62,7 +62,7 @@ class Shape:
             layers=len(layers),
             work=LayerWork.of(network, layers),
             expert_bytes=layers[0].expert_bytes,
-            trunk_bytes=(trunk_weights(network) + head.numel()) * head.element_size(),
+            trunk_bytes=(backbone_weights(network) + head.numel()) * head.element_size(),
             head_operations=2.0 * head.numel(),
         )
 
@@ -109,7 +109,7 @@ def parts_of(
         return [
             Part(end - size, end, layers, layers) for end, size in zip(ends, chunks, strict=True)
         ]
-    asleep = pauses(settings, frequencies, work, [range(prompt)])
+    asleep = layered_pauses(settings, frequencies, work, [range(prompt)])
     attentions = pairwise([0, *(layer + 1 for layer in asleep), layers])
     experts = pairwise([0, *asleep, layers])
     return [

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefill_mode import Frequencies, measured_frequencies
 
 MODES = ("whole", "chunked", "layered")
@@ -97,7 +97,7 @@ class Mode:
         self._steps(group, until=ANSWER)
         self.figures.e2e_s.append(time.perf_counter() - start)
 
-    def _steps(self, group: Group, until: int) -> None:
+    def _steps(self, group: SequenceGroup, until: int) -> None:
         sequence = group.sequences[0]
         while len(sequence.token_ids) < until:
             decoding = set(self.engine.scheduler.running) - {sequence}

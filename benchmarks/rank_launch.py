@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from moe import MoE, SamplingParams
-from moe.parallel.coordinator import Leading
+from moe.parallel.coordinator import Coordinator
 from moe.parallel.overlap import Overlap
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def decode(
     ways = {overlap: Overlap(overlap) for overlap in overlaps}
     for _ in range(rounds):
         for overlap in overlaps:
-            if isinstance(model._session, Leading):
+            if isinstance(model._session, Coordinator):
                 model._session._overlap = ways[overlap]
             times[overlap] += _step_times(model, prompts(), steps)
     stats = model.stats()

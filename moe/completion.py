@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moe.engine.engine import StepLoop
-from moe.engine.prefill_batch import Group
-from moe.model_lock import Turn
+from moe.engine.prefill_batch import SequenceGroup
+from moe.model_lock import ModelLock
 from moe.sampling.sampler import Token
 from moe.sequence import Delta, FinishReason, RunningSequence
 
@@ -75,7 +75,7 @@ def collect(events: Iterable[StreamEvent]) -> list[Completion]:
     return [completions[place] for place in sorted(completions)]
 
 
-def places_of(groups: Sequence[Group]) -> dict[RunningSequence, tuple[int, int]]:
+def places_of(groups: Sequence[SequenceGroup]) -> dict[RunningSequence, tuple[int, int]]:
     """Of every sequence, the index of its prompt and its own among those of the prompt."""
     return {
         sequence: (prompt, sample)
@@ -85,7 +85,10 @@ def places_of(groups: Sequence[Group]) -> dict[RunningSequence, tuple[int, int]]
 
 
 def stream_events(
-    engine: StepLoop, groups: Sequence[Group], turn: Turn, check_open: Callable[[], None]
+    engine: StepLoop,
+    groups: Sequence[SequenceGroup],
+    turn: ModelLock,
+    check_open: Callable[[], None],
 ) -> Generator[StreamEvent, None, None]:
     """Step until these groups have ended; closing the iterator cancels what still runs.
 

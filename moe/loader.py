@@ -83,13 +83,13 @@ class LoadedModel:
     offloaded: Offloaded | None
     expect: Expect | None = None
     sampling: OwnSampling = field(default_factory=OwnSampling)
-    notices: list[str] = field(default_factory=list)
+    load_notices: list[str] = field(default_factory=list)
 
 
 # ---- What fell back or changes nothing, and why: one sentence each, for whoever loads a model.
 
 
-def late_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
+def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
     bits = profile.offload.late_bits
     if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
         return []
@@ -101,7 +101,7 @@ def late_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
     ]
 
 
-def notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
+def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
     made = []
     if not packing.enabled:
         made.append(
@@ -239,12 +239,12 @@ def _load(
         sampling=sampling,
         notices=[
             *sampling.notices,
-            *notices(ready.packing, ready.fused, codec, loaded),
+            *load_notices(ready.packing, ready.fused, codec, loaded),
             *ready.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, ready.mended),
             *filter(None, [*blind, borrowing_notice(offloaded, profile)]),
-            *late_notices(offloaded, profile),
+            *low_bit_notices(offloaded, profile),
         ],
     )
 

@@ -20,21 +20,21 @@ import torch
 from torch import Tensor
 
 from moe.completion import Completion, StreamEvent, collect, stream_events
-from moe.engine.borrowing import borrowed_room
+from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, RequestError
 from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import Report
-from moe.model_lock import Turn, plain_torch
+from moe.model_lock import ModelLock, plain_torch
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
-from moe.parallel.coordinator import Leading
+from moe.parallel.coordinator import Coordinator
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.orders import Elsewhere
+from moe.parallel.orders import RemoteRunner
 from moe.parallel.ranks import load_with_ranks
-from moe.parallel.worker import Following
+from moe.parallel.worker import WorkerLoop
 from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
 from moe.settings.profile import LoadedProfile, Profile, load_profile
@@ -43,11 +43,11 @@ from routing import READERS
 
 # ---- What a loaded model has done and what runs how, ready for JSON.
 
-Session = Leading | Following | None
+Session = Coordinator | WorkerLoop | None
 """The ranks of a launch, if this process is one of them."""
 
 
-def counters(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+def model_stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
     """See `MoE.stats`."""
     experts = loaded.experts
     bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
@@ -63,7 +63,7 @@ def counters(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "layers": layers,
         "offload": None if offloaded is None else offloaded.statistics(),
         "speculation": None if speculator is None else speculator.figures(),
-        "parallel": session.statistics() if isinstance(session, Leading) else None,
+        "parallel": session.statistics() if isinstance(session, Coordinator) else None,
     }
 
 
@@ -72,13 +72,13 @@ def reset(loaded: LoadedModel, session: Session) -> None:
     loaded.experts.statistics.reset()
     if loaded.offloaded is not None:
         loaded.offloaded.reset_statistics()
-    if isinstance(session, Leading):
+    if isinstance(session, Coordinator):
         session.reset_statistics()
     if loaded.speculation.speculator is not None:
         loaded.speculation.speculator.report.reset()
 
 
-def describe(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+def model_status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
     """See `MoE.status`."""
     offloaded, speculation = loaded.offloaded, loaded.speculation
     return {
@@ -92,7 +92,7 @@ def describe(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         },
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
         "offload": None if offloaded is None else offloaded.status(),
-        "parallel": session.status() if isinstance(session, Leading) else None,
+        "parallel": session.status() if isinstance(session, Coordinator) else None,
         "tools": loaded.codec.tools.as_dict(),
         "reasoning": loaded.codec.reasoning.as_dict(),
         "notices": list(loaded.notices),
@@ -119,7 +119,7 @@ class MoE:
         self,
         loaded: LoadedModel,
         profile: LoadedProfile,
-        session: Leading | Following | None = None,
+        session: Coordinator | WorkerLoop | None = None,
     ) -> None:
         self.profile = profile
         self.codec = loaded.codec
@@ -130,7 +130,7 @@ class MoE:
         self._loaded = loaded
         self._session = session
         self._process = os.getpid()
-        self._turn = Turn()
+        self._turn = ModelLock()
         closing = ExitStack()
         self._close = weakref.finalize(self, closing.close)
         for part in (loaded.offloaded, session):
@@ -274,7 +274,7 @@ class MoE:
     def room_for(self, num_prompt: int) -> int:
         """New tokens that context and memory have room for behind a prompt, at least 1."""
         kv_tokens = self._loaded.memory_plan.kv_tokens
-        if isinstance(self._session, Leading):
+        if isinstance(self._session, Coordinator):
             kv_tokens = max(self._session.kv_tokens.values())
         limits = [_pool(self.profile.profile, kv_tokens), self.context_length]
         return max(min(limit for limit in limits if limit is not None) - num_prompt, 1)
@@ -282,7 +282,7 @@ class MoE:
     def loop(self) -> StepLoop:
         """A step loop of its own over this model and all its ranks, for callers that drive it."""
         self._check_open()
-        if not isinstance(self._session, Leading):
+        if not isinstance(self._session, Coordinator):
             return self.engine()
         goes_on = self.profile.profile.parallel.on_rank_loss == "continue"
         return ParallelEngine(self._session, self._planning_engine, goes_on=goes_on)
@@ -295,7 +295,7 @@ class MoE:
         """
         self._check_open()
         profile = self.profile.profile
-        borrowed = borrowed_room(self._loaded.offloaded, self.memory_plan, profile.offload)
+        borrowed = kv_borrowing(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
             self.backbone,
             self.experts,
@@ -309,12 +309,12 @@ class MoE:
         """The part of an engine that plans, for a rank that computes elsewhere."""
         profile = _with_pool(self.profile.profile, kv_tokens)
         expect = self._loaded.expect
-        return Engine(self.backbone, self.experts, profile, expect=expect, runner=Elsewhere())
+        return Engine(self.backbone, self.experts, profile, expect=expect, runner=RemoteRunner())
 
     @property
     def rank(self) -> int:
         """Of this process among those of its launch that share the model; 0 is its user's."""
-        return self._session.team.rank if isinstance(self._session, Following) else 0
+        return self._session.team.rank if isinstance(self._session, WorkerLoop) else 0
 
     def serve_rank(self) -> None:
         """Where `rank` is not 0: compute what rank 0 says, until it closes its model.
@@ -322,7 +322,7 @@ class MoE:
         Raises:
             RankLostError: rank 0 is lost.
         """
-        assert isinstance(self._session, Following), "rank 0 is served by the others"
+        assert isinstance(self._session, WorkerLoop), "rank 0 is served by the others"
         self._session.serve()
 
     def on_rank_loss(self, tell: Callable[[RankLostError], object]) -> None:
@@ -330,7 +330,7 @@ class MoE:
 
         The process ends a few seconds later.
         """
-        if isinstance(self._session, Leading):
+        if isinstance(self._session, Coordinator):
             self._session.team.on_loss = tell
 
     def request(
@@ -342,7 +342,7 @@ class MoE:
         shown: Collection[int] = (),
         *,
         chat: bool = False,
-    ) -> Group:
+    ) -> SequenceGroup:
         """Check one prompt and its parameters and make the sequences for an `engine`.
 
         Args:
@@ -369,7 +369,7 @@ class MoE:
         ``speculation`` is what drafts came to, null where none are made.
         ``parallel`` is what every rank has sent, null where there is one; the rest is of this rank.
         """
-        return counters(self._loaded, self._session)
+        return model_stats(self._loaded, self._session)
 
     def reset_stats(self) -> None:
         reset(self._loaded, self._session)
@@ -391,7 +391,7 @@ class MoE:
     def status(self) -> dict[str, Any]:
         """What runs how, and what does not and why, ready for JSON."""
         sampling = {"sampling": self.defaults.origins}
-        return describe(self._loaded, self._session) | sampling
+        return model_status(self._loaded, self._session) | sampling
 
 
 def _pool(profile: Profile, kv_tokens: int) -> int:

@@ -30,7 +30,7 @@ def plain_torch() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-class Turn:
+class ModelLock:
     """Called for each step: threads take turns, as they use the model's one cache of experts."""
 
     def __init__(self) -> None:

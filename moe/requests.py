@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import ContextError, RequestError
 from moe.loader import LoadedModel
 from moe.sampling.params import SamplingParams
@@ -27,7 +27,7 @@ def make_group(
     shown: Collection[int] = (),
     *,
     chat: bool = False,
-) -> Group:
+) -> SequenceGroup:
     """The sequences of one request; see `MoE.request` and `MoE.room_for`. Raises `RequestError`."""
     ids = loaded.codec.encode(prompt)
     num_new = params.max_new_tokens
@@ -58,7 +58,7 @@ def make_group(
         )
         for index in range(params.n)
     ]
-    return Group(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
+    return SequenceGroup(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
 
 
 def is_chat(prompt: Prompt) -> bool:

@@ -29,11 +29,11 @@ STALL_S, SLOW_S = 1000.0, 0.05
 
 def break_steps() -> None:
     """All take a while, and one raises or never ends."""
-    from moe.parallel.rank_worker import Mirror
+    from moe.parallel.rank_worker import EngineMirror
 
-    steps, run = 0, Mirror.run
+    steps, run = 0, EngineMirror.run
 
-    def broken(self: Mirror, *arguments: Any) -> Any:
+    def broken(self: EngineMirror, *arguments: Any) -> Any:
         nonlocal steps
         steps += 1
         time.sleep(SLOW_S)
@@ -42,17 +42,17 @@ def break_steps() -> None:
             time.sleep(STALL_S)
         return run(self, *arguments)
 
-    Mirror.run = broken  # type: ignore[assignment, method-assign]
+    EngineMirror.run = broken  # type: ignore[assignment, method-assign]
 
 
 def run_out_of_memory() -> None:
     """When experts are run in one step of this rank, once."""
     from moe.network import moe_layer as expert_rows
-    from moe.parallel.rank_worker import Mirror
+    from moe.parallel.rank_worker import EngineMirror
 
-    steps, run, run_rows = 0, Mirror.run, expert_rows.run_rows
+    steps, run, run_rows = 0, EngineMirror.run, expert_rows.run_rows
 
-    def counted(self: Mirror, *arguments: Any) -> Any:
+    def counted(self: EngineMirror, *arguments: Any) -> Any:
         nonlocal steps
         steps += 1
         return run(self, *arguments)
@@ -63,7 +63,7 @@ def run_out_of_memory() -> None:
         expert_rows.run_rows = run_rows
         raise MemoryError("no memory, on purpose")
 
-    Mirror.run = counted  # type: ignore[assignment, method-assign]
+    EngineMirror.run = counted  # type: ignore[assignment, method-assign]
     expert_rows.run_rows = broken  # type: ignore[assignment]
 
 

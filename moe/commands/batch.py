@@ -22,7 +22,7 @@ from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from moe.completion import StreamEvent, places_of
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError, StructureError
 from moe.model import MoE
 from moe.sequence import RunningSequence
@@ -190,7 +190,7 @@ class _Request:
     number: int
     custom_id: str
     body: ChatRequest | CompletionRequest
-    groups: Sequence[Group]
+    groups: Sequence[SequenceGroup]
     left: int
     events: list[StreamEvent] = field(default_factory=list)
 
@@ -288,7 +288,7 @@ class Batch:
         request_id = uuid.uuid4().hex
         self._write(output(number, custom_id, error.status, request_id, error.body(), reason))
 
-    def _cancel(self, groups: Sequence[Group]) -> None:
+    def _cancel(self, groups: Sequence[SequenceGroup]) -> None:
         for group in groups:
             self._engine.cancel(group)
             for sequence in group.sequences:

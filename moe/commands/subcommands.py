@@ -240,9 +240,9 @@ def _worked(model: str, profile: Any) -> bool:
         MoEError: the model cannot be loaded, or the ranks do not come together.
         RankLostError: rank 0 is lost.
     """
-    from moe.parallel.launch import end_with_parent, wanted_launch
+    from moe.parallel.launch import end_with_parent, required_launch
 
-    launch = wanted_launch(profile.profile)
+    launch = required_launch(profile.profile)
     if launch is None:
         return False
     end_with_parent()
@@ -251,10 +251,10 @@ def _worked(model: str, profile: Any) -> bool:
         return False
     with importing():
         from moe.model import MoE
-        from moe.parallel.endings import sheltered
+        from moe.parallel.endings import shield_from_launcher
 
     if profile.profile.parallel.on_rank_loss == "continue":
-        sheltered(launch)
+        shield_from_launcher(launch)
 
     with closing(MoE.from_pretrained(model, profile)) as loaded:
         # A launcher signals all ranks: rank 0 finishes what it has begun, then stops the others.

@@ -14,13 +14,13 @@ STEPS = 32
 """Sizes between the smallest cache and twice that: it changes seldom, not with each token."""
 
 
-def borrowed_room(
+def kv_borrowing(
     offloaded: Offloaded | None, plan: MemoryPlan, settings: OffloadSettings
-) -> BorrowedRoom | None:
+) -> KVBorrowing | None:
     """The border, where the profile lets it move and it can: slots of a GPU are fixed."""
     if offloaded is None or not settings.borrow or len(offloaded.tiers) > 1:
         return None
-    return BorrowedRoom(offloaded.cache, plan)
+    return KVBorrowing(offloaded.cache, plan)
 
 
 def borrowing_notice(offloaded: Offloaded | None, profile: Profile) -> str:
@@ -30,7 +30,7 @@ def borrowing_notice(offloaded: Offloaded | None, profile: Profile) -> str:
     return "offload.borrow changes nothing on a GPU: its slots are fixed while a model is loaded"
 
 
-class BorrowedRoom:
+class KVBorrowing:
     """Moves the border between an expert cache and the pool of keys and values.
 
     Args:

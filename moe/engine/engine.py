@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from moe.calibration.foresight import Expect
-from moe.engine.borrowing import BorrowedRoom
-from moe.engine.prefill_batch import Group, Outcome, Step, Wave
+from moe.engine.borrowing import KVBorrowing
+from moe.engine.prefill_batch import Outcome, PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
-from moe.engine.runner import Runner
-from moe.engine.scheduler import Grouping, Scheduler
+from moe.engine.runner import ModelRunner
+from moe.engine.scheduler import ExpertAwareOrder, Scheduler
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceKV
 from moe.network.moe_layer import MoELayers
@@ -26,11 +26,11 @@ Event = tuple[RunningSequence, Delta | Exception]
 
 
 class StepRunner(Protocol):
-    """Computes steps, here or elsewhere; see `Runner`."""
+    """Computes steps, here or elsewhere; see `ModelRunner`."""
 
-    def run(self, step: Step) -> list[Outcome]: ...
+    def run(self, step: ScheduledStep) -> list[Outcome]: ...
 
-    def follow(self, wave: Wave | None) -> None: ...
+    def follow(self, wave: PrefillBatch | None) -> None: ...
 
 
 class StepLoop(Protocol):
@@ -46,9 +46,9 @@ class StepLoop(Protocol):
 
     def occupancy(self) -> dict[str, int]: ...
 
-    def submit(self, group: Group) -> None: ...
+    def submit(self, group: SequenceGroup) -> None: ...
 
-    def cancel(self, group: Group) -> None: ...
+    def cancel(self, group: SequenceGroup) -> None: ...
 
     def step(self) -> list[Event]: ...
 
@@ -71,12 +71,12 @@ class Engine:
         backbone: Backbone,
         experts: MoELayers,
         profile: Profile,
-        borrowed: BorrowedRoom | None = None,
+        borrowed: KVBorrowing | None = None,
         expect: Expect | None = None,
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
     ) -> None:
-        self.runner: StepRunner = runner or Runner(backbone, experts, speculator)
+        self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
         self._borrowed = borrowed
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
@@ -90,7 +90,7 @@ class Engine:
             can_cut=backbone.packed,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
-            grouping=Grouping(expect, profile.engine.overlap_patience) if expect else None,
+            grouping=ExpertAwareOrder(expect, profile.engine.overlap_patience) if expect else None,
         )
 
     @property
@@ -135,11 +135,11 @@ class Engine:
             },
         }
 
-    def submit(self, group: Group) -> None:
+    def submit(self, group: SequenceGroup) -> None:
         """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
         self.scheduler.submit(group)
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: SequenceGroup) -> None:
         """Forget sequences between steps; what they held is freed."""
         self.scheduler.drop(group)
         group.forget()
@@ -157,14 +157,14 @@ class Engine:
         """
         return self.take_in(self.runner.run(self.plan()))
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         """The first half of `step`: who takes part."""
         step = self.scheduler.plan()
         if self._borrowed is not None:
             self._borrowed.follow(self.held_tokens(step))
         return step
 
-    def held_tokens(self, step: Step) -> float:
+    def held_tokens(self, step: ScheduledStep) -> float:
         """Tokens of keys and values while the step runs, drafts and what they bring included."""
         most = self.scheduler.num_used_tokens() + len(step.decode) * self._rows
         return min(most, self.scheduler.kv_tokens)
@@ -174,7 +174,7 @@ class Engine:
         events: list[Event] = []
         for sequence, tokens in outcomes:
             events += [(sequence, event) for event in _take(sequence, tokens)]
-        gone = {sequence for sequence, event in events if not _goes_on(event)}
+        gone = {sequence for sequence, event in events if not _continues(event)}
         self._keep_prefixes(gone)
         for sequence in gone:
             sequence.cache = None
@@ -204,5 +204,5 @@ def _take(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[De
     return added
 
 
-def _goes_on(event: Delta | Exception) -> bool:
+def _continues(event: Delta | Exception) -> bool:
     return isinstance(event, Delta) and event.finish_reason is None

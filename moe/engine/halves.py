@@ -18,14 +18,14 @@ from moe.network.lanes import Lane, LaneState
 from moe.network.moe_layer import MoELayers, serve
 
 
-def run_halves(
+def run_overlapped(
     halves: Sequence[Sequence[Lane]],
     experts: MoELayers,
     pause_at: Mapping[Lane, int] | None = None,
 ) -> None:
     """Drive the lanes of both halves as `moe.network.lanes.run_lanes` does, in a block of
     `MoELayers.lockstep` whose layers are all visited here."""
-    first, second = (_Half(lanes, experts, pause_at or {}) for lanes in halves)
+    first, second = (_MicroBatch(lanes, experts, pause_at or {}) for lanes in halves)
     try:
         _walk(first, second, experts.take_pass())
     except ExchangeError as error:
@@ -33,7 +33,7 @@ def run_halves(
             half.give_up(error)
 
 
-def _walk(first: _Half, second: _Half, layers: Sequence[int]) -> None:
+def _walk(first: _MicroBatch, second: _MicroBatch, layers: Sequence[int]) -> None:
     first.start()
     for number, layer in enumerate(layers):
         first.depart(layer)
@@ -51,7 +51,7 @@ def _walk(first: _Half, second: _Half, layers: Sequence[int]) -> None:
         second.start()
 
 
-class _Half:
+class _MicroBatch:
     """Lanes that come to layers together."""
 
     def __init__(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe.engine.prefill_mode import Mode, Pauses
+from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.errors import RankError, RequestError
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceCache, Work
@@ -27,7 +27,7 @@ from offload.errors import OffloadError
 
 
 @dataclass(eq=False)
-class Group:
+class SequenceGroup:
     """Sequences that continue one prompt; the prompt is read once for all of them.
 
     Attributes:
@@ -106,7 +106,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PromptChunk:
     """Tokens of a group's prompt that one wave reads.
 
     Attributes:
@@ -114,7 +114,7 @@ class Piece:
         is_last: the prompt ends with them, so the next token can be sampled.
     """
 
-    group: Group
+    group: SequenceGroup
     token_ids: list[int]
     is_last: bool
 
@@ -125,7 +125,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Wave:
+class PrefillBatch:
     """Prompts that are read together, in order of their turns.
 
     Attributes:
@@ -134,7 +134,7 @@ class Wave:
         stage: what runs in this step: up to the pause of this index, or to the end.
     """
 
-    pieces: list[Piece]
+    pieces: list[PromptChunk]
     pauses: tuple[int, ...] = ()
     stage: int = 0
 
@@ -148,7 +148,7 @@ class Wave:
         return self.stage == self.num_stages - 1
 
 
-class WaveDraft:
+class PrefillBatchBuilder:
     """A wave in the making.
 
     Args:
@@ -162,9 +162,9 @@ class WaveDraft:
     """
 
     def __init__(
-        self, prefill: PrefillSettings, mode: Mode, num_decoding: int, *, can_cut: bool
+        self, prefill: PrefillSettings, mode: PrefillMode, num_decoding: int, *, can_cut: bool
     ) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[PromptChunk] = []
         self._mode = mode
         self._can_cut = can_cut
         self._num_left = prefill.wave_tokens
@@ -173,7 +173,7 @@ class WaveDraft:
         # Every token whose log probability is wanted costs a row of logits over the vocabulary.
         self._num_scored_left = prefill.chunk_tokens
 
-    def take(self, group: Group) -> bool:
+    def take(self, group: SequenceGroup) -> bool:
         """Add what fits of a prompt; False: it has to wait for the next wave."""
         scored = group.prompt_logprobs is not None
         limit = min(self._num_left, self._num_scored_left) if scored else self._num_left
@@ -185,20 +185,20 @@ class WaveDraft:
             return False
         if cut:
             token_ids = token_ids[:limit]
-        self.pieces.append(Piece(group, token_ids, is_last=not cut))
+        self.pieces.append(PromptChunk(group, token_ids, is_last=not cut))
         self._num_left -= len(token_ids)
         self._num_scored_left -= len(token_ids) if scored else 0
         return True
 
-    def wave(self, pauses: Pauses) -> Wave:
+    def wave(self, pauses: ChoosePauses) -> PrefillBatch:
         """The finished wave; a layered one takes a step for each group of layers."""
         if self._mode != "layered":
-            return Wave(self.pieces)
-        return Wave(self.pieces, pauses([piece.span for piece in self.pieces]))
+            return PrefillBatch(self.pieces)
+        return PrefillBatch(self.pieces, pauses([piece.span for piece in self.pieces]))
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledStep:
     """Who takes part in a step: running sequences by one token each, and a stage of a wave.
 
     Attributes:
@@ -208,7 +208,7 @@ class Step:
     """
 
     decode: list[RunningSequence]
-    wave: Wave | None
+    wave: PrefillBatch | None
     spare_tokens: float = 0
     halves: bool = False
 
@@ -220,7 +220,7 @@ Outcome = tuple[RunningSequence, list[Token] | Exception]
 """A sequence and its next tokens, or why there are none."""
 
 
-class Reading:
+class PrefillPass:
     """A wave in flight; its lanes are asleep between stages.
 
     Args:
@@ -228,7 +228,7 @@ class Reading:
         backbone: reads it.
     """
 
-    def __init__(self, wave: Wave, backbone: Backbone) -> None:
+    def __init__(self, wave: PrefillBatch, backbone: Backbone) -> None:
         self.wave = wave
         self._backbone = backbone
         self._work = [_work(piece, backbone) for piece in wave.pieces]
@@ -255,14 +255,14 @@ class Reading:
         return outcomes
 
 
-def _work(piece: Piece, backbone: Backbone) -> Work:
+def _work(piece: PromptChunk, backbone: Backbone) -> Work:
     group = piece.group
     if group.cache is None:
         group.cache = backbone.new_cache(group.sequences[0].capacity)
     return Work(piece.token_ids, group.cache, all_logits=group.prompt_logprobs is not None)
 
 
-def _score(group: Group, rows: Tensor | Exception) -> Tensor | Exception:
+def _score(group: SequenceGroup, rows: Tensor | Exception) -> Tensor | Exception:
     """Keep the log probabilities of the prompt's tokens, where somebody wants them."""
     if group.prompt_logprobs is None or isinstance(rows, Exception):
         return rows
@@ -273,7 +273,9 @@ def _score(group: Group, rows: Tensor | Exception) -> Tensor | Exception:
     return rows
 
 
-def _finish_piece(piece: Piece, cache: SequenceCache, rows: Tensor | Exception) -> list[Outcome]:
+def _finish_piece(
+    piece: PromptChunk, cache: SequenceCache, rows: Tensor | Exception
+) -> list[Outcome]:
     group = piece.group
     if isinstance(rows, Exception):
         group.cache = None

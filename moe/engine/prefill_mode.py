@@ -32,7 +32,7 @@ from routing import RoutingStatistics
 Prompts = Sequence[range]
 """Of each prompt the positions that are read."""
 
-Pauses = Callable[[Prompts], tuple[int, ...]]
+ChoosePauses = Callable[[Prompts], tuple[int, ...]]
 """The layers at which a layered wave sleeps, from its prompts."""
 
 
@@ -62,14 +62,14 @@ class LayerWork:
         """From the weights; attention and ``top_k`` from the configuration."""
         config = network.config.get_text_config()
         return cls(
-            trunk=2.0 * trunk_weights(network) / len(layers),
+            trunk=2.0 * backbone_weights(network) / len(layers),
             pair=_pair_operations(config) / len(layers),
             expert=2.0 * sum(map(_expert_weights, layers)) / len(layers),
             top_k=experts_per_token(config),
         )
 
 
-def trunk_weights(network: PreTrainedModel) -> int:
+def backbone_weights(network: PreTrainedModel) -> int:
     """Elements of all matrices but embeddings, output head and experts."""
     head = network.get_output_embeddings()
     modules = (m for m in network.modules() if m is not head and not isinstance(m, nn.Embedding))
@@ -106,7 +106,7 @@ def _expert_weights(layer: LayerExperts) -> int:
     return (parts + 1) * experts.intermediate_size * experts.hidden_size
 
 
-def stage_pauses(
+def layer_group_pauses(
     work: LayerWork, group_tokens: int, prompts: Prompts, num_layers: int
 ) -> tuple[int, ...]:
     """MoE layers before whose experts a wave of prompts sleeps until the next step.
@@ -123,13 +123,13 @@ def stage_pauses(
     done = [(layer + 1) * attention + layer * experts for layer in range(num_layers)]
     done.append(num_layers * (attention + experts))
     longest = num_layers * _longest_chunk(work, group_tokens, prompts) * (1 + 1e-9)
-    pauses: list[int] = []
+    layered_pauses: list[int] = []
     begin = 0.0
     for layer in range(num_layers):
         if done[layer + 1] - begin > longest:
-            pauses.append(layer)
+            layered_pauses.append(layer)
             begin = done[layer]
-    return tuple(pauses)
+    return tuple(layered_pauses)
 
 
 def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> float:
@@ -154,7 +154,7 @@ def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> floa
 
 # ----
 
-Mode = Literal["whole", "chunked", "layered"]
+PrefillMode = Literal["whole", "chunked", "layered"]
 Frequencies = Sequence[NDArray[np.float64]]
 """Share of a layer's tokens that visit each expert, ``(E,)`` for every layer."""
 
@@ -166,7 +166,7 @@ SMALLEST_SAVING = 0.05
 class PrefillChoice:
     """Which mode reads the next prompts, and the expert loads predicted for both ways."""
 
-    mode: Mode
+    mode: PrefillMode
     chunked_loads: float
     layered_loads: float
 
@@ -209,16 +209,16 @@ def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -
     return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
 
 
-def pauses(
+def layered_pauses(
     settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
 ) -> tuple[int, ...]:
-    """`stage_pauses` of a layered wave, with the experts a token visits by their frequencies."""
+    """`layer_group_pauses` of a layered wave, with the experts a token visits by their frequencies."""
     visits = sum(float(layer.sum()) for layer in frequencies)
     measured = replace(work, top_k=visits / len(frequencies))
-    return stage_pauses(measured, settings.group_tokens, prompts, len(frequencies))
+    return layer_group_pauses(measured, settings.group_tokens, prompts, len(frequencies))
 
 
-def choose(
+def choose_prefill(
     settings: PrefillSettings,
     frequencies: Frequencies,
     work: LayerWork,
@@ -226,11 +226,11 @@ def choose(
     num_decoding: int,
 ) -> PrefillChoice:
     """What ``auto`` takes for the next prompt tokens, as if of one prompt: the fewer loads."""
-    num_stages = len(pauses(settings, frequencies, work, [range(num_tokens)])) + 1
+    num_stages = len(layered_pauses(settings, frequencies, work, [range(num_tokens)])) + 1
     layered = layered_loads(frequencies, num_tokens, num_stages, num_decoding)
     chunks = chunk_sizes(settings, num_tokens, num_decoding)
     chunked = chunked_loads(frequencies, chunks, num_decoding)
-    mode: Mode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
+    mode: PrefillMode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
     return PrefillChoice(mode, chunked, layered)
 
 
@@ -243,7 +243,7 @@ class PrefillPlanner:
         statistics: of the model, growing.
 
     Attributes:
-        last_choice: what `choose` decided last.
+        last_choice: what `choose_prefill` decided last.
     """
 
     def __init__(
@@ -254,14 +254,14 @@ class PrefillPlanner:
         self._statistics = statistics
         self.last_choice: PrefillChoice | None = None
 
-    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
+    def layered_pauses(self, prompts: Prompts) -> tuple[int, ...]:
         """Layers at which a layered wave of these prompts sleeps until the next step."""
         frequencies = measured_frequencies(self._statistics, self._work.top_k)
-        return pauses(self._settings, frequencies, self._work, prompts)
+        return layered_pauses(self._settings, frequencies, self._work, prompts)
 
-    def choose(self, num_tokens: int, num_decoding: int) -> Mode:
+    def choose_prefill(self, num_tokens: int, num_decoding: int) -> PrefillMode:
         """The mode for the next prompt tokens."""
         frequencies = measured_frequencies(self._statistics, self._work.top_k)
-        choice = choose(self._settings, frequencies, self._work, num_tokens, num_decoding)
+        choice = choose_prefill(self._settings, frequencies, self._work, num_tokens, num_decoding)
         self.last_choice = choice
         return choice.mode

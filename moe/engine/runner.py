@@ -16,8 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.engine.halves import run_halves
-from moe.engine.prefill_batch import Outcome, Reading, Step, Wave, results, sample
+from moe.engine.halves import run_overlapped
+from moe.engine.prefill_batch import (
+    Outcome,
+    PrefillBatch,
+    PrefillPass,
+    ScheduledStep,
+    results,
+    sample,
+)
 from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
@@ -28,7 +35,7 @@ from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
 
 
-class Runner:
+class ModelRunner:
     """Computes what a scheduler has planned.
 
     Args:
@@ -43,10 +50,10 @@ class Runner:
         self.backbone = backbone
         self.experts = experts
         self._speculator = speculator
-        self._reading: Reading | None = None
+        self._reading: PrefillPass | None = None
 
     @torch.inference_mode()
-    def run(self, step: Step) -> list[Outcome]:
+    def run(self, step: ScheduledStep) -> list[Outcome]:
         """The next tokens of everybody who gets some in this step.
 
         Where the forward pass or the sampler of a sequence raises, that is its outcome; the others
@@ -54,7 +61,7 @@ class Runner:
         """
         self.follow(step.wave)
         if step.wave is not None and self._reading is None:
-            self._reading = Reading(step.wave, self.backbone)
+            self._reading = PrefillPass(step.wave, self.backbone)
         reading = self._reading
         unread = [_num_unread(sequence) for sequence in step.decode]
         speculator = self._speculator if max(unread, default=0) == 1 else None
@@ -83,7 +90,7 @@ class Runner:
         return outcomes
 
     def _read(
-        self, tokens: Sequence[Work], reading: Reading | None, halves: bool
+        self, tokens: Sequence[Work], reading: PrefillPass | None, halves: bool
     ) -> list[Tensor | Exception]:
         """Logits of each sequence's tokens; what else is read goes on to its end or its pause."""
         cut = len(tokens) // 2 if halves and reading is None else len(tokens)
@@ -92,7 +99,7 @@ class Runner:
         pauses = reading.pauses() if reading else None
         others = reading.lanes if reading else lanes[1]
         if halves:
-            run_halves((lanes[0], others), self.experts, pauses)
+            run_overlapped((lanes[0], others), self.experts, pauses)
         else:
             run_lanes([*others, *lanes[0]], self.experts.run, pause_at=pauses)
         return [
@@ -107,7 +114,7 @@ class Runner:
         most = SHORT if self.backbone.packed else 1  # a state of its own wants them one by one
         return sequence.token_ids[start : start + most]
 
-    def follow(self, wave: Wave | None) -> None:
+    def follow(self, wave: PrefillBatch | None) -> None:
         """Stop reading what the scheduler has given up for this wave."""
         if self._reading is not None and self._reading.wave is not wave:
             self._reading.cancel()

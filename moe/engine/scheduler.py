@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from moe.calibration.foresight import Expect
-from moe.engine.prefill_batch import Group, Step, Wave, WaveDraft
-from moe.engine.prefill_mode import Mode, Pauses
+from moe.engine.prefill_batch import PrefillBatch, PrefillBatchBuilder, ScheduledStep, SequenceGroup
+from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import PrefixCache
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
@@ -82,7 +82,7 @@ def expected_units(needs: Floats) -> float:
 _LEAST_SAVING = 0.02
 
 
-class Grouping:
+class ExpertAwareOrder:
     """Orders a queue.
 
     Args:
@@ -96,8 +96,8 @@ class Grouping:
         self._overtaken: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
 
     def arrange(
-        self, waiting: Sequence[Group], running: Sequence[RunningSequence], room: int
-    ) -> list[Group]:
+        self, waiting: Sequence[SequenceGroup], running: Sequence[RunningSequence], room: int
+    ) -> list[SequenceGroup]:
         """The queue, in the order in which a wave should take from it.
 
         Prompts that were read in part stay in front: what has been read takes memory.
@@ -122,7 +122,7 @@ class Grouping:
         left = [index for index in range(len(fresh)) if index not in chosen]
         return [*begun, *(fresh[index] for index in (*chosen, *left))]
 
-    def taken(self, taken: Sequence[Group], left: Sequence[Group]) -> None:
+    def taken(self, taken: Sequence[SequenceGroup], left: Sequence[SequenceGroup]) -> None:
         """A wave took some groups; those with a sooner turn have been overtaken."""
         last = max((group.turn for group in taken), default=None)
         for group in left:
@@ -166,12 +166,12 @@ class Scheduler:
         prefill: PrefillSettings,
         engine: EngineSettings,
         kv_tokens: int | None,
-        pauses: Pauses,
+        pauses: ChoosePauses,
         *,
         can_cut: bool = True,
-        choose_mode: Callable[[int, int], Mode] | None = None,
+        choose_mode: Callable[[int, int], PrefillMode] | None = None,
         prefixes: PrefixCache | None = None,
-        grouping: Grouping | None = None,
+        grouping: ExpertAwareOrder | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -181,9 +181,9 @@ class Scheduler:
         self._choose_mode = choose_mode
         self.prefixes = prefixes
         self._grouping = grouping
-        self.waiting: list[Group] = []
+        self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
-        self.wave: Wave | None = None
+        self.wave: PrefillBatch | None = None
         self._num_steps = 0
         self._num_arrived = 0
 
@@ -191,7 +191,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self.waiting or self.running or self.wave)
 
-    def submit(self, group: Group) -> None:
+    def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
         group.check_fits(self.kv_tokens, self.engine.max_batch_size)
         self._num_arrived += 1
@@ -200,7 +200,7 @@ class Scheduler:
             sequence.turn = (step, self._num_arrived)
         insort(self.waiting, group, key=_turn)
 
-    def plan(self) -> Step:
+    def plan(self) -> ScheduledStep:
         """The next step. `finish` must follow with what became of it."""
         self._num_steps += 1
         while self.num_used_tokens() + len(self.running) > self.kv_tokens:
@@ -211,7 +211,7 @@ class Scheduler:
         else:
             self.wave = self._next_wave()
         spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
-        return Step(list(self.running), self.wave, max(0, spare))
+        return ScheduledStep(list(self.running), self.wave, max(0, spare))
 
     def finish(self, gone: Collection[RunningSequence]) -> None:
         """Take in that a step was run, and which sequences ended in it.
@@ -231,7 +231,7 @@ class Scheduler:
             self.wave = None
         self.running = [sequence for sequence in self.running if sequence not in gone]
 
-    def drop(self, group: Group) -> None:
+    def drop(self, group: SequenceGroup) -> None:
         """Forget a group between steps, wherever it is; a wave ends if nobody else is in it."""
         for sequence in group.sequences:
             sequence.cancelled = True
@@ -263,7 +263,7 @@ class Scheduler:
                 return False
         return True
 
-    def _give_up_read(self, groups: Sequence[Group]) -> bool:
+    def _give_up_read(self, groups: Sequence[SequenceGroup]) -> bool:
         """Free a known prefix, or else the last prompt of ``groups`` that was read in part."""
         if self.prefixes is not None and self.prefixes.evict():
             return True
@@ -286,12 +286,12 @@ class Scheduler:
         elif last is not None and (wave is not None or len(self.running) > 1):
             self.running.pop()
             last.cache = None
-            insort(self.waiting, Group([last]), key=_turn)
+            insort(self.waiting, SequenceGroup([last]), key=_turn)
         else:
             return False
         return True
 
-    def _next_wave(self) -> Wave | None:
+    def _next_wave(self) -> PrefillBatch | None:
         """Take prompts from the queue, in order, while memory, batch and token budget allow."""
         if self._grouping is not None:
             room = self.engine.max_batch_size - len(self.running)
@@ -303,10 +303,12 @@ class Scheduler:
             self.waiting.sort(key=_turn)
         return wave
 
-    def _draft_wave(self) -> Wave | None:
+    def _draft_wave(self) -> PrefillBatch | None:
         if not self.waiting or not self._fits(1):
             return None
-        draft = WaveDraft(self.prefill, self._mode(), len(self.running), can_cut=self.can_cut)
+        draft = PrefillBatchBuilder(
+            self.prefill, self._mode(), len(self.running), can_cut=self.can_cut
+        )
         for count, group in enumerate(self.waiting, 1):
             if not self._fits(count):
                 break
@@ -316,7 +318,7 @@ class Scheduler:
         del self.waiting[: len(draft.pieces)]
         return draft.wave(self._pauses)
 
-    def _reuse_prefix(self, group: Group) -> None:
+    def _reuse_prefix(self, group: SequenceGroup) -> None:
         if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:
             return
         first = group.sequences[0]
@@ -327,7 +329,7 @@ class Scheduler:
                 for sequence in group.sequences:
                     sequence.num_known = known.length
 
-    def _mode(self) -> Mode:
+    def _mode(self) -> PrefillMode:
         if self._choose_mode is None:
             assert self.prefill.mode != "auto"
             return self.prefill.mode

@@ -15,11 +15,11 @@ from torch.distributed import Store
 from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
-from moe.parallel.expected_load import Arrivals, Planned
+from moe.parallel.expected_load import ExpectedLoad, PlannedSteps
 from moe.parallel.group import leave_group
 from moe.parallel.overlap import Overlap
-from moe.parallel.rank_worker import Station
-from moe.parallel.team import Leader
+from moe.parallel.rank_worker import RankWorker
+from moe.parallel.team import WorkerLinks
 from moe.parallel.transport import Message
 from moe.parallel.worker import join_group
 from moe.settings import ParallelSettings
@@ -27,7 +27,7 @@ from moe.settings import ParallelSettings
 _logger = logging.getLogger("moe")
 
 
-class Leading:
+class Coordinator:
     """Rank 0 and the others.
 
     Args:
@@ -45,10 +45,10 @@ class Leading:
     """
 
     def __init__(
-        self, team: Leader, station: Station, store: Store, settings: ParallelSettings
+        self, team: WorkerLinks, station: RankWorker, store: Store, settings: ParallelSettings
     ) -> None:
         self.team, self.station = team, station
-        self.arrivals: Arrivals | None = None
+        self.arrivals: ExpectedLoad | None = None
         self._store, self._settings = store, settings
         self._numbers = itertools.count(1)
         self._engines = itertools.count()
@@ -75,7 +75,7 @@ class Leading:
         return next(self._engines)
 
     def step(
-        self, message: Message, orders: Mapping[int, Message], planned: Planned
+        self, message: Message, orders: Mapping[int, Message], planned: PlannedSteps
     ) -> dict[int, Message]:
         """Let every rank compute its part of a step.
 

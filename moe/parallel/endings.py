@@ -9,13 +9,13 @@ import sys
 from contextlib import suppress
 
 from moe.parallel.launch import Launch, end_with_parent
-from moe.parallel.membership import Roll, start_of, this_host
+from moe.parallel.membership import Membership, start_of, this_host
 
 LOST = 1
 """Exit code of a rank that ends because another is lost."""
 
 
-def end_stopped(roll: Roll, rank: int) -> None:
+def kill_lost_rank(roll: Membership, rank: int) -> None:
     """Kill a lost rank that is on this machine: it may be stopped, or hang for ever."""
     lost = roll.members[rank]
     same = lost.host == this_host() and lost.born == start_of(lost.pid) != ""
@@ -24,7 +24,7 @@ def end_stopped(roll: Roll, rank: int) -> None:
             os.kill(lost.pid, signal.SIGKILL)
 
 
-def end_now(why: str) -> None:
+def exit_now(why: str) -> None:
     """End this process from any thread, without waiting for anything that may hang."""
     print(f"moe: {why}", file=sys.stderr, flush=True)
     os._exit(LOST)
@@ -36,7 +36,7 @@ def end_now(why: str) -> None:
 # be lost is therefore the child of a process that has nothing to do but to outlive it.
 
 
-def sheltered(launch: Launch) -> None:
+def shield_from_launcher(launch: Launch) -> None:
     """Go on in a child; this process stays until that has ended, or else until rank 0 has.
 
     To be called before anything has started a thread.

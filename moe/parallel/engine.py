@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from moe.engine.engine import Engine, Event
-from moe.engine.prefill_batch import Group, Step
+from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.errors import RankLostError, RequestError
-from moe.parallel.coordinator import Leading
-from moe.parallel.orders import Desk, Part, is_last, layers_of
+from moe.parallel.coordinator import Coordinator
+from moe.parallel.orders import OrderQueue, RankScheduler, is_last, layers_of
 from moe.sequence import RunningSequence
 
 NewEngine = Callable[[int], Engine]
@@ -28,10 +28,10 @@ class ParallelEngine:
         goes_on: where a rank is lost, the others read its sequences again.
     """
 
-    def __init__(self, leading: Leading, new_engine: NewEngine, *, goes_on: bool) -> None:
+    def __init__(self, leading: Coordinator, new_engine: NewEngine, *, goes_on: bool) -> None:
         self._leading, self._new_engine, self._goes_on = leading, new_engine, goes_on
         self._homes: dict[RunningSequence, int] = {}
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, RankScheduler] = {}
         self._open()
 
     @property
@@ -57,7 +57,7 @@ class ParallelEngine:
         own = [part.engine.occupancy() for part in self._parts.values()]
         return {name: sum(counts[name] for counts in own) for name in own[0]}
 
-    def submit(self, group: Group) -> None:
+    def submit(self, group: SequenceGroup) -> None:
         """Queue sequences on the rank with the least to do.
 
         Raises:
@@ -75,7 +75,7 @@ class ParallelEngine:
         assert reason is not None
         raise reason
 
-    def cancel(self, group: Group) -> None:
+    def cancel(self, group: SequenceGroup) -> None:
         """Forget sequences between steps; what they held is freed."""
         homes = {self._homes.pop(sequence, None) for sequence in group.sequences}
         for rank in homes - {None}:
@@ -126,7 +126,9 @@ class ParallelEngine:
         self._epoch, self._id = leading.epoch, leading.new_engine()
         self._parts = {}
         for rank in leading.team.ranks:
-            self._parts[rank] = Part(Desk(), self._new_engine(leading.kv_tokens[rank]))
+            self._parts[rank] = RankScheduler(
+                OrderQueue(), self._new_engine(leading.kv_tokens[rank])
+            )
         weakref.finalize(self, leading.ended.append, self._id).atexit = False
 
     def _flush(self) -> None:
@@ -135,7 +137,7 @@ class ParallelEngine:
             return
         for rank, part in self._parts.items():
             if part.desk.has_orders:
-                order = {"engine": self._id, "order": part.desk.order(Step([], None))}
+                order = {"engine": self._id, "order": part.desk.order(ScheduledStep([], None))}
                 if rank == 0:
                     self._leading.station.prepare(order)
                 else:

@@ -18,12 +18,12 @@ from transformers import PreTrainedConfig
 from experts.placement.forecast import WINDOW, Foreseen
 from experts.placement.placement import Floats
 from moe.calibration.foresight import token_table
-from moe.engine.prefill_batch import Group, Step
+from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.parallel.orders import layers_of
 from routing.predict import NO_TOKEN, contexts
 from routing.predict.token_table import TokenTable
 
-Planned = Iterable[tuple[Step, Sequence[Group]]]
+PlannedSteps = Iterable[tuple[ScheduledStep, Sequence[SequenceGroup]]]
 """Of each rank its next step, and the prompts that wait behind it, in order."""
 
 AHEAD = 48
@@ -33,7 +33,7 @@ SAMPLE = 1 << 13
 
 
 @dataclass(frozen=True)
-class _Read:
+class _StepTokens:
     """What all ranks read in a step, as contexts ``(T, 2)``.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Read:
         return torch.cat([self.decoded, *(own for layers, own in self.prompts if layer in layers)])
 
 
-class Arrivals:
+class ExpectedLoad:
     """Of all ranks, as rank 0 plans them.
 
     Args:
@@ -68,21 +68,23 @@ class Arrivals:
 
     def reset(self) -> None:
         """Begin anew, for a new group of ranks."""
-        self._read: deque[_Read] = deque(maxlen=WINDOW + 1)
-        self._behind: list[list[tuple[Group, int]]] = []
+        self._read: deque[_StepTokens] = deque(maxlen=WINDOW + 1)
+        self._behind: list[list[tuple[SequenceGroup, int]]] = []
 
-    def see(self, planned: Planned) -> None:
+    def see(self, planned: PlannedSteps) -> None:
         """The step that begins."""
         self._behind, prompts, decoded = [], [], []
         for step, waiting in planned:
             decoded += [[NO_TOKEN, *sequence.last_tokens(2)][-2:] for sequence in step.decode]
             pieces = step.wave.pieces if step.wave is not None else []
             if pieces:
-                layers = range(*layers_of([Step([], step.wave)], self._num_layers))
+                layers = range(*layers_of([ScheduledStep([], step.wave)], self._num_layers))
                 prompts.append((layers, _contexts([piece.token_ids for piece in pieces])))
             begun = [(piece.group, piece.span.stop) for piece in pieces]
             self._behind.append([*begun, *((group, group.num_read) for group in waiting)])
-        self._read.append(_Read(prompts, torch.tensor(decoded, dtype=torch.int64).view(-1, 2)))
+        self._read.append(
+            _StepTokens(prompts, torch.tensor(decoded, dtype=torch.int64).view(-1, 2))
+        )
 
     def of_layer(self, layer: int, ahead: float) -> Foreseen | None:
         """Of so many steps to come; None where none of them is known to read anything."""
@@ -124,12 +126,12 @@ class Arrivals:
         return found.astype(np.float64) * each
 
 
-def arrivals_of(
+def expected_load_of(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
-) -> Arrivals | None:
+) -> ExpectedLoad | None:
     """As a calibration beside the model lets expect; None where there is none."""
     table = token_table(path, config, num_experts)
-    return None if table is None else Arrivals(table, len(num_experts))
+    return None if table is None else ExpectedLoad(table, len(num_experts))
 
 
 def _contexts(runs: Sequence[Sequence[int]]) -> Tensor:

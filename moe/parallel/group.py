@@ -22,13 +22,13 @@ from torch.distributed import PrefixStore, Store
 from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
 from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
-from moe.parallel.watchdog import Pulse
+from moe.parallel.watchdog import Heartbeat
 
 
 class WatchedExchange:
     """An exchange that tells the watchdog when this rank waits for others."""
 
-    def __init__(self, exchange: Exchange, pulse: Pulse) -> None:
+    def __init__(self, exchange: Exchange, pulse: Heartbeat) -> None:
         self._exchange, self._pulse = exchange, pulse
         self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
         self.same_machine, sockets = exchange.same_machine, exchange.sockets
@@ -59,7 +59,7 @@ class WatchedExchange:
 
 
 def form_group(
-    store: Store, epoch: int, ranks: Sequence[int], rank: int, timeout_s: float, pulse: Pulse
+    store: Store, epoch: int, ranks: Sequence[int], rank: int, timeout_s: float, pulse: Heartbeat
 ) -> WatchedExchange:
     """The group of these ranks; all of them call this.
 

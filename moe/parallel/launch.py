@@ -33,7 +33,7 @@ _BYTES = 32
 
 
 @contextmanager
-def new_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
+def offer_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
     """The secret of a launch, and what rank 0 says of it; to be heard within the block."""
     if given := os.environ.get(SECRET):
         yield given.encode(), {}
@@ -48,7 +48,7 @@ def new_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
         yield secret, {"secret_file": file.name}
 
 
-def heard_secret(said: Message) -> bytes:
+def read_secret(said: Message) -> bytes:
     """The secret, from what rank 0 has said.
 
     Raises:
@@ -129,7 +129,7 @@ class Launch:
         return found
 
 
-def wanted_launch(profile: Profile) -> Launch | None:
+def required_launch(profile: Profile) -> Launch | None:
     """This process as one of several ranks, None where it is alone.
 
     Raises:

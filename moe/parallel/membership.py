@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from moe.errors import LaunchError
-from moe.parallel.launch import Launch, heard_secret, new_secret
+from moe.parallel.launch import Launch, offer_secret, read_secret
 from moe.parallel.transport import Connection, WireError, accept, connect, listen
 from moe.settings.profile import KEYS, Profile, value_of
 from offload.hot_set import FILE_NAME
@@ -122,7 +122,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Roll:
+class Membership:
     """Ranks that have come together.
 
     Attributes:
@@ -173,7 +173,7 @@ KINDS = (CONTROL, WATCH)
 _HANDSHAKE_S = 10.0
 
 
-def come_together(launch: Launch, identity: Identity, timeout_s: float) -> Roll:
+def rendezvous(launch: Launch, identity: Identity, timeout_s: float) -> Membership:
     """Meet the other ranks.
 
     Raises:
@@ -185,7 +185,7 @@ def come_together(launch: Launch, identity: Identity, timeout_s: float) -> Roll:
     return _join(launch, Member.here(identity), deadline, timeout_s)
 
 
-def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Roll:
+def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
     store = _open_store(launch, timeout_s)
     _say(store, "member/0", own.__dict__)
     missing = _missing(store, launch, deadline)
@@ -196,7 +196,7 @@ def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Rol
     elif lines := differences({rank: m.identity for rank, m in enumerate(members)}):
         problem = "the ranks do not fit together:\n  " + "\n  ".join(lines)
     with (
-        new_secret(on_one_machine=launch.on_one_machine) as (secret, where),
+        offer_secret(on_one_machine=launch.on_one_machine) as (secret, where),
         listen(launch.address, 2 * launch.size) as listener,
     ):
         port = listener.getsockname()[1]
@@ -205,17 +205,17 @@ def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Rol
             _await_farewells(store, launch, missing)
             raise LaunchError(problem)
         connections = _accept_all(listener, launch.size, secret, deadline, timeout_s)
-    return Roll(store, members, connections)
+    return Membership(store, members, connections)
 
 
-def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Roll:
+def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
     store = _open_store(launch, timeout_s)
     _say(store, f"member/{launch.rank}", own.__dict__)
     verdict = _hear(store, "verdict", deadline, "rank 0 has not said whether the ranks fit")
     if verdict["problem"]:
         _say(store, f"farewell/{launch.rank}", {})
         raise LaunchError(verdict["problem"])
-    secret, port = heard_secret(verdict), verdict["port"]
+    secret, port = read_secret(verdict), verdict["port"]
     connections: dict[str, dict[int, Connection]] = {}
     for kind in KINDS:
         who = {"rank": launch.rank, "kind": kind}
@@ -224,7 +224,7 @@ def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Rol
         except WireError as error:
             raise LaunchError(f"rank {launch.rank} cannot reach rank 0: {error}") from error
     members = [_member(store, rank) for rank in range(launch.size)]
-    return Roll(store, members, connections)
+    return Membership(store, members, connections)
 
 
 def _open_store(launch: Launch, timeout_s: float) -> Store:

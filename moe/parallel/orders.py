@@ -18,7 +18,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe.engine.engine import Engine, Event
-from moe.engine.prefill_batch import Group, Outcome, Piece, Step, Wave
+from moe.engine.prefill_batch import (
+    Outcome,
+    PrefillBatch,
+    PromptChunk,
+    ScheduledStep,
+    SequenceGroup,
+)
 from moe.errors import RankError, StructureError
 from moe.network.kv_cache import SequenceKV
 from moe.parallel.transport import Message
@@ -30,7 +36,7 @@ from offload.errors import OffloadError
 class RemoteCache(SequenceKV):
     """Keys and values that another rank holds; freed there when this handle is garbage."""
 
-    def __init__(self, desk: Desk, capacity: int, length: int = 0) -> None:
+    def __init__(self, desk: OrderQueue, capacity: int, length: int = 0) -> None:
         super().__init__(capacity)
         self.length = length
         self.id = desk.new_id()
@@ -43,7 +49,7 @@ class RemoteCache(SequenceKV):
         return copy
 
 
-class Desk:
+class OrderQueue:
     """Orders for one rank, and its replies.
 
     Attributes:
@@ -56,8 +62,8 @@ class Desk:
         self._ids: dict[RunningSequence, int] = {}
         self._known: dict[int, RunningSequence] = {}
         self._ended: list[int] = []
-        self._wave: Wave | None = None
-        self._made: dict[Group, list[RemoteCache]] = {}
+        self._wave: PrefillBatch | None = None
+        self._made: dict[SequenceGroup, list[RemoteCache]] = {}
 
     def new_id(self) -> int:
         return next(self._numbers)
@@ -75,7 +81,7 @@ class Desk:
                 del self._known[number]
                 self._ended.append(number)
 
-    def order(self, step: Step) -> Message:
+    def order(self, step: ScheduledStep) -> Message:
         """The rank's part of a step."""
         pieces = step.wave.pieces if step.wave is not None else []
         takes_part = [*step.decode, *(s for piece in pieces for s in piece.group.sequences)]
@@ -87,7 +93,7 @@ class Desk:
         message["ended"], self._ended = self._ended, []
         return message
 
-    def outcomes(self, reply: Message, step: Step) -> list[Outcome]:
+    def outcomes(self, reply: Message, step: ScheduledStep) -> list[Outcome]:
         """What the rank's reply says, for `Engine.take_in`."""
         outcomes: list[Outcome] = []
         for number, tokens, error, prompt in reply["outcomes"]:
@@ -117,7 +123,7 @@ class Desk:
             "index": sampler.index,
         }
 
-    def _wave_order(self, wave: Wave) -> Message:
+    def _wave_order(self, wave: PrefillBatch) -> Message:
         if wave is self._wave:
             return {"stage": wave.stage}
         self._wave = wave
@@ -125,7 +131,7 @@ class Desk:
         pieces = [self._piece_order(piece) for piece in wave.pieces]
         return {"stage": wave.stage, "pauses": wave.pauses, "pieces": pieces}
 
-    def _piece_order(self, piece: Piece) -> Message:
+    def _piece_order(self, piece: PromptChunk) -> Message:
         group = piece.group
         if group.cache is None:
             group.cache = RemoteCache(self, group.sequences[0].capacity)
@@ -140,7 +146,7 @@ class Desk:
             "scored": group.prompt_logprobs is not None,
         }
 
-    def _settle_wave(self, wave: Wave | None, failed: set[RunningSequence]) -> None:
+    def _settle_wave(self, wave: PrefillBatch | None, failed: set[RunningSequence]) -> None:
         """Hand the state of prompts that have been read to their sequences."""
         if wave is None or not wave.is_last_stage:
             return
@@ -183,41 +189,41 @@ _FORESEEN = 1024
 """
 
 
-class Elsewhere:
+class RemoteRunner:
     """Stands where an engine has its runner, for sequences that other ranks compute."""
 
-    def run(self, step: Step) -> list[Outcome]:
+    def run(self, step: ScheduledStep) -> list[Outcome]:
         raise AssertionError("this engine plans only")
 
-    def follow(self, wave: Wave | None) -> None:
+    def follow(self, wave: PrefillBatch | None) -> None:
         """The next order says what is read."""
 
 
 @dataclass
-class Part:
+class RankScheduler:
     """A rank's sequences.
 
     Args:
         desk: writes orders, and reads replies.
-        engine: plans; its runner is `Elsewhere`.
+        engine: plans; its runner is `RemoteRunner`.
     """
 
-    desk: Desk
+    desk: OrderQueue
     engine: Engine
 
-    def plan(self) -> tuple[Step, Message]:
+    def plan(self) -> tuple[ScheduledStep, Message]:
         """The rank's next step, and how it is told."""
         step = self.engine.plan()
         used = self.engine.scheduler.num_used_tokens() + len(step.decode)
         return step, self.desk.order(step) | {"used": used}
 
-    def take_in(self, reply: Message, step: Step) -> list[Event]:
+    def take_in(self, reply: Message, step: ScheduledStep) -> list[Event]:
         """What became of the step."""
         events = self.engine.take_in(self.desk.outcomes(reply, step))
         self.desk.forget([sequence for sequence, event in events if is_last(event)])
         return events
 
-    def cost(self, group: Group) -> float:
+    def cost(self, group: SequenceGroup) -> float:
         """Tokens to be read and made here with this group, but for those that are known."""
         scheduler = self.engine.scheduler
         groups = [*self._groups(), group]
@@ -229,16 +235,16 @@ class Part:
             known = scheduler.prefixes.known(group.sequences[0].salt, group.token_ids)
         return unread + unsaid - known
 
-    def unfinished(self) -> list[Group]:
+    def unfinished(self) -> list[SequenceGroup]:
         """Everything that has not ended, as if nothing of it had been read."""
-        groups = [*self._groups(), *(Group([s]) for s in self.engine.scheduler.running)]
+        groups = [*self._groups(), *(SequenceGroup([s]) for s in self.engine.scheduler.running)]
         for group in groups:
             group.forget()
             for sequence in group.sequences:
                 sequence.cache = None
         return [group for group in groups if not group.cancelled]
 
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[SequenceGroup]:
         """Prompts that wait or are being read."""
         scheduler = self.engine.scheduler
         pieces = scheduler.wave.pieces if scheduler.wave is not None else []
@@ -250,7 +256,7 @@ def is_last(event: object) -> bool:
     return isinstance(event, Exception) or getattr(event, "finish_reason", None) is not None
 
 
-def layers_of(steps: Iterable[Step], num_layers: int) -> tuple[int, int]:
+def layers_of(steps: Iterable[ScheduledStep], num_layers: int) -> tuple[int, int]:
     """First MoE layer that anybody visits in a step, and the one after the last."""
     spans = []
     for step in steps:

@@ -12,15 +12,21 @@ from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
-from moe.engine.borrowing import BorrowedRoom
-from moe.engine.prefill_batch import Group, Outcome, Piece, Step, Wave
-from moe.engine.runner import Runner
+from moe.engine.borrowing import KVBorrowing
+from moe.engine.prefill_batch import (
+    Outcome,
+    PrefillBatch,
+    PromptChunk,
+    ScheduledStep,
+    SequenceGroup,
+)
+from moe.engine.runner import ModelRunner
 from moe.network.kv_cache import SequenceCache
 from moe.network.moe_layer import MoELayers
-from moe.parallel.expected_load import Arrivals
+from moe.parallel.expected_load import ExpectedLoad
 from moe.parallel.group import WatchedExchange
 from moe.parallel.transport import Message
-from moe.parallel.watchdog import Pulse
+from moe.parallel.watchdog import Heartbeat
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
 from moe.sampling.sampler import Sampler, Token
@@ -36,7 +42,7 @@ from offload.offloaded import Offloaded
 # See `moe.parallel.orders` for what an order says.
 
 
-class Mirror:
+class EngineMirror:
     """The sequences of one engine of rank 0 that are computed here.
 
     Args:
@@ -48,10 +54,10 @@ class Mirror:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         logits_size: int,
         structures: Structures,
-        borrowed: BorrowedRoom | None = None,
+        borrowed: KVBorrowing | None = None,
     ) -> None:
         self._runner = runner
         self._logits_size = logits_size
@@ -60,8 +66,8 @@ class Mirror:
         self._sequences: dict[int, RunningSequence] = {}
         self._numbers: dict[RunningSequence, int] = {}
         self._caches: dict[int, SequenceCache] = {}
-        self._groups: dict[int, Group] = {}
-        self._wave: Wave | None = None
+        self._groups: dict[int, SequenceGroup] = {}
+        self._wave: PrefillBatch | None = None
         self._wave_caches: list[list[int]] = []
 
     def _prepare(self, order: Message) -> None:
@@ -98,7 +104,7 @@ class Mirror:
         for sequence, (_, cache) in zip(decode, order["decode"], strict=True):
             sequence.cache = self._caches[cache]
         spare = float("inf") if order["spare"] is None else order["spare"]
-        outcomes = self._runner.run(Step(decode, self._wave, spare, halves))
+        outcomes = self._runner.run(ScheduledStep(decode, self._wave, spare, halves))
         self._settle_wave()
         for sequence in decode:
             sequence.cache = None  # the table holds it, until rank 0 says that it is free
@@ -119,27 +125,27 @@ class Mirror:
         sequence.token_ids = fields["tokens"]
         return sequence
 
-    def _ordered_wave(self, order: Message | None) -> Wave | None:
+    def _ordered_wave(self, order: Message | None) -> PrefillBatch | None:
         if order is None:
             return None
         if "pieces" in order:
             self._wave_caches = [piece["caches"] for piece in order["pieces"]]
             pieces = [self._piece(piece) for piece in order["pieces"]]
-            return Wave(pieces, tuple(order["pauses"]), order["stage"])
+            return PrefillBatch(pieces, tuple(order["pauses"]), order["stage"])
         assert self._wave is not None
         self._wave.stage = order["stage"]
         return self._wave
 
-    def _piece(self, order: Message) -> Piece:
+    def _piece(self, order: Message) -> PromptChunk:
         first = order["sequences"][0]
         sequences = [self._sequences[number] for number in order["sequences"]]
         group = self._groups.get(first)
         if group is None or group.sequences != sequences or order["start"] == 0:
             scores: list[Token | None] | None = [] if order["scored"] else None
-            group = self._groups[first] = Group(sequences, prompt_logprobs=scores)
+            group = self._groups[first] = SequenceGroup(sequences, prompt_logprobs=scores)
         group.num_read, group.cache = order["start"], self._caches.get(order["caches"][0])
         end = order["start"] + order["size"]
-        return Piece(group, group.token_ids[order["start"] : end], order["is_last"])
+        return PromptChunk(group, group.token_ids[order["start"] : end], order["is_last"])
 
     def _settle_wave(self) -> None:
         """Note the caches of a wave under the numbers that rank 0 knows them by."""
@@ -177,7 +183,7 @@ def _fields(token: Token) -> list[Any]:
 # ----
 
 
-class Station:
+class RankWorker:
     """The computing side of a rank.
 
     Args:
@@ -195,15 +201,15 @@ class Station:
     def __init__(
         self,
         experts: MoELayers,
-        new_mirror: Callable[[], Mirror],
+        new_mirror: Callable[[], EngineMirror],
         settings: ParallelSettings,
-        pulse: Pulse,
+        pulse: Heartbeat,
         offloaded: Offloaded | None = None,
     ) -> None:
         self._experts, self._new_mirror = experts, new_mirror
         self._offloaded = offloaded
         self._settings, self._pulse = settings, pulse
-        self._mirrors: dict[int, Mirror] = {}
+        self._mirrors: dict[int, EngineMirror] = {}
         self._exchange: WatchedExchange | None = None
         self.placements: list[Placement] = []
         self.dispatcher: AllToAllDispatcher | None = None
@@ -270,7 +276,7 @@ class Station:
             reply["traffic"] = self.dispatcher.statistics.as_dict()
         return reply
 
-    def rebalancer(self, arrivals: Arrivals | None) -> Rebalancer:
+    def rebalancer(self, arrivals: ExpectedLoad | None) -> Rebalancer:
         """What changes the placements of this group where that pays."""
         offloaded, seconds_LE = self._offloaded, []
         for index, layer in enumerate(self._experts.layers):
@@ -309,7 +315,7 @@ class Station:
                 layer.cache.drop((index, int(expert)) for expert in np.flatnonzero(~mine_E))
                 layer.cache.warm((index, int(expert)) for expert in np.flatnonzero(mine_E))
 
-    def _mirror(self, message: Message) -> Mirror:
+    def _mirror(self, message: Message) -> EngineMirror:
         engine = message["engine"]
         if engine not in self._mirrors:
             self._mirrors[engine] = self._new_mirror()

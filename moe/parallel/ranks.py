@@ -12,21 +12,21 @@ from pathlib import Path
 
 import torch
 
-from moe.engine.borrowing import borrowed_room
-from moe.engine.runner import Runner
+from moe.engine.borrowing import kv_borrowing
+from moe.engine.runner import ModelRunner
 from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
 from moe.machine import memory_available
-from moe.parallel.coordinator import Leading
-from moe.parallel.expected_load import arrivals_of
+from moe.parallel.coordinator import Coordinator
+from moe.parallel.expected_load import expected_load_of
 from moe.parallel.group import own_address, use_interface
 from moe.parallel.launch import LOOPBACK, Launch
-from moe.parallel.membership import WATCH, Roll, come_together, identity
-from moe.parallel.rank_worker import Mirror, Station
-from moe.parallel.team import Follower, Leader
-from moe.parallel.watchdog import Pulse
-from moe.parallel.worker import Following
+from moe.parallel.membership import WATCH, Membership, identity, rendezvous
+from moe.parallel.rank_worker import EngineMirror, RankWorker
+from moe.parallel.team import CoordinatorLink, WorkerLinks
+from moe.parallel.watchdog import Heartbeat
+from moe.parallel.worker import WorkerLoop
 from moe.settings.profile import Profile
 
 WHOLE = (
@@ -47,8 +47,8 @@ class Ranks:
     """
 
     launch: Launch
-    roll: Roll
-    team: Leader | Follower
+    roll: Membership
+    team: WorkerLinks | CoordinatorLink
     notices: list[str]
 
     @property
@@ -69,27 +69,29 @@ class Ranks:
                 changed["memory"] = profile.memory.model_copy(update=memory)
         return profile.model_copy(update=changed)
 
-    def session(self, loaded: LoadedModel, profile: Profile, path: Path) -> Leading | Following:
+    def session(
+        self, loaded: LoadedModel, profile: Profile, path: Path
+    ) -> Coordinator | WorkerLoop:
         """This rank with its model of a path; rank 0 waits until all others have theirs."""
-        station = _station(loaded, profile, self.team.pulse)
+        station = _rank_worker(loaded, profile, self.team.pulse)
         store, kv_tokens = self.roll.store, loaded.memory_plan.kv_tokens
-        if isinstance(self.team, Follower):
-            return Following(self.team, station, store, profile.parallel, kv_tokens)
+        if isinstance(self.team, CoordinatorLink):
+            return WorkerLoop(self.team, station, store, profile.parallel, kv_tokens)
         counts = [layer.num_experts for layer in loaded.experts.layers]
-        leading = Leading(self.team, station, store, profile.parallel)
-        leading.arrivals = arrivals_of(path, loaded.backbone.model.config, counts)
+        leading = Coordinator(self.team, station, store, profile.parallel)
+        leading.arrivals = expected_load_of(path, loaded.backbone.model.config, counts)
         leading.begin(kv_tokens)
         return leading
 
     def fail(self, error: BaseException) -> None:
         """This rank cannot load its model: tell the others."""
-        if isinstance(self.team, Follower):
+        if isinstance(self.team, CoordinatorLink):
             self.team.fail(error)
 
 
 def load_with_ranks(
     model: str | Path, profile: Profile, load: Callable[[Profile, int], LoadedModel]
-) -> tuple[LoadedModel, Leading | Following | None]:
+) -> tuple[LoadedModel, Coordinator | WorkerLoop | None]:
     """Load a model as one of the ranks of this launch; None where there is no other rank.
 
     Args:
@@ -125,7 +127,7 @@ def meet(model: str | Path, profile: Profile) -> Ranks | None:
     launch = Launch.from_environment(os.environ) if settings.enabled else None
     if launch is None:
         return None
-    roll = come_together(launch, identity(profile, resolve_model(model)), settings.start_timeout_s)
+    roll = rendezvous(launch, identity(profile, resolve_model(model)), settings.start_timeout_s)
     if launch.on_one_machine:
         use_interface(LOOPBACK)
     else:
@@ -133,11 +135,11 @@ def meet(model: str | Path, profile: Profile) -> Ranks | None:
     if _on_cuda(profile):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     notices = launch.warnings
-    team: Leader | Follower
+    team: WorkerLinks | CoordinatorLink
     if launch.rank == 0:
-        team = Leader(roll, settings.timeout_s)
+        team = WorkerLinks(roll, settings.timeout_s)
     else:
-        team = Follower(roll, launch.rank, settings.timeout_s)
+        team = CoordinatorLink(roll, launch.rank, settings.timeout_s)
     return Ranks(launch, roll, team, notices)
 
 
@@ -145,12 +147,12 @@ def _on_cuda(profile: Profile) -> bool:
     return profile.device != "cpu" and torch.cuda.is_available()
 
 
-def _station(loaded: LoadedModel, profile: Profile, pulse: Pulse) -> Station:
+def _rank_worker(loaded: LoadedModel, profile: Profile, pulse: Heartbeat) -> RankWorker:
     speculator, offloaded = loaded.speculation.speculator, loaded.offloaded
 
-    def new_mirror() -> Mirror:
-        borrowed = borrowed_room(offloaded, loaded.memory_plan, profile.offload)
-        runner = Runner(loaded.backbone, loaded.experts, speculator)
-        return Mirror(runner, loaded.logits_size, loaded.structures, borrowed)
+    def new_mirror() -> EngineMirror:
+        borrowed = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
+        runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
+        return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowed)
 
-    return Station(loaded.experts, new_mirror, profile.parallel, pulse, offloaded)
+    return RankWorker(loaded.experts, new_mirror, profile.parallel, pulse, offloaded)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from moe.errors import RankLostError
-from moe.parallel.endings import end_now, end_stopped
-from moe.parallel.membership import CONTROL, WATCH, Roll
+from moe.parallel.endings import exit_now, kill_lost_rank
+from moe.parallel.membership import CONTROL, WATCH, Membership
 from moe.parallel.transport import Message, WireError
-from moe.parallel.watchdog import Alarm, Pulse, Watch
+from moe.parallel.watchdog import Heartbeat, WakePipe, Watchdog
 
 NAMED_S = 2.0
 """How long the watchdog has to say who is lost, once somebody has noticed that somebody is."""
@@ -25,7 +25,7 @@ ANSWER_S = 5.0
 _logger = logging.getLogger("moe")
 
 
-class Leader:
+class WorkerLinks:
     """Rank 0, which talks to the user and plans.
 
     Args:
@@ -41,8 +41,8 @@ class Leader:
             thread that computes, which may hang.
     """
 
-    def __init__(self, roll: Roll, timeout_s: float) -> None:
-        self.pulse, self.rank = Pulse(), 0
+    def __init__(self, roll: Membership, timeout_s: float) -> None:
+        self.pulse, self.rank = Heartbeat(), 0
         self.ranks = list(range(len(roll.members)))
         self.on_loss: Callable[[RankLostError], object] | None = None
         self.goes_on = False
@@ -51,11 +51,11 @@ class Leader:
         self.gone: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._named = threading.Event()
-        self._alarm = Alarm()
+        self._alarm = WakePipe()
         for connection in self._control.values():
             connection.socket.settimeout(timeout_s)
         peers = roll.connections[WATCH]
-        self._watch = Watch(0, peers, self.pulse, timeout_s, self._on_loss, self._on_message)
+        self._watch = Watchdog(0, peers, self.pulse, timeout_s, self._on_loss, self._on_message)
         self._watch.start()
 
     def tell(self, rank: int, message: Message) -> None:
@@ -125,13 +125,13 @@ class Leader:
         self._lost.setdefault(rank, why)
         self._named.set()
         self._alarm.ring()
-        end_stopped(self._roll, rank)
+        kill_lost_rank(self._roll, rank)
         if self.goes_on and rank != 0:
             return
         error = self.loss()
         for other in self.ranks[1:]:
             self._watch.say(other, {"end": str(error)})
-        ending = threading.Timer(ANSWER_S, end_now, [str(error)])
+        ending = threading.Timer(ANSWER_S, exit_now, [str(error)])
         ending.daemon = True
         ending.start()
         if self.on_loss is not None:
@@ -142,7 +142,7 @@ class Leader:
 # ---- Any rank but the first: it takes orders, and ends with rank 0.
 
 
-class Follower:
+class CoordinatorLink:
     """Any other rank.
 
     Args:
@@ -154,12 +154,12 @@ class Follower:
         pulse: of this process.
     """
 
-    def __init__(self, roll: Roll, rank: int, timeout_s: float) -> None:
-        self.pulse, self.rank = Pulse(), rank
+    def __init__(self, roll: Membership, rank: int, timeout_s: float) -> None:
+        self.pulse, self.rank = Heartbeat(), rank
         self._control = roll.connections[CONTROL][0]
         self._control.socket.settimeout(None)
         peers = roll.connections[WATCH]
-        self._watch = Watch(rank, peers, self.pulse, timeout_s, self._on_loss, self._on_message)
+        self._watch = Watchdog(rank, peers, self.pulse, timeout_s, self._on_loss, self._on_message)
         self._watch.start()
 
     def order(self) -> Message:
@@ -191,10 +191,10 @@ class Follower:
         )
 
     def _on_message(self, rank: int, message: Message) -> None:
-        end_now(f"rank {self.rank} ends: {message['end']}")
+        exit_now(f"rank {self.rank} ends: {message['end']}")
 
     def _on_loss(self, rank: int, why: str) -> None:
         if rank == self.rank:  # this process hangs; rank 0 sees that too
             return
         # Rank 0 is left alone: it may be cut off only, and have callers to answer.
-        end_now(f"rank {self.rank} ends: rank {rank} {why}")
+        exit_now(f"rank {self.rank} ends: rank {rank} {why}")

@@ -26,7 +26,7 @@ SOONER = 0.75
 State = Literal["idle", "computing", "waiting"]
 
 
-class Pulse:
+class Heartbeat:
     """How far this process is; set by the thread that computes."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Peer:
         return ""
 
 
-class Watch(threading.Thread):
+class Watchdog(threading.Thread):
     """Looks after other ranks until it is closed.
 
     Args:
@@ -80,7 +80,7 @@ class Watch(threading.Thread):
         self,
         rank: int,
         peers: Mapping[int, Connection],
-        pulse: Pulse,
+        pulse: Heartbeat,
         timeout_s: float,
         on_loss: Callable[[int, str], None],
         on_message: Callable[[int, Message], None],
@@ -155,7 +155,7 @@ class Watch(threading.Thread):
         self._on_loss(rank, why)
 
 
-class Alarm:
+class WakePipe:
     """Wakes a thread that waits in `select`."""
 
     def __init__(self) -> None:

@@ -8,13 +8,13 @@ from experts.dispatch import ExchangeError
 from experts.placement import Placement
 from moe.errors import LaunchError
 from moe.parallel.group import form_group, leave_group
-from moe.parallel.rank_worker import Station
-from moe.parallel.team import Follower, Leader
+from moe.parallel.rank_worker import RankWorker
+from moe.parallel.team import CoordinatorLink, WorkerLinks
 from moe.parallel.transport import Message
 from moe.settings import ParallelSettings
 
 
-class Following:
+class WorkerLoop:
     """Any rank but the first, with its model.
 
     Args:
@@ -27,8 +27,8 @@ class Following:
 
     def __init__(
         self,
-        team: Follower,
-        station: Station,
+        team: CoordinatorLink,
+        station: RankWorker,
         store: Store,
         settings: ParallelSettings,
         kv_tokens: int,
@@ -75,10 +75,10 @@ class Following:
 
 
 def join_group(
-    station: Station,
+    station: RankWorker,
     store: Store,
     order: Message,
-    team: Leader | Follower,
+    team: WorkerLinks | CoordinatorLink,
     settings: ParallelSettings,
 ) -> None:
     """Form the group that an order describes, with the others; or be alone."""

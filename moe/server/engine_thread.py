@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from moe.completion import StreamEvent, places_of
 from moe.engine.engine import StepLoop
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, RequestError, StructureError
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
@@ -48,7 +48,7 @@ class Job:
     clock: TokenClock
     accepted: asyncio.Future[None]
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
-    groups: Sequence[Group] = ()
+    groups: Sequence[SequenceGroup] = ()
     closed: bool = False
 
     @property
@@ -286,7 +286,7 @@ class Runner:
         model = self.ready_model()
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work, model)
 
-    async def submit(self, build: Callable[[MoE], Sequence[Group]]) -> Job:
+    async def submit(self, build: Callable[[MoE], Sequence[SequenceGroup]]) -> Job:
         """Make a request and queue it; `close` must follow.
 
         Args:

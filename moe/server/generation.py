@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moe.completion import StreamEvent
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
@@ -169,7 +169,7 @@ async def answer(
     return await run_in_threadpool(lambda: JSONResponse(whole()))
 
 
-def make_groups(model: MoE, body: GenerationRequest) -> list[Group]:
+def make_groups(model: MoE, body: GenerationRequest) -> list[SequenceGroup]:
     """What the engine is to run: a group for each prompt. Takes a while, and has no event loop."""
     said, chat = body.sampling(), isinstance(body, ChatRequest)
     shown: Collection[int] = ()

@@ -16,7 +16,7 @@ from benchmarks.prefill_cost import Machine, Part, Shape, bounds, parts_of, pred
 from benchmarks.prefill_modes import MODES, Figures, savings
 from examples.models.random_models import bench_dir, without_end
 from moe import MoE
-from moe.engine.prefill_mode import LayerWork, choose
+from moe.engine.prefill_mode import LayerWork, choose_prefill
 from moe.settings import PrefillSettings
 
 SHAPE = Shape(
@@ -53,7 +53,7 @@ def test_every_mode_reads_every_token_in_every_layer(
 def test_predicted_loads_are_those_that_the_engine_chooses_by(mode: str, decoding: int) -> None:
     frequencies = [np.linspace(0.01, 0.2, 16) for _ in range(6)]
     settings = PrefillSettings(chunk_tokens=64, group_tokens=64)
-    choice = choose(settings, frequencies, SHAPE.work, 200, decoding)
+    choice = choose_prefill(settings, frequencies, SHAPE.work, 200, decoding)
     expected = choice.chunked_loads if mode == "chunked" else choice.layered_loads
     parts = parts_of(mode, 200, decoding, 64, frequencies, SHAPE.work)
     assert predicted_loads(frequencies, parts, decoding) == pytest.approx(expected)

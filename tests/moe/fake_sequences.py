@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe.engine.prefill_mode import Mode, Prompts
+from moe.engine.prefill_mode import PrefillMode, Prompts
 from moe.engine.scheduler import Scheduler
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
@@ -30,7 +30,7 @@ class FakeSequence:
 
 
 def scheduler(
-    mode: Mode, kv_tokens: int | None = None, batch: int = 4, age: int = AGE
+    mode: PrefillMode, kv_tokens: int | None = None, batch: int = 4, age: int = AGE
 ) -> Scheduler:
     prefill = PrefillSettings(mode=mode, wave_tokens=12, chunk_tokens=6, group_tokens=4)
     engine = EngineSettings(max_batch_size=batch, priority_steps=age)

@@ -6,7 +6,7 @@ import pytest
 
 from moe.decode.enable import FUSED_OFF
 from moe.describe.packing import Packing
-from moe.loader import notices
+from moe.loader import load_notices
 from moe.loading.load import LoadReport
 from moe.text.tokenizer import TextCodec
 
@@ -23,7 +23,7 @@ def test_tensors_left_out_or_filled_in_are_said(
 ) -> None:
     report = LoadReport(ignored, computed)
     codec = TextCodec(None, vocab_size=10, no_tokenizer_reason="none was given")
-    packing, tokenizer, tensors = notices(Packing(False, "a reason"), FUSED_OFF, codec, report)
+    packing, tokenizer, tensors = load_notices(Packing(False, "a reason"), FUSED_OFF, codec, report)
     assert packing.endswith(
         "prompts are neither cut nor kept for others that begin alike: a reason"
     )

@@ -17,7 +17,7 @@ import numpy as np
 from experts.placement import Placement
 from experts.placement.rebalance import Moves
 from moe import MoE, SamplingParams
-from moe.parallel.coordinator import Leading
+from moe.parallel.coordinator import Coordinator
 from moe.settings.profile import load_profile
 
 RANDOM = random.Random(7)
@@ -89,7 +89,7 @@ class Restless:
 def moved(model: MoE) -> dict[str, Any]:
     """What is said while experts move all the time. They are read where they go between steps."""
     leading = model._session
-    assert isinstance(leading, Leading)
+    assert isinstance(leading, Coordinator)
     assert leading._rebalancer is not None
     leading._rebalancer.close()
     restless = Restless(list(leading.station.placements))

@@ -24,7 +24,7 @@ from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
-from moe.engine.halves import run_halves
+from moe.engine.halves import run_overlapped
 from moe.loading.memory_plan import GIB
 from moe.network.kv_cache import SequenceCache, Work
 from moe.network.lanes import run_lanes
@@ -125,7 +125,7 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
             with ranks.together(everywhere[first:end]):
                 if ranks.halves:
                     both = list(lanes.values())
-                    run_halves((both[::2], both[1::2]), model.experts, pauses)
+                    run_overlapped((both[::2], both[1::2]), model.experts, pauses)
                 else:
                     each = list(dict.fromkeys(lanes.values()))
                     run_lanes(each, model.experts.run, pause_at=pauses)

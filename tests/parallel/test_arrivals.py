@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from experts.placement.placement import Floats
 from moe import MoE, SamplingParams
-from moe.engine.prefill_batch import Group, Piece, Step, Wave
+from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep, SequenceGroup
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.expected_load import AHEAD, SAMPLE, Arrivals, arrivals_of
+from moe.parallel.expected_load import AHEAD, SAMPLE, ExpectedLoad, expected_load_of
 from moe.settings.profile import load_profile
 from routing.predict import contexts
 from routing.predict.token_table import TokenTable, fit_token_table
@@ -24,7 +24,7 @@ from tests.parallel.generation import MODES, PROMPTS
 from tests.parallel.test_parallel_engine import PARAMS, Loopback, tokens_of
 
 LAYERS, EXPERTS = 2, 4
-NewGroup = Callable[[Sequence[int]], Group]
+NewGroup = Callable[[Sequence[int]], SequenceGroup]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,11 @@ def near(found: Floats, wanted: Sequence[Sequence[float]]) -> bool:
     return found.shape == np.shape(wanted) and bool(np.allclose(found, wanted, rtol=0.02, atol=0.1))
 
 
-def read(group: Group, size: int) -> tuple[Step, list[Group]]:
+def read(group: SequenceGroup, size: int) -> tuple[ScheduledStep, list[SequenceGroup]]:
     ids = group.token_ids[group.num_read :]
-    return Step([], Wave([Piece(group, ids[:size], is_last=size >= len(ids))])), []
+    return ScheduledStep(
+        [], PrefillBatch([PromptChunk(group, ids[:size], is_last=size >= len(ids))])
+    ), []
 
 
 @given(st.lists(st.integers(0, EXPERTS - 1), min_size=3, max_size=40), st.integers(1, 9))
@@ -59,7 +61,7 @@ def read(group: Group, size: int) -> tuple[Step, list[Group]]:
 def test_a_prompt_is_foreseen_as_it_is_read(
     group: NewGroup, table: TokenTable, token_ids: list[int], size: int
 ) -> None:
-    one, arrivals = group(token_ids), Arrivals(table, LAYERS)
+    one, arrivals = group(token_ids), ExpectedLoad(table, LAYERS)
     steps = [token_ids[at : at + size] for at in range(0, len(token_ids), size)]
     for number in range(len(steps)):
         arrivals.see([read(one, size)])
@@ -79,29 +81,29 @@ def test_a_prompt_is_foreseen_as_it_is_read(
 def test_prompts_of_all_ranks_come_in_their_order_and_who_runs_goes_on(
     group: NewGroup, table: TokenTable
 ) -> None:
-    arrivals = Arrivals(table, LAYERS)
+    arrivals = ExpectedLoad(table, LAYERS)
     first, second, running = group([0] * 8), group([1] * 2 + [2] * 4), group([3, 3])
     for _ in range(2):
-        step = Step(running.sequences, read(first, 3)[0].wave)
-        arrivals.see([(step, [second]), (Step([], None), [group([3])])])
+        step = ScheduledStep(running.sequences, read(first, 3)[0].wave)
+        arrivals.see([(step, [second]), (ScheduledStep([], None), [group([3])])])
         first.num_read += 3
     found = arrivals.of_layer(0, AHEAD)
     assert found is not None
     assert near(found.past_SE, [[3, 0, 0, 1]])
     assert near(found.coming_SE, [[2, 1, 0, 2], [0, 1, 2, 1], [0, 0, 2, 1]])
     arrivals.reset()
-    arrivals.see([(Step([], None), [second])])
+    arrivals.see([(ScheduledStep([], None), [second])])
     assert arrivals.of_layer(0, AHEAD) is None
 
 
 def test_a_layer_that_a_wave_has_not_reached_has_seen_nothing_of_it(
     group: NewGroup, table: TokenTable
 ) -> None:
-    arrivals, one = Arrivals(table, LAYERS), group([2] * 5)
-    wave = Wave([Piece(one, one.token_ids, is_last=True)], pauses=(1,))
+    arrivals, one = ExpectedLoad(table, LAYERS), group([2] * 5)
+    wave = PrefillBatch([PromptChunk(one, one.token_ids, is_last=True)], pauses=(1,))
     for stage in range(2):
         wave.stage = stage
-        arrivals.see([(Step([], wave), [])])
+        arrivals.see([(ScheduledStep([], wave), [])])
     other = group([1] * 3)
     arrivals.see([(read(other, 3)[0], [group([0] * 4)])])
     founds = [arrivals.of_layer(layer, AHEAD) for layer in range(2)]
@@ -112,7 +114,7 @@ def test_a_layer_that_a_wave_has_not_reached_has_seen_nothing_of_it(
 def test_long_prompts_are_sampled_and_not_followed_to_their_end(
     group: NewGroup, table: TokenTable
 ) -> None:
-    arrivals, size = Arrivals(table, LAYERS), SAMPLE // 16
+    arrivals, size = ExpectedLoad(table, LAYERS), SAMPLE // 16
     one = group([0])
     one.sequences[0].prompt_token_ids = [0, 0, 0, 1] * (size * (AHEAD + 9) // 4)
     for _ in range(2):
@@ -125,7 +127,7 @@ def test_long_prompts_are_sampled_and_not_followed_to_their_end(
 
 
 def test_without_a_calibration_nothing_is_expected(tmp_path: Path) -> None:
-    assert arrivals_of(tmp_path, None, [EXPERTS]) is None  # type: ignore[arg-type]
+    assert expected_load_of(tmp_path, None, [EXPERTS]) is None  # type: ignore[arg-type]
 
 
 class Seen(Loopback):
@@ -136,7 +138,7 @@ class Seen(Loopback):
     def step(self, message: Any, orders: Mapping[int, Any], planned: Any) -> dict[int, Any]:
         planned = list(planned)
         tokens = torch.zeros(1, 2, dtype=torch.int64)
-        arrivals = Arrivals(fit_token_table(tokens, [tokens[:, :1]], [8], 9), LAYERS)
+        arrivals = ExpectedLoad(fit_token_table(tokens, [tokens[:, :1]], [8], 9), LAYERS)
         arrivals.see(planned)
         (seen,) = arrivals._read
         assert len(seen.decoded) == sum(len(order["decode"]) for order in orders.values())

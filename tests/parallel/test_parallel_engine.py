@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from moe import MoE, SamplingParams, Structure
-from moe.engine.runner import Runner
+from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.rank_worker import Mirror, Station
-from moe.parallel.watchdog import Pulse
+from moe.parallel.rank_worker import EngineMirror, RankWorker
+from moe.parallel.watchdog import Heartbeat
 from moe.sampling.sampler import LogitsError, Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
@@ -30,13 +30,13 @@ class Loopback:
     """Stands for `Leading`: every rank is a station of this process, with all experts."""
 
     def __init__(self, model: MoE, ranks: int) -> None:
-        def new_mirror() -> Mirror:
+        def new_mirror() -> EngineMirror:
             loaded = model._loaded
-            runner = Runner(loaded.backbone, loaded.experts)
-            return Mirror(runner, loaded.logits_size, loaded.structures)
+            runner = ModelRunner(loaded.backbone, loaded.experts)
+            return EngineMirror(runner, loaded.logits_size, loaded.structures)
 
-        def new_station() -> Station:
-            return Station(model.experts, new_mirror, ParallelSettings(), Pulse())
+        def new_station() -> RankWorker:
+            return RankWorker(model.experts, new_mirror, ParallelSettings(), Heartbeat())
 
         self.team = SimpleNamespace(ranks=list(range(ranks)))
         self.stations = {rank: new_station() for rank in range(ranks)}

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError, ProfileError
-from moe.parallel.launch import SECRET, Launch, wanted_launch
-from moe.parallel.membership import CONTROL, ROOT, WATCH, Roll, code_digest, come_together, identity
+from moe.parallel.launch import SECRET, Launch, required_launch
+from moe.parallel.membership import (
+    CONTROL,
+    ROOT,
+    WATCH,
+    Membership,
+    code_digest,
+    identity,
+    rendezvous,
+)
 from moe.settings.profile import load_profile
 from tests.launched import free_port
 
@@ -21,14 +29,14 @@ def launch(rank: int, size: int, port: int) -> Launch:
     return Launch(rank, size, "127.0.0.1", port, True)
 
 
-def meet(identities: list[dict[str, str]], size: int | None = None) -> list[Roll | Exception]:
+def meet(identities: list[dict[str, str]], size: int | None = None) -> list[Membership | Exception]:
     """What becomes of ranks with these identities; of a launch of more, if ``size`` says so."""
     port = free_port()
 
-    def one(rank: int) -> Roll | Exception:
+    def one(rank: int) -> Membership | Exception:
         timeout_s = 3.0 if size else 60.0  # by when all are there that come
         try:
-            return come_together(
+            return rendezvous(
                 launch(rank, size or len(identities), port), identities[rank], timeout_s
             )
         except Exception as error:
@@ -40,11 +48,11 @@ def meet(identities: list[dict[str, str]], size: int | None = None) -> list[Roll
 
 def test_ranks_that_fit_are_connected() -> None:
     rolls = meet([SAME] * 3)
-    assert all(isinstance(roll, Roll) for roll in rolls), rolls
+    assert all(isinstance(roll, Membership) for roll in rolls), rolls
     first, second, third = rolls
-    assert isinstance(first, Roll)
-    assert isinstance(second, Roll)
-    assert isinstance(third, Roll)
+    assert isinstance(first, Membership)
+    assert isinstance(second, Membership)
+    assert isinstance(third, Membership)
     assert first.connections[CONTROL].keys() == first.connections[WATCH].keys() == {1, 2}
     second.connections[CONTROL][0].send({"from": 1})
     third.connections[CONTROL][0].send({"from": 2})
@@ -71,7 +79,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_without_rank_0_nobody_waits_for_ever() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 did not come up at 127\.0\.0\.1 port"):
-        come_together(launch(1, 2, free_port()), SAME, 1.0)
+        rendezvous(launch(1, 2, free_port()), SAME, 1.0)
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
@@ -79,13 +87,13 @@ def test_a_port_that_is_taken_is_an_error() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(LaunchError, match=r"cannot listen on 127\.0\.0\.1 port .* --master_port"),
     ):
-        come_together(launch(0, 2, taken.getsockname()[1]), SAME, 1.0)
+        rendezvous(launch(0, 2, taken.getsockname()[1]), SAME, 1.0)
 
 
 def test_rank_0_listens_on_its_own_address_only() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(come_together, launch(0, 2, port), SAME, 1.0)
+        future = pool.submit(rendezvous, launch(0, 2, port), SAME, 1.0)
         while not (listening := _listening(port)) and not future.done():
             pass
         assert listening == {"0100007F"}  # 127.0.0.1
@@ -174,6 +182,6 @@ def test_ranks_that_the_profile_does_not_want_are_refused(monkeypatch: pytest.Mo
     for name, value in RANKED.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ProfileError, match=r"rank 1 of 2 .* add --profile expert-parallel"):
-        wanted_launch(load_profile(None, environ={}).profile)
+        required_launch(load_profile(None, environ={}).profile)
     wanted = load_profile("expert-parallel", environ={}).profile
-    assert wanted_launch(wanted) == Launch(1, 2, "127.0.0.1", 5, True)
+    assert required_launch(wanted) == Launch(1, 2, "127.0.0.1", 5, True)

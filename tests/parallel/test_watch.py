@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moe.parallel.transport import Connection, WireError
-from moe.parallel.watchdog import SOONER, Pulse, State, Watch
+from moe.parallel.watchdog import SOONER, Heartbeat, State, Watchdog
 
 TIMEOUT_S = 2.0
 
@@ -22,10 +22,10 @@ class Watched:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.peer, self.pulse = Connection(theirs), Pulse()
+        self.peer, self.pulse = Connection(theirs), Heartbeat()
         self.lost: dict[int, str] = {}
         self.heard: list[dict[str, Any]] = []
-        self.watch = Watch(
+        self.watch = Watchdog(
             0,
             {1: Connection(ours)},
             self.pulse,

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.engine.borrowing import BorrowedRoom
+from moe.engine.borrowing import KVBorrowing
 from moe.loading.memory_plan import MemoryPlan, PlannedTier
 from offload.errors import OffloadError
 
@@ -26,11 +26,11 @@ class Cache(SimpleNamespace):
         return self.slots
 
 
-def borrowed(slots: int) -> tuple[BorrowedRoom, Any]:
+def borrowed(slots: int) -> tuple[KVBorrowing, Any]:
     tiers = PlannedTier("memory", slots, slots * SLOT), PlannedTier("disk", 400, 400 * SLOT)
     plan = MemoryPlan((), "memory", None, KV_TOKENS, TOKEN, tiers)
     cache: Any = Cache(slots=slots, sizes=[])
-    return BorrowedRoom(cache, plan), cache
+    return KVBorrowing(cache, plan), cache
 
 
 @given(st.integers(2, 300), st.lists(st.integers(0, KV_TOKENS + 10), max_size=40))

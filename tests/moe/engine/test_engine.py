@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from moe import MoE, SamplingParams
-from moe.engine.runner import Runner
+from moe.engine.runner import ModelRunner
 from moe.errors import RequestError
 from moe.network.lanes import ExpertCall, LaneState
 
@@ -48,7 +48,7 @@ def test_cancelling_the_last_reader_of_a_wave_frees_its_lanes_at_once(
     group = model.request(list(range(3, 63)), GREEDY)
     engine.submit(group)
     engine.step()
-    assert isinstance(engine.runner, Runner)
+    assert isinstance(engine.runner, ModelRunner)
     reading = engine.runner._reading
     assert reading is not None
     engine.cancel(group)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.engine.prefill_batch import Group
-from moe.engine.prefill_mode import Mode
+from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefill_mode import PrefillMode
 from moe.sequence import check_priority
 from tests.moe.fake_sequences import AGE, FakeSequence, run_step, scheduler
 
@@ -31,11 +31,11 @@ class Request:
     def cancelled_at(self) -> int | None:
         return None if self.cancelled_after is None else self.arrives + self.cancelled_after
 
-    def group(self) -> Group:
+    def group(self) -> SequenceGroup:
         sequences = [
             FakeSequence(list(range(self.prompt)), self.new, self.priority) for _ in range(self.n)
         ]
-        return Group(sequences)  # type: ignore[arg-type]
+        return SequenceGroup(sequences)  # type: ignore[arg-type]
 
 
 REQUESTS = st.lists(
@@ -59,7 +59,7 @@ def fits(request: Request, kv_tokens: int) -> bool:
 
 @given(st.sampled_from(["whole", "chunked", "layered"]), REQUESTS, st.integers(40, 90))
 def test_random_arrivals_priorities_and_cancellations(
-    mode: Mode, requests: list[Request], kv_tokens: int
+    mode: PrefillMode, requests: list[Request], kv_tokens: int
 ) -> None:
     planner = scheduler(mode, kv_tokens)
     groups = {request.group(): request for request in requests if fits(request, kv_tokens)}
@@ -141,7 +141,7 @@ def test_memory_is_taken_from_the_last_turn() -> None:
     planner.submit(low)
     run_step(planner)
     planner.submit(high)
-    finished: list[Group] = []
+    finished: list[SequenceGroup] = []
     preempted = False
     while not planner.idle:
         run_step(planner)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe import MoE, SamplingParams
 from moe.calibration.artefacts import FOLDER
 from moe.cli import main
-from moe.engine.prefill_batch import Group
-from moe.engine.scheduler import Grouping, Scheduler
+from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.scheduler import ExpertAwareOrder, Scheduler
 from moe.settings import EngineSettings, PrefillSettings
 from routing.predict.forecast import Floats
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step
@@ -37,14 +37,14 @@ def planner(patience: int, batch: int = 2) -> Scheduler:
         EngineSettings(max_batch_size=batch, overlap_patience=patience),
         None,
         lambda prompts: (),
-        grouping=Grouping(expect, patience),  # type: ignore[arg-type]
+        grouping=ExpertAwareOrder(expect, patience),  # type: ignore[arg-type]
     )
 
 
 def submit(scheduler: Scheduler, kinds: list[int]) -> list[FakeSequence]:
     sequences = [FakeSequence([kind, 7], 2) for kind in kinds]
     for sequence in sequences:
-        scheduler.submit(Group([sequence]))  # type: ignore[list-item]
+        scheduler.submit(SequenceGroup([sequence]))  # type: ignore[list-item]
     return sequences
 
 

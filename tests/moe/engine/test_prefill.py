@@ -15,7 +15,7 @@ from moe import MoE, SamplingParams
 from moe.engine.prefill_mode import (
     LayerWork,
     PrefillPlanner,
-    choose,
+    choose_prefill,
     chunked_loads,
     layered_loads,
     measured_frequencies,
@@ -47,11 +47,11 @@ def test_predicted_loads_are_those_of_the_paper_s_law(
 
 def test_auto_takes_layers_while_decoding_leaves_experts_unread() -> None:
     settings, model = PrefillSettings(mode="auto"), UNIFORM * 48
-    few = choose(settings, model, EVEN, num_tokens=8192, num_decoding=4)
+    few = choose_prefill(settings, model, EVEN, num_tokens=8192, num_decoding=4)
     assert few.mode == "layered"
     assert few.layered_loads < 0.5 * few.chunked_loads
     wide = PrefillSettings(mode="auto", chunk_tokens=2048)
-    many = choose(wide, model, EVEN, num_tokens=8192, num_decoding=64)
+    many = choose_prefill(wide, model, EVEN, num_tokens=8192, num_decoding=64)
     assert many.mode == "chunked"
     assert many.layered_loads > many.chunked_loads
 

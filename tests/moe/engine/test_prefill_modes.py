@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertsRunner, run_lanes
@@ -54,7 +54,7 @@ class Request:
         prompt = self.shared + len(self.own)
         return max(prompt + self.new, self.n * (prompt + 1))
 
-    def group(self, model: MoE) -> Group:
+    def group(self, model: MoE) -> SequenceGroup:
         params = SamplingParams(max_new_tokens=self.new, temperature=0.0, ignore_eos=True, n=self.n)
         return model.request(COMMON[: self.shared] + self.own, params, priority=self.priority)
 
@@ -108,7 +108,7 @@ def engine_of(model: MoE, **changes: dict[str, Any]) -> Engine:
     return Engine(model.backbone, model.experts, profile.model_copy(update=sections))
 
 
-def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[Group]:
+def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[SequenceGroup]:
     """Everything that happens in one engine; at the end nothing is left in it."""
     groups = [request.group(model) for request in requests]
     for group in groups:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from moe.engine.prefill_batch import Group
+from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 
 
-def group(prompt: int, new: int, n: int = 1) -> Group:
+def group(prompt: int, new: int, n: int = 1) -> SequenceGroup:
     ids = list(range(prompt))
-    return Group([FakeSequence(ids, new) for _ in range(n)])  # type: ignore[misc]
+    return SequenceGroup([FakeSequence(ids, new) for _ in range(n)])  # type: ignore[misc]
 
 
 def test_a_layered_wave_takes_one_stage_for_each_group_of_tokens() -> None:
@@ -99,6 +99,6 @@ def test_one_sample_may_end_with_its_first_token_and_the_others_go_on() -> None:
         (group(1, 1, 5), "n is 5 and engine.max_batch_size is 4"),
     ],
 )
-def test_what_can_never_run_is_refused_at_once(candidate: Group, message: str) -> None:
+def test_what_can_never_run_is_refused_at_once(candidate: SequenceGroup, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         scheduler("whole", kv_tokens=40).submit(candidate)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.engine.prefill_mode import LayerWork, stage_pauses
+from moe.engine.prefill_mode import LayerWork, layer_group_pauses
 from moe.settings import PrefillSettings
 
 DEMO = Path(__file__).parents[3] / "examples/demo-model"
@@ -44,7 +44,7 @@ def chunk_cost(work: LayerWork, positions: list[tuple[int, int]]) -> float:
 def test_no_stage_is_longer_than_the_longest_chunk(
     work: LayerWork, group: int, prompts: list[range], layers: int
 ) -> None:
-    pauses = stage_pauses(work, group, prompts, layers)
+    pauses = layer_group_pauses(work, group, prompts, layers)
     assert list(pauses) == sorted(set(pauses) & set(range(layers)))
     tokens = [(index, position) for index, prompt in enumerate(prompts) for position in prompt]
     if len(tokens) <= group:
@@ -66,14 +66,14 @@ def test_no_stage_is_longer_than_the_longest_chunk(
 def test_with_even_work_the_stages_are_those_of_the_paper(tokens: int) -> None:
     """``G = ceil(tokens / 512)`` of arXiv 2510.08055, and one more where it does not come out."""
     work = LayerWork(trunk=8, pair=0, expert=1, top_k=8)
-    stages = len(stage_pauses(work, 512, [range(tokens)], num_layers=48)) + 1
+    stages = len(layer_group_pauses(work, 512, [range(tokens)], num_layers=48)) + 1
     assert -(-tokens // 512) <= stages <= -(-tokens // 512) + 1
 
 
 def test_short_prompts_do_not_pay_for_each_other_s_keys() -> None:
     work = LayerWork(trunk=1, pair=0.001, expert=1, top_k=1)
-    one = stage_pauses(work, 512, [range(8192)], num_layers=48)
-    assert len(one) < len(stage_pauses(work, 512, [range(256)] * 32, num_layers=48)) <= 48
+    one = layer_group_pauses(work, 512, [range(8192)], num_layers=48)
+    assert len(one) < len(layer_group_pauses(work, 512, [range(256)] * 32, num_layers=48)) <= 48
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
-from moe.engine.halves import run_halves
+from moe.engine.halves import run_overlapped
 from moe.network.lanes import ExpertCall, Lane, LaneState, call_experts
 from moe.network.moe_layer import MoELayers
 from moe.parallel.overlap import AGAIN, TRIALS, Overlap
@@ -69,9 +69,9 @@ def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
         halves = [[lane for lane, case in lanes.items() if case[0] == half] for half in (0, 1)]
         paused = {lane: 1 for lane in lanes if random.random() < 0.5}
         with experts.lockstep(range(1)):
-            run_halves(halves, experts, paused | dict.fromkeys(lanes, 1))
+            run_overlapped(halves, experts, paused | dict.fromkeys(lanes, 1))
         with experts.lockstep(range(1, LAYERS)):
-            run_halves(halves, experts)
+            run_overlapped(halves, experts)
         for lane, (_, visited, number, fails_at) in lanes.items():
             if fails_at in visited:
                 with pytest.raises(ValueError, match="a lane fails"):
@@ -102,7 +102,7 @@ def test_a_lost_rank_ends_the_lanes_of_both_halves() -> None:
 
 def halved(experts: MoELayers, lanes: list[Lane[Tensor]]) -> None:
     with experts.lockstep(range(2)):
-        run_halves((lanes[:1], lanes[1:]), experts)
+        run_overlapped((lanes[:1], lanes[1:]), experts)
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.8, True), (0.99, False), (1.5, False)])

@@ -11,8 +11,8 @@ from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.engine.engine import Engine
-from moe.engine.prefill_batch import Group
-from moe.engine.runner import Runner
+from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.runner import ModelRunner
 from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
@@ -111,11 +111,11 @@ def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
     assert made.speculator is not None, made.reason
     watched = Watched(made.speculator.controller)
     made.speculator.controller = cast(Controller, watched)
-    engine.runner = Runner(loaded.backbone, loaded.experts, made.speculator)
+    engine.runner = ModelRunner(loaded.backbone, loaded.experts, made.speculator)
     return engine, watched
 
 
-def tokens_of(engine: Engine, groups: list[Group]) -> list[list[int]]:
+def tokens_of(engine: Engine, groups: list[SequenceGroup]) -> list[list[int]]:
     for group in groups:
         engine.submit(group)
     while not engine.idle:

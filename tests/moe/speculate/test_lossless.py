@@ -13,7 +13,7 @@ import pytest
 from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
 from moe.engine.prefix_cache import PrefixCache
-from moe.engine.runner import Runner
+from moe.engine.runner import ModelRunner
 from moe.sampling.sampler import Token
 from moe.speculate.draft import PLAIN, Draft, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree
@@ -149,7 +149,7 @@ def test_all_of_a_draft_may_stand(models: Models) -> None:
     engine, loaded = model.engine(), model._loaded
     assert isinstance(engine, Engine)
     speculator = Speculator(FixedDepth(oracle.mode, 3), None, [oracle], 3)
-    engine.runner = Runner(loaded.backbone, loaded.experts, speculator)
+    engine.runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
     groups = [model.request(prompt, greedy()) for prompt in models.prompts[:6]]
     for group, expected in zip(groups, models.expected, strict=False):
         oracle.right.append([*group.sequences[0].prompt_token_ids, *expected])
