@@ -83,7 +83,7 @@ class LoadedModel:
     offloaded: Offloaded | None
     expect: Expect | None = None
     sampling: OwnSampling = field(default_factory=OwnSampling)
-    load_notices: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 # ---- What fell back or changes nothing, and why: one sentence each, for whoever loads a model.

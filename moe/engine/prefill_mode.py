@@ -212,7 +212,7 @@ def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -
 def layered_pauses(
     settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
 ) -> tuple[int, ...]:
-    """`layer_group_pauses` of a layered wave, with the experts a token visits by their frequencies."""
+    """`layer_group_pauses`, with the experts a token visits by their measured frequencies."""
     visits = sum(float(layer.sum()) for layer in frequencies)
     measured = replace(work, top_k=visits / len(frequencies))
     return layer_group_pauses(measured, settings.group_tokens, prompts, len(frequencies))
