@@ -123,13 +123,13 @@ def layer_group_pauses(
     done = [(layer + 1) * attention + layer * experts for layer in range(num_layers)]
     done.append(num_layers * (attention + experts))
     longest = num_layers * _longest_chunk(work, group_tokens, prompts) * (1 + 1e-9)
-    layered_pauses: list[int] = []
+    pauses: list[int] = []
     begin = 0.0
     for layer in range(num_layers):
         if done[layer + 1] - begin > longest:
-            layered_pauses.append(layer)
+            pauses.append(layer)
             begin = done[layer]
-    return tuple(layered_pauses)
+    return tuple(pauses)
 
 
 def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> float:
@@ -243,7 +243,7 @@ class PrefillPlanner:
         statistics: of the model, growing.
 
     Attributes:
-        last_choice: what `choose_prefill` decided last.
+        last_choice: what `choose` decided last.
     """
 
     def __init__(
@@ -254,12 +254,12 @@ class PrefillPlanner:
         self._statistics = statistics
         self.last_choice: PrefillChoice | None = None
 
-    def layered_pauses(self, prompts: Prompts) -> tuple[int, ...]:
+    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
         """Layers at which a layered wave of these prompts sleeps until the next step."""
         frequencies = measured_frequencies(self._statistics, self._work.top_k)
         return layered_pauses(self._settings, frequencies, self._work, prompts)
 
-    def choose_prefill(self, num_tokens: int, num_decoding: int) -> PrefillMode:
+    def choose(self, num_tokens: int, num_decoding: int) -> PrefillMode:
         """The mode for the next prompt tokens."""
         frequencies = measured_frequencies(self._statistics, self._work.top_k)
         choice = choose_prefill(self._settings, frequencies, self._work, num_tokens, num_decoding)
