@@ -17,11 +17,11 @@ from typing import Any
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_routing import published_trace
 from benchmarks.offload_simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
-from benchmarks.simulated_disk import Clock, Disk, Room
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES
 from offload.slots import Sizes
+from tests.oracles.simulated_disk import Clock, Disk, Room
 
 PROMPTS = {"256": (256, 1), "512": (512, 1), "2048 in chunks": (512, 4), "2048 whole": (2048, 1)}
 """Tokens of a pass, and passes."""

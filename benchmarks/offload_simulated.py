@@ -31,11 +31,11 @@ import torch
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.offload_foreseen import Foreseen
 from benchmarks.offload_routing import Replay, published_trace
-from benchmarks.simulated_disk import Clock, Disk, Room
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
 from offload.slots import Sizes
+from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
 EXPERT_BYTES = 2_510_000

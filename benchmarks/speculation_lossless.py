@@ -27,27 +27,12 @@ from examples.models.random_models import bench_dir
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.speculate import Speculator
+from tests.oracles.draft_modes import NEW_TOKENS, WAYS
 
-BITS = (8, 4, 3, 2)
-PARTS: dict[str, dict[str, Any]] = {
-    "voted": {"core": "vote", "core_share": 0.2},
-    "first experts": {"core": "seq", "experts": 3},
-    "skipping": {"skip_layers": 0.5},
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "8 bits": {"mode": "elastic", "bits": 8, "experts": 2},  # with all of them it is the model
-    **{f"{bits} bits": {"mode": "elastic", "bits": bits} for bits in BITS[1:]},
-    **{
-        f"{name}, {bits} bits": {"mode": "elastic", "bits": bits, **part}
-        for name, part in PARTS.items()
-        for bits in BITS
-    },
-    **{mode: {"mode": mode} for mode in ("ngram", "recycling", "auto")},
-}
 DEPTHS = (1, 4, 15)
 RESIDENCY = (1.0, 0.5, 0.25)
 BATCHES = (8, 1)
-COUNT, NEW_TOKENS = 216, 8
+COUNT = 216
 SHORT = 12
 """Tokens of a prompt."""
 

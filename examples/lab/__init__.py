@@ -1,7 +1,16 @@
-"""A small configurable MoE model for experiments with routers; ``examples/lab`` trains it.
+"""A laboratory for routers: the same small model, text and seeds, with one router after another.
 
-Importing registers it with transformers' Auto classes, so that a checkpoint of it loads like any
-other, without code of its own.
+`LabForCausalLM` is a Qwen3-MoE-like decoder whose router is a choice of its configuration
+(`variants.VARIANTS` names them); ``python -m examples.lab.train`` trains one. Importing this
+package registers the model with transformers' Auto classes, so import it before loading one::
+
+    import examples.lab
+    from moe import MoE
+
+    model = MoE.from_pretrained("DIR")
+
+It also shows that an architecture of one's own needs nothing in `moe`: experts that dispatch
+through transformers' registry are enough.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,7 +22,3 @@ __all__ = ["LabConfig", "LabForCausalLM"]
 
 AutoConfig.register(LabConfig.model_type, LabConfig)
 AutoModelForCausalLM.register(LabConfig, LabForCausalLM)
-
-
-# ---- A laboratory for routers: the same small model, text and seeds, with one router after
-# another.

@@ -1,7 +1,7 @@
-"""Attention of the laboratory's model, and what else is read from earlier tokens by attention.
+"""Attention of the laboratory's model, also over the router scores of earlier tokens.
 
-What routing by neighbours needs of earlier tokens lies in further layers of the usual cache: keys,
-and scores as values, read by the usual attention, so that every way of serving serves it.
+Routing by neighbours keeps keys, and scores as values, in further layers of the usual KV cache and
+reads them by the usual attention, so an engine serves it without knowing it.
 Legend: B sequences, S tokens of each, H hidden, E experts, A heads, D head size.
 """
 
@@ -25,7 +25,7 @@ _SIMILARITY_SIZE = 32
 
 
 class CachedAttention(nn.Module):
-    """Attention over a layer of the cache, for whoever has queries, keys and values.
+    """Attention over a layer of the cache.
 
     Args:
         layer_idx: of the cache; beyond the decoder's own layers for what is not attention.
@@ -83,7 +83,7 @@ class LabAttention(CachedAttention):
 
 
 class Neighbours(CachedAttention):
-    """What earlier tokens' scores are to each token: by similarity of rows or by given heads."""
+    """Averages the scores of earlier tokens, by similarity of rows or by the heads of a layer."""
 
     def __init__(self, config: LabConfig, layer_idx: int) -> None:
         similar = config.neighbours == "similarity"

@@ -1,13 +1,12 @@
-"""Early-residual adapters: what a later layer's router will read, foreseen by a faster stream.
+"""Early-residual adapters predict what a later layer's router will read (M2R2, arXiv 2502.02040).
 
     python -m examples.lab.early_residual MODEL [--rate N] [--rank N]
 
-A reading of M2R2, of which only the abstract could be had: beside the residual
-stream one runs ahead. Its lead over the residual grows at each layer by a small adapter that sees
-it and what the layer's attention adds, and is trained to make it what ``rate`` times as many layers
-will have made of the residual. Put into that later layer's norm and gate it names experts early.
-The model itself is left as it is. Recall of the experts that the layer then chose, beside the raw
-residual in the same gate. Legend: T tokens, H hidden, E experts, K top_k.
+A reading of the abstract: a second stream runs ahead of the residual stream. At each layer a small
+adapter, which sees that stream and what the layer's attention adds, is trained to make it what the
+residual will be after ``rate`` times as many layers. That later layer's norm and gate then name its
+experts early. The model is left as it is. Prints the recall of the experts that the layer chose,
+beside that of the raw residual in the same gate. Legend: T tokens, H hidden, E experts, K top_k.
 """
 
 from __future__ import annotations

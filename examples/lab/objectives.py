@@ -1,4 +1,4 @@
-"""What routers are trained by besides the text: balance, locality, sparsity, budgets.
+"""Auxiliary losses of routers: balance, locality, sparsity, budgets.
 
 Each function takes what routers returned for a batch and gives a scalar. Legend: B sequences,
 S tokens of each, T = B * S, E experts, K slots.
@@ -31,7 +31,7 @@ class Routed(NamedTuple):
 
 @contextmanager
 def watched_routers(model: nn.Module) -> Iterator[list[Routed]]:
-    """Calls of all routers in the order of layers, as they come; whoever reads them clears them."""
+    """A list that gets each call of a router, in the order of layers; the caller clears it."""
     calls: list[Routed] = []
 
     def keep(module: nn.Module, _inputs: object, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -55,7 +55,7 @@ def switch_loss(routed: Routed) -> Tensor:
 
 
 def locality_loss(logits: Tensor, sequences: int) -> Tensor:
-    """Neighbours shall activate alike: of logits ``(B * S, E)``."""
+    """Neighbouring tokens should activate the same experts (BlockFFN); logits ``(B * S, E)``."""
     active = torch.sigmoid(_SHARPNESS * logits).unflatten(0, (sequences, -1))
     return binary_cross_entropy(active[:, :-1], active[:, 1:].detach())
 
@@ -70,5 +70,5 @@ def chunk_loss(logits: Tensor) -> Tensor:
 
 
 def budget_loss(logits: Tensor, big: float) -> Tensor:
-    """The mean probability of the big block shall be ``big``, over all tokens and layers."""
+    """Keeps the mean probability of the big block, over all tokens and layers, at ``big``."""
     return (logits.softmax(-1)[:, 0].mean() - big).square()

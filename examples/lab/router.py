@@ -1,4 +1,4 @@
-"""The laboratory's router: logits of rows, and the decision by whichever rule is configured.
+"""The laboratory's router module: logits of rows, then the configured rule of `routers`.
 
 Legend: T rows, H hidden, E experts, K slots.
 """
@@ -24,11 +24,11 @@ from routing.routers import RouterRule
 from routing.routing import UNUSED
 
 Mix = Callable[[Tensor], Tensor]
-"""Scores ``(T, E)`` of all rows as their neighbours see them."""
+"""From each row's scores ``(T, E)``, those that earlier tokens contribute to it."""
 
 
 class LabRouter(nn.Module):
-    """Asked once a layer, or once for all layers."""
+    """Decides once for each layer, or once for all layers."""
 
     def __init__(self, config: LabConfig) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class LabRouter(nn.Module):
 
     @property
     def rule(self) -> RouterRule:
-        """Of routers that take the best few."""
+        """The rule of softmax and sigmoid routers."""
         config = self.config
         return RouterRule(
             config.num_experts_per_tok,

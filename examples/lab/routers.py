@@ -1,10 +1,12 @@
-"""Balancing by a bias on the choice, without an auxiliary loss.
+"""Rules of routers from the literature that `moe` does not need to serve pretrained models.
 
-The bias is added to scores for the choice alone (`RouterRule.correction`) and moves after each
-training step by what each expert got (arXiv 2408.15664). It is the dual price of a column of the
-assignment problem, so the step is one of dual ascent; with rates that shrink as ``1 / t`` its
-regret is logarithmic.
-Legend: E experts.
+- Balancing without an auxiliary loss: `bias_step`, `dual_rate` (arXiv 2408.15664, 2512.03915).
+- Similarity- and attention-aware routing: `neighbour_scores`, `mixed_scores` (arXiv 2505.00792).
+- ReLU routing with a data-dependent number of experts: `relu_routing` (BlockFFN, arXiv 2507.08771).
+- Selective Sinkhorn routing: `sinkhorn`, `balanced_routing` (arXiv 2511.08972).
+- Blocks of several sizes: `size_routing` (Duo-LLM).
+
+Legend: T tokens, E experts, K most experts of any token, A heads, D head size, C choices.
 """
 
 from __future__ import annotations
@@ -21,15 +23,20 @@ from routing.routing import UNUSED, Routing
 
 Step = Literal["sign", "error"]
 
+_EPS = 1e-6
+
 
 def bias_step(bias: Tensor, tokens: Tensor, rate: float, step: Step = "sign") -> Tensor:
-    """The bias after a training step.
+    """The selection bias after a training step.
+
+    The bias is added to scores for the choice alone (`RouterRule.correction`). It is the dual price
+    of a column of the assignment problem, so this is a step of dual ascent.
 
     Args:
         bias: ``(E,)``.
         tokens: ``(E,)`` that each expert got in this step.
-        rate: of score for a sign, or for an expert that got nothing (``error``: in proportion to
-            the shortfall).
+        rate: how far the bias moves: always (``sign``), or for an expert that got nothing, and in
+            proportion for others (``error``).
     """
     shortfall = 1 - tokens / tokens.float().mean().clamp_min(1e-9)
     move = shortfall.sign() if step == "sign" else shortfall
@@ -37,19 +44,15 @@ def bias_step(bias: Tensor, tokens: Tensor, rate: float, step: Step = "sign") ->
 
 
 def dual_rate(step: int, curvature: float) -> float:
-    """Rate of the ``step``-th update, from 1 on, of an objective that curves at least so much."""
+    """Rate of the ``step``-th update, from 1 on; regret is then logarithmic."""
     return 1.0 / (curvature * step)
 
 
-# ---- Routing that neighbours take part in: each token's scores are mixed with those of earlier
-# ones.
-#
-# Similarity-aware: by how alike tokens are; attention-aware: by the attention of the block before
-# (a reading of its abstract). Legend: T tokens of one sequence, E experts, A heads, D head size.
-
-
 def neighbour_scores(scores: Tensor, queries: Tensor, keys: Tensor, heads: Tensor) -> Tensor:
-    """``(T, E)``: scores of tokens that each token sees, itself and earlier ones, by attention.
+    """``(T, E)``: the scores of a sequence's earlier tokens and its own, averaged by attention.
+
+    By how alike tokens are (similarity-aware), or by the attention of the layer (attention-aware, a
+    reading of its abstract).
 
     Args:
         scores: ``(T, E)``.
@@ -67,16 +70,10 @@ def mixed_scores(own: Tensor, neighbours: Tensor, share: float) -> Tensor:
     return (1 - share) * own + share * neighbours
 
 
-# ---- ReLU routing with a data-dependent number of experts (BlockFFN).
-#
-# Every expert with a positive logit is visited; weights are the positive logits divided by their
-# root mean square over all experts. Legend: T rows, E experts, K most experts of any row.
-
-_EPS = 1e-6
-
-
 def relu_routing(logits: Tensor, weight: Tensor) -> Routing:
-    """Ragged: ``(T, K)`` with unused slots behind the experts of each row, K at least 1.
+    """Every expert with a positive logit; weights are the logits over their root mean square.
+
+    Ragged: ``(T, K)`` with unused slots behind the experts of each row, K at least 1.
 
     Args:
         logits: ``(T, E)``.
@@ -92,14 +89,8 @@ def relu_routing(logits: Tensor, weight: Tensor) -> Routing:
     return Routing(ids.masked_fill(~used, UNUSED), weights)
 
 
-# ---- Selective Sinkhorn routing: a balanced plan for a batch of tokens.
-#
-# For a small share of training steps only: what a token gets depends on its batch. Legend: T
-# tokens, E experts.
-
-
 class Plan(NamedTuple):
-    """A transport plan, and how many rounds it took; as many as were allowed if it is not exact."""
+    """A transport plan, and the rounds it took: the most allowed if it is not exact."""
 
     shares: Tensor  # (T, E); rows sum to 1, columns to T / E
     rounds: int
@@ -108,7 +99,9 @@ class Plan(NamedTuple):
 def sinkhorn(
     worth: Tensor, temperature: float, max_rounds: int = 100, tolerance: float = 1e-4
 ) -> Plan:
-    """The plan of most worth plus ``temperature`` times its entropy.
+    """The balanced plan of most worth plus ``temperature`` times its entropy.
+
+    For a small share of training steps only, as a token's experts depend on its batch.
 
     Args:
         worth: ``(T, E)`` of each expert to each token: logits, or their softmax.
@@ -134,15 +127,11 @@ def balanced_routing(plan: Plan, top_k: int) -> Routing:
     return RouterRule(top_k, renormalise=True).select(plan.shares)
 
 
-# ---- A feed-forward block of one of several sizes for each token, or none (Duo-LLM).
-#
-# A wide block is a sum of narrow ones, so a size is a set of experts that are visited together:
-# the big block all of its parts, the small one an expert of its own, skipping none. Legend: T
-# rows, C choices.
-
-
 def size_routing(chosen: Tensor, weights: Tensor, members: Sequence[Sequence[int]]) -> Routing:
-    """Ragged: each row visits all members of its choice with the same weight.
+    """A feed-forward block of one of several sizes for each token, or none.
+
+    A wide block is a sum of narrow ones, so a size is a set of experts that are visited together,
+    with the same weight: the big block all of its parts, the small one an expert of its own.
 
     Args:
         chosen: ``(T,)`` int64 in ``[0, C)``.

@@ -3,8 +3,8 @@
     python -m examples.lab.train ROUTER --out DIR [--seed N] [--steps N] [--layers N]
 
 About half a million parameters a layer and a few hundred steps: minutes on one core. The directory
-is a checkpoint that `moe` loads like any other, and ``DIR/earlier`` the same model at three
-quarters of its training. Text is that of ``examples/train_demo.py``.
+is a checkpoint (`examples.lab` says how to load it), and ``DIR/earlier`` the same model at three
+quarters of its training. The text is that of ``examples/train_demo.py``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def build_model(
 
 
 def losses(variant: Variant, calls: list[Routed]) -> Tensor:
-    """What the variant is trained by besides the text."""
+    """The auxiliary losses of the variant."""
     total = torch.zeros(())
     for call in calls:
         if variant.switch:
@@ -73,7 +73,7 @@ def losses(variant: Variant, calls: list[Routed]) -> Tensor:
 
 @torch.no_grad()
 def balance(variant: Variant, calls: list[Routed], step: int) -> None:
-    """Move the selection biases by what this step's experts got."""
+    """Move the selection biases by the tokens that each expert got in this step."""
     if variant.bias is None:
         return
     rate = dual_rate(step, variant.bias_rate) if variant.bias == "dual" else variant.bias_rate
@@ -84,7 +84,7 @@ def balance(variant: Variant, calls: list[Routed], step: int) -> None:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Share of the full rate: up, constant, then linearly to zero."""
+    """Share of the full rate: a warm-up, constant, then linearly to zero."""
     return min(1.0, (step + 1) / WARMUP, (steps - step) / (DECAY_SHARE * steps))
 
 

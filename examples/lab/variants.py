@@ -1,4 +1,4 @@
-"""The routers of the laboratory: how the model differs, and by what it is trained besides text."""
+"""The routers of the laboratory: configuration and auxiliary losses of each."""
 
 from __future__ import annotations
 

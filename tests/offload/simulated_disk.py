@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.simulated_disk import Clock, Disk, Room
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
 from offload.slots import Sizes
 from routing import Routing
 from tests.offload.traces import EXPERTS, LAYERS, SLOTS, Guess, Trace
+from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LOAD_S = 0.003
 

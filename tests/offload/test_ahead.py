@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulated_disk import Clock, Disk, Room
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES
 from offload.slots import Sizes
+from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, SLOTS = 12, 32, 96
 READ_S, ATTENTION_S, EXPERTS_S = 0.001, 0.02, 0.01

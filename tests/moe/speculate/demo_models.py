@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.speculation_lossless import NEW_TOKENS, WAYS
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
@@ -18,6 +17,7 @@ from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
 from moe.speculate.draft import Controller, Round
 from offload.capacity import fixed_bytes, slot_bytes
+from tests.oracles.draft_modes import NEW_TOKENS, WAYS
 
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
 
