@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from kernels.cpu.records import Record
+
 # torch runs an elementwise operation of fewer elements than this on one thread, and whole vectors
 # of up to 64 elements at a time: blocks cut so give a row the same bits in any company.
 _TORCH_GRAIN = 32768
@@ -29,7 +31,7 @@ _HUGE = 1e6  # larger than any clamp
 _PLACE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
-class Activation(ctypes.Structure):
+class Activation(Record, struct="Activation"):
     """(clamp(up, -limit, limit) + offset) * curve(min(gate, limit)), or curve(gate) alone."""
 
     _fields_ = (

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, declare
+from kernels.cpu.records import Record
 
 # ---- The compiled choice of ranks: `experts.dispatch.assignment` and `routing.balance` in one
 # call.
@@ -143,9 +144,7 @@ _ARRAYS = (
 )
 
 
-class _Record(ctypes.Structure):
-    """`Meeting` of meeting.h."""
-
+class _Record(Record, struct="Meeting"):
     _fields_ = (
         *((name, SIZE) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
@@ -154,9 +153,7 @@ class _Record(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
-    """`MeetingLayer` of meeting.h."""
-
+class _Layer(Record, struct="MeetingLayer"):
     _fields_ = (
         ("holders", ctypes.c_void_p),
         ("experts", SIZE),

@@ -4,6 +4,7 @@
 
 #include "calls.h"
 #include "curves.h"
+#include "layouts.h"
 #include "reading.h"
 
 extern "C" {
@@ -31,6 +32,8 @@ struct ArrivingCall {  // filled by arriving.py
   int64_t begun, waves;     // experts that have been run, and in how many calls
   int32_t threads;
 };
+
+static_assert(sizeof(Coming) == 3 * sizeof(int64_t), "Python writes them as numbers");
 
 enum : int32_t { FAILED = 2, LATER = 3 };  // of expert `begun`; beside what `forward` says
 
@@ -71,3 +74,6 @@ int32_t moe_forward_arriving(ArrivingCall* call) {
   return 1;
 }
 }
+
+LAYOUT(ArrivingCall, forward, layer, activation, hidden, ids, weights, out, tokens, slots, width, coming,
+       count, reader, patience, waited, begun, waves, threads)

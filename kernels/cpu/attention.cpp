@@ -6,6 +6,10 @@
 #include "attention_floats.h"
 #include "attention_parts.h"
 #include "calls.h"
+#include "layouts.h"
+
+LAYOUT(Attend, q, k, v, out, begin, sinks, q_head, q_row, k_head, k_row, v_head, v_row, heads, kv_heads,
+       key_size, value_size, queries, keys, scale, softcap)
 
 namespace {
 

@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.records import check_layouts
+
 _SOURCE_DIR = Path(__file__).parent
 # GCC's own AVX-512 header trips maybe-uninitialized.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-maybe-uninitialized")
@@ -49,6 +51,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
             does not load.
+        LayoutError: a record is not the library's (kernels/cpu/records.py).
     """
     compiler = _compiler()
     try:
@@ -63,6 +66,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
+    check_layouts(loaded)
     with suppress(OSError):  # a cache that is only read
         os.utime(directory)
     return loaded

@@ -1,8 +1,24 @@
 // A decode step's stages around attention, and its C interface, called through ctypes (which
 // releases the GIL). See decode.h.
 #include "decode_attention.h"
+#include "layouts.h"
 
 #include <initializer_list>
+
+LAYOUT(decode::Norm, weight, bias, eps, centered)
+LAYOUT(decode::Matrix, planes, weight, bias, format)
+LAYOUT(decode::Rotation, cos, sin, begin, size, pairs_in, pairs_out)
+LAYOUT(decode::Heads, norm, rotation, count, size, per_head, after_rotation)
+LAYOUT(decode::Rule, correction, experts, top_k, groups, groups_kept, score, best_two, renormalise,
+       scale, threshold)
+LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, sinks, cache, heads,
+       kv_heads, head_dim, value_dim, plain_dim, latent, window, q_norm_per_head, k_norm_per_head,
+       norm_after_rotation, scale, softcap)
+LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
+       shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
+LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, position, capacity, cache, threads)
+LAYOUT(decode::Experts, forward, layer, activation, slots, index)
+LAYOUT(decode::Model, layers, experts, norm, head, count, top_k, patience)
 
 namespace decode {
 

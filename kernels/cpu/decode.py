@@ -11,6 +11,7 @@ from typing import Any
 
 from kernels.cpu.activation import Activation
 from kernels.cpu.interface import NUMBER, POINTER, MatrixRecord, check_done, declare
+from kernels.cpu.records import Record
 
 ABSENT, BIT_PLANES = -1, 8
 SCORES = ("softmax", "sigmoid", "mixer")
@@ -34,19 +35,19 @@ def _floats(*names: str) -> _Fields:
     return tuple((name, ctypes.c_float) for name in names)
 
 
-class Norm(ctypes.Structure):
+class Norm(Record, struct="decode::Norm"):
     """Absent where the weight is null."""
 
     _fields_ = (*_pointers("weight", "bias"), *_floats("eps"), *_numbers("centered"))
 
 
-class Matrix(ctypes.Structure):
+class Matrix(Record, struct="decode::Matrix"):
     """``format``: `ABSENT`, `BIT_PLANES` or the number of a dense dtype (`calls.DTYPES`)."""
 
     _fields_ = (("planes", MatrixRecord), *_pointers("weight", "bias"), *_numbers("format"))
 
 
-class Rotation(ctypes.Structure):
+class Rotation(Record, struct="decode::Rotation"):
     _fields_ = (
         *_pointers("cos", "sin"),
         *_sizes("begin", "size"),
@@ -54,7 +55,7 @@ class Rotation(ctypes.Structure):
     )
 
 
-class Heads(ctypes.Structure):
+class Heads(Record, struct="decode::Heads"):
     """How rows of queries or keys come to their positions (kernels/cpu/norms.h)."""
 
     _fields_ = (
@@ -65,7 +66,7 @@ class Heads(ctypes.Structure):
     )
 
 
-class Rule(ctypes.Structure):
+class Rule(Record, struct="decode::Rule"):
     _fields_ = (
         *_pointers("correction"),
         *_sizes("experts", "top_k", "groups", "groups_kept"),
@@ -74,7 +75,7 @@ class Rule(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class Attention(Record, struct="decode::Attention"):
     _fields_ = (
         *((name, Matrix) for name in ("q_a", "q", "k", "v", "o")),
         *((name, Norm) for name in ("q_norm", "k_norm")),
@@ -87,7 +88,7 @@ class Attention(ctypes.Structure):
     )
 
 
-class Layer(ctypes.Structure):
+class Layer(Record, struct="decode::Layer"):
     _fields_ = (
         *((name, Norm) for name in ("attention_norm", "attention_post", "feed_norm", "feed_post")),
         ("attention", Attention),
@@ -98,7 +99,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class Step(Record, struct="decode::Step"):
     _fields_ = (
         *_sizes("rows", "hidden", "layers"),
         *_pointers("x", "h", "beside", "position", "capacity", "cache"),
@@ -106,7 +107,7 @@ class Step(ctypes.Structure):
     )
 
 
-class Experts(ctypes.Structure):
+class Experts(Record, struct="decode::Experts"):
     """A layer's routed experts; run by the caller where ``forward`` is null.
 
     ``slots`` says where experts are, null: they are all there; ``index`` counts MoE layers,
@@ -116,7 +117,7 @@ class Experts(ctypes.Structure):
     _fields_ = (*_pointers("forward", "layer", "activation", "slots"), *_sizes("index"))
 
 
-class Model(ctypes.Structure):
+class Model(Record, struct="decode::Model"):
     """Layers and their experts are arrays; ``patience`` in seconds."""
 
     _fields_ = (

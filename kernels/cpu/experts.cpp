@@ -3,21 +3,22 @@
 // leave room for an activation or norm of Python's between them. Letters as in grouped.h.
 #include "calls.h"
 #include "grouped.h"
+#include "layouts.h"
 
-extern "C" {
-
-struct Layer {
+struct WholeLayer {
   const void *gate_up, *down;             // (E, G, H) and (E, H, F) of `weight_dtype`
   const float *gate_up_bias, *down_bias;  // (E, G) and (E, H), or null
   int64_t experts, hidden, width, gate_up_rows;
   int32_t weight_dtype;
 };
 
-}
+LAYOUT(WholeLayer, gate_up, down, gate_up_bias, down_bias, experts, hidden, width, gate_up_rows,
+       weight_dtype)
+LAYOUT(Routing, slot, position, begin, active, rows, num_active)
 
 namespace {
 
-int32_t layer_team(const Layer& layer, long rows, int32_t threads) {
+int32_t layer_team(const WholeLayer& layer, long rows, int32_t threads) {
   return team(rows * layer.hidden * (layer.gate_up_rows + layer.width), threads);
 }
 
@@ -36,7 +37,7 @@ int64_t moe_route(const int64_t* ids, int64_t slots, int64_t experts, int32_t* n
 }
 
 // out (A, G) fp32 = first projection of hidden (T, H) of `dtype` (FP32 or BF16).
-void moe_first(const Layer* layer, const Routing* routing, const void* hidden, int32_t dtype,
+void moe_first(const WholeLayer* layer, const Routing* routing, const void* hidden, int32_t dtype,
                int64_t slots, float* out, int32_t threads) {
   threads = layer_team(*layer, routing->rows, threads);
   Turns turns;
@@ -50,7 +51,7 @@ void moe_first(const Layer* layer, const Routing* routing, const void* hidden, i
 }
 
 // out (A, H) fp32 = second projection of inner (A, F) fp32; `dtype` is hidden's.
-void moe_second(const Layer* layer, const Routing* routing, const float* inner, int32_t dtype,
+void moe_second(const WholeLayer* layer, const Routing* routing, const float* inner, int32_t dtype,
                 float* out, int32_t threads) {
   threads = layer_team(*layer, routing->rows, threads);
   Turns turns;
@@ -74,7 +75,7 @@ void moe_combine(const Routing* routing, const float* rows, const float* weights
 }
 
 // The whole layer, gate and up in halves; see `combine` for so_far. 1: done, -1: an id outside [-1, E), 0: no memory.
-int32_t moe_forward(const Layer* layer, const Activation* activation, const void* hidden,
+int32_t moe_forward(const WholeLayer* layer, const Activation* activation, const void* hidden,
                     int32_t dtype, const int64_t* ids, const float* weights, int64_t tokens,
                     int64_t slots, void* out, float* so_far, int32_t threads) {
   const long H = layer->hidden, F = layer->width, S = tokens * slots;

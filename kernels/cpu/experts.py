@@ -33,6 +33,7 @@ from kernels.cpu.interface import (
     plan_layer,
     plan_matrix,
 )
+from kernels.cpu.records import Record
 from kernels.planes import PlaneMatrix, QuantizedExperts
 from kernels.quantized import check_rows
 from kernels.reference import ExpertWeights, check_shapes, id_error
@@ -204,7 +205,7 @@ _WHOLE_SIGNATURES = {
 }
 
 
-class _Layer(ctypes.Structure):
+class _Layer(Record, struct="WholeLayer"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "width", "gate_up_rows")),

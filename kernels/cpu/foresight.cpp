@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "layouts.h"
+
 namespace {
 
 float log_odds(float p, float least) {
@@ -94,6 +96,10 @@ struct Foresight {  // filled by foresight.py
 };
 
 }  // namespace
+
+LAYOUT(Foresight, layers, width, memories, hidden, units, discount, correction, least, experts, keep,
+       gates, gate_bias, shares, down, down_bias, up_now, up_before, up_row, up_layer, means, said,
+       scores, before, row, sums, drift, soon, visits)
 
 extern "C" {
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.cpu.all_to_all import address
 from kernels.cpu.interface import POINTER, SIZE, declare, integers
+from kernels.cpu.records import Record
 
 Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
@@ -30,9 +31,7 @@ _ARRAYS = (
 )
 
 
-class _Record(ctypes.Structure):
-    """`Foresight` of foresight.cpp."""
-
+class _Record(Record, struct="Foresight"):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_double) for name in _NUMBERS),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.activation import Activation, recognise
+from kernels.cpu.records import Record
 from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, id_error
 
@@ -33,9 +34,7 @@ _SIGNATURES: Signatures = {
 }
 
 
-class RoutingRecord(ctypes.Structure):
-    """`Routing` of kernels/cpu/grouped.h."""
-
+class RoutingRecord(Record, struct="Routing"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "begin", "active")),
         *((name, ctypes.c_int64) for name in ("rows", "num_active")),
@@ -99,9 +98,7 @@ def weighted_sum(
 # Shape legend as in kernels/reference.py.
 
 
-class MatrixRecord(ctypes.Structure):
-    """`PlaneMatrix` of kernels/cpu/panel.h."""
-
+class MatrixRecord(Record, struct="PlaneMatrix"):
     _fields_ = (
         ("plane", ctypes.c_void_p * len(PLANE_BITS)),
         ("scales", ctypes.c_void_p),
@@ -112,9 +109,7 @@ class MatrixRecord(ctypes.Structure):
     )
 
 
-class LayerRecord(ctypes.Structure):
-    """`QuantizedLayer` of kernels/cpu/quantized.h."""
-
+class LayerRecord(Record, struct="QuantizedLayer"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("blobs", "planes", "first_bias", "second_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "width")),

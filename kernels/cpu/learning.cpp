@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "layouts.h"
+
 namespace {
 
 double log_odds(double p) { return std::log(p / (1 - p)); }
@@ -159,6 +161,10 @@ struct Learner {  // filled by learning.py
 };
 
 }  // namespace
+
+LAYOUT(Learner, layers, width, memories, heads, reach, depth, cycle, rate_step, habit_step, forget,
+       margin, keep, discounts, shares, memory, rates, odds, tails, worth, losses, habits, parts, visits,
+       call_of, count_of, asked_of)
 
 extern "C" {
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kernels.cpu.all_to_all import address
 from kernels.cpu.interface import POINTER, SIZE, declare, integers
+from kernels.cpu.records import Record
 
 Floats = NDArray[np.float64]
 
@@ -26,9 +27,7 @@ _ARRAYS = (
 )
 
 
-class _Record(ctypes.Structure):
-    """`Learner` of learning.cpp."""
-
+class _Record(Record, struct="Learner"):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_double) for name in _STEPS),

@@ -11,7 +11,13 @@
 
 #include "calls.h"
 #include "gemm.h"
+#include "layouts.h"
 #include "meeting.h"
+
+LAYOUT(Meeting, ranks, rank, slots, width, hidden, timeout_ms, rows_at, epoch, files, tokens, slots_R,
+       message_bytes, messages, heads, layers, served, returned, results, ones, chosen, layer, had, lost,
+       error, seconds)
+LAYOUT(MeetingLayer, holders, experts, assigned)
 
 namespace {
 

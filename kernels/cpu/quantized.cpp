@@ -4,7 +4,13 @@
 #include <omp.h>
 
 #include "calls.h"
+#include "layouts.h"
 #include "quantized.h"
+
+LAYOUT(PlaneMatrix, plane, scales, rows, columns, group_size, planes)
+LAYOUT(QuantizedLayer, blobs, planes, first_bias, second_bias, experts, hidden, width, first_group,
+       second_group, parts, interleaved)
+LAYOUT(Activation, curve, slope, limit, offset)
 
 namespace {
 

@@ -8,7 +8,11 @@
 #include <mutex>
 #include <thread>
 
+#include "layouts.h"
 #include "reading.h"
+
+LAYOUT(files::Job, piece, waiting, taken, failed, urgent, reading, error, refused, done)
+static_assert(sizeof(files::Piece) == 7 * sizeof(int64_t), "Python writes pieces as numbers");
 
 namespace {
 

@@ -10,6 +10,7 @@ from torch import Tensor, get_num_threads
 
 from kernels.cpu.experts import LayerCall
 from kernels.cpu.interface import NUMBER, POINTER, SIZE, check_done, declare, integers
+from kernels.cpu.records import Record
 from kernels.reference import AnyExperts
 
 TRUNCATED, CHANGED, CLOSED, CANCELLED = -1, -2, -3, -4
@@ -28,7 +29,7 @@ _SIGNATURES = {
 }
 
 
-class ReadJob(ctypes.Structure):
+class ReadJob(Record, struct="files::Job"):
     """`Job` of reading.cpp.
 
     Attributes:
@@ -107,9 +108,7 @@ class NativeReads:
 _DONE, _FAILED, _LATER = 1, 2, 3
 
 
-class _Record(ctypes.Structure):
-    """`ArrivingCall` of arriving.cpp."""
-
+class _Record(Record, struct="ArrivingCall"):
     _fields_ = (
         *((name, POINTER) for name in ("forward", "layer", "activation")),
         *((name, POINTER) for name in ("hidden", "ids", "weights", "out")),

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kernels.cpu.decode import Heads, Norm
 from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, check_done, declare
+from kernels.cpu.records import Record
 
 
-class _Attend(ctypes.Structure):
+class _Attend(Record, struct="Attend"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "begin", "sinks")),
         *(
