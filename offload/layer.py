@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels import ExpertWeights, Forward, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.experts import LayerCall
-from kernels.cpu.streaming import NativeReads, ReadJob, Rows
+from kernels.cpu.streaming import LayerBuffers, NativeReads, ReadJob
 from kernels.reference import AnyExperts, sum_dtype
 from offload.cache import ExpertCache
 from offload.cpu_experts import LateExperts
@@ -85,7 +85,7 @@ def light_experts(ids_TK: Tensor, weights_TK: Tensor, share: float) -> list[int]
 # nobody has to act between them.
 
 
-def run_arriving(held: Held, how: LayerCall, slots: AnyExperts, rows: Rows) -> bool:
+def run_arriving(held: Held, how: LayerCall, slots: AnyExperts, rows: LayerBuffers) -> bool:
     """Fill the rows' ``out`` with the bits of `experts_forward` on all of the call's experts;
     False where they can not be run so, and nothing has been done.
 
@@ -212,7 +212,7 @@ class OffloadedExperts:
             how = self._compiled(hidden_TH) if forward is experts_forward else None
             if how is not None and add_to_TH is None:
                 out_TH = torch.empty_like(hidden_TH)
-                rows = Rows.of(hidden_TH, ids_TK, weights_TK, out_TH)
+                rows = LayerBuffers.of(hidden_TH, ids_TK, weights_TK, out_TH)
                 if run_arriving(held, how, self.slots, rows):
                     return out_TH
             for wave in held.waves:
@@ -230,7 +230,12 @@ class OffloadedExperts:
         return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def run(
-        self, wanted: Sequence[int], how: LayerCall, rows: Rows, hidden_TH: Tensor, routing: Routing
+        self,
+        wanted: Sequence[int],
+        how: LayerCall,
+        rows: LayerBuffers,
+        hidden_TH: Tensor,
+        routing: Routing,
     ) -> Tensor | None:
         """As `forward`, for a compiled step, and where the slots are `plain`.
 

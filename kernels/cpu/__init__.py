@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor, dtype
 
 from kernels.cpu import interface as calls
-from kernels.cpu.all_to_all import NativeAssign, NativeMeeting
+from kernels.cpu.all_to_all import NativeAllToAll, NativeAssign
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
+from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
 from kernels.cpu.foresight import NativeForesight
 from kernels.cpu.learning import NativeLearner
 from kernels.cpu.streaming import ArrivingCall, NativeReads, declare_arriving
-from kernels.cpu.trunk import NativeAttention, NativeLinear, NativeNorms
 from kernels.planes import QuantizedExperts
 from kernels.reference import AnyExperts
 
@@ -71,9 +71,9 @@ class NativeKernels:
             return self.planes.layer_call(experts)
         return self.whole.layer_call(experts)
 
-    def meeting(self, *arguments: Any, **options: Any) -> NativeMeeting:
+    def meeting(self, *arguments: Any, **options: Any) -> NativeAllToAll:
         """Dispatches of ranks of one machine; see NativeMeeting."""
-        return NativeMeeting(self.library, *arguments, **options)
+        return NativeAllToAll(self.library, *arguments, **options)
 
     def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
         """What a cache of experts learns; see NativeLearner."""

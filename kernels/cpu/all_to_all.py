@@ -144,7 +144,7 @@ _ARRAYS = (
 )
 
 
-class _Record(Record, struct="Meeting"):
+class _AllToAllRecord(Record, struct="Meeting"):
     _fields_ = (
         *((name, SIZE) for name in _SIZES),
         *((name, ctypes.c_void_p) for name in _ARRAYS),
@@ -153,7 +153,7 @@ class _Record(Record, struct="Meeting"):
     )
 
 
-class _Layer(Record, struct="MeetingLayer"):
+class _AllToAllLayerRecord(Record, struct="MeetingLayer"):
     _fields_ = (
         ("holders", ctypes.c_void_p),
         ("experts", SIZE),
@@ -176,7 +176,7 @@ class Counted(NamedTuple):
     sent_back: int
 
 
-class NativeMeeting:
+class NativeAllToAll:
     """What ranks exchange as long as all bring what they brought before.
 
     Args:
@@ -234,10 +234,10 @@ class NativeMeeting:
         self._out_LN = np.zeros((len(layers), most_numbers), np.int64)
         self._rank, self._at = rank, counts_at(shapes)
         records = [
-            _Layer(address(holders), experts, address(out))
+            _AllToAllLayerRecord(address(holders), experts, address(out))
             for (holders, experts), out in zip(layers, self._out_LN, strict=True)
         ]
-        self._layers = (_Layer * len(records))(*records)
+        self._layers = (_AllToAllLayerRecord * len(records))(*records)
         tokens_R, slots_R = np.array(self._shapes, np.int64).T.copy()
         pointers = np.array([address(one) for one in self.messages], np.uint64)
         held: dict[str, NDArray[Any]] = {
@@ -251,7 +251,7 @@ class NativeMeeting:
         timeout_ms = int(timeout_s * 1000)
         sizes = len(files), rank, self._slots, width, hidden, timeout_ms, rows_at, epoch
         self._held = held, layers  # the record points to them
-        self.record = _Record(
+        self.record = _AllToAllRecord(
             **dict(zip(_SIZES, sizes, strict=True)),
             **{name: address(array) for name, array in held.items()},
             layers=ctypes.addressof(self._layers),

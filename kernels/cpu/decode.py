@@ -10,7 +10,7 @@ from ctypes import addressof
 from typing import Any
 
 from kernels.cpu.activation import Activation
-from kernels.cpu.interface import NUMBER, POINTER, MatrixRecord, check_done, declare
+from kernels.cpu.interface import NUMBER, POINTER, PlaneMatrixRecord, check_done, declare
 from kernels.cpu.records import Record
 
 ABSENT, BIT_PLANES = -1, 8
@@ -35,19 +35,19 @@ def _floats(*names: str) -> _Fields:
     return tuple((name, ctypes.c_float) for name in names)
 
 
-class Norm(Record, struct="decode::Norm"):
+class NormRecord(Record, struct="decode::Norm"):
     """Absent where the weight is null."""
 
     _fields_ = (*_pointers("weight", "bias"), *_floats("eps"), *_numbers("centered"))
 
 
-class Matrix(Record, struct="decode::Matrix"):
+class MatrixRecord(Record, struct="decode::Matrix"):
     """``format``: `ABSENT`, `BIT_PLANES` or the number of a dense dtype (`calls.DTYPES`)."""
 
-    _fields_ = (("planes", MatrixRecord), *_pointers("weight", "bias"), *_numbers("format"))
+    _fields_ = (("planes", PlaneMatrixRecord), *_pointers("weight", "bias"), *_numbers("format"))
 
 
-class Rotation(Record, struct="decode::Rotation"):
+class RotationRecord(Record, struct="decode::Rotation"):
     _fields_ = (
         *_pointers("cos", "sin"),
         *_sizes("begin", "size"),
@@ -55,18 +55,18 @@ class Rotation(Record, struct="decode::Rotation"):
     )
 
 
-class Heads(Record, struct="decode::Heads"):
+class HeadsRecord(Record, struct="decode::Heads"):
     """How rows of queries or keys come to their positions (kernels/cpu/norms.h)."""
 
     _fields_ = (
-        ("norm", Norm),
-        ("rotation", Rotation),
+        ("norm", NormRecord),
+        ("rotation", RotationRecord),
         *_sizes("count", "size"),
         *_numbers("per_head", "after_rotation"),
     )
 
 
-class Rule(Record, struct="decode::Rule"):
+class RuleRecord(Record, struct="decode::Rule"):
     _fields_ = (
         *_pointers("correction"),
         *_sizes("experts", "top_k", "groups", "groups_kept"),
@@ -75,11 +75,11 @@ class Rule(Record, struct="decode::Rule"):
     )
 
 
-class Attention(Record, struct="decode::Attention"):
+class AttentionRecord(Record, struct="decode::Attention"):
     _fields_ = (
-        *((name, Matrix) for name in ("q_a", "q", "k", "v", "o")),
-        *((name, Norm) for name in ("q_norm", "k_norm")),
-        ("rotation", Rotation),
+        *((name, MatrixRecord) for name in ("q_a", "q", "k", "v", "o")),
+        *((name, NormRecord) for name in ("q_norm", "k_norm")),
+        ("rotation", RotationRecord),
         *_pointers("expansion", "sinks"),
         *_sizes("cache", "heads", "kv_heads", "head_dim", "value_dim", "plain_dim", "latent"),
         *_sizes("window"),
@@ -88,18 +88,21 @@ class Attention(Record, struct="decode::Attention"):
     )
 
 
-class Layer(Record, struct="decode::Layer"):
+class DecoderLayerRecord(Record, struct="decode::Layer"):
     _fields_ = (
-        *((name, Norm) for name in ("attention_norm", "attention_post", "feed_norm", "feed_post")),
-        ("attention", Attention),
-        *((name, Matrix) for name in ("router", "shared_gate", "gate", "up", "down")),
+        *(
+            (name, NormRecord)
+            for name in ("attention_norm", "attention_post", "feed_norm", "feed_post")
+        ),
+        ("attention", AttentionRecord),
+        *((name, MatrixRecord) for name in ("router", "shared_gate", "gate", "up", "down")),
         ("activation", Activation),
-        ("rule", Rule),
+        ("rule", RuleRecord),
         *_floats("attention_scale", "feed_scale", "routed_scale"),
     )
 
 
-class Step(Record, struct="decode::Step"):
+class StepRecord(Record, struct="decode::Step"):
     _fields_ = (
         *_sizes("rows", "hidden", "layers"),
         *_pointers("x", "h", "beside", "position", "capacity", "cache"),
@@ -107,7 +110,7 @@ class Step(Record, struct="decode::Step"):
     )
 
 
-class Experts(Record, struct="decode::Experts"):
+class ExpertsRecord(Record, struct="decode::Experts"):
     """A layer's routed experts; run by the caller where ``forward`` is null.
 
     ``slots`` says where experts are, null: they are all there; ``index`` counts MoE layers,
@@ -117,7 +120,7 @@ class Experts(Record, struct="decode::Experts"):
     _fields_ = (*_pointers("forward", "layer", "activation", "slots"), *_sizes("index"))
 
 
-class Model(Record, struct="decode::Model"):
+class ModelRecord(Record, struct="decode::Model"):
     """Layers and their experts are arrays; ``patience`` in seconds."""
 
     _fields_ = (
@@ -140,7 +143,7 @@ class NativeDecode:
     def model(
         self,
         step: int,
-        model: Model,
+        model: ModelRecord,
         meeting: int | None,
         done: ctypes.c_int64,
         routed: int,

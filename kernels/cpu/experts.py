@@ -52,7 +52,7 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True)
-class Call(Generic[Weights]):
+class LayerArguments(Generic[Weights]):
     """Tensors as C++ reads them: contiguous, float32 or bf16 rows, int64 ids, float32 weights.
 
     Attributes:
@@ -109,7 +109,7 @@ class NativeLayer(ABC, Generic[Weights]):
         so_far = None if add_to_TH is None else add_to_TH.data_ptr()
         whole = plan.activation is not None and experts.post_norm is None
         run = self._at_once if whole else self._in_steps
-        run(plan, Call(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
+        run(plan, LayerArguments(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
     def layer_call(self, experts: Weights) -> LayerCall | None:
@@ -122,7 +122,7 @@ class NativeLayer(ABC, Generic[Weights]):
         records = ctypes.addressof(plan.record), ctypes.addressof(plan.activation)
         return LayerCall(forward, *records, (plan, experts))
 
-    def _at_once(self, plan: Plan, call: Call[Weights]) -> None:
+    def _at_once(self, plan: Plan, call: LayerArguments[Weights]) -> None:
         assert plan.activation is not None
         done = self._forward(
             ctypes.addressof(plan.record),
@@ -138,7 +138,7 @@ class NativeLayer(ABC, Generic[Weights]):
         )
         check_done(done, call.experts)
 
-    def _in_steps(self, plan: Plan, call: Call[Weights]) -> None:
+    def _in_steps(self, plan: Plan, call: LayerArguments[Weights]) -> None:
         library, ids_TK, experts = self._library, call.ids_TK, call.experts
         size, count, hidden = ids_TK.numel(), experts.num_experts, experts.hidden_size
         numbers = torch.empty(
@@ -178,7 +178,7 @@ class NativeLayer(ABC, Generic[Weights]):
         """Made on a layer's first call."""
 
     @abstractmethod
-    def _first(self, layer: int, routing: int, rows: int, call: Call[Weights]) -> Tensor:
+    def _first(self, layer: int, routing: int, rows: int, call: LayerArguments[Weights]) -> Tensor:
         """(A, G) float32, the first projection; addresses of the layer and of the routing."""
 
     @abstractmethod
@@ -205,7 +205,7 @@ _WHOLE_SIGNATURES = {
 }
 
 
-class _Layer(Record, struct="WholeLayer"):
+class _WholeLayerRecord(Record, struct="WholeLayer"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "width", "gate_up_rows")),
@@ -216,7 +216,7 @@ class _Layer(Record, struct="WholeLayer"):
 @dataclass(frozen=True)
 class _Plan:
     key: tuple[object, ...]  # the storage that the plan points to
-    record: _Layer
+    record: _WholeLayerRecord
     biases: tuple[Tensor | None, Tensor | None]  # kept alive: float32 copies
     activation: Activation | None  # of gate and up in halves, where C++ knows it
 
@@ -248,7 +248,9 @@ class NativeExperts(NativeLayer[ExpertWeights]):
     def _forward(self) -> Callable[..., int]:
         return self._library.moe_forward
 
-    def _first(self, layer: int, routing: int, rows: int, call: Call[ExpertWeights]) -> Tensor:
+    def _first(
+        self, layer: int, routing: int, rows: int, call: LayerArguments[ExpertWeights]
+    ) -> Tensor:
         out_AG = empty_rows(rows, call.experts.gate_up_EGH.shape[1])
         hidden, dtype = call.hidden_TH.data_ptr(), DTYPES[call.hidden_TH.dtype]
         slots, out, threads = call.ids_TK.shape[1], out_AG.data_ptr(), torch.get_num_threads()
@@ -286,7 +288,7 @@ def _make_plan(experts: ExpertWeights, key: tuple[object, ...]) -> _Plan:
 
     gate_up_bias, down_bias = float_copy(experts.gate_up_bias_EG), float_copy(experts.down_bias_EH)
     rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
-    layer = _Layer(
+    layer = _WholeLayerRecord(
         experts.gate_up_EGH.data_ptr(),
         experts.down_EHF.data_ptr(),
         None if gate_up_bias is None else gate_up_bias.data_ptr(),
@@ -357,7 +359,9 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
     def _forward(self) -> Callable[..., int]:
         return self._library.moe_quantized_forward
 
-    def _first(self, layer: int, routing: int, rows: int, call: Call[QuantizedExperts]) -> Tensor:
+    def _first(
+        self, layer: int, routing: int, rows: int, call: LayerArguments[QuantizedExperts]
+    ) -> Tensor:
         width = call.experts.intermediate_size
         out_AG = empty_rows(rows, call.experts.parts * width)
         done = self._library.moe_quantized_first(

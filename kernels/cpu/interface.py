@@ -98,7 +98,7 @@ def weighted_sum(
 # Shape legend as in kernels/reference.py.
 
 
-class MatrixRecord(Record, struct="PlaneMatrix"):
+class PlaneMatrixRecord(Record, struct="PlaneMatrix"):
     _fields_ = (
         ("plane", ctypes.c_void_p * len(PLANE_BITS)),
         ("scales", ctypes.c_void_p),
@@ -109,7 +109,7 @@ class MatrixRecord(Record, struct="PlaneMatrix"):
     )
 
 
-class LayerRecord(Record, struct="QuantizedLayer"):
+class QuantizedLayerRecord(Record, struct="QuantizedLayer"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("blobs", "planes", "first_bias", "second_bias")),
         *((name, ctypes.c_int64) for name in ("experts", "hidden", "width")),
@@ -124,7 +124,7 @@ class LayerRecord(Record, struct="QuantizedLayer"):
 class MatrixPlan:
     """A matrix for C++. `bias` is its address, `kept` what must stay alive."""
 
-    record: MatrixRecord
+    record: PlaneMatrixRecord
     bias: int | None
     kept: Tensor | None
 
@@ -133,7 +133,7 @@ class MatrixPlan:
 class LayerPlan:
     """A layer for C++; `kept` must stay alive. No activation: one that C++ does not know."""
 
-    record: LayerRecord
+    record: QuantizedLayerRecord
     activation: Activation | None
     kept: tuple[Tensor | None, ...]
 
@@ -141,7 +141,7 @@ class LayerPlan:
 def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
     """Addresses and sizes of a matrix."""
     layout, addresses = matrix.layout, _addresses(matrix.planes, matrix.scales)
-    record = MatrixRecord(
+    record = PlaneMatrixRecord(
         (ctypes.c_void_p * len(PLANE_BITS))(*addresses[:-1]),
         addresses[-1],
         layout.rows,
@@ -161,7 +161,7 @@ def plan_layer(experts: QuantizedExperts) -> LayerPlan:
     biases = (experts.gate_up_bias_EG, experts.down_bias_EH)
     own = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
     kept = table, counts, *own
-    record = LayerRecord(
+    record = QuantizedLayerRecord(
         *(None if tensor is None else tensor.data_ptr() for tensor in kept),
         experts.num_experts,
         experts.hidden_size,

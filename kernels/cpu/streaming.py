@@ -108,7 +108,7 @@ class NativeReads:
 _DONE, _FAILED, _LATER = 1, 2, 3
 
 
-class _Record(Record, struct="ArrivingCall"):
+class _ArrivingCallRecord(Record, struct="ArrivingCall"):
     _fields_ = (
         *((name, POINTER) for name in ("forward", "layer", "activation")),
         *((name, POINTER) for name in ("hidden", "ids", "weights", "out")),
@@ -122,7 +122,7 @@ class _Record(Record, struct="ArrivingCall"):
     )
 
 
-class Rows(NamedTuple):
+class LayerBuffers(NamedTuple):
     """Addresses and sizes of what a layer is called with: float32, int64, float32; ``out`` is
     ``(T, H)`` float32, to be filled."""
 
@@ -136,7 +136,9 @@ class Rows(NamedTuple):
     kept: object
 
     @classmethod
-    def of(cls, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Rows:
+    def of(
+        cls, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
+    ) -> LayerBuffers:
         hidden_TH, ids_TK, weights_TK = (x.contiguous() for x in (hidden_TH, ids_TK, weights_TK))
         return cls(
             hidden_TH.data_ptr(),
@@ -166,7 +168,7 @@ class ArrivingCall:
         library: ctypes.CDLL,
         how: LayerCall,
         experts: AnyExperts,
-        rows: Rows,
+        rows: LayerBuffers,
         coming: Sequence[tuple[int, int, ReadJob | None]],
         reads: NativeReads | None,
         patience: float,
@@ -177,7 +179,7 @@ class ArrivingCall:
         told = integers(numbers)
         self._kept: Any = how.kept, rows.kept, coming, told
         self._experts, self._call = experts, library.moe_forward_arriving
-        self._record = _Record(
+        self._record = _ArrivingCallRecord(
             *(how.forward, how.layer, how.activation),
             *rows[:-1],
             *(ctypes.addressof(told), len(coming), None if reads is None else reads.reader),

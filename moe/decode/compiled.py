@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cpu import decode as native
 from kernels.cpu.interface import check_done
-from kernels.cpu.streaming import Rows
+from kernels.cpu.streaming import LayerBuffers
 from moe.decode.base import RoutedExperts, read_by
 from moe.decode.compiled_experts import Company, Inside, Near
 from moe.decode.records import Keeper, point
@@ -47,7 +47,7 @@ class CompiledPass:
     def __init__(
         self,
         kernel: native.NativeDecode,
-        record: native.Step,
+        record: native.StepRecord,
         h_BH: Tensor,
         logits_size: int,
         moe_layers: int,
@@ -71,7 +71,7 @@ class CompiledPass:
     def done(self) -> int:
         return self._done.value
 
-    def go(self, model: native.Model, meeting: int | None = None) -> bool:
+    def go(self, model: native.ModelRecord, meeting: int | None = None) -> bool:
         """Whether the layer behind those that are done waits for its experts' rows.
 
         Args:
@@ -87,12 +87,12 @@ class CompiledPass:
             self._addresses[0] = self._routed_BH.data_ptr()
         self._done.value += 1
 
-    def rows(self, moe_layer: int) -> Rows:
+    def rows(self, moe_layer: int) -> LayerBuffers:
         """What the experts of a layer are called with, if its router is known to C++."""
         routed, ids, weights, _ = self._addresses
         (_, rows, top_k), first = self._ids.shape, moe_layer * self._ids_of[0].numel()
         addresses = self._h, ids + 8 * first, weights + 4 * first, routed
-        return Rows(*addresses, rows, top_k, self.h_BH.shape[1], self)
+        return LayerBuffers(*addresses, rows, top_k, self.h_BH.shape[1], self)
 
     def asked(self, moe_layer: int) -> list[int]:
         """The experts of its routing, ascending and distinct."""
@@ -129,7 +129,7 @@ class FusedStep:
     ) -> None:
         keeper, count = Keeper(), len(description.layers)
         self._description, self._kernel, self._keeper = description, kernel, keeper
-        self._records = (native.Layer * count)(*map(keeper.layer, description.layers))
+        self._records = (native.DecoderLayerRecord * count)(*map(keeper.layer, description.layers))
         self._norm, self._head = keeper.norm(description.norm), keeper.matrix(description.head)
         feeds = [layer.feed for layer in description.layers]
         self._feeds = [feed if isinstance(feed, Experts) else None for feed in feeds]
@@ -145,9 +145,9 @@ class FusedStep:
         self._inside, self._experts = inside, [self._experts_by(way) for way in ((), inside)]
         self._asking, self._whole = map(self._model, self._experts)
 
-    def _experts_by(self, inside: Sequence[Inside]) -> Array[native.Experts]:
+    def _experts_by(self, inside: Sequence[Inside]) -> Array[native.ExpertsRecord]:
         """Of each layer, for C++."""
-        experts = (native.Experts * len(self._feeds))()
+        experts = (native.ExpertsRecord * len(self._feeds))()
         for record, feed, index in zip(experts, self._feeds, self._moe_layers, strict=False):
             record.index = -1 if feed is None else index
             if feed is not None and inside:
@@ -156,10 +156,10 @@ class FusedStep:
                 record.slots = None if slots is None else slots.data_ptr()
         return experts
 
-    def _model(self, experts: Array[native.Experts]) -> native.Model:
+    def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
         arrays = addressof(self._records), addressof(experts)
         ends = addressof(self._norm), addressof(self._head)
-        return native.Model(*arrays, *ends, len(experts), self._top_k, PATIENCE)
+        return native.ModelRecord(*arrays, *ends, len(experts), self._top_k, PATIENCE)
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits as of `Backbone.lanes`; the sequences grow by the tokens read."""
@@ -235,7 +235,7 @@ class FusedStep:
         x = x * description.embedding_scale if description.embedding_scale != 1.0 else x.clone()
         h, beside = torch.empty_like(x), torch.empty_like(x)
         positions, capacities, addresses = self._places(work)
-        record = native.Step(
+        record = native.StepRecord(
             x.shape[0], x.shape[1], self._caches, x.data_ptr(), h.data_ptr(), beside.data_ptr(),
             positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
             torch.get_num_threads(),

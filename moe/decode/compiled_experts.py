@@ -18,7 +18,7 @@ from experts.dispatch import AllToAllDispatcher
 from experts.dispatch.native import NativeDispatch
 from kernels import experts_forward
 from kernels.cpu.experts import LayerCall
-from kernels.cpu.streaming import Rows
+from kernels.cpu.streaming import LayerBuffers
 from kernels.reference import AnyExperts
 from moe.decode.base import RoutedExperts, Step, through_lane
 from moe.network.kv_cache import Work
@@ -166,7 +166,12 @@ class Near:
         self.layers[layer].cache.found(layer, asked)
 
     def run(
-        self, layer: int, asked: Sequence[int], rows: Rows, rows_BH: Tensor, routing: Routing
+        self,
+        layer: int,
+        asked: Sequence[int],
+        rows: LayerBuffers,
+        rows_BH: Tensor,
+        routing: Routing,
     ) -> Tensor | None:
         """As `OffloadedExperts.run`."""
         self.record(layer, routing)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.decode import Norm as NormRecord
-from kernels.cpu.trunk import NativeNorms
+from kernels.cpu.decode import NormRecord
+from kernels.cpu.dense import NativeNorms
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import Keeper, point
 from moe.describe.compare import Run, compare

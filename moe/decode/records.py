@@ -27,9 +27,9 @@ class Keeper:
     def __init__(self) -> None:
         self._kept: list[Any] = []
 
-    def layer(self, layer: d.Layer) -> native.Layer:
+    def layer(self, layer: d.Layer) -> native.DecoderLayerRecord:
         """Raises `NotDescribed` for sizes or dtypes that the compiled step does not take."""
-        record = native.Layer(
+        record = native.DecoderLayerRecord(
             attention_norm=self.norm(layer.attention_norm),
             attention_post=self.norm(layer.attention_post_norm),
             feed_norm=self.norm(layer.feed_norm),
@@ -56,35 +56,37 @@ class Keeper:
                 record.rule = self._rule(feed.router.rule, feed.num_experts)
         return record
 
-    def norm(self, norm: d.Norm | None) -> native.Norm:
+    def norm(self, norm: d.Norm | None) -> native.NormRecord:
         if norm is None:
-            return native.Norm()
+            return native.NormRecord()
         weight, bias = self._floats(norm.weight), self._floats(norm.bias)
-        return native.Norm(weight, bias, norm.eps, norm.centered)
+        return native.NormRecord(weight, bias, norm.eps, norm.centered)
 
-    def matrix(self, projection: d.Projection | None) -> native.Matrix:
+    def matrix(self, projection: d.Projection | None) -> native.MatrixRecord:
         if projection is None:
             return _absent()
         weight, bias = projection.weight, self._floats(projection.bias)
         if not isinstance(weight, Tensor):
             plan = plan_matrix(weight)
             self._kept += [plan, weight]
-            return native.Matrix(plan.record, None, bias, native.BIT_PLANES)
+            return native.MatrixRecord(plan.record, None, bias, native.BIT_PLANES)
         if weight.dtype not in DTYPES or weight.device.type != "cpu":
             raise NotDescribed(f"weights are {weight.dtype} on {weight.device}")
         weight = weight.contiguous()
         self._kept.append(weight)
-        record = native.Matrix(weight=weight.data_ptr(), bias=bias, format=DTYPES[weight.dtype])
+        record = native.MatrixRecord(
+            weight=weight.data_ptr(), bias=bias, format=DTYPES[weight.dtype]
+        )
         record.planes.rows, record.planes.columns = weight.shape
         return record
 
-    def _grouped(self, a: d.Attention) -> native.Attention:
+    def _grouped(self, a: d.Attention) -> native.AttentionRecord:
         if {n.after_rotation for n in (a.q_norm, a.k_norm) if n and n.per_head} == {False, True}:
             raise NotDescribed("query and key norms come in different places")
         norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
         if any(norm.after_rotation and not norm.per_head for norm in norms):
             raise NotDescribed("a norm of all heads comes behind their rotation")
-        record = native.Attention(
+        record = native.AttentionRecord(
             **self._common(a),
             k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(),
             kv_heads=a.kv_heads, head_dim=a.head_dim,
@@ -97,8 +99,8 @@ class Keeper:
             record.k_norm, record.k_norm_per_head = self.norm(a.k_norm.norm), a.k_norm.per_head
         return record
 
-    def _latent(self, a: d.LatentAttention) -> native.Attention:
-        return native.Attention(
+    def _latent(self, a: d.LatentAttention) -> native.AttentionRecord:
+        return native.AttentionRecord(
             **self._common(a),
             k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
             q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
@@ -107,12 +109,12 @@ class Keeper:
             rotation=self._rotation(a.rotation),
         )  # fmt: skip
 
-    def heads(self, a: d.Attention) -> tuple[native.Heads, native.Heads]:
+    def heads(self, a: d.Attention) -> tuple[native.HeadsRecord, native.HeadsRecord]:
         """How queries and keys come to their positions."""
 
-        def of(head_norm: d.HeadNorm | None, count: int) -> native.Heads:
+        def of(head_norm: d.HeadNorm | None, count: int) -> native.HeadsRecord:
             norm = self.norm(None if head_norm is None else head_norm.norm)
-            record = native.Heads(norm, self._rotation(a.rotation), count, a.head_dim)
+            record = native.HeadsRecord(norm, self._rotation(a.rotation), count, a.head_dim)
             if head_norm is not None:
                 record.per_head = head_norm.per_head
                 record.after_rotation = head_norm.after_rotation
@@ -128,22 +130,22 @@ class Keeper:
             "window": view.window or 0, "sinks": self._floats(view.sinks),
         }  # fmt: skip
 
-    def _rotation(self, rotation: d.Rotation | None) -> native.Rotation:
+    def _rotation(self, rotation: d.Rotation | None) -> native.RotationRecord:
         if rotation is None:
-            return native.Rotation()
+            return native.RotationRecord()
         if rotation.size > _MAX_ROTATED:
             raise NotDescribed(f"{rotation.size} dimensions are rotated")
         pairs = rotation.style != "half"
-        record = native.Rotation(
+        record = native.RotationRecord(
             None, None, rotation.begin, rotation.size, pairs, rotation.style == "pairs"
         )
         point(record, rotation)
         return record
 
-    def _rule(self, rule: RouterRule, num_experts: int) -> native.Rule:
+    def _rule(self, rule: RouterRule, num_experts: int) -> native.RuleRecord:
         if rule.groups > _MAX_GROUPS:
             raise NotDescribed(f"experts come in {rule.groups} groups")
-        return native.Rule(
+        return native.RuleRecord(
             self._floats(rule.correction), num_experts, rule.top_k, rule.groups, rule.groups_kept,
             native.SCORES.index(rule.score), rule.group_score == "top2", rule.renormalise,
             rule.scale, rule.mixer_threshold,
@@ -158,10 +160,10 @@ class Keeper:
         return tensor.data_ptr()
 
 
-def point(record: native.Rotation, rotation: d.Rotation) -> None:
+def point(record: native.RotationRecord, rotation: d.Rotation) -> None:
     """Tell a record where the rotation's table lies, again after the table has grown."""
     record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
 
 
-def _absent() -> native.Matrix:
-    return native.Matrix(format=native.ABSENT)
+def _absent() -> native.MatrixRecord:
+    return native.MatrixRecord(format=native.ABSENT)

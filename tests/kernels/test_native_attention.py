@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu.build import load_library
-from kernels.cpu.trunk import NativeAttention
+from kernels.cpu.dense import NativeAttention
 from tests.kernels.kernel_cases import TARGETS
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import ExpertWeights, experts_forward
 from kernels.cpu import NativeKernels, choose_kernel
-from kernels.cpu.streaming import Rows
+from kernels.cpu.streaming import LayerBuffers
 from offload.readers.direct_io import DirectFiles
 from offload.readers.native import NativeReader
 from offload.transfer import Read
@@ -80,7 +80,7 @@ def test_experts_that_come_late_give_the_same_bits(
     assert how is not None
     told = [(e, int(where[e]), asked[e].record if e in late else None) for e in wanted]
     out = torch.full_like(hidden, torch.nan)
-    rows = Rows.of(hidden, ids, weights, out)
+    rows = LayerBuffers.of(hidden, ids, weights, out)
     call = native.arriving(how, slots, rows, told, reader.reads, 0.0)
     first = wanted.index(min(late)) if late else None
     assert call.run() == first  # which is late

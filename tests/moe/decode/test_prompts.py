@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.build import load_library
-from kernels.cpu.trunk import NativeNorms
+from kernels.cpu.dense import NativeNorms
 from moe.decode.prompts import _read, fuse_prompts
 from moe.decode.proof import parts_of
 from moe.decode.records import Keeper

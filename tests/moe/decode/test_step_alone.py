@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.cpu import choose_kernel
-from kernels.cpu.streaming import Rows
+from kernels.cpu.streaming import LayerBuffers
 from moe.decode.compiled import FusedStep
 from moe.decode.compiled_experts import Inside, Near
 from moe.describe.description import Description, Experts
@@ -126,7 +126,12 @@ class Noted:
         self.told.append((layer, routing))
 
     def run(
-        self, layer: int, asked: Sequence[int], rows: Rows, rows_BH: Tensor, routing: Routing
+        self,
+        layer: int,
+        asked: Sequence[int],
+        rows: LayerBuffers,
+        rows_BH: Tensor,
+        routing: Routing,
     ) -> Tensor | None:
         assert any(self.slots[layer][expert] < 0 for expert in asked)
         self.told.append((layer, routing))

@@ -12,12 +12,12 @@ from ctypes import addressof
 import torch
 from torch import Tensor
 
-from kernels.cpu.decode import Heads, Norm
+from kernels.cpu.decode import HeadsRecord, NormRecord
 from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, check_done, declare
 from kernels.cpu.records import Record
 
 
-class _Attend(Record, struct="Attend"):
+class _AttendRecord(Record, struct="Attend"):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "begin", "sinks")),
         *(
@@ -74,7 +74,7 @@ class NativeAttention:
         out_TQV = torch.empty(queries, heads, v_NLV.shape[-1], dtype=torch.float32)
         sinks_Q = None if sinks_Q is None else sinks_Q.detach().float().contiguous()
         first_T = first_T.contiguous()
-        record = _Attend(
+        record = _AttendRecord(
             q_QTD.data_ptr(), k_NLD.data_ptr(), v_NLV.data_ptr(), out_TQV.data_ptr(),
             first_T.data_ptr(), None if sinks_Q is None else sinks_Q.data_ptr(),
             *q_QTD.stride()[:2], *k_NLD.stride()[:2], *v_NLV.stride()[:2],
@@ -145,7 +145,7 @@ class NativeNorms:
         kept = x.requires_grad and torch.is_grad_enabled()
         return x.device.type == "cpu" and x.dtype == torch.float32 and not kept
 
-    def norm(self, norm: Norm, x: Tensor) -> Tensor:
+    def norm(self, norm: NormRecord, x: Tensor) -> Tensor:
         """Of each row of ``(..., H)``."""
         x, width = x.contiguous(), x.shape[-1]
         out, threads = torch.empty_like(x), torch.get_num_threads()
@@ -153,7 +153,7 @@ class NativeNorms:
         self._norm(addressof(norm), x.data_ptr(), rows, width, out.data_ptr(), threads)
         return out
 
-    def turn(self, heads: Heads, rows: Tensor, positions_T: Tensor) -> None:
+    def turn(self, heads: HeadsRecord, rows: Tensor, positions_T: Tensor) -> None:
         """Bring contiguous rows, ``T * heads * size`` numbers, to their positions, in place."""
         assert rows.is_contiguous()
         count, threads = len(positions_T), torch.get_num_threads()
