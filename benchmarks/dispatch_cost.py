@@ -33,7 +33,7 @@ ROUNDS, WARM_UP = 40, 4
 COLD_BYTES = 32 << 20
 TIMEOUT_S = 60.0
 TOLD, RETURNED = 1, 2
-"""What has been exchanged before a call; see kernels/cpu/meeting.h."""
+"""What has been exchanged before a call; see kernels/cpu/all_to_all.h."""
 
 
 def dispatch_seconds(

@@ -122,7 +122,7 @@ def weighted_sum(
     if native is not None:
         position_TK, weights_TK = position_TK.int().contiguous(), weights_TK.contiguous()
         rows = row_AH.contiguous(), more_BH.contiguous()
-        return native.weighted_sum(rows[0], position_TK, weights_TK, dtype, rows[1])
+        return native.whole.weighted_sum(rows[0], position_TK, weights_TK, dtype, rows[1])
     row_AH = torch.cat([row_AH, more_BH])
     output_TH = row_AH.new_zeros(position_TK.shape[0], row_AH.shape[1])
     if len(row_AH):

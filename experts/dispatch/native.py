@@ -2,7 +2,7 @@
 
 While all ranks bring the same shapes as at the layers before, `NativeDispatch` runs a dispatch or a
 combine in one call, and compiled steps run those of all layers in one call
-(`kernels/cpu/meeting.h`). The messages are those of `experts.dispatch.all_to_all`, so each rank
+(`kernels/cpu/all_to_all.h`). The messages are those of `experts.dispatch.all_to_all`, so each rank
 chooses for itself. If another rank's header differs, this rank falls back to `all_to_all`, reusing
 the messages already received.
 """
@@ -31,7 +31,7 @@ from kernels.cpu.all_to_all import BAD_ID, LOST, OTHERWISE, Assigned, bad_id
 from routing import Routing
 
 _DTYPES = torch.float32, torch.bfloat16
-"""Of hidden states whose results `kernels/cpu/meeting.cpp` sums."""
+"""Of hidden states whose results `kernels/cpu/all_to_all.cpp` sums."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ class NativeDispatch:
         native, _ = choose_kernel()
         assert native is not None, "an exchange has sockets only where there is a compiled library"
         self._headers = headers
-        self._native = native.meeting(
+        self._native = native.all_to_all(
             self._sockets.files,
             self._rank,
             self._sockets.timeout_s,

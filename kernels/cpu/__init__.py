@@ -1,6 +1,10 @@
-"""Choice of the CPU kernels: compiled C++ where it builds, else the reference, and why.
+"""The compiled C++ kernels for CPUs: `choose_kernel` builds and loads them, once a process.
 
-`MOE_CPU_KERNEL=native` makes a failed build an error, `MOE_CPU_KERNEL=reference` skips the build.
+`NativeKernels` holds one object for each job: experts of whole weights (`whole`) or bit planes
+(`planes`), linear layers, attention and norms of prompts, decode steps, and the assignment of slots
+to ranks; it makes the objects that keep state (`reads`, `all_to_all`, `learner`). Where the library
+does not build, experts run on the torch reference, with a warning. `MOE_CPU_KERNEL=native` makes a
+failed build an error, `MOE_CPU_KERNEL=reference` skips the build.
 """
 
 from __future__ import annotations
@@ -12,9 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import Tensor
 
-from kernels.cpu import interface as calls
 from kernels.cpu.all_to_all import NativeAllToAll, NativeAssign
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
@@ -22,7 +25,7 @@ from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
 from kernels.cpu.foresight import NativeForesight
 from kernels.cpu.learning import NativeLearner
-from kernels.cpu.streaming import ArrivingCall, NativeReads, declare_arriving
+from kernels.cpu.streaming import ArrivingCall, NativeReads
 from kernels.planes import QuantizedExperts
 from kernels.reference import AnyExperts
 
@@ -32,8 +35,7 @@ _logger = logging.getLogger("moe")
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """Of one library: whole weights, bit planes, linear layers of whole weights, decode steps,
-    attention of prompts and what is between its products, assignment."""
+    """The kernels of one loaded library."""
 
     library: CDLL
     whole: NativeExperts
@@ -43,6 +45,19 @@ class NativeKernels:
     attention: NativeAttention
     norms: NativeNorms
     assign: NativeAssign
+
+    @classmethod
+    def of(cls, library: CDLL) -> NativeKernels:
+        return cls(
+            library,
+            NativeExperts(library),
+            NativePlanes(library),
+            NativeLinear(library),
+            NativeDecode(library),
+            NativeAttention(library),
+            NativeNorms(library),
+            NativeAssign(library),
+        )
 
     def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
         """Whether `experts_forward` knows these activations and weights."""
@@ -64,19 +79,19 @@ class NativeKernels:
         return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
     def layer_call(self, hidden_TH: Tensor, experts: AnyExperts) -> LayerCall | None:
-        """How C++ callers run a layer for rows like these; None where they cannot."""
+        """How compiled callers run a layer for rows like these; None where they cannot."""
         if not self.supports(hidden_TH, experts):
             return None
         if isinstance(experts, QuantizedExperts):
             return self.planes.layer_call(experts)
         return self.whole.layer_call(experts)
 
-    def meeting(self, *arguments: Any, **options: Any) -> NativeAllToAll:
-        """Dispatches of ranks of one machine; see NativeMeeting."""
+    def all_to_all(self, *arguments: Any, **options: Any) -> NativeAllToAll:
+        """Dispatch and combine between ranks of one machine; see NativeAllToAll."""
         return NativeAllToAll(self.library, *arguments, **options)
 
     def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
-        """What a cache of experts learns; see NativeLearner."""
+        """Request rates of a cache's experts; see NativeLearner."""
         return NativeLearner(self.library, *arguments, **options)
 
     def foresight(self, *arguments: Any, **options: Any) -> NativeForesight:
@@ -84,18 +99,12 @@ class NativeKernels:
         return NativeForesight(self.library, *arguments, **options)
 
     def arriving(self, *arguments: Any) -> ArrivingCall:
-        """A call of a layer whose experts are still coming; see ArrivingCall."""
+        """A call of a layer whose experts are still being read; see ArrivingCall."""
         return ArrivingCall(self.library, *arguments)
 
     def reads(self, most: int) -> NativeReads:
-        """Files read in the background; see NativeReads."""
+        """A pool of threads that read files; see NativeReads."""
         return NativeReads(self.library, most)
-
-    def weighted_sum(
-        self, row_AH: Tensor, position_TK: Tensor, weights_TK: Tensor, to: dtype, more_BH: Tensor
-    ) -> Tensor:
-        """As kernels.backends.weighted_sum, of contiguous tensors: float32, and int32 positions."""
-        return calls.weighted_sum(self.library, row_AH, position_TK, weights_TK, to, more_BH)
 
 
 @cache
@@ -105,6 +114,7 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
     Raises:
         ValueError: MOE_CPU_KERNEL is neither "native" nor "reference".
         BuildError: MOE_CPU_KERNEL is "native" and the build failed.
+        LayoutError: the library's structs differ from Python's records.
     """
     wanted = os.environ.get(_ENVIRONMENT, "")
     if wanted not in ("", "native", "reference"):
@@ -118,18 +128,8 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
             raise
         _logger.warning("CPU experts run on the slow reference kernel: %s", error)
         return None, str(error)
-    native = NativeKernels(
-        library,
-        NativeExperts(library),
-        NativePlanes(library),
-        NativeLinear(library),
-        NativeDecode(library),
-        NativeAttention(library),
-        NativeNorms(library),
-        NativeAssign(library),
-    )
-    declare_arriving(library)
-    return native, "compiled for this CPU" + (", with AMX" if library.moe_uses_amx() else "")
+    reason = "compiled for this CPU" + (", with AMX" if library.moe_uses_amx() else "")
+    return NativeKernels.of(library), reason
 
 
 def backend_status() -> dict[str, str]:

@@ -9,7 +9,6 @@ Shape legend as in kernels/reference.py; A is the number of slots in use.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from kernels.cpu.records import Record
+from kernels.cpu.interface import Record, floats, numbers
 
 # torch runs an elementwise operation of fewer elements than this on one thread, and whole vectors
 # of up to 64 elements at a time: blocks cut so give a row the same bits in any company.
@@ -35,10 +34,8 @@ class Activation(Record, struct="Activation"):
     """(clamp(up, -limit, limit) + offset) * curve(min(gate, limit)), or curve(gate) alone."""
 
     _fields_ = (
-        ("curve", ctypes.c_int32),  # index into _curves()
-        ("slope", ctypes.c_float),
-        ("limit", ctypes.c_float),
-        ("offset", ctypes.c_float),
+        *numbers("curve"),  # index into _curves()
+        *floats("slope", "limit", "offset"),
     )
 
 

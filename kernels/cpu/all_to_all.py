@@ -1,6 +1,12 @@
-"""A dispatch and a combine of ranks of one machine, by a compiled library (see meeting.h, .cpp).
+"""Expert parallelism on one machine by the compiled library: who serves what, dispatch and combine.
 
-Legend: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden.
+`NativeAssign` chooses the rank that serves each slot, in one call what
+`experts.dispatch.assignment` and `routing.balance` do. `NativeAllToAll` exchanges rows and results
+with the other ranks over sockets (kernels/cpu/all_to_all.h), as long as all ranks bring what they
+brought to the step before.
+
+Legend: R ranks, T tokens of all ranks, K slots, E experts, W bytes of a row, H hidden, L layers,
+A slots that this rank serves.
 """
 
 from __future__ import annotations
@@ -14,21 +20,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, declare
-from kernels.cpu.records import Record
-
-# ---- The compiled choice of ranks: `experts.dispatch.assignment` and `routing.balance` in one
-# call.
-#
-# Legend: R ranks, T tokens of all ranks, K slots, E experts, A slots that this rank serves.
+from kernels.cpu.interface import (
+    DTYPES,
+    NUMBER,
+    POINTER,
+    SIZE,
+    Record,
+    declare,
+    doubles,
+    pointers,
+    sizes,
+)
 
 Ids = NDArray[np.int16]
 Ints = NDArray[np.int64]
 Shapes = Sequence[tuple[int, ...]]
 
+LOST, BAD_ID, DONE, OTHERWISE = -2, -1, 0, 1
+"""Results of a call: a rank is lost; an id is no expert; done; for the last see each function."""
+_SIGNATURES = {
+    "moe_dispatch": (NUMBER, (POINTER, SIZE, POINTER, POINTER)),
+    "moe_return": (NUMBER, (*(POINTER,) * 4, NUMBER, NUMBER)),
+}
+_SIZES = ("ranks", "rank", "slots", "width", "hidden", "timeout_ms", "rows_at", "epoch")
+_ARRAYS = (
+    *("files", "tokens", "slots_R", "message_bytes", "messages", "heads", "layers"),
+    *("served", "returned", "results", "ones", "chosen"),
+)
+
 
 class Assigned(NamedTuple):
-    """What `experts.dispatch.assignment.Assignment` and its `slots` hold, by the same names."""
+    """The fields of `experts.dispatch.assignment.Assignment` and of its `slots`."""
 
     loads_E: Ints
     ids_TK: Ints
@@ -42,11 +64,10 @@ class Assigned(NamedTuple):
 
 
 class NativeAssign:
-    """Who serves what, by a compiled library (see kernels/cpu/build.py)."""
+    """The choice of ranks: which slots this rank serves, and where its own slots are served."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        sizes = (SIZE,) * 4
-        declare(library, {"moe_assign": (NUMBER, (*(POINTER,) * 4, *sizes, POINTER))})
+        declare(library, {"moe_assign": (NUMBER, (*(POINTER,) * 4, *(SIZE,) * 4, POINTER))})
         self._call = library.moe_assign
 
     def __call__(self, tables: Sequence[Ids], rank: int, holders: Ints, experts: int) -> Assigned:
@@ -61,7 +82,7 @@ class NativeAssign:
             IndexError: an id outside [-1, E).
         """
         shapes, ranks = [table.shape for table in tables], len(tables)
-        out = np.empty(numbers(shapes, shapes[rank][0], experts), np.int64)
+        out = np.empty(_total_size(shapes, shapes[rank][0], experts), np.int64)
         done = self._call(
             (POINTER * ranks)(*[address(table) for table in tables]),
             (SIZE * ranks)(*[tokens for tokens, _ in shapes]),
@@ -75,99 +96,33 @@ class NativeAssign:
         )
         if done:
             raise bad_id(experts)
-        return assigned(out, shapes, shapes[rank][0], experts)
+        return _read_assigned(out, shapes, shapes[rank][0], experts)
 
 
-def numbers(shapes: Shapes, own: int, experts: int) -> int:
-    """That `moe_assign` writes, for the ``(tokens, slots)`` of all ranks and the tokens of one."""
-    return loads_at(shapes, own) + experts
-
-
-def loads_at(shapes: Shapes, own: int) -> int:
-    """Where tokens of each expert begin in it, behind all else."""
-    size, slots = _size(shapes)
-    return 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
-
-
-def counts_at(shapes: Shapes) -> int:
-    """Where numbers of slots begin in it: `served_R`, `returned_R`, pairs and served."""
-    return 4 * _size(shapes)[0]
-
-
-def assigned(out: Ints, shapes: Shapes, own: int, experts: int) -> Assigned:
-    """What it has written."""
-    (size, slots), ranks, at = _size(shapes), len(shapes), counts_at(shapes)
-    ends, loads = at + 2 * ranks + 2, loads_at(shapes, own)
-    *told, pairs, served = out[at:ends].tolist()
-    ids_TK, serving_TK = out[: 2 * size].reshape(2, -1, slots)
-    return Assigned(
-        loads_E=out[loads : loads + experts],
-        ids_TK=ids_TK,
-        serving_TK=serving_TK,
-        token_A=out[2 * size : 2 * size + served],
-        experts_A=out[3 * size : 3 * size + served],
-        served_R=told[:ranks],
-        returned_R=told[ranks:],
-        position_TK=out[ends:loads].view(np.int32)[: own * slots].reshape(-1, slots),
-        pairs=pairs,
+class _AllToAllRecord(Record, struct="AllToAll"):
+    _fields_ = (
+        *sizes(*_SIZES),
+        *pointers(*_ARRAYS),
+        *sizes("layer", "had", "lost", "error"),
+        *doubles("seconds"),
     )
 
 
-def _size(shapes: Shapes) -> tuple[int, int]:
-    """T K and K of all ranks together."""
-    slots = max(slots for _, slots in shapes)
-    return sum(tokens for tokens, _ in shapes) * slots, slots
-
-
-def bad_id(experts: int) -> IndexError:
-    return IndexError(f"an expert id is outside [-1, {experts})")
-
-
-def address(array: NDArray[Any]) -> int:
-    """Of its first element; `array.ctypes.data` takes three times as long."""
-    found: int = array.__array_interface__["data"][0]
-    return found
-
-
-# ----
-
-LOST, BAD_ID, DONE, OTHERWISE = -2, -1, 0, 1
-"""What a call says: a rank is lost; an id is no expert; all went well; see the call."""
-_SIGNATURES = {
-    "moe_dispatch": (NUMBER, (POINTER, SIZE, POINTER, POINTER)),
-    "moe_return": (NUMBER, (*(POINTER,) * 4, NUMBER, NUMBER)),
-}
-_SIZES = ("ranks", "rank", "slots", "width", "hidden", "timeout_ms", "rows_at", "epoch")
-_ARRAYS = (
-    *("files", "tokens", "slots_R", "message_bytes", "messages", "heads", "layers"),
-    *("served", "returned", "results", "ones", "chosen"),
-)
-
-
-class _AllToAllRecord(Record, struct="Meeting"):
+class _AllToAllLayerRecord(Record, struct="AllToAllLayer"):
     _fields_ = (
-        *((name, SIZE) for name in _SIZES),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-        *((name, SIZE) for name in ("layer", "had", "lost", "error")),
-        ("seconds", ctypes.c_double),
-    )
-
-
-class _AllToAllLayerRecord(Record, struct="MeetingLayer"):
-    _fields_ = (
-        ("holders", ctypes.c_void_p),
-        ("experts", SIZE),
-        ("assigned", ctypes.c_void_p),
+        *pointers("holders"),
+        *sizes("experts"),
+        *pointers("assigned"),
     )
 
 
 class Counted(NamedTuple):
-    """Of layers, what `moe_assign` has counted.
+    """What `moe_assign` counted in several layers.
 
     Attributes:
-        loads_LE: tokens of each expert, on all ranks; zeros behind a layer's last one.
-        pairs, served: as `experts.dispatch.assignment.Assignment` has them, of all layers.
-        sent_back: of those served, whose results go to other ranks.
+        loads_LE: tokens of each expert on all ranks; zeros after a layer's last expert.
+        pairs, served: the sums over the layers of `experts.dispatch.assignment.Assignment`'s.
+        sent_back: how many of the served slots' results go to other ranks.
     """
 
     loads_LE: Ints
@@ -177,29 +132,28 @@ class Counted(NamedTuple):
 
 
 class NativeAllToAll:
-    """What ranks exchange as long as all bring what they brought before.
+    """Dispatch and combine between ranks whose shapes are those of the step before.
 
     Args:
-        files: sockets to all ranks; the own is not used.
-        heads: ``(R, 40)`` bytes that the ranks say of what they bring.
+        files: descriptors of the sockets to all ranks; this rank's own is not used.
+        heads: ``(R, 40)`` bytes, the header that each rank is expected to send.
         shapes: ``(tokens, slots)`` of each rank.
         width: W.
-        rows_at: where rows begin in a message, which is ids in 16 bits behind place and head.
-        message_bytes: of each rank.
+        rows_at: offset of the rows in a message: place, header, ids in 16 bits, rows.
+        message_bytes: size of each rank's message.
         hidden: H.
-        epoch: of the placements.
-        layers: of each MoE layer who holds which experts, as `experts.placement.Placement.holders`,
-            and how many they are.
+        epoch: the placements' version.
+        layers: ``(holders, E)`` of each MoE layer, as in `experts.placement.Placement`.
 
     Attributes:
-        own_tokens: that this rank brings.
+        own_tokens: tokens of this rank.
         width: W.
-        address: for compiled callers, who meet at all layers by themselves.
-        messages: that the ranks told in the last dispatch.
+        address: of the C++ record, for compiled callers that exchange at every layer themselves.
+        messages: what the ranks sent in the last dispatch.
         served: ``(T K, W)`` bytes of the rows that this rank serves, in the order of its slots.
         returned: ``(own T K, H)`` float32 results of other ranks.
-        ones: ``(T K, 1)`` weights.
-        record: where a code is LOST, `lost` says which rank and `error` why.
+        ones: ``(T K, 1)`` weights of 1.
+        record: after LOST, ``lost`` is the lost rank and ``error`` the errno.
     """
 
     def __init__(
@@ -230,9 +184,9 @@ class NativeAllToAll:
         self._results = torch.empty(most, hidden, dtype=torch.float32)
         self.ones = torch.ones(most, 1)
         self._experts = [experts for _, experts in layers]
-        most_numbers = numbers(shapes, self.own_tokens, max(self._experts, default=0))
+        most_numbers = _total_size(shapes, self.own_tokens, max(self._experts, default=0))
         self._out_LN = np.zeros((len(layers), most_numbers), np.int64)
-        self._rank, self._at = rank, counts_at(shapes)
+        self._rank, self._at = rank, _counts_offset(shapes)
         records = [
             _AllToAllLayerRecord(address(holders), experts, address(out))
             for (holders, experts), out in zip(layers, self._out_LN, strict=True)
@@ -249,10 +203,10 @@ class NativeAllToAll:
             "heads": np.frombuffer(heads, np.uint8).copy(),
         }
         timeout_ms = int(timeout_s * 1000)
-        sizes = len(files), rank, self._slots, width, hidden, timeout_ms, rows_at, epoch
+        own_sizes = len(files), rank, self._slots, width, hidden, timeout_ms, rows_at, epoch
         self._held = held, layers  # the record points to them
         self.record = _AllToAllRecord(
-            **dict(zip(_SIZES, sizes, strict=True)),
+            **dict(zip(_SIZES, own_sizes, strict=True)),
             **{name: address(array) for name, array in held.items()},
             layers=ctypes.addressof(self._layers),
             served=self.served.data_ptr(),
@@ -265,28 +219,32 @@ class NativeAllToAll:
         self.address = ctypes.addressof(self.record)
 
     def dispatch(self, layer: int, ids_TK: Tensor, rows: Tensor) -> int:
-        """One of the codes; DONE: `assigned` and `served` hold what this rank serves.
+        """Exchange ids and rows; returns a code. After DONE, `assigned` and `served` are filled.
+
+        OTHERWISE: a rank is at another layer or has other shapes, see `messages`.
 
         Args:
-            ids_TK, rows: contiguous, of the shapes that were told.
+            ids_TK, rows: contiguous, of the shapes given to the constructor.
         """
         done: int = self._dispatch(self.address, layer, ids_TK.data_ptr(), rows.data_ptr())
         return done
 
     def assigned(self, layer: int) -> Assigned:
-        """Of the last dispatch of a layer; the next one writes over it."""
-        return assigned(self._out_LN[layer], self._shapes, self.own_tokens, self._experts[layer])
+        """The last dispatch of a layer; the next one overwrites it."""
+        return _read_assigned(
+            self._out_LN[layer], self._shapes, self.own_tokens, self._experts[layer]
+        )
 
     def counted(self, layers: range) -> Counted:
-        """Of the last dispatches of successive layers."""
+        """Counts of the last dispatches of successive layers."""
         out_LN, ranks, at = self._out_LN[layers.start : layers.stop], len(self._shapes), self._at
         counts_N = out_LN[:, at : at + 2 * ranks + 2].sum(0).tolist()
         served = counts_N[-1]
-        loads_LE = out_LN[:, loads_at(self._shapes, self.own_tokens) :]
+        loads_LE = out_LN[:, _loads_offset(self._shapes, self.own_tokens) :]
         return Counted(loads_LE, counts_N[-2], served, served - counts_N[self._rank])
 
     def experts(self, layers: range) -> list[list[int]]:
-        """That this rank has served in the last dispatches of successive layers, ascending."""
+        """Experts that this rank served in the last dispatches of successive layers, ascending."""
         out_LN, at = self._out_LN[layers.start : layers.stop], self._at
         size, served_L = at // 4, out_LN[:, at + 2 * len(self._shapes) + 1]
         layer, slot = np.nonzero(np.arange(size) < served_L[:, None])
@@ -295,7 +253,8 @@ class NativeAllToAll:
         return [np.flatnonzero(found_E).tolist() for found_E in found_LE]
 
     def combine(self, rows: Tensor, weights_TK: Tensor, out_TH: Tensor) -> int:
-        """One of the codes; DONE or OTHERWISE: ``out`` holds the sums; OTHERWISE: some are NaN."""
+        """Send results back, and sum this rank's own; returns a code. DONE or OTHERWISE: ``out_TH``
+        holds the sums, after OTHERWISE some of them NaN."""
         done: int = self._return(
             self.address,
             rows.data_ptr(),
@@ -305,3 +264,54 @@ class NativeAllToAll:
             torch.get_num_threads(),
         )
         return done
+
+
+def _total_size(shapes: Shapes, own: int, experts: int) -> int:
+    """Integers that `moe_assign` writes; `shapes` are all ranks', `own` this rank's tokens."""
+    return _loads_offset(shapes, own) + experts
+
+
+def _loads_offset(shapes: Shapes, own: int) -> int:
+    """Where `Assigned.loads_E` begins in them; it is the last part."""
+    size, slots = _size(shapes)
+    return 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
+
+
+def _counts_offset(shapes: Shapes) -> int:
+    """Where the counts begin in them: `served_R`, `returned_R`, pairs and A."""
+    return 4 * _size(shapes)[0]
+
+
+def _read_assigned(out: Ints, shapes: Shapes, own: int, experts: int) -> Assigned:
+    """The parts of what `moe_assign` wrote to ``out``."""
+    (size, slots), ranks, at = _size(shapes), len(shapes), _counts_offset(shapes)
+    ends, loads = at + 2 * ranks + 2, _loads_offset(shapes, own)
+    *told, pairs, served = out[at:ends].tolist()
+    ids_TK, serving_TK = out[: 2 * size].reshape(2, -1, slots)
+    return Assigned(
+        loads_E=out[loads : loads + experts],
+        ids_TK=ids_TK,
+        serving_TK=serving_TK,
+        token_A=out[2 * size : 2 * size + served],
+        experts_A=out[3 * size : 3 * size + served],
+        served_R=told[:ranks],
+        returned_R=told[ranks:],
+        position_TK=out[ends:loads].view(np.int32)[: own * slots].reshape(-1, slots),
+        pairs=pairs,
+    )
+
+
+def _size(shapes: Shapes) -> tuple[int, int]:
+    """T K and K, of all ranks together."""
+    slots = max(slots for _, slots in shapes)
+    return sum(tokens for tokens, _ in shapes) * slots, slots
+
+
+def bad_id(experts: int) -> IndexError:
+    return IndexError(f"an expert id is outside [-1, {experts})")
+
+
+def address(array: NDArray[Any]) -> int:
+    """Of the array's first element; `array.ctypes.data` takes three times as long."""
+    found: int = array.__array_interface__["data"][0]
+    return found

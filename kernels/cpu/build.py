@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu.records import check_layouts
+from kernels.cpu.interface import check_layouts, compiled_layouts
 
 _SOURCE_DIR = Path(__file__).parent
 # GCC's own AVX-512 header trips maybe-uninitialized.
@@ -51,7 +51,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
             does not load.
-        LayoutError: a record is not the library's (kernels/cpu/records.py).
+        LayoutError: a record is not the library's (kernels/cpu/interface.py).
     """
     compiler = _compiler()
     try:
@@ -66,7 +66,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
-    check_layouts(loaded)
+    check_layouts(compiled_layouts(loaded))
     with suppress(OSError):  # a cache that is only read
         os.utime(directory)
     return loaded

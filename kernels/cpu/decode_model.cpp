@@ -1,7 +1,7 @@
 // A whole decode step in one call: its layers, their experts, here or with those of other ranks, and
 // the head, by the same functions that Python calls one by one where it has to act in between.
 #include "decode.h"
-#include "meeting.h"
+#include "all_to_all.h"
 
 #include <chrono>
 #include <vector>
@@ -22,33 +22,33 @@ const int64_t* find(const decode::Experts& experts, const int64_t* ids, int64_t 
 
 // routed (B, H) = the experts' rows for those of the step; false: the caller has to see to it.
 bool run_experts(const decode::Step& step, const decode::Experts& experts, int64_t top_k,
-                 Meeting* meeting, const int64_t* ids, const float* weights, float* routed) {
+                 AllToAll* all_to_all, const int64_t* ids, const float* weights, float* routed) {
   const auto run = [&](const void* rows, const int64_t* chosen, const float* weighed,
                        int64_t tokens, int64_t slots, float* to) {
     return experts.forward(experts.layer, experts.activation, rows, FP32, chosen, weighed, tokens,
                            slots, to, nullptr, step.threads) == 1;
   };
   if (!experts.forward) return false;
-  if (!meeting) {
+  if (!all_to_all) {
     thread_local std::vector<int64_t> places;
     places.resize(step.rows * top_k);
     const int64_t* chosen = find(experts, ids, step.rows * top_k, places.data());
     return chosen && run(step.h, chosen, weights, step.rows, top_k, routed);
   }
-  int32_t said = moe_dispatch(meeting, experts.index, ids, step.h);
+  int32_t said = moe_dispatch(all_to_all, experts.index, ids, step.h);
   if (said != DONE) {
-    meeting->had = said == LOST ? NOTHING : TOLD;
+    all_to_all->had = said == LOST ? NOTHING : TOLD;
     return false;
   }
-  meeting->had = TOLD;
-  const Serving serving(*meeting);
-  const int64_t* chosen = find(experts, serving.experts, serving.count, meeting->chosen);
+  all_to_all->had = TOLD;
+  const Serving serving(*all_to_all);
+  const int64_t* chosen = find(experts, serving.experts, serving.count, all_to_all->chosen);
   if (!chosen) return false;
   if (serving.count &&
-      !run(meeting->served, chosen, meeting->ones, serving.count, 1, meeting->results))
+      !run(all_to_all->served, chosen, all_to_all->ones, serving.count, 1, all_to_all->results))
     return false;
-  said = moe_return(meeting, meeting->results, weights, routed, FP32, step.threads);
-  if (said == OTHERWISE) meeting->had = RETURNED;
+  said = moe_return(all_to_all, all_to_all->results, weights, routed, FP32, step.threads);
+  if (said == OTHERWISE) all_to_all->had = RETURNED;
   return said == DONE;
 }
 
@@ -60,7 +60,7 @@ bool run_experts(const decode::Step& step, const decode::Experts& experts, int64
 // `done` waits for its experts' rows, which the caller brings in `routed` to a call from the layer
 // behind it on; what ranks have exchanged for it is not exchanged again.
 extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Model* model,
-                                    Meeting* meeting, int64_t* done, float* routed, int64_t* ids,
+                                    AllToAll* all_to_all, int64_t* done, float* routed, int64_t* ids,
                                     float* weights, float* out) {
   using clock = std::chrono::steady_clock;
   const auto end = clock::now() + std::chrono::duration<double>(model->patience);
@@ -77,7 +77,7 @@ extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Mode
     float* own_weights = experts.index < 0 ? nullptr : weights + at;
     if (!moe_decode_layer(step, before(i), model->layers + i, due(i), own_ids, own_weights))
       return NO_MEMORY;
-    if (experts.index >= 0 && !run_experts(*step, experts, model->top_k, meeting, own_ids,
+    if (experts.index >= 0 && !run_experts(*step, experts, model->top_k, all_to_all, own_ids,
                                            own_weights, routed))
       return WAITS;
   }

@@ -1,7 +1,11 @@
-"""Attention of a prompt by the compiled library; `kernels/cpu/attention.cpp` says how.
+"""A prompt's layers other than its experts, by the compiled library: attention, linear, norms.
+
+The arithmetic is in kernels/cpu/attention.cpp, linear.cpp and norms.h; the plain references of the
+norms and of the rotation are `apply_norm` and `rotate` of moe/describe/parts.py. A row's bits
+depend neither on the other rows of a call nor on the number of threads.
 
 Legend: T new tokens, L tokens of the sequence with them, Q query heads, N key/value heads, D key
-size, V value size.
+size, V value size, H hidden.
 """
 
 from __future__ import annotations
@@ -13,23 +17,26 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.decode import HeadsRecord, NormRecord
-from kernels.cpu.interface import DTYPES, NUMBER, POINTER, SIZE, check_done, declare
-from kernels.cpu.records import Record
+from kernels.cpu.interface import (
+    DTYPES,
+    NUMBER,
+    POINTER,
+    SIZE,
+    Record,
+    check_done,
+    declare,
+    floats,
+    pointers,
+    sizes,
+)
 
 
 class _AttendRecord(Record, struct="Attend"):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "begin", "sinks")),
-        *(
-            (f"{tensor}_{step}", ctypes.c_int64)
-            for tensor in ("q", "k", "v")
-            for step in ("head", "row")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("heads", "kv_heads", "key_size", "value_size", "queries", "keys")
-        ),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *pointers("q", "k", "v", "out", "begin", "sinks"),
+        *sizes("q_head", "q_row", "k_head", "k_row", "v_head", "v_row"),
+        *sizes("heads", "kv_heads", "key_size", "value_size", "queries", "keys"),
+        *floats("scale", "softcap"),
     )
 
 
@@ -63,12 +70,10 @@ class NativeAttention:
     ) -> Tensor:
         """``(T, Q, V)``: each of the last T tokens attends to all keys from ``first_T`` to its own.
 
-        A row's bits do not depend on which other rows are in the call.
-
         Args:
-            first_T: int64, of each token the first key that it sees, at most its own position.
+            first_T: int64 index of the first key that each token sees, at most its own position.
             softcap: scores s become ``softcap * tanh(s / softcap)`` after scaling.
-            sinks_Q: scores of one more key of each head, which has no value.
+            sinks_Q: attention sinks: the score of one more key of each head, without a value.
         """
         (heads, queries, size), (kv_heads, keys, _) = q_QTD.shape, k_NLD.shape
         out_TQV = torch.empty(queries, heads, v_NLV.shape[-1], dtype=torch.float32)
@@ -84,11 +89,9 @@ class NativeAttention:
         return out_TQV
 
 
-# ---- Linear layers of whole weights by the compiled library; `kernels/cpu/linear.cpp` says how.
-
-
 class NativeLinear:
-    """``x W^T + b`` in float32 (bf16 meets bf16 in the CPU's pair products, where it has them)."""
+    """``x W^T + b`` of whole weights, in float32; bf16 times bf16 uses the CPU's bf16 dot products,
+    where it has them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         matrix = POINTER, NUMBER
@@ -108,10 +111,7 @@ class NativeLinear:
         )
 
     def linear(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """``(..., N)`` of ``(..., K)``, in x's dtype.
-
-        A row's bits depend neither on the other rows of the call nor on the number of threads.
-        """
+        """``(..., N)`` of ``(..., K)``, in x's dtype."""
         (width, columns), x = weight_NK.shape, x.contiguous()
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
         bias_N = None if bias_N is None else bias_N.detach().float().contiguous()
@@ -123,15 +123,8 @@ class NativeLinear:
         return out
 
 
-# ---- What happens to a prompt's rows between products, compiled; `kernels/cpu/norms.h` says
-# what.
-#
-# The plain references are `apply_norm` and `rotate` of moe/describe/parts.py. Legend: T rows, H
-# hidden.
-
-
 class NativeNorms:
-    """A row's bits depend neither on the other rows of a call nor on the number of threads."""
+    """Norms and rotary positions of float32 rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         norm = None, (POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER)
@@ -141,12 +134,12 @@ class NativeNorms:
 
     @staticmethod
     def supports(x: Tensor) -> bool:
-        """Whether such rows are taken."""
+        """Whether the library takes such rows."""
         kept = x.requires_grad and torch.is_grad_enabled()
         return x.device.type == "cpu" and x.dtype == torch.float32 and not kept
 
     def norm(self, norm: NormRecord, x: Tensor) -> Tensor:
-        """Of each row of ``(..., H)``."""
+        """The norm of each row of ``(..., H)``."""
         x, width = x.contiguous(), x.shape[-1]
         out, threads = torch.empty_like(x), torch.get_num_threads()
         rows = x.numel() // width
@@ -154,7 +147,7 @@ class NativeNorms:
         return out
 
     def turn(self, heads: HeadsRecord, rows: Tensor, positions_T: Tensor) -> None:
-        """Bring contiguous rows, ``T * heads * size`` numbers, to their positions, in place."""
+        """Norm and rotate contiguous rows, ``(T, heads, size)``, to their positions, in place."""
         assert rows.is_contiguous()
         count, threads = len(positions_T), torch.get_num_threads()
         self._turn(addressof(heads), rows.data_ptr(), positions_T.data_ptr(), count, threads)

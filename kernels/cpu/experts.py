@@ -1,7 +1,10 @@
-"""One MoE layer by a compiled library, whatever its weights are: argument checks and the calls.
+"""One MoE layer's experts by the compiled library: whole weights, or nested bit planes.
 
-Where C++ knows the layer's activation, and no norm follows, the whole layer is one C++ call;
-otherwise the callables run in torch between three.
+A layer is one C++ call where C++ knows its activation and no norm follows the experts; otherwise
+the activation and the norm run in torch between three C++ calls. What C++ needs to know of a
+layer's weights is a `LayerPlan`, made on the layer's first call: a record of addresses and sizes,
+and float32 copies of the biases. The tensors must stay where they are; what they hold may change
+(slots of an expert cache, see offload/).
 
 Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
 """
@@ -12,7 +15,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,31 +27,104 @@ from kernels.cpu.interface import (
     NUMBER,
     POINTER,
     SIZE,
-    LayerPlan,
-    MatrixPlan,
-    RoutingRecord,
+    Record,
     Signatures,
     check_done,
     declare,
-    plan_layer,
-    plan_matrix,
+    numbers,
+    pointers,
+    sizes,
 )
-from kernels.cpu.records import Record
-from kernels.planes import PlaneMatrix, QuantizedExperts
+from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts
 from kernels.quantized import check_rows
 from kernels.reference import ExpertWeights, check_shapes, id_error
 
 Weights = TypeVar("Weights", ExpertWeights, QuantizedExperts)
 
+_FORWARD = (
+    NUMBER,
+    (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
+)
+_LAYER_SIGNATURES: Signatures = {
+    "moe_routing_numbers": (SIZE, (SIZE, SIZE)),
+    "moe_route": (SIZE, (POINTER, SIZE, SIZE, POINTER, POINTER)),
+    "moe_combine": (None, (*(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, POINTER, NUMBER)),
+}
+_WHOLE_SIGNATURES: Signatures = {
+    "moe_first": (None, (POINTER, POINTER, POINTER, NUMBER, SIZE, POINTER, NUMBER)),
+    "moe_second": (None, (POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER)),
+    "moe_forward": _FORWARD,
+    "moe_weighted_sum": (
+        None,
+        (POINTER, SIZE, *(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, NUMBER),
+    ),
+}
+_PLANE_SIGNATURES: Signatures = {
+    "moe_plane_linear": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, POINTER, NUMBER)),
+    "moe_quantized_first": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, SIZE, POINTER, NUMBER)),
+    "moe_quantized_second": (NUMBER, (*(POINTER,) * 4, NUMBER)),
+    "moe_quantized_forward": _FORWARD,
+}
 
-class Plan(Protocol):
-    """What C++ is told of a layer; no activation: one that it does not know."""
 
-    @property
-    def record(self) -> ctypes.Structure: ...
+class RoutingRecord(Record, struct="Routing"):
+    _fields_ = (
+        *pointers("slot", "position", "begin", "active"),
+        *sizes("rows", "num_active"),
+    )
 
-    @property
-    def activation(self) -> Activation | None: ...
+
+class WholeLayerRecord(Record, struct="WholeLayer"):
+    _fields_ = (
+        *pointers("gate_up", "down", "gate_up_bias", "down_bias"),
+        *sizes("experts", "hidden", "width", "gate_up_rows"),
+        *numbers("weight_dtype"),
+    )
+
+
+class PlaneMatrixRecord(Record, struct="PlaneMatrix"):
+    _fields_ = (
+        ("plane", POINTER * len(PLANE_BITS)),
+        *pointers("scales"),
+        *sizes("rows", "columns"),
+        *numbers("group_size", "planes"),
+    )
+
+
+class QuantizedLayerRecord(Record, struct="QuantizedLayer"):
+    _fields_ = (
+        *pointers("blobs", "planes", "first_bias", "second_bias"),
+        *sizes("experts", "hidden", "width"),
+        *numbers("first_group", "second_group", "parts", "interleaved"),
+    )
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """A matrix of bit planes for C++. `bias` is its address, `kept` what must stay alive."""
+
+    record: PlaneMatrixRecord
+    bias: int | None
+    kept: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer for C++; `kept` must stay alive. No activation: one that C++ does not know."""
+
+    record: Record
+    activation: Activation | None
+    kept: tuple[Tensor | None, ...]
+
+
+class LayerCall(NamedTuple):
+    """How compiled callers run a layer: the address of the C++ function, and those of its first two
+    arguments, which point into what is kept."""
+
+    forward: int
+    layer: int
+    activation: int
+    kept: object
 
 
 @dataclass(frozen=True)
@@ -56,8 +132,8 @@ class LayerArguments(Generic[Weights]):
     """Tensors as C++ reads them: contiguous, float32 or bf16 rows, int64 ids, float32 weights.
 
     Attributes:
-        output_TH: to be filled, unless there is a sum so far.
-        so_far: address of that sum, which is then gone on with.
+        output_TH: filled by the call, unless ``so_far`` is given.
+        so_far: address of a float32 sum that the call adds to instead.
     """
 
     hidden_TH: Tensor
@@ -68,21 +144,11 @@ class LayerArguments(Generic[Weights]):
     so_far: int | None
 
 
-class LayerCall(NamedTuple):
-    """Addresses of the C++ function that runs a whole layer, and of its first two arguments, which
-    point into what is kept."""
-
-    forward: int
-    layer: int
-    activation: int
-    kept: object
-
-
 class NativeLayer(ABC, Generic[Weights]):
     """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
 
     def __init__(self, library: ctypes.CDLL, signatures: Signatures) -> None:
-        declare(library, signatures)
+        declare(library, {**_LAYER_SIGNATURES, **signatures})
         self._library = library
 
     def experts(
@@ -93,10 +159,10 @@ class NativeLayer(ABC, Generic[Weights]):
         experts: Weights,
         add_to_TH: Tensor | None = None,
     ) -> Tensor:
-        """As kernels.reference.experts_forward, without gradients; a row's bits depend on its own
-        inputs only, not on the other rows of the call nor on the number of threads.
+        """As kernels.reference.experts_forward, without gradients.
 
-        float16 activations go as float32.
+        A row's bits depend on its own inputs only, not on the other rows of the call or the number
+        of threads. float16 activations are computed as float32.
         """
         check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
         if expert_ids_TK.numel() == 0:
@@ -108,12 +174,12 @@ class NativeLayer(ABC, Generic[Weights]):
         output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
         so_far = None if add_to_TH is None else add_to_TH.data_ptr()
         whole = plan.activation is not None and experts.post_norm is None
-        run = self._at_once if whole else self._in_steps
+        run = self._run_whole if whole else self._run_in_steps
         run(plan, LayerArguments(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
     def layer_call(self, experts: Weights) -> LayerCall | None:
-        """What C++ callers run a layer with; None where Python has to act on the way."""
+        """How compiled callers run the layer; None if part of it runs in Python."""
         plan = self._plan(experts)
         if plan.activation is None or experts.post_norm is not None:
             return None
@@ -122,7 +188,7 @@ class NativeLayer(ABC, Generic[Weights]):
         records = ctypes.addressof(plan.record), ctypes.addressof(plan.activation)
         return LayerCall(forward, *records, (plan, experts))
 
-    def _at_once(self, plan: Plan, call: LayerArguments[Weights]) -> None:
+    def _run_whole(self, plan: LayerPlan, call: LayerArguments[Weights]) -> None:
         assert plan.activation is not None
         done = self._forward(
             ctypes.addressof(plan.record),
@@ -138,7 +204,7 @@ class NativeLayer(ABC, Generic[Weights]):
         )
         check_done(done, call.experts)
 
-    def _in_steps(self, plan: Plan, call: LayerArguments[Weights]) -> None:
+    def _run_in_steps(self, plan: LayerPlan, call: LayerArguments[Weights]) -> None:
         library, ids_TK, experts = self._library, call.ids_TK, call.experts
         size, count, hidden = ids_TK.numel(), experts.num_experts, experts.hidden_size
         numbers = torch.empty(
@@ -174,51 +240,18 @@ class NativeLayer(ABC, Generic[Weights]):
         """The C++ function that runs a whole layer."""
 
     @abstractmethod
-    def _plan(self, experts: Weights) -> Plan:
-        """Made on a layer's first call."""
+    def _plan(self, experts: Weights) -> LayerPlan:
+        """The layer's plan, made on its first call."""
 
     @abstractmethod
     def _first(self, layer: int, routing: int, rows: int, call: LayerArguments[Weights]) -> Tensor:
-        """(A, G) float32, the first projection; addresses of the layer and of the routing."""
+        """(A, G) float32, the first projection; ``layer`` and ``routing`` are addresses."""
 
     @abstractmethod
     def _second(
         self, layer: int, routing: int, inner_AF: Tensor, out_AH: Tensor, dtype: int
     ) -> None:
-        """Fill the rows with the second projection; ``dtype`` is that of the hidden rows."""
-
-
-# ---- The compiled experts on whole weights: plans, and the calls.
-#
-# A plan is what a layer's weights need once: their description for C++, biases in float32, and
-# which activation they have.
-#
-# Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
-
-_WHOLE_SIGNATURES = {
-    "moe_first": (None, (POINTER, POINTER, POINTER, NUMBER, SIZE, POINTER, NUMBER)),
-    "moe_second": (None, (POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER)),
-    "moe_forward": (
-        NUMBER,
-        (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
-    ),
-}
-
-
-class _WholeLayerRecord(Record, struct="WholeLayer"):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias")),
-        *((name, ctypes.c_int64) for name in ("experts", "hidden", "width", "gate_up_rows")),
-        ("weight_dtype", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    key: tuple[object, ...]  # the storage that the plan points to
-    record: _WholeLayerRecord
-    biases: tuple[Tensor | None, Tensor | None]  # kept alive: float32 copies
-    activation: Activation | None  # of gate and up in halves, where C++ knows it
+        """Fill ``out_AH`` with the second projection; ``dtype`` is that of the hidden rows."""
 
 
 class NativeExperts(NativeLayer[ExpertWeights]):
@@ -230,7 +263,9 @@ class NativeExperts(NativeLayer[ExpertWeights]):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library, _WHOLE_SIGNATURES)
-        self._plans: WeakKeyDictionary[ExpertWeights, _Plan] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[ExpertWeights, tuple[object, LayerPlan]] = (
+            WeakKeyDictionary()
+        )
 
     @staticmethod
     def supports(hidden_TH: Tensor, experts: ExpertWeights) -> bool:
@@ -243,6 +278,32 @@ class NativeExperts(NativeLayer[ExpertWeights]):
             and gate_up.is_contiguous()
             and down.is_contiguous()
         )
+
+    def weighted_sum(
+        self,
+        row_AH: Tensor,
+        position_TK: Tensor,
+        weights_TK: Tensor,
+        dtype: torch.dtype,
+        more_BH: Tensor,
+    ) -> Tensor:
+        """As kernels.backends.weighted_sum, of contiguous tensors: float32, and int32 positions."""
+        (rows, hidden), (tokens, slots) = row_AH.shape, position_TK.shape
+        output_TH = torch.empty(tokens, hidden, dtype=dtype)
+        self._library.moe_weighted_sum(
+            row_AH.data_ptr(),
+            rows,
+            more_BH.data_ptr(),
+            position_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            tokens,
+            slots,
+            hidden,
+            output_TH.data_ptr(),
+            DTYPES[dtype],
+            torch.get_num_threads(),
+        )
+        return output_TH
 
     @property
     def _forward(self) -> Callable[..., int]:
@@ -263,7 +324,7 @@ class NativeExperts(NativeLayer[ExpertWeights]):
         inner, out, threads = inner_AF.data_ptr(), out_AH.data_ptr(), torch.get_num_threads()
         self._library.moe_second(layer, routing, inner, dtype, out, threads)
 
-    def _plan(self, experts: ExpertWeights) -> _Plan:
+    def _plan(self, experts: ExpertWeights) -> LayerPlan:
         # Parameters can be moved or converted in place under an unchanged object.
         biases = experts.gate_up_bias_EG, experts.down_bias_EH
         key = (
@@ -276,53 +337,14 @@ class NativeExperts(NativeLayer[ExpertWeights]):
                 if b is not None
             ),
         )
-        plan = self._plans.get(experts)
-        if plan is None or plan.key != key:
-            plan = self._plans[experts] = _make_plan(experts, key)
-        return plan
-
-
-def _make_plan(experts: ExpertWeights, key: tuple[object, ...]) -> _Plan:
-    def float_copy(bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else bias.detach().float().contiguous()
-
-    gate_up_bias, down_bias = float_copy(experts.gate_up_bias_EG), float_copy(experts.down_bias_EH)
-    rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
-    layer = _WholeLayerRecord(
-        experts.gate_up_EGH.data_ptr(),
-        experts.down_EHF.data_ptr(),
-        None if gate_up_bias is None else gate_up_bias.data_ptr(),
-        None if down_bias is None else down_bias.data_ptr(),
-        experts.num_experts,
-        experts.hidden_size,
-        width,
-        rows,
-        DTYPES[experts.gate_up_EGH.dtype],
-    )
-    known = recognise(experts.activation, width, parts=2) if rows == 2 * width else None
-    return _Plan(key, layer, (gate_up_bias, down_bias), known)
-
-
-# ---- The compiled kernels on bit planes behind torch tensors: experts, and linear layers.
-#
-# Shape legend as in kernels/reference.py; A is the number of slots in use, rows sorted by expert.
-
-_PLANE_SIGNATURES = {
-    "moe_plane_linear": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, POINTER, NUMBER)),
-    "moe_quantized_first": (
-        NUMBER,
-        (*(POINTER,) * 3, NUMBER, SIZE, SIZE, POINTER, NUMBER),
-    ),
-    "moe_quantized_second": (NUMBER, (*(POINTER,) * 4, NUMBER)),
-    "moe_quantized_forward": (
-        NUMBER,
-        (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
-    ),
-}
+        known = self._plans.get(experts)
+        if known is None or known[0] != key:
+            known = self._plans[experts] = key, _plan_whole(experts)
+        return known[1]
 
 
 class NativePlanes(NativeLayer[QuantizedExperts]):
-    """Quantised experts and linear layers on the CPU by a compiled library."""
+    """Quantised experts and linear layers on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library, _PLANE_SIGNATURES)
@@ -393,5 +415,73 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
     def _plan(self, experts: QuantizedExperts) -> LayerPlan:
         plan = self._layers.get(experts)
         if plan is None:
-            plan = self._layers[experts] = plan_layer(experts)
+            plan = self._layers[experts] = _plan_quantized(experts)
         return plan
+
+
+def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
+    """Addresses and sizes of a matrix of bit planes."""
+    layout, addresses = matrix.layout, _addresses(matrix.planes, matrix.scales)
+    record = PlaneMatrixRecord(
+        (POINTER * len(PLANE_BITS))(*addresses[:-1]),
+        addresses[-1],
+        layout.rows,
+        layout.columns,
+        layout.group_size,
+        len(matrix.planes),
+    )
+    bias = _float_copy(matrix.bias)
+    return MatrixPlan(record, _address(bias), bias)
+
+
+def _plan_whole(experts: ExpertWeights) -> LayerPlan:
+    biases = _float_copy(experts.gate_up_bias_EG), _float_copy(experts.down_bias_EH)
+    rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
+    record = WholeLayerRecord(
+        experts.gate_up_EGH.data_ptr(),
+        experts.down_EHF.data_ptr(),
+        *map(_address, biases),
+        experts.num_experts,
+        experts.hidden_size,
+        width,
+        rows,
+        DTYPES[experts.gate_up_EGH.dtype],
+    )
+    known = recognise(experts.activation, width, parts=2) if rows == 2 * width else None
+    return LayerPlan(record, known, biases)
+
+
+def _plan_quantized(experts: QuantizedExperts) -> LayerPlan:
+    rows = [_addresses(*blobs) for blobs in zip(experts.planes, experts.scales, strict=True)]
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    counts = torch.tensor([len(p) for p in experts.planes], dtype=torch.int32, device="cpu")
+    biases = _float_copy(experts.gate_up_bias_EG), _float_copy(experts.down_bias_EH)
+    kept = table, counts, *biases
+    record = QuantizedLayerRecord(
+        *map(_address, kept),
+        experts.num_experts,
+        experts.hidden_size,
+        experts.intermediate_size,
+        experts.first.group_size,
+        experts.second.group_size,
+        experts.parts,
+        experts.interleaved,
+    )
+    width, parts = experts.intermediate_size, experts.parts
+    known = recognise(experts.activation, width, parts, experts.interleaved)
+    return LayerPlan(record, known, kept)
+
+
+def _float_copy(bias: Tensor | None) -> Tensor | None:
+    """In float32 and contiguous; the tensor itself where it is so already."""
+    return None if bias is None else bias.detach().float().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _addresses(planes: tuple[Tensor, ...], scales: Tensor) -> list[int]:
+    """Of planes 0 to 3 (0 where absent) and the scales."""
+    absent = [0] * (len(PLANE_BITS) - len(planes))
+    return [*(plane.data_ptr() for plane in planes), *absent, scales.data_ptr()]

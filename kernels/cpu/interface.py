@@ -1,20 +1,19 @@
-"""What the compiled kernels' Python sides share: types, errors and records of the C interface.
+"""The C interface of the compiled kernels: the records and functions that ctypes calls.
 
-Shape legend as in kernels/reference.py; A is the number of rows.
+Every structure that Python shares with C++ is a `Record` that names its C++ struct.
+`check_layouts` compares the fields of all of them (name, order, offset, size and kind) with the
+layout that the compiler gave each struct (kernels/cpu/layouts.h), so that a field added on one
+side only is an error when the library is loaded, and never overwrites memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
-from kernels.cpu.activation import Activation, recognise
-from kernels.cpu.records import Record
-from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, id_error
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,160 +22,126 @@ _NO_MEMORY = "no memory for the scratch rows of this call; use fewer tokens at o
 Signatures = Mapping[str, tuple[object, tuple[object, ...]]]
 """Result and argument types of C functions, by name."""
 
-_SIGNATURES: Signatures = {
-    "moe_routing_numbers": (SIZE, (SIZE, SIZE)),
-    "moe_route": (SIZE, (POINTER, SIZE, SIZE, POINTER, POINTER)),
-    "moe_combine": (None, (*(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, POINTER, NUMBER)),
-    "moe_weighted_sum": (
-        None,
-        (POINTER, SIZE, *(POINTER,) * 3, *(SIZE,) * 3, POINTER, NUMBER, NUMBER),
-    ),
-}
-
-
-class RoutingRecord(Record, struct="Routing"):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slot", "position", "begin", "active")),
-        *((name, ctypes.c_int64) for name in ("rows", "num_active")),
-    )
-
 
 def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
     """Tell ctypes the result and argument types of functions."""
-    for name, (result, arguments) in (*_SIGNATURES.items(), *signatures.items()):
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    """Of 64 bits, for C++; where somebody waits, numpy's array and its address take longer."""
+    """64-bit integers for C++; on a hot path, a numpy array and its address take longer."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def check_done(done: int, experts: AnyExperts | None = None) -> None:
-    """Raise what a C function's result says: 0 for no memory, negative for a bad expert id."""
-    if done < 0 and experts is not None:
+def check_done(result: int, experts: AnyExperts | None = None) -> None:
+    """Raise what a C++ function's result says: MemoryError for 0, it found no memory for scratch
+    rows; where it reads the ids of ``experts``, ValueError for a negative result, a bad id."""
+    if result < 0 and experts is not None:
         raise id_error(experts)
-    if not done:
+    if not result:
         raise MemoryError(_NO_MEMORY)
 
 
-def weighted_sum(
-    library: ctypes.CDLL,
-    row_AH: Tensor,
-    position_TK: Tensor,
-    weights_TK: Tensor,
-    dtype: torch.dtype,
-    more_BH: Tensor,
-) -> Tensor:
-    """As `weighted_sum`; all contiguous, rows and weights float32, positions int32."""
-    rows, hidden = row_AH.shape
-    tokens, slots = position_TK.shape
-    output_TH = torch.empty(tokens, hidden, dtype=dtype)
-    library.moe_weighted_sum(
-        row_AH.data_ptr(),
-        rows,
-        more_BH.data_ptr(),
-        position_TK.data_ptr(),
-        weights_TK.data_ptr(),
-        tokens,
-        slots,
-        hidden,
-        output_TH.data_ptr(),
-        DTYPES[dtype],
-        torch.get_num_threads(),
-    )
-    return output_TH
+class LayoutError(AssertionError):
+    """A `Record` and its C++ struct differ; the message names the struct, the field and both."""
 
 
-# ---- What C++ needs to know of matrices and layers of bit planes: records of addresses and
-# sizes.
-#
-# A plan is made once for each object: its tensors must stay where they are. What they hold may
-# change (slots of an expert cache, see offload/).
-#
-# Shape legend as in kernels/reference.py.
+class Record(ctypes.Structure):
+    """Base of the structures that C++ reads or writes: ``class ARecord(Record, struct="ns::A")``.
+
+    Attributes:
+        by_struct: every subclass, by the name of its C++ struct.
+    """
+
+    by_struct: ClassVar[dict[str, type[Record]]] = {}
+
+    def __init_subclass__(cls, *, struct: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Record.by_struct[struct] = cls
 
 
-class PlaneMatrixRecord(Record, struct="PlaneMatrix"):
-    _fields_ = (
-        ("plane", ctypes.c_void_p * len(PLANE_BITS)),
-        ("scales", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("group_size", ctypes.c_int32),
-        ("planes", ctypes.c_int32),
-    )
+Fields = tuple[tuple[str, Any], ...]
 
 
-class QuantizedLayerRecord(Record, struct="QuantizedLayer"):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("blobs", "planes", "first_bias", "second_bias")),
-        *((name, ctypes.c_int64) for name in ("experts", "hidden", "width")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("first_group", "second_group", "parts", "interleaved")
-        ),
-    )
+def pointers(*names: str) -> Fields:
+    return tuple((name, POINTER) for name in names)
 
 
-@dataclass(frozen=True)
-class MatrixPlan:
-    """A matrix for C++. `bias` is its address, `kept` what must stay alive."""
-
-    record: PlaneMatrixRecord
-    bias: int | None
-    kept: Tensor | None
+def sizes(*names: str) -> Fields:
+    """int64_t fields."""
+    return tuple((name, SIZE) for name in names)
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """A layer for C++; `kept` must stay alive. No activation: one that C++ does not know."""
-
-    record: QuantizedLayerRecord
-    activation: Activation | None
-    kept: tuple[Tensor | None, ...]
+def numbers(*names: str) -> Fields:
+    """int32_t fields."""
+    return tuple((name, NUMBER) for name in names)
 
 
-def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
-    """Addresses and sizes of a matrix."""
-    layout, addresses = matrix.layout, _addresses(matrix.planes, matrix.scales)
-    record = PlaneMatrixRecord(
-        (ctypes.c_void_p * len(PLANE_BITS))(*addresses[:-1]),
-        addresses[-1],
-        layout.rows,
-        layout.columns,
-        layout.group_size,
-        len(matrix.planes),
-    )
-    bias = None if matrix.bias is None else matrix.bias.detach().float().contiguous()
-    return MatrixPlan(record, None if bias is None else bias.data_ptr(), bias)
+def floats(*names: str) -> Fields:
+    return tuple((name, ctypes.c_float) for name in names)
 
 
-def plan_layer(experts: QuantizedExperts) -> LayerPlan:
-    """Addresses and sizes of a layer; float32 biases are used where they lie."""
-    rows = [_addresses(*blobs) for blobs in zip(experts.planes, experts.scales, strict=True)]
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    counts = torch.tensor([len(p) for p in experts.planes], dtype=torch.int32, device="cpu")
-    biases = (experts.gate_up_bias_EG, experts.down_bias_EH)
-    own = [None if bias is None else bias.detach().float().contiguous() for bias in biases]
-    kept = table, counts, *own
-    record = QuantizedLayerRecord(
-        *(None if tensor is None else tensor.data_ptr() for tensor in kept),
-        experts.num_experts,
-        experts.hidden_size,
-        experts.intermediate_size,
-        experts.first.group_size,
-        experts.second.group_size,
-        experts.parts,
-        experts.interleaved,
-    )
-    width, parts = experts.intermediate_size, experts.parts
-    known = recognise(experts.activation, width, parts, experts.interleaved)
-    return LayerPlan(record, known, kept)
+def doubles(*names: str) -> Fields:
+    return tuple((name, ctypes.c_double) for name in names)
 
 
-def _addresses(planes: tuple[Tensor, ...], scales: Tensor) -> list[int]:
-    """Of planes 0 to 3 (0 where absent) and the scales."""
-    absent = [0] * (len(PLANE_BITS) - len(planes))
-    return [*(plane.data_ptr() for plane in planes), *absent, scales.data_ptr()]
+class Field(NamedTuple):
+    """Where a field lies, in bytes. Its kind is "p" for a pointer, "f" for a floating-point number,
+    "i" for an integer, "r" for a record or an array."""
+
+    name: str
+    offset: int
+    size: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}' (offset {self.offset}, {self.size} bytes, kind {self.kind})"
+
+
+class Layout(NamedTuple):
+    """A struct's size in bytes and its fields in order."""
+
+    size: int
+    fields: list[Field]
+
+
+def compiled_layouts(library: ctypes.CDLL) -> dict[str, Layout]:
+    """The layout of each struct that the library shares with Python, by its name."""
+    library.moe_layouts.restype = ctypes.c_char_p
+    layouts = {}
+    for line in library.moe_layouts().decode().splitlines():
+        struct, size, *fields = line.split()
+        parts = (field.split(":") for field in fields)
+        own = [Field(name, int(offset), int(length), kind) for name, offset, length, kind in parts]
+        layouts[struct] = Layout(int(size), own)
+    return layouts
+
+
+def record_layout(record: type[Record]) -> Layout:
+    """The layout that ctypes gives a record."""
+    fields = []
+    for name, kind, *_ in record._fields_:
+        place = getattr(record, name)
+        code = getattr(kind, "_type_", None)  # a letter for numbers and pointers only
+        letter = {"P": "p", "f": "f", "d": "f"}.get(code, "i") if isinstance(code, str) else "r"
+        fields.append(Field(name, place.offset, place.size, letter))
+    return Layout(ctypes.sizeof(record), fields)
+
+
+def check_layouts(layouts: Mapping[str, Layout]) -> None:
+    """Raise LayoutError unless each struct has one record, of the very same layout."""
+    if unmatched := layouts.keys() ^ Record.by_struct.keys():
+        raise LayoutError(f"only one of C++ and Python has {', '.join(sorted(unmatched))}")
+    for struct, layout in layouts.items():
+        record = Record.by_struct[struct]
+        own = record_layout(record)
+        for theirs, ours in zip(layout.fields, own.fields, strict=False):
+            if theirs != ours:
+                raise LayoutError(f"{struct} has field {theirs}, {record.__name__} has {ours}")
+        if layout != own:
+            raise LayoutError(
+                f"{struct} has {len(layout.fields)} fields in {layout.size} bytes, "
+                f"{record.__name__} has {len(own.fields)} in {own.size}"
+            )

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.all_to_all import address
-from kernels.cpu.interface import POINTER, SIZE, declare, integers
-from kernels.cpu.records import Record
+from kernels.cpu.interface import POINTER, SIZE, Record, declare, integers
 
 Floats = NDArray[np.float64]
 

@@ -1,4 +1,11 @@
-"""Files read in the background by a compiled library (see reading.cpp)."""
+"""Experts that come from disk, by the compiled library: background reads, and layers run meanwhile.
+
+`NativeReads` is a pool of threads that serves `ReadJob`s, urgent ones first, without Python's lock
+(kernels/cpu/reading.cpp). `ArrivingCall` runs a layer's experts as their reads end
+(kernels/cpu/arriving.cpp).
+
+Shape legend as in kernels/reference.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,23 @@ from typing import Any, NamedTuple
 from torch import Tensor, get_num_threads
 
 from kernels.cpu.experts import LayerCall
-from kernels.cpu.interface import NUMBER, POINTER, SIZE, check_done, declare, integers
-from kernels.cpu.records import Record
+from kernels.cpu.interface import (
+    NUMBER,
+    POINTER,
+    SIZE,
+    Record,
+    check_done,
+    declare,
+    doubles,
+    integers,
+    numbers,
+    pointers,
+    sizes,
+)
 from kernels.reference import AnyExperts
 
 TRUNCATED, CHANGED, CLOSED, CANCELLED = -1, -2, -3, -4
-"""Why a read failed, beside the system's own numbers."""
+"""Errors of a read, besides the positive errno values."""
 
 _SECONDS = ctypes.c_double
 _SIGNATURES = {
@@ -30,101 +48,100 @@ _SIGNATURES = {
 
 
 class ReadJob(Record, struct="files::Job"):
-    """`Job` of reading.cpp.
+    """One read of several pieces, queued in `NativeReads`.
 
     Attributes:
-        failed: number of the piece that could not be read, where ``error`` says why.
-        error: 0, the system's number, or one of the above.
-        refused: a file that had taken O_DIRECT did not read with it.
-        done: nobody touches its places any more.
+        failed: index of the piece that failed.
+        error: 0, an errno, or one of the errors above.
+        refused: a file opened with O_DIRECT did not read with it.
+        done: no thread touches the job's memory any more.
     """
 
     _fields_ = (
-        ("piece", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("waiting", "taken", "failed")),
-        *((name, ctypes.c_int32) for name in ("urgent", "reading", "error", "refused", "done")),
+        *pointers("piece"),
+        *sizes("waiting", "taken", "failed"),
+        *numbers("urgent", "reading", "error", "refused", "done"),
     )
 
     def __init__(self, pieces: int, numbers: Sequence[int], urgent: bool) -> None:
-        """Of so many pieces, each as file, the same with O_DIRECT or -1, offset, bytes, size of the
-        file or -1, when it was changed in ns, how many views, and of each view address and bytes.
+        """Make a job of ``pieces`` pieces.
+
+        Args:
+            numbers: of each piece: file descriptor; the same opened with O_DIRECT, or -1; offset;
+                bytes; size of the file, or -1 to skip the check for changes; mtime in ns; number of
+                views; then address and bytes of each view.
         """
         self._numbers = integers(numbers)
         super().__init__(ctypes.addressof(self._numbers), pieces, urgent=urgent)
 
 
 class NativeReads:
-    """Threads that read, as soon as they are started.
+    """A pool of reading threads, empty until `start`.
 
     Attributes:
-        reader: its address.
+        reader: address of the C++ reader.
 
     Args:
-        most: bytes; once so many are being read, no more is begun.
+        most: bytes in flight from which on no further read begins.
     """
 
     def __init__(self, library: ctypes.CDLL, most: int) -> None:
         declare(library, _SIGNATURES)
         self._waiting = library.moe_read_wait, library.moe_reader_close
-        # Those that never wait: letting others have Python's lock would take longer.
+        # Calls that never wait keep Python's lock: releasing it would take longer.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         declare(quick, _SIGNATURES)
         self._quick, self.reader = quick, library.moe_reader(most)
 
     def start(self, threads: int) -> None:
-        """So many, or so many more."""
+        """Start threads, in addition to those that run."""
         self._quick.moe_reader_start(self.reader, threads)
 
     def begin(self, job: ReadJob) -> None:
-        """As soon as possible, urgent ones first; it is kept until it is done."""
+        """Queue a job, which the caller keeps until it is done; urgent jobs go first."""
         self._quick.moe_read(self.reader, ctypes.addressof(job))
 
     def wait(self, job: ReadJob, seconds: float) -> bool:
-        """Whether it is done, after so long at most."""
+        """Wait up to ``seconds``; returns whether the job is done."""
         return bool(self._waiting[0](self.reader, ctypes.addressof(job), seconds))
 
     def cancel(self, job: ReadJob) -> bool:
-        """Whether it had not begun, and now never will."""
+        """Cancel a job that has not begun; returns whether that was so."""
         return bool(self._quick.moe_read_cancel(self.reader, ctypes.addressof(job)))
 
     def hasten(self, job: ReadJob) -> None:
-        """From now on it is an urgent one."""
+        """Make a queued job urgent."""
         self._quick.moe_read_hasten(self.reader, ctypes.addressof(job))
 
     @property
     def throughput(self) -> float:
-        """Bytes a second while anything is read, of late; 0 before anything has been."""
+        """Recent bytes per second of busy time; 0 before the first read."""
         return float(self._quick.moe_read_throughput(self.reader))
 
     def close(self, seconds: float) -> bool:
-        """What has not begun fails; whether all that had has ended, after so long at most."""
+        """Fail queued jobs, and wait up to ``seconds``; returns whether all threads ended."""
         return bool(self._waiting[1](self.reader, seconds))
 
-
-# ---- A layer whose experts come while it is computed, by a compiled library (see arriving.cpp).
-#
-# Shape legend as in kernels/reference.py.
 
 _DONE, _FAILED, _LATER = 1, 2, 3
 
 
 class _ArrivingCallRecord(Record, struct="ArrivingCall"):
     _fields_ = (
-        *((name, POINTER) for name in ("forward", "layer", "activation")),
-        *((name, POINTER) for name in ("hidden", "ids", "weights", "out")),
-        *((name, ctypes.c_int64) for name in ("tokens", "slots", "width")),
-        ("coming", POINTER),
-        ("count", ctypes.c_int64),
-        ("reader", POINTER),
-        *((name, ctypes.c_double) for name in ("patience", "waited")),
-        *((name, ctypes.c_int64) for name in ("begun", "waves")),
-        ("threads", NUMBER),
+        *pointers("forward", "layer", "activation", "hidden", "ids", "weights", "out"),
+        *sizes("tokens", "slots", "width"),
+        *pointers("coming"),
+        *sizes("count"),
+        *pointers("reader"),
+        *doubles("patience", "waited"),
+        *sizes("begun", "waves"),
+        *numbers("threads"),
     )
 
 
 class LayerBuffers(NamedTuple):
-    """Addresses and sizes of what a layer is called with: float32, int64, float32; ``out`` is
-    ``(T, H)`` float32, to be filled."""
+    """Addresses and sizes of a layer's arguments: float32 rows, int64 ids, float32 weights, and
+    ``out`` ``(T, H)`` float32, which the call fills. ``kept`` keeps the tensors alive."""
 
     hidden_TH: int
     ids_TK: int
@@ -153,14 +170,14 @@ class LayerBuffers(NamedTuple):
 
 
 class ArrivingCall:
-    """One call of a layer, which fills the rows' ``out`` if it comes to the end.
+    """One call of a layer whose experts may still be on their way from disk.
 
     Args:
-        how: what runs the layer, of ``experts``.
-        coming: all experts of the ids, ascending, with their slots among ``experts``, and what
-            brings them where they are not there yet.
-        reads: whoever serves these.
-        patience: seconds that `run` waits for one of them.
+        how: how compiled callers run ``experts``.
+        coming: ``(expert, slot, job)`` of all experts among the ids, ascending: the slot is its
+            index among ``experts``; the job reads it, None if it is in memory.
+        reads: serves the jobs.
+        patience: seconds that `run` waits for one expert.
     """
 
     def __init__(
@@ -178,6 +195,7 @@ class ArrivingCall:
             numbers += (expert, slot, 0 if job is None else ctypes.addressof(job))
         told = integers(numbers)
         self._kept: Any = how.kept, rows.kept, coming, told
+        declare(library, {"moe_forward_arriving": (NUMBER, (POINTER,))})
         self._experts, self._call = experts, library.moe_forward_arriving
         self._record = _ArrivingCallRecord(
             *(how.forward, how.layer, how.activation),
@@ -187,8 +205,11 @@ class ArrivingCall:
         )
 
     def run(self) -> int | None:
-        """Compute; None at the end, else which of the experts has failed or is late. When it has
-        come, this goes on from there."""
+        """Run the experts in order; returns None when all have run and ``out`` is filled.
+
+        Otherwise returns the index in ``coming`` of the expert that failed or is late. Call again
+        once it is in memory: the call continues with that expert.
+        """
         said = self._call(ctypes.addressof(self._record))
         if said in (_FAILED, _LATER):
             return int(self._record.begun)
@@ -197,15 +218,10 @@ class ArrivingCall:
 
     @property
     def waited(self) -> float:
-        """Seconds so far."""
+        """Seconds spent waiting for reads so far."""
         return float(self._record.waited)
 
     @property
     def waves(self) -> int:
-        """Runs of experts that were there together."""
+        """C++ calls so far, each for the experts that were in memory together."""
         return int(self._record.waves)
-
-
-def declare_arriving(library: ctypes.CDLL) -> None:
-    """Tell ctypes of the function."""
-    declare(library, {"moe_forward_arriving": (NUMBER, (POINTER,))})

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kernels.cpu import decode as native
 from kernels.cpu.activation import Activation
-from kernels.cpu.interface import DTYPES, plan_matrix
+from kernels.cpu.experts import plan_matrix
+from kernels.cpu.interface import DTYPES
 from moe.describe import description as d
 from moe.describe.description import NotDescribed
 from routing.routers import RouterRule

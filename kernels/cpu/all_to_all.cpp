@@ -12,12 +12,12 @@
 #include "calls.h"
 #include "gemm.h"
 #include "layouts.h"
-#include "meeting.h"
+#include "all_to_all.h"
 
-LAYOUT(Meeting, ranks, rank, slots, width, hidden, timeout_ms, rows_at, epoch, files, tokens, slots_R,
+LAYOUT(AllToAll, ranks, rank, slots, width, hidden, timeout_ms, rows_at, epoch, files, tokens, slots_R,
        message_bytes, messages, heads, layers, served, returned, results, ones, chosen, layer, had, lost,
        error, seconds)
-LAYOUT(MeetingLayer, holders, experts, assigned)
+LAYOUT(AllToAllLayer, holders, experts, assigned)
 
 namespace {
 
@@ -38,25 +38,25 @@ class Exchange {
  public:
   std::vector<Part> going, coming;  // (R)
 
-  explicit Exchange(Meeting& meeting)
-      : going(meeting.ranks), coming(meeting.ranks), meeting_(meeting) {}
+  explicit Exchange(AllToAll& all_to_all)
+      : going(all_to_all.ranks), coming(all_to_all.ranks), all_to_all_(all_to_all) {}
 
   // False: a rank is lost, now or before.
   bool run() {
     using clock = std::chrono::steady_clock;
     const auto begun = clock::now();
-    const bool done = meeting_.lost < 0 && move();
-    meeting_.seconds += std::chrono::duration<double>(clock::now() - begun).count();
+    const bool done = all_to_all_.lost < 0 && move();
+    all_to_all_.seconds += std::chrono::duration<double>(clock::now() - begun).count();
     return done;
   }
 
  private:
-  Meeting& meeting_;
+  AllToAll& all_to_all_;
 
   bool move() {
-    for (int64_t r = 0; r < meeting_.ranks; ++r)
+    for (int64_t r = 0; r < all_to_all_.ranks; ++r)
       if (!push(r)) return false;
-    for (int64_t r = 0; r < meeting_.ranks; ++r)
+    for (int64_t r = 0; r < all_to_all_.ranks; ++r)
       while (going[r].left || coming[r].left)
         if (!(is_sending() ? poll_all(r) : pull_all(r))) return false;
     return true;
@@ -69,7 +69,7 @@ class Exchange {
   }
 
   bool fail(int64_t rank, int error) {
-    meeting_.lost = rank, meeting_.error = error;
+    all_to_all_.lost = rank, all_to_all_.error = error;
     return false;
   }
 
@@ -78,7 +78,7 @@ class Exchange {
   bool push(int64_t r) {
     while (going[r].left) {
       const ssize_t n =
-          send(meeting_.files[r], going[r].at, going[r].left, MSG_DONTWAIT | MSG_NOSIGNAL);
+          send(all_to_all_.files[r], going[r].at, going[r].left, MSG_DONTWAIT | MSG_NOSIGNAL);
       if (n >= 0) going[r].moved(n);
       else if (later(errno)) return true;
       else if (errno != EINTR) return fail(r, errno);
@@ -87,7 +87,7 @@ class Exchange {
   }
 
   bool pull(int64_t r, int how) {
-    const ssize_t n = recv(meeting_.files[r], coming[r].at, coming[r].left, how);
+    const ssize_t n = recv(all_to_all_.files[r], coming[r].at, coming[r].left, how);
     if (n > 0) coming[r].moved(n);
     else if (!n) return fail(r, 0);
     else if (later(errno) && how == MSG_DONTWAIT) return true;
@@ -106,14 +106,14 @@ class Exchange {
 
   bool poll_all(int64_t late) {
     std::vector<pollfd> files;
-    for (int64_t r = 0; r < meeting_.ranks; ++r) {
+    for (int64_t r = 0; r < all_to_all_.ranks; ++r) {
       const short events = (going[r].left ? POLLOUT : 0) | (coming[r].left ? POLLIN : 0);
-      if (events) files.push_back({meeting_.files[r], events, 0});
+      if (events) files.push_back({all_to_all_.files[r], events, 0});
     }
-    const int ready = poll(files.data(), files.size(), meeting_.timeout_ms);
+    const int ready = poll(files.data(), files.size(), all_to_all_.timeout_ms);
     if (!ready) return fail(late, EAGAIN);
     if (ready < 0) return errno == EINTR || fail(late, errno);
-    for (int64_t r = 0; r < meeting_.ranks; ++r)
+    for (int64_t r = 0; r < all_to_all_.ranks; ++r)
       if (!push(r) || (coming[r].left && !pull(r, MSG_DONTWAIT))) return false;
     return true;
   }
@@ -126,7 +126,7 @@ bool is_nan(uint16_t bf16) { return (bf16 & 0x7fff) > 0x7f80; }
 
 extern "C" {
 
-int32_t moe_dispatch(Meeting* m, int64_t layer, const int64_t* ids, const void* rows) {
+int32_t moe_dispatch(AllToAll* m, int64_t layer, const int64_t* ids, const void* rows) {
   const int64_t place[] = {layer, m->epoch};
   char* own = m->messages[m->rank];
   memcpy(own, place, PLACE);
@@ -154,7 +154,7 @@ int32_t moe_dispatch(Meeting* m, int64_t layer, const int64_t* ids, const void* 
     tables.push_back(reinterpret_cast<const int16_t*>(told + PLACE + HEAD));
   }
   m->layer = layer;
-  const MeetingLayer& own_layer = m->layers[layer];
+  const AllToAllLayer& own_layer = m->layers[layer];
   if (moe_assign(tables.data(), m->tokens, m->slots_R, own_layer.holders, m->ranks, m->slots,
                  own_layer.experts, m->rank, own_layer.assigned)) {
     m->had = NOTHING;
@@ -194,7 +194,7 @@ void moe_weighted_sum(const float* rows, int64_t count, const float* more, const
   });
 }
 
-int32_t moe_return(Meeting* m, float* rows, const float* weights, void* out, int32_t dtype,
+int32_t moe_return(AllToAll* m, float* rows, const float* weights, void* out, int32_t dtype,
                    int32_t threads) {
   const Serving serving(*m);
   const int64_t row_bytes = m->hidden * sizeof(float);

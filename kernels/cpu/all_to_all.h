@@ -6,7 +6,7 @@
 
 extern "C" {
 
-struct MeetingLayer {
+struct AllToAllLayer {
   const int64_t* holders;  // as `moe_assign` takes them
   int64_t experts;
   int64_t* assigned;  // what `moe_assign` writes
@@ -16,7 +16,7 @@ struct MeetingLayer {
 // to leave one to its caller, who calls for it once more.
 enum Had : int64_t { NOTHING = 0, TOLD = 1, RETURNED = 2 };
 
-struct Meeting {
+struct AllToAll {
   int64_t ranks, rank, slots, width, hidden, timeout_ms;
   int64_t rows_at;            // where rows begin in a message; ids begin behind the head
   int64_t epoch;              // of the placements
@@ -24,7 +24,7 @@ struct Meeting {
   const int64_t *tokens, *slots_R, *message_bytes;  // (R)
   char* const* messages;      // (R) what each rank tells; ids that are not used are zeros
   const char* heads;          // (R, HEAD) what they are expected to say
-  const MeetingLayer* layers;  // (L)
+  const AllToAllLayer* layers;  // (L)
   char *served, *returned;    // rows (T K, W) and (own T K, H) float32
   float *results, *ones;      // (T K, H) and (T K): of a walk, what it serves, and their weights
   int64_t* chosen;            // (T K): and their slots
@@ -38,11 +38,11 @@ enum : int32_t { LOST = -2, BAD_ID = -1, DONE = 0, OTHERWISE = 1 };
 // Tells the others a layer and an epoch, ids (own T, K) and rows (own T, W), hears theirs, and leaves
 // in `assigned` and `served` what this rank serves. OTHERWISE: somebody is elsewhere or brings
 // something else, see `messages`.
-int32_t moe_dispatch(Meeting* m, int64_t layer, const int64_t* ids, const void* rows);
+int32_t moe_dispatch(AllToAll* m, int64_t layer, const int64_t* ids, const void* rows);
 
 // Brings results (served, H) back to those whose they are, and sums this rank's: out (own T, H) of
 // `dtype`, FP32 or BF16. OTHERWISE: one of them begins with NaN, as rows do that have failed.
-int32_t moe_return(Meeting* m, float* rows, const float* weights, void* out, int32_t dtype,
+int32_t moe_return(AllToAll* m, float* rows, const float* weights, void* out, int32_t dtype,
                    int32_t threads);
 
 int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const int64_t* width,
@@ -57,8 +57,8 @@ struct Serving {
   const int32_t* position;
   int64_t count;
 
-  explicit Serving(const Meeting& m) {
-    const MeetingLayer& layer = m.layers[m.layer];
+  explicit Serving(const AllToAll& m) {
+    const AllToAllLayer& layer = m.layers[m.layer];
     int64_t size = 0;
     for (int64_t r = 0; r < m.ranks; ++r) size += m.tokens[r] * m.slots;
     token = layer.assigned + 2 * size;
