@@ -83,21 +83,21 @@ def _compiled_seconds(
 ) -> float:
     """Of what the last two calls did; the ranks' messages are where they were."""
     assert dispatcher.native is not None
-    meeting = dispatcher.native._native
-    record, part = meeting.record, meeting.assigned(0)
+    exchange = dispatcher.native._native
+    record, part = exchange.record, exchange.assigned(0)
     hidden = rows_TH.shape[1]
     results, weights = torch.ones(len(part.token_A), hidden), torch.ones(ids_TK.shape)
     total, spent = torch.empty_like(rows_TH), 0.0
     for had, call in (
-        (TOLD, lambda: meeting.dispatch(0, ids_TK, rows_TH)),
-        (RETURNED, lambda: meeting.combine(results, weights, total)),
+        (TOLD, lambda: exchange.dispatch(0, ids_TK, rows_TH)),
+        (RETURNED, lambda: exchange.combine(results, weights, total)),
     ):
         record.had = had
         cold.sum()
         began = time.thread_time()
         call()
         spent += time.thread_time() - began
-    message = len(meeting.messages[record.rank]) * (record.ranks - 1)
+    message = len(exchange.messages[record.rank]) * (record.ranks - 1)
     leaving = len(part.token_A) - part.served_R[record.rank]
     return spent + _moving_seconds(message) + _moving_seconds(leaving * hidden * 4)
 
