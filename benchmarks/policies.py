@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts, allotted, batch, by_length, medians
 from moe import MoE
-from moe.commands.evaluate.command import WINDOW, PolicyCost
+from moe.commands.evaluate.policy_costs import WINDOW, PolicyCost
 
 
 def specs_of(ratios: str, *, quick: bool) -> list[str]:

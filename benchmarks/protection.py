@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts, medians
 from moe import MoE
-from moe.commands.evaluate.command import PolicyCost
+from moe.commands.evaluate.policy_costs import PolicyCost
 from moe.network import routing_policies as policing
 from moe.network.lanes import ExpertCall
 

@@ -11,7 +11,8 @@ import torch
 
 from moe import MoE
 from moe.cli import main
-from moe.commands.evaluate.command import PolicyPrices, Way, distinct_experts, evaluate
+from moe.commands.evaluate.command import evaluate
+from moe.commands.evaluate.policy_costs import PolicyPrices, Variant, distinct_experts
 from moe.commands.evaluate.scoring import read
 from routing import PolicyChain, parse_policies
 
@@ -50,7 +51,7 @@ def test_eval_prices_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_policies_that_change_nothing_cost_nothing() -> None:
     model = MoE.from_pretrained(DEMO)
     chain = parse_policies(["top_p:1", "top_k:4"], lossless=False)
-    ways = [*(Way(PolicyChain((own,))) for own in chain.policies), Way(chain)]
+    ways = [*(Variant(PolicyChain((own,))) for own in chain.policies), Variant(chain)]
     prices = PolicyPrices(model, ways)
     prices.add(model.codec.encode(TEXT)[:100])
     for cost in prices.costs(400):

@@ -10,8 +10,9 @@ import pytest
 
 from moe import MoE
 from moe.cli import main
-from moe.commands.trace.command import html, odp_ratios, trace_model
+from moe.commands.trace.command import trace_model
 from moe.commands.trace.findings import Findings
+from moe.commands.trace.report import html, odp_ratios
 from moe.errors import RequestError
 from routing import parse_policies
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from moe.calibration.trace import Trace
-from moe.commands.trace.command import html, sheets
 from moe.commands.trace.findings import Findings, analyse
 from moe.commands.trace.plots import by_company, draw
+from moe.commands.trace.report import html, sheets
 
 
 def found(tokens: int, lengths: list[int], *, visited: bool = True) -> Findings:
