@@ -22,7 +22,7 @@ from moe import MoE
 from moe.commands.calibrate import compression
 from moe.commands.calibrate.compression import Original, take
 from moe.commands.calibrate.record import record
-from moe.commands.evaluate.scoring import Reading, Score, read, windows_of
+from moe.commands.evaluate.scoring import Score, WindowReading, read, windows_of
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")
@@ -61,7 +61,7 @@ class Text:
         """What changes with other experts; tokens go where they would, or where they went."""
         score = Score()
         for before in self.original:
-            routes: Reading | None = before if original_routes else None
+            routes: WindowReading | None = before if original_routes else None
             score.add(read(self.model, before.token_ids, layers, routed_as=routes), before)
         found = score.difference()
         bits_per_byte = score.bits / self.num_bytes

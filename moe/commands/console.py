@@ -1,4 +1,4 @@
-"""Where the tables of subcommands go."""
+"""What subcommands print on: a console for tables, and a bar on stderr for work in steps."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 WIDE = 1000
 """Columns of a file or pipe: a table takes as many as it needs, and no figure of it is cut off."""
+OnStep = Callable[[str, int, int], object]
+"""Hears what is being done, and how many of how many steps are."""
 
 
 def stdout_console() -> Console:
     """As wide as the terminal, or as ``COLUMNS`` says."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if known else WIDE)
-
-
-# ---- A bar on stderr for work that is done in steps; none where stderr is no terminal.
-
-OnStep = Callable[[str, int, int], object]
-"""Hears what is being done, and how many of how many steps are."""
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""``moe doctor``: what this machine and installation have, what is missing, and what to do."""
+"""``moe doctor``: what this machine and installation have, what is missing, and what to do.
+
+Each check looks at one thing and returns a `Finding`. Slow or risky packages are looked up, not
+imported: deepspeed prints and probes on import, and megablocks needs its CUDA extension.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,6 @@ from rich.table import Column, Table
 
 from moe import machine
 from moe.commands.console import stdout_console
-
-# ---- The checks of ``moe doctor``: each looks at one thing and returns a ``Finding``.
-#
-# Slow or risky things are looked up, not imported: deepspeed prints and probes when imported, and
-# megablocks cannot be imported without its CUDA extension.
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -200,8 +199,6 @@ def _version(distribution: str) -> str | None:
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
-
-# ----
 
 __all__ = ["Finding", "exit_code", "main", "print_doctor", "run_doctor"]
 

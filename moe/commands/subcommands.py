@@ -1,6 +1,7 @@
-"""Subcommands of ``moe`` that run by themselves, on one rank: each returns the exit code.
+"""The subcommands of ``moe``; each returns the exit code.
 
-Heavy modules are imported by the one that needs them.
+``generate``, ``chat`` and ``serve`` also run as one of several ranks. Each subcommand imports the
+heavy modules that it needs, so that ``moe --version`` and usage errors do not wait for torch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def load_settings(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> int:
     with importing():
-        from moe.commands.convert.allotment import Budget
+        from moe.commands.convert.allotment import BitBudget
         from moe.commands.convert.convert import convert as run
         from moe.settings import ModelSettings
 
@@ -64,7 +65,7 @@ def convert(options: argparse.Namespace) -> int:
     )
     budget = None
     if options.target_bits is not None or options.target_gib is not None:
-        budget = Budget(options.target_bits, options.target_gib)
+        budget = BitBudget(options.target_bits, options.target_gib)
     folder = None if options.calibration is None else Path(options.calibration)
     out = run(
         options.model,
@@ -164,12 +165,6 @@ def doctor(_: argparse.Namespace) -> int:
         from moe.commands.doctor import main as doctor
 
     return doctor()
-
-
-# ---- Subcommands of ``moe`` that run a model, on one rank or as one of several: each returns the
-# exit code.
-#
-# Heavy modules are imported by the one that needs them.
 
 
 def generate(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ CALIBRATE_FIRST = "run moe calibrate MODEL --text FILE --compression and add --c
 
 
 @dataclass(frozen=True)
-class Budget:
+class BitBudget:
     """What all experts together may take: bits a weight on average, scales included, or GiB."""
 
     bits: float | None = None
@@ -90,7 +90,7 @@ def allot(
     network: PreTrainedModel,
     settings: ModelSettings,
     calibration: Path | None,
-    budget: Budget | None,
+    budget: BitBudget | None,
 ) -> Allotment | None:
     """Choose the bits of every expert; None where nothing was calibrated.
 
@@ -98,7 +98,7 @@ def allot(
         network: on meta.
         settings: bits of all experts where there is no budget, and the group size.
         calibration: folder of a calibration with ``compression``.
-        budget: see `Budget`.
+        budget: see `BitBudget`.
 
     Raises:
         CalibrationError: there is no such calibration, it is another model's, or no choice of bits
@@ -137,7 +137,7 @@ def choose_bits(
     layers: Sequence[LayerStatistics],
     shapes: Sequence[ExpertShape],
     counts: Sequence[int],
-    budget: Budget,
+    budget: BitBudget,
 ) -> tuple[tuple[int, ...], ...]:
     """Bits of each expert of each layer; raises `CalibrationError` where the budget cannot be met.
 

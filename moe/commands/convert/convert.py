@@ -44,7 +44,7 @@ from experts.safetensors_io import (
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
-from moe.commands.convert.allotment import CALIBRATE_FIRST, Budget, allot
+from moe.commands.convert.allotment import CALIBRATE_FIRST, BitBudget, allot
 from moe.commands.convert.repair import repair_routers
 from moe.errors import CalibrationError, CheckpointError
 from moe.loading.checkpoint import Checkpoint
@@ -58,137 +58,9 @@ from moe.loading.takeover import Takeover, planes_of, quantizes
 from moe.network.seam import check_experts, experts_modules, take_weights
 from moe.settings import ModelSettings
 
-# ---- Which files of a conversion are finished: what a conversion that was stopped goes on from.
-
-
-class Journal:
-    """A text file in the working directory: a line for the job, then one for each finished file.
-
-    Lines of another job (another model, other settings) are forgotten, and its files removed. A
-    file counts only while its bytes have the checksum that was noted.
-
-    Attributes:
-        finished: by file name, the layer in it and its record.
-
-    Raises:
-        CheckpointError: another process is converting into this directory.
-        OSError: the directory cannot be read or written.
-    """
-
-    def __init__(self, directory: Path, job: dict[str, Any]) -> None:
-        self._directory = directory
-        self._path = directory / JOURNAL_NAME
-        self._file = self._path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise CheckpointError(
-                f"another process is converting into {directory}; wait for it, or stop it"
-            ) from error
-        self.finished: dict[str, tuple[LayerRecord, FileRecord]] = {}
-        for file in directory.glob("*.unfinished"):  # of a process that was killed
-            file.unlink(missing_ok=True)
-        lines, end = self._lines()
-        if lines[:1] == [job]:
-            for line in lines[1:]:
-                self._recall(line)
-            self._file.truncate(end)
-        else:
-            for file in (*directory.glob("*.safetensors"), directory / MANIFEST_NAME):
-                file.unlink(missing_ok=True)
-            self._file.truncate(0)
-            self._append(job)
-
-    def add(self, layer: LayerRecord, record: FileRecord) -> None:
-        """Note that the file of `layer` is finished and on the disk."""
-        self.finished[layer.file] = layer, record
-        self._append({"layer": layer.model_dump(), "file": record.model_dump()})
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _append(self, content: object) -> None:
-        self._file.write(json.dumps(content) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def _lines(self) -> tuple[list[Any], int]:
-        """What can be read, and how many bytes that is: not the line that was being written when
-        the process was killed."""
-        found, end = [], 0
-        for line in self._path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-            end += len(line)
-        return found, end
-
-    def _recall(self, line: Any) -> None:
-        try:
-            layer = LayerRecord.model_validate_json(json.dumps(line["layer"]))
-            record = FileRecord.model_validate_json(json.dumps(line["file"]))
-            fd = os.open(self._directory / layer.file, os.O_RDONLY | os.O_CLOEXEC)
-        except (ValueError, KeyError, TypeError, OSError):
-            return
-        try:
-            if read_record(fd) == record:
-                self.finished[layer.file] = layer, record
-        except ValueError:
-            return
-        finally:
-            os.close(fd)
-
-
-# ---- The files of a store beside its experts: what a model directory has, and the trunk.
-
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Configuration, tokenizer, chat template, licence."""
-
 NOT_COPIED = ("*.safetensors.index.json", MANIFEST_NAME)
-
-
-def copy_files(source: Path, target: Path) -> None:
-    """Copy them. Raises OSError; links out of the directory raise `HeaderError`."""
-    found = {file.name for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    for name in sorted(found):
-        if not any(fnmatch(name, pattern) for pattern in NOT_COPIED):
-            content = contained(source, name).read_bytes()
-            if name == "config.json":
-                content = _without_quantization(content)
-            write_bytes(target / name, content)
-
-
-def _without_quantization(config: bytes) -> bytes:
-    """config.json without what it says of the checkpoint's own quantisation."""
-    content = json.loads(config)
-    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
-    if not any("quantization_config" in part for part in parts):
-        return config
-    for part in parts:
-        part.pop("quantization_config", None)
-    return json.dumps(content, indent=2).encode()
-
-
-def write_trunk(network: nn.Module, path: Path) -> FileRecord:
-    """Everything of a network but its experts, in one file; tied tensors once. Raises OSError."""
-    state = network.state_dict()
-    first: dict[object, str] = {}
-    for name, tensor in state.items():
-        first.setdefault((tensor.data_ptr(), tensor.shape) if tensor.numel() else name, name)
-    names = sorted(first.values(), key=lambda name: -state[name].itemsize)
-    entries = [Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names]
-    return write_file(path, entries, (state[name] for name in names))
-
-
-# ----
-
 PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")
 
 
@@ -198,7 +70,7 @@ def convert(
     settings: ModelSettings,
     *,
     calibration: Path | None = None,
-    budget: Budget | None = None,
+    budget: BitBudget | None = None,
     repair: bool = False,
     progress: bool | Report = False,
     on_notice: Callable[[str], object] = lambda _: None,
@@ -263,7 +135,7 @@ class _Conversion:
         settings: ModelSettings,
         report: Report,
         calibration: Path | None,
-        budget: Budget | None,
+        budget: BitBudget | None,
     ) -> None:
         self._source, self._work, self._report = source, work, report
         bits = {key: getattr(settings, key) or 8 for key in PRECISION_KEYS}
@@ -353,3 +225,121 @@ class _Conversion:
         interleaved = isinstance(experts, QuantizedExperts) and experts.interleaved
         layer = layer_record(index, self._names[index], whole, interleaved, allotted)
         self._journal.add(layer, write_layer(self._work, index, layer, experts))
+
+
+class Journal:
+    """A text file in the working directory: a line for the job, then one for each finished file.
+
+    Lines of another job (another model, other settings) are forgotten, and its files removed. A
+    file counts only while its bytes have the checksum that was noted.
+
+    Attributes:
+        finished: by file name, the layer in it and its record.
+
+    Raises:
+        CheckpointError: another process is converting into this directory.
+        OSError: the directory cannot be read or written.
+    """
+
+    def __init__(self, directory: Path, job: dict[str, Any]) -> None:
+        self._directory = directory
+        self._path = directory / JOURNAL_NAME
+        self._file = self._path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise CheckpointError(
+                f"another process is converting into {directory}; wait for it, or stop it"
+            ) from error
+        self.finished: dict[str, tuple[LayerRecord, FileRecord]] = {}
+        for file in directory.glob("*.unfinished"):  # of a process that was killed
+            file.unlink(missing_ok=True)
+        lines, end = self._lines()
+        if lines[:1] == [job]:
+            for line in lines[1:]:
+                self._recall(line)
+            self._file.truncate(end)
+        else:
+            for file in (*directory.glob("*.safetensors"), directory / MANIFEST_NAME):
+                file.unlink(missing_ok=True)
+            self._file.truncate(0)
+            self._append(job)
+
+    def add(self, layer: LayerRecord, record: FileRecord) -> None:
+        """Note that the file of `layer` is finished and on the disk."""
+        self.finished[layer.file] = layer, record
+        self._append({"layer": layer.model_dump(), "file": record.model_dump()})
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _append(self, content: object) -> None:
+        self._file.write(json.dumps(content) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _lines(self) -> tuple[list[Any], int]:
+        """What can be read, and how many bytes that is: not the line that was being written when
+        the process was killed."""
+        found, end = [], 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+            end += len(line)
+        return found, end
+
+    def _recall(self, line: Any) -> None:
+        try:
+            layer = LayerRecord.model_validate_json(json.dumps(line["layer"]))
+            record = FileRecord.model_validate_json(json.dumps(line["file"]))
+            fd = os.open(self._directory / layer.file, os.O_RDONLY | os.O_CLOEXEC)
+        except (ValueError, KeyError, TypeError, OSError):
+            return
+        try:
+            if read_record(fd) == record:
+                self.finished[layer.file] = layer, record
+        except ValueError:
+            return
+        finally:
+            os.close(fd)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy them. Raises OSError; links out of the directory raise `HeaderError`."""
+    found = {file.name for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
+    for name in sorted(found):
+        if not any(fnmatch(name, pattern) for pattern in NOT_COPIED):
+            content = contained(source, name).read_bytes()
+            if name == "config.json":
+                content = _without_quantization(content)
+            write_bytes(target / name, content)
+
+
+def _without_quantization(config: bytes) -> bytes:
+    """config.json without what it says of the checkpoint's own quantisation."""
+    content = json.loads(config)
+    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
+    if not any("quantization_config" in part for part in parts):
+        return config
+    for part in parts:
+        part.pop("quantization_config", None)
+    return json.dumps(content, indent=2).encode()
+
+
+def write_trunk(network: nn.Module, path: Path) -> FileRecord:
+    """Everything of a network but its experts, in one file; tied tensors once. Raises OSError."""
+    state = network.state_dict()
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        first.setdefault((tensor.data_ptr(), tensor.shape) if tensor.numel() else name, name)
+    names = sorted(first.values(), key=lambda name: -state[name].itemsize)
+    entries = [Entry(name, state[name].dtype, tuple(state[name].shape)) for name in names]
+    return write_file(path, entries, (state[name] for name in names))

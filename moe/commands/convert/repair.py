@@ -1,9 +1,12 @@
-"""Routers of a compressed model made to choose as the original's did, on a calibration's text.
+"""Fit the routers of a compressed model so that they choose as the original's did.
 
-The compressed model reads that text with its tokens sent where the original sent them; from what
-its routers then read, and what the original's read, each gets new weights
-(`moe.commands.convert.repair`). A router keeps its old ones where it cannot be found by probing, or
-where the new ones choose no better on sequences that they were not fitted on.
+Compressed experts change the rows that the routers of later layers read, and some tokens then go to
+other experts (*expert shift*, EAC-MoE). The compressed model reads a calibration's text with its
+tokens sent where the original sent them; each router's weights are then fitted, in closed form, so
+that rows as they are now give the logits of rows as they were. EAC-MoE counts the logits of the
+original's first experts only; we count all, which keeps more choices and costs one solution instead
+of one for each expert. A router keeps its weights where probing does not find it, or where the new
+ones choose no better on sequences that were kept aside. Legend: T tokens, H hidden, E experts.
 """
 
 from __future__ import annotations
@@ -24,39 +27,9 @@ from moe.errors import CalibrationError
 from moe.model import MoE
 from moe.network.routing_policies import Selector
 
-# ---- Routers repaired after their experts were compressed: what they read has moved, so they
-# follow.
-#
-# Compressed experts change the rows that the routers of later layers read, and some tokens then
-# go to other experts (*expert shift*, EAC-MoE). A router's weights are fitted anew, so that rows
-# as they are now give the logits of rows as they were, in closed form. EAC-MoE counts the logits
-# of the original's first experts only; measured here that keeps fewer choices than all logits do,
-# since nothing then holds back the others, and costs a solution for each expert instead of one.
-# Legend: T tokens, H hidden, E experts.
-
 RIDGE = 0.01
 """Pull towards the weights as they were, as a share of the mean square of the inputs. From 0.001 to
 0.1 the shipped model's routing agreement differs by less than 0.03 points."""
-
-
-@torch.no_grad()
-def repaired(weight_EH: Tensor, before_TH: Tensor, after_TH: Tensor) -> Tensor:
-    """``(E, H)`` weights, in the dtype that they had.
-
-    Args:
-        weight_EH: of the original router.
-        before_TH: rows that it read in the original model.
-        after_TH: rows of the same tokens in the compressed model.
-    """
-    weight, before, after = (own.double() for own in (weight_EH, before_TH, after_TH))
-    gram_HH = after.T @ after
-    gram_HH.diagonal().add_(RIDGE * gram_HH.diagonal().mean() + 1e-30)
-    moved_TE = (before - after) @ weight.T
-    return (weight + torch.linalg.solve(gram_HH, after.T @ moved_TE).T).to(weight_EH.dtype)
-
-
-# ----
-
 _AGREES = 0.99
 """Of the original's choices, those that its router's weights must give on rows that were kept."""
 
@@ -179,3 +152,19 @@ def _name_of(model: MoE, weight: Tensor) -> str:
     """Name of the parameter that a router multiplies by."""
     parameters = model.backbone.model.named_parameters()
     return next(name for name, own in parameters if own.data_ptr() == weight.data_ptr())
+
+
+@torch.no_grad()
+def repaired(weight_EH: Tensor, before_TH: Tensor, after_TH: Tensor) -> Tensor:
+    """``(E, H)`` weights, in the dtype that they had.
+
+    Args:
+        weight_EH: of the original router.
+        before_TH: rows that it read in the original model.
+        after_TH: rows of the same tokens in the compressed model.
+    """
+    weight, before, after = (own.double() for own in (weight_EH, before_TH, after_TH))
+    gram_HH = after.T @ after
+    gram_HH.diagonal().add_(RIDGE * gram_HH.diagonal().mean() + 1e-30)
+    moved_TE = (before - after) @ weight.T
+    return (weight + torch.linalg.solve(gram_HH, after.T @ moved_TE).T).to(weight_EH.dtype)

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from moe.commands.evaluate.scoring import Reading, Score, read
+from moe.commands.evaluate.scoring import Score, WindowReading, read
 from moe.model import MoE
 from moe.speculate.contrast import uncontrasted
 from routing import PHASES, Phase, Policy, PolicyChain, Routing, RoutingContext
@@ -123,7 +123,7 @@ class _Sums:
         self._score = Score()
         self._visits, self._distinct, self._runs = 0, 0, 0
 
-    def add(self, reading: Reading, plain: Reading, visited: Visited) -> None:
+    def add(self, reading: WindowReading, plain: WindowReading, visited: Visited) -> None:
         self._score.add(reading, plain)
         experts_LTK = visited.of_tokens(len(reading.token_ids))
         self._visits += int((experts_LTK >= 0).sum())

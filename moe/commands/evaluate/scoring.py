@@ -31,7 +31,7 @@ _ROWS = 64  # compared at once: for a large vocabulary a window's rows are as la
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class WindowReading:
     """What a model made of a window.
 
     Attributes:
@@ -86,9 +86,9 @@ def read(
     token_ids: Sequence[int],
     instead: Mapping[int, AnyExperts] | None = None,
     *,
-    routed_as: Reading | None = None,
+    routed_as: WindowReading | None = None,
     phase: Phase = "prefill",
-) -> Reading:
+) -> WindowReading:
     """Read one window. Under self-contrast, what cannot be drawn (`moe.speculate.contrast`) keeps
     the probability that it has without, so that every text has a score.
 
@@ -110,8 +110,8 @@ def read(
 
 def _read(
     model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts],
-    routed_as: Reading | None, phase: Phase,
-) -> Reading:  # fmt: skip
+    routed_as: WindowReading | None, phase: Phase,
+) -> WindowReading:  # fmt: skip
     chosen: dict[int, Routing] = {}
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
@@ -135,7 +135,7 @@ def _read(
         torch.stack([getattr(own, name)[: len(token_ids)] for own in routings])
         for name in ("expert_ids", "weights")
     )
-    return Reading(token_ids, logits.log_softmax(-1), ids, weights)
+    return WindowReading(token_ids, logits.log_softmax(-1), ids, weights)
 
 
 def divergence(own_TV: Tensor, other_TV: Tensor) -> float:
@@ -172,7 +172,7 @@ class Score:
         self._kept: Tensor | float = 0.0
         self._chosen: Tensor | float = 0.0
 
-    def add(self, reading: Reading, original: Reading | None = None) -> None:
+    def add(self, reading: WindowReading, original: WindowReading | None = None) -> None:
         self.bits += reading.bits
         self.predicted += len(reading.token_ids) - 1
         if original is None:

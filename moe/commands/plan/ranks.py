@@ -1,9 +1,11 @@
-"""One rank, several that share the experts, or as many independent replicas: what each would do.
+"""Predict decoding on one rank, on several that share the experts, and on independent replicas.
 
-The least time of a decode step, as in `moe.memory.decode_speed`: bytes over bandwidths, every way
-waiting for the others. Ranks of a node share its memory bandwidth and its disk. Under expert
-parallelism ranks exchange ids, rows and results at each layer. Arithmetic, and waiting for anything
-but these, is not in it. Legend: R ranks, B sequences of all ranks together.
+The prediction is the least time of a decode step, as in `moe.memory.decode_speed`: bytes over
+bandwidths, without overlap. Ranks of a node share its memory bandwidth and its disk; ranks that
+share experts exchange ids, rows and results at each layer. What they send and serve is counted on
+routing decisions. Arithmetic and other waiting are not in it.
+Legend: R ranks, B sequences of all ranks (tokens of a step), S steps, L layers, K experts a token,
+E experts.
 """
 
 from __future__ import annotations
@@ -21,222 +23,11 @@ from experts.placement import Placement, slots_for
 from moe.commands.plan.speeds import Link
 from moe.memory.decode_speed import Locality, Sizes, Speeds
 
-# ---- What arrangements of ranks are compared by, and which one to take.
-
 WORTH = 1.05
 """More than one rank is recommended where it is faster by this factor."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What ranks run on; nodes are alike.
-
-    Attributes:
-        speeds: of one node.
-        available_bytes: memory of one node; None where that is not known.
-        link: between ranks of a node.
-        network: between nodes.
-    """
-
-    speeds: Speeds
-    available_bytes: int | None
-    link: Link
-    network: Link
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a model takes.
-
-    Attributes:
-        sizes: of its experts.
-        fixed_bytes: of every rank, whatever it holds: trunk, activations, reserve, the fewest keys
-            and values.
-        row_bytes: of one token's activations on the way.
-        replicas: further copies as a share of all experts.
-    """
-
-    sizes: Sizes
-    fixed_bytes: int
-    row_bytes: int
-    replicas: float
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one arrangement would do.
-
-    Attributes:
-        name: what it is.
-        ranks, nodes: processes, and machines that they are on.
-        rank_bytes: memory of a rank.
-        slots: experts in the memory of a rank.
-        resident: share of the experts it may be asked for that are in its memory.
-        exchanged_bytes: of a token, there and back over all layers, at the largest batch.
-        imbalance: the heaviest rank's load over the mean, at the largest batch.
-        seconds: of a step by batch and by way.
-    """
-
-    name: str
-    ranks: int
-    nodes: int
-    rank_bytes: int
-    slots: int
-    resident: float
-    exchanged_bytes: float
-    imbalance: float
-    seconds: Mapping[int, Mapping[str, float]]
-
-    @property
-    def fits(self) -> bool:
-        return all(sum(ways.values()) < float("inf") for ways in self.seconds.values())
-
-    def tokens_per_second(self, batch: int) -> float:
-        """0 where it does not fit."""
-        return batch / sum(self.seconds[batch].values())
-
-    def as_dict(self) -> dict[str, Any]:
-        rates = {str(batch): self.tokens_per_second(batch) for batch in self.seconds}
-        seconds = {
-            batch: {way: value for way, value in ways.items() if value < float("inf")}
-            for batch, ways in self.seconds.items()
-        }
-        return asdict(self) | {"seconds": seconds, "fits": self.fits, "tokens_per_second": rates}
-
-
-def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str] | None:
-    """The fastest at a batch, unless fewer ranks are nearly as fast, and why; None: none fits."""
-    plans = [plan for plan in plans if plan.fits]
-    if not plans:
-        return None
-    best = max(plans, key=lambda plan: plan.tokens_per_second(batch))
-    rate = best.tokens_per_second(batch)
-    near = [plan for plan in plans if plan.tokens_per_second(batch) * WORTH >= rate]
-    chosen = min(near, key=lambda plan: (plan.ranks, plan is not best))
-    if chosen is best and len(plans) > 1:
-        others = (plan for plan in plans if plan is not best)
-        second = max(others, key=lambda plan: plan.tokens_per_second(batch))
-        gain = rate / second.tokens_per_second(batch)
-        return best, f"the fastest at {batch} sequences, {gain:.2f} times {second.name}"
-    if chosen is best:
-        return best, "the only arrangement that fits"
-    less = 1 - chosen.tokens_per_second(batch) / rate
-    return chosen, f"{best.name} would be only {less / (1 - less):.0%} faster at {batch} sequences"
-
-
-# ---- What ranks send and serve, counted on routing decisions: the ground of forecasts for many
-# ranks.
-#
-# Legend: S steps, L layers, B tokens of a step, K experts each, E experts, R ranks.
-
 Ints = NDArray[np.int64]
-
 STEPS, LAYERS = 24, 4
 """Most steps and layers that are looked at."""
-
-
-@dataclass(frozen=True)
-class StepTraffic:
-    """Of one layer in one step.
-
-    Attributes:
-        rows_RR: tokens of each rank that go to each rank, the own one included.
-        slots_RR: their slots that are served there.
-        distinct_R: experts that each rank reads.
-    """
-
-    rows_RR: Ints
-    slots_RR: Ints
-    distinct_R: Ints
-
-    @property
-    def served_R(self) -> Ints:
-        """Slots that each rank serves: its load."""
-        return np.asarray(self.slots_RR.sum(0))
-
-
-def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> StepTraffic:
-    """As the dispatcher does it: copies chosen for the loads of all ranks together.
-
-    Args:
-        experts_TK: expert ids, -1 for unused slots.
-        source_T: the rank of each token, ascending.
-    """
-    experts, ranks = placement.num_experts, placement.ranks
-    loads_E = np.bincount(experts_TK.reshape(-1) + 1, minlength=experts + 1)[1:]
-    serving_TK = serving_ranks(experts_TK, loads_E, source_T, placement)
-    token, slot = (serving_TK >= 0).nonzero()
-    slots_TR = np.zeros((len(experts_TK), ranks), np.int64)
-    np.add.at(slots_TR, (token, serving_TK[token, slot]), 1)
-    rows_RR, slots_RR = np.zeros((2, ranks, ranks), np.int64)
-    np.add.at(rows_RR, source_T, (slots_TR > 0).astype(np.int64))
-    np.add.at(slots_RR, source_T, slots_TR)
-    read_ER = np.zeros((experts, ranks), bool)
-    read_ER[experts_TK[token, slot], serving_TK[token, slot]] = True
-    return StepTraffic(rows_RR, slots_RR, read_ER.sum(0))
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Means over layers and steps.
-
-    Attributes:
-        pairs: other ranks that a token goes to: each a row out, and a row back if results are
-            summed there.
-        slots: of a token, those served on other ranks: rows back if results are summed at home.
-        imbalance: the heaviest rank's slots over the mean.
-        distinct: experts that the rank reads which reads most.
-        distinct_all: experts that all ranks read, copies counted.
-    """
-
-    pairs: float
-    slots: float
-    imbalance: float
-    distinct: float
-    distinct_all: float
-
-
-def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
-    """Of steps whose tokens are dealt evenly to ranks.
-
-    Args:
-        placements: of each layer.
-        steps_SLBK: expert ids.
-    """
-    batch = steps_SLBK.shape[2]
-    source = np.arange(batch) * placements[0].ranks // batch
-    found = []
-    for layer, placement in enumerate(placements):
-        for experts_TK in steps_SLBK[:, layer]:
-            step = step_traffic(experts_TK, source, placement)
-            served_R = step.served_R
-            away = [
-                int(matrix.sum() - matrix.trace()) / batch
-                for matrix in (step.rows_RR, step.slots_RR)
-            ]
-            uneven = served_R.max() / served_R.mean()
-            found.append((*away, uneven, step.distinct_R.max(), step.distinct_R.sum()))
-    return Traffic(*np.mean(found, axis=0).tolist())
-
-
-def drawn_steps(sizes: Sizes, batch: int) -> Ints:
-    """``(S, L, B, K)`` where every expert is as likely as any other."""
-    rng = np.random.default_rng(0)
-    width = max(round(sizes.top_k), 1)
-    keys = rng.random((STEPS, min(sizes.layers, LAYERS), batch, sizes.experts))
-    return np.argpartition(keys, width - 1, axis=3)[..., :width]
-
-
-def loads_of(steps_SLBK: Ints, num_experts: int) -> list[NDArray[np.float64]]:
-    """Of each layer ``(S, E)`` tokens of each expert in each step."""
-    counts = []
-    for layer in range(steps_SLBK.shape[1]):
-        steps = [ids[ids >= 0] for ids in steps_SLBK[:, layer]]
-        counts.append(np.array([np.bincount(ids, minlength=num_experts) for ids in steps], float))
-    return counts
-
-
-# ----
 
 
 def exchanges(ranks: int, slots: float, near: bool) -> int:
@@ -357,3 +148,201 @@ class RankForecast:
         latency = network.seconds if far else link.seconds
         latency *= exchanges(ranks, self.needs.sizes.top_k, near=not far)
         return self.needs.sizes.layers * (latency + near_s + far_s)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks run on; nodes are alike.
+
+    Attributes:
+        speeds: of one node.
+        available_bytes: memory of one node; None where that is not known.
+        link: between ranks of a node.
+        network: between nodes.
+    """
+
+    speeds: Speeds
+    available_bytes: int | None
+    link: Link
+    network: Link
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model takes.
+
+    Attributes:
+        sizes: of its experts.
+        fixed_bytes: of every rank, whatever it holds: trunk, activations, reserve, the fewest keys
+            and values.
+        row_bytes: of one token's activations on the way.
+        replicas: further copies as a share of all experts.
+    """
+
+    sizes: Sizes
+    fixed_bytes: int
+    row_bytes: int
+    replicas: float
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one arrangement would do.
+
+    Attributes:
+        name: what it is.
+        ranks, nodes: processes, and machines that they are on.
+        rank_bytes: memory of a rank.
+        slots: experts in the memory of a rank.
+        resident: share of the experts it may be asked for that are in its memory.
+        exchanged_bytes: of a token, there and back over all layers, at the largest batch.
+        imbalance: the heaviest rank's load over the mean, at the largest batch.
+        seconds: of a step by batch and by way.
+    """
+
+    name: str
+    ranks: int
+    nodes: int
+    rank_bytes: int
+    slots: int
+    resident: float
+    exchanged_bytes: float
+    imbalance: float
+    seconds: Mapping[int, Mapping[str, float]]
+
+    @property
+    def fits(self) -> bool:
+        return all(sum(ways.values()) < float("inf") for ways in self.seconds.values())
+
+    def tokens_per_second(self, batch: int) -> float:
+        """0 where it does not fit."""
+        return batch / sum(self.seconds[batch].values())
+
+    def as_dict(self) -> dict[str, Any]:
+        rates = {str(batch): self.tokens_per_second(batch) for batch in self.seconds}
+        seconds = {
+            batch: {way: value for way, value in ways.items() if value < float("inf")}
+            for batch, ways in self.seconds.items()
+        }
+        return asdict(self) | {"seconds": seconds, "fits": self.fits, "tokens_per_second": rates}
+
+
+def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str] | None:
+    """The fastest at a batch, unless fewer ranks are nearly as fast, and why; None: none fits."""
+    plans = [plan for plan in plans if plan.fits]
+    if not plans:
+        return None
+    best = max(plans, key=lambda plan: plan.tokens_per_second(batch))
+    rate = best.tokens_per_second(batch)
+    near = [plan for plan in plans if plan.tokens_per_second(batch) * WORTH >= rate]
+    chosen = min(near, key=lambda plan: (plan.ranks, plan is not best))
+    if chosen is best and len(plans) > 1:
+        others = (plan for plan in plans if plan is not best)
+        second = max(others, key=lambda plan: plan.tokens_per_second(batch))
+        gain = rate / second.tokens_per_second(batch)
+        return best, f"the fastest at {batch} sequences, {gain:.2f} times {second.name}"
+    if chosen is best:
+        return best, "the only arrangement that fits"
+    less = 1 - chosen.tokens_per_second(batch) / rate
+    return chosen, f"{best.name} would be only {less / (1 - less):.0%} faster at {batch} sequences"
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """Of one layer in one step.
+
+    Attributes:
+        rows_RR: tokens of each rank that go to each rank, the own one included.
+        slots_RR: their slots that are served there.
+        distinct_R: experts that each rank reads.
+    """
+
+    rows_RR: Ints
+    slots_RR: Ints
+    distinct_R: Ints
+
+    @property
+    def served_R(self) -> Ints:
+        """Slots that each rank serves: its load."""
+        return np.asarray(self.slots_RR.sum(0))
+
+
+def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> StepTraffic:
+    """As the dispatcher does it: copies chosen for the loads of all ranks together.
+
+    Args:
+        experts_TK: expert ids, -1 for unused slots.
+        source_T: the rank of each token, ascending.
+    """
+    experts, ranks = placement.num_experts, placement.ranks
+    loads_E = np.bincount(experts_TK.reshape(-1) + 1, minlength=experts + 1)[1:]
+    serving_TK = serving_ranks(experts_TK, loads_E, source_T, placement)
+    token, slot = (serving_TK >= 0).nonzero()
+    slots_TR = np.zeros((len(experts_TK), ranks), np.int64)
+    np.add.at(slots_TR, (token, serving_TK[token, slot]), 1)
+    rows_RR, slots_RR = np.zeros((2, ranks, ranks), np.int64)
+    np.add.at(rows_RR, source_T, (slots_TR > 0).astype(np.int64))
+    np.add.at(slots_RR, source_T, slots_TR)
+    read_ER = np.zeros((experts, ranks), bool)
+    read_ER[experts_TK[token, slot], serving_TK[token, slot]] = True
+    return StepTraffic(rows_RR, slots_RR, read_ER.sum(0))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Means over layers and steps.
+
+    Attributes:
+        pairs: other ranks that a token goes to: each a row out, and a row back if results are
+            summed there.
+        slots: of a token, those served on other ranks: rows back if results are summed at home.
+        imbalance: the heaviest rank's slots over the mean.
+        distinct: experts that the rank reads which reads most.
+        distinct_all: experts that all ranks read, copies counted.
+    """
+
+    pairs: float
+    slots: float
+    imbalance: float
+    distinct: float
+    distinct_all: float
+
+
+def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
+    """Of steps whose tokens are dealt evenly to ranks.
+
+    Args:
+        placements: of each layer.
+        steps_SLBK: expert ids.
+    """
+    batch = steps_SLBK.shape[2]
+    source = np.arange(batch) * placements[0].ranks // batch
+    found = []
+    for layer, placement in enumerate(placements):
+        for experts_TK in steps_SLBK[:, layer]:
+            step = step_traffic(experts_TK, source, placement)
+            served_R = step.served_R
+            away = [
+                int(matrix.sum() - matrix.trace()) / batch
+                for matrix in (step.rows_RR, step.slots_RR)
+            ]
+            uneven = served_R.max() / served_R.mean()
+            found.append((*away, uneven, step.distinct_R.max(), step.distinct_R.sum()))
+    return Traffic(*np.mean(found, axis=0).tolist())
+
+
+def drawn_steps(sizes: Sizes, batch: int) -> Ints:
+    """``(S, L, B, K)`` where every expert is as likely as any other."""
+    rng = np.random.default_rng(0)
+    width = max(round(sizes.top_k), 1)
+    keys = rng.random((STEPS, min(sizes.layers, LAYERS), batch, sizes.experts))
+    return np.argpartition(keys, width - 1, axis=3)[..., :width]
+
+
+def loads_of(steps_SLBK: Ints, num_experts: int) -> list[NDArray[np.float64]]:
+    """Of each layer ``(S, E)`` tokens of each expert in each step."""
+    counts = []
+    for layer in range(steps_SLBK.shape[1]):
+        steps = [ids[ids >= 0] for ids in steps_SLBK[:, layer]]
+        counts.append(np.array([np.bincount(ids, minlength=num_experts) for ids in steps], float))
+    return counts

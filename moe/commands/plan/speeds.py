@@ -1,4 +1,6 @@
-"""How fast this machine moves weights: short measurements, each a fraction of a second."""
+"""How fast this machine moves weights, and rows between ranks: measurements of a fraction of a
+second each. Ranks exchange rows over local sockets, as dispatch does.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,9 @@ SAMPLE_BYTES = 256 << 20
 PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
+ROUNDS = 20
+LARGE_BYTES = 4 << 20
+TIMEOUT_S = 20.0
 
 
 def memory_speed(device: torch.device) -> float:
@@ -86,13 +91,6 @@ def _best_of(rounds: int, run: Callable[[], object]) -> float:
         run()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-# ---- How fast ranks on one machine exchange rows: over local sockets, as dispatch does it.
-
-ROUNDS = 20
-LARGE_BYTES = 4 << 20
-TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""All that is measured on a trace, as one value."""
+"""Measure a trace: balance, locality, and how far a token's id determines its experts (OpenMoE).
+
+`analyse` returns everything as one `Findings`; `moe.commands.trace.report` shows it.
+Legend: N tokens, K slots a token, E experts, L layers, R runs of equally many consecutive tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,236 +18,18 @@ from numpy.typing import NDArray
 from moe.calibration.trace import Trace
 from routing.predict.token_table import TokenTable, fit_token_table
 
-# ---- How many experts neighbouring tokens need, and how long a few of them last.
-#
-# Legend: N tokens, K slots a token, E experts, R runs of equally many consecutive tokens.
-
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
 SEED = 0
-
-
-def law(num_experts: int, top_k: float, tokens: int) -> float:
-    """Distinct experts of so many tokens that choose evenly and independently:
-    ``E (1 - (1 - K/E)^t)``."""
-    return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
-
-
-def visits(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> NDArray[np.int64]:
-    """``(R, E)``: visits of each expert by each whole run of consecutive tokens of a sequence.
-
-    Args:
-        ids: ``(N, K)``, -1 for none.
-        lengths: of the sequences, which add up to N.
-        tokens: of a run.
-    """
-    kept = np.concatenate([np.zeros(0, np.int64), *_whole_runs(lengths, tokens)])
-    slots = ids[kept].reshape(-1, tokens * ids.shape[1])
-    keys = np.arange(len(slots))[:, None] * (num_experts + 1) + slots + 1
-    counts = np.bincount(keys.ravel(), minlength=len(slots) * (num_experts + 1))
-    return counts.reshape(len(slots), num_experts + 1)[:, 1:]
-
-
-def _whole_runs(lengths: Sequence[int], tokens: int) -> Iterator[Ids]:
-    start = 0
-    for length in lengths:
-        yield np.arange(start, start + length // tokens * tokens)
-        start += length
-
-
-def distinct(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> float:
-    """Mean distinct experts of consecutive tokens; nan where no sequence is that long."""
-    counts = visits(ids, lengths, tokens, num_experts)
-    return float((counts > 0).sum(1).mean()) if len(counts) else float("nan")
-
-
-def distinct_apart(ids: Ids, tokens: int, num_experts: int) -> float:
-    """The same of tokens that have nothing to do with each other, as in a batch."""
-    mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
-    return distinct(mixed, [len(ids)], tokens, num_experts)
-
-
-def cache_best_hits(counts: NDArray[np.int64], slots: int) -> float:
-    """Segment cache best hit rate: hits of a cache of so many experts that for each run holds those
-    it needs most (SCH, arXiv 2505.16056)."""
-    best = np.sort(counts, 1)[:, ::-1][:, :slots]
-    return float(best.sum() / counts.sum()) if counts.sum() else float("nan")
-
-
-def routing_best_score(counts: NDArray[np.int64], tokens: int) -> float:
-    """Segment routing best performance: the best F1 of sending all tokens of a run to the same
-    experts, whatever their number, mean over runs (SRP, arXiv 2505.16056)."""
-    if not len(counts):
-        return float("nan")
-    hits = np.sort(counts, 1)[:, ::-1].cumsum(1)
-    sent = tokens * np.arange(1, counts.shape[1] + 1)
-    return float((2 * hits / (sent + counts.sum(1, keepdims=True))).max(1).mean())
-
-
-def overflow(
-    ids: Ids, lengths: Sequence[int], num_experts: int, factor: float, parts: int
-) -> Floats:
-    """``(parts,)``: share of the visits beyond the experts' capacity, by where in its sequence a
-    token stands. An expert's capacity is ``factor`` times an equal share of a sequence's visits;
-    who comes first is served first."""
-    over, all_visits = np.zeros(parts), np.zeros(parts)
-    start = 0
-    for length in lengths:
-        own = ids[start : start + length]
-        start += length
-        place = np.repeat(np.arange(length) * parts // length, ids.shape[1])
-        used = own.ravel() >= 0
-        experts, place = own.ravel()[used], place[used]
-        order = np.argsort(experts, kind="stable")
-        first = np.searchsorted(experts[order], np.arange(num_experts))
-        rank = np.empty(len(experts), np.int64)
-        rank[order] = np.arange(len(experts)) - first[experts[order]]
-        beyond = rank >= np.ceil(factor * len(experts) / num_experts)
-        over += np.bincount(place[beyond], minlength=parts)
-        all_visits += np.bincount(place, minlength=parts)
-    return over / np.maximum(all_visits, 1)
-
-
-def together(ids: Ids, num_experts: int) -> Floats:
-    """``(E, E)``: how many times as often as by chance two experts serve the same token (lift); nan
-    on the diagonal and for experts that serve none."""
-    chosen = np.zeros((len(ids), num_experts + 1), np.float32)
-    np.put_along_axis(chosen, ids + 1, 1.0, 1)
-    both = chosen[:, 1:].T @ chosen[:, 1:]
-    alone = np.diag(both).astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        lift: Floats = both * len(ids) / np.outer(alone, alone)
-    np.fill_diagonal(lift, np.nan)
-    return np.where(np.isfinite(lift), lift, np.nan)
-
-
-# ---- How far a token's id determines its experts, whatever stands around it (OpenMoE).
-#
-# Legend: N tokens, K slots a token, E experts, L layers.
-
 _ROWS = 2048
-
-
-def entropy(counts: NDArray[np.int64]) -> float:
-    """Bits of a distribution that is given by counts."""
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log2(share)).sum())
-
-
-def explained(tokens: Ids, ids: Ids) -> float:
-    """Share of the uncertainty about a visit's expert that the token's id takes away.
-
-    Mutual information over entropy. Rare tokens seem to explain all, so what shuffled tokens
-    explain is subtracted.
-
-    Args:
-        tokens: ``(N,)``.
-        ids: ``(N, K)``, -1 for none.
-    """
-    uncertain = entropy(np.unique(ids[ids >= 0], return_counts=True)[1])
-    if uncertain == 0:
-        return 0.0
-    shuffled = np.random.default_rng(SEED).permutation(tokens)
-    gain = _shared_bits(tokens, ids) - _shared_bits(shuffled, ids)
-    return max(gain, 0.0) / uncertain
-
-
-def _shared_bits(tokens: Ids, ids: Ids) -> float:
-    used = ids >= 0
-    words, experts = np.broadcast_to(tokens[:, None], ids.shape)[used], ids[used]
-    pairs = words * (int(ids.max()) + 1) + experts
-    alone = (entropy(np.unique(each, return_counts=True)[1]) for each in (words, experts))
-    return sum(alone) - entropy(np.unique(pairs, return_counts=True)[1])
-
-
-def agreement(keys: Ids, ids: Ids) -> float:
-    """Mean share of common experts of two tokens that follow each other among those of equal keys;
-    nan where no key comes twice. Negative keys do not count."""
-    order = np.argsort(keys, kind="stable")
-    same = (keys[order[1:]] == keys[order[:-1]]) & (keys[order[1:]] >= 0)
-    return _overlap(ids[order[:-1][same]], ids[order[1:][same]])
-
-
-def chance_agreement(ids: Ids) -> float:
-    """The same of any two tokens."""
-    mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
-    return _overlap(mixed[:-1], mixed[1:])
-
-
-def _overlap(some: Ids, others: Ids) -> float:
-    common = (some[:, :, None] == others[:, None, :]) & (some >= 0)[:, :, None]
-    total = (some >= 0).sum()
-    return float(common.sum() / total) if total else float("nan")
-
-
-def table_recall(trace: Trace, vocabulary: int) -> dict[str, list[float]]:
-    """Share of each layer's visits that are among the K experts that a table names first.
-
-    The table (`routing.predict.token_table`) is counted on the first half of the sequences and
-    asked about the second: by the token and the one before it, by the token alone, and by nothing,
-    which names the most popular experts. Empty with fewer than two sequences.
-    """
-    half = sum(trace.lengths[: len(trace.lengths) // 2])
-    if half == 0:
-        return {}
-    contexts = trace.contexts(2)
-    early = [ids[:half].long() for ids in trace.expert_ids]
-    table = fit_token_table(contexts[:half], early, trace.num_experts, vocabulary)
-    asked = contexts[half:]
-    alone, nothing = asked.clone(), torch.full_like(asked, -1)
-    alone[:, 0] = -1
-    nothing[:, 1] = (vocabulary + 2) * vocabulary  # beyond every key of the table
-    found: dict[str, list[float]] = {}
-    for name, questions in (("pair", asked), ("token", alone), ("popular", nothing)):
-        hits = np.zeros((2, len(early)))
-        for start in range(0, len(questions), _ROWS):
-            table.start(questions[start : start + _ROWS])
-            hits += _hits(table, trace, half + start, half + start + _ROWS)
-        found[name] = (hits[0] / np.maximum(hits[1], 1)).tolist()
-    return found
-
-
-def _hits(table: TokenTable, trace: Trace, start: int, end: int) -> NDArray[np.float64]:
-    """``(2, L)``: visits that were named, and all."""
-    counts = []
-    for layer, ids in enumerate(trace.expert_ids):
-        own = ids[start:end].long().numpy()
-        evidence = table.evidence(0, layer)
-        assert evidence is not None
-        named = np.argsort(-evidence, 1, kind="stable")[:, : own.shape[1]]
-        common = (own[:, :, None] == named[:, None, :]).any(-1) & (own >= 0)
-        counts.append((common.sum(), (own >= 0).sum()))
-    return np.array(counts, np.float64).T
-
-
-def weight_ratios(weights: Sequence[torch.Tensor]) -> list[float]:
-    """Of each layer, the median of a token's second over its first weight; nan with one expert.
-
-    What `odp` takes as its ratios.
-    """
-    ratios = []
-    for own in weights:
-        heaviest = own.float().sort(1, descending=True).values
-        some = heaviest[heaviest[:, 0] > 0] if own.shape[1] > 1 else heaviest[:0]
-        ratios.append(float((some[:, 1] / some[:, 0]).median()) if len(some) else float("nan"))
-    return ratios
-
-
-# ----
-
 RUNS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Tokens whose experts are counted together."""
-
 SEGMENT = 16
 """Tokens of a segment whose experts a fixed set serves."""
-
 CACHES = (1, 2, 3, 4)
 """Slots of an oracle's cache, in multiples of K."""
-
 PAIRS = 3
 """Of experts that serve the same tokens most, that are named."""
-
 CAPACITY = 1.25
 PARTS = 10
 """A sequence's tenths, from its beginning to its end."""
@@ -399,3 +185,202 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
+
+
+def law(num_experts: int, top_k: float, tokens: int) -> float:
+    """Distinct experts of so many tokens that choose evenly and independently:
+    ``E (1 - (1 - K/E)^t)``."""
+    return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
+
+
+def visits(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> NDArray[np.int64]:
+    """``(R, E)``: visits of each expert by each whole run of consecutive tokens of a sequence.
+
+    Args:
+        ids: ``(N, K)``, -1 for none.
+        lengths: of the sequences, which add up to N.
+        tokens: of a run.
+    """
+    kept = np.concatenate([np.zeros(0, np.int64), *_whole_runs(lengths, tokens)])
+    slots = ids[kept].reshape(-1, tokens * ids.shape[1])
+    keys = np.arange(len(slots))[:, None] * (num_experts + 1) + slots + 1
+    counts = np.bincount(keys.ravel(), minlength=len(slots) * (num_experts + 1))
+    return counts.reshape(len(slots), num_experts + 1)[:, 1:]
+
+
+def _whole_runs(lengths: Sequence[int], tokens: int) -> Iterator[Ids]:
+    start = 0
+    for length in lengths:
+        yield np.arange(start, start + length // tokens * tokens)
+        start += length
+
+
+def distinct(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> float:
+    """Mean distinct experts of consecutive tokens; nan where no sequence is that long."""
+    counts = visits(ids, lengths, tokens, num_experts)
+    return float((counts > 0).sum(1).mean()) if len(counts) else float("nan")
+
+
+def distinct_apart(ids: Ids, tokens: int, num_experts: int) -> float:
+    """The same of tokens that have nothing to do with each other, as in a batch."""
+    mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
+    return distinct(mixed, [len(ids)], tokens, num_experts)
+
+
+def cache_best_hits(counts: NDArray[np.int64], slots: int) -> float:
+    """Segment cache best hit rate: hits of a cache of so many experts that for each run holds those
+    it needs most (SCH, arXiv 2505.16056)."""
+    best = np.sort(counts, 1)[:, ::-1][:, :slots]
+    return float(best.sum() / counts.sum()) if counts.sum() else float("nan")
+
+
+def routing_best_score(counts: NDArray[np.int64], tokens: int) -> float:
+    """Segment routing best performance: the best F1 of sending all tokens of a run to the same
+    experts, whatever their number, mean over runs (SRP, arXiv 2505.16056)."""
+    if not len(counts):
+        return float("nan")
+    hits = np.sort(counts, 1)[:, ::-1].cumsum(1)
+    sent = tokens * np.arange(1, counts.shape[1] + 1)
+    return float((2 * hits / (sent + counts.sum(1, keepdims=True))).max(1).mean())
+
+
+def overflow(
+    ids: Ids, lengths: Sequence[int], num_experts: int, factor: float, parts: int
+) -> Floats:
+    """``(parts,)``: share of the visits beyond the experts' capacity, by where in its sequence a
+    token stands. An expert's capacity is ``factor`` times an equal share of a sequence's visits;
+    who comes first is served first."""
+    over, all_visits = np.zeros(parts), np.zeros(parts)
+    start = 0
+    for length in lengths:
+        own = ids[start : start + length]
+        start += length
+        place = np.repeat(np.arange(length) * parts // length, ids.shape[1])
+        used = own.ravel() >= 0
+        experts, place = own.ravel()[used], place[used]
+        order = np.argsort(experts, kind="stable")
+        first = np.searchsorted(experts[order], np.arange(num_experts))
+        rank = np.empty(len(experts), np.int64)
+        rank[order] = np.arange(len(experts)) - first[experts[order]]
+        beyond = rank >= np.ceil(factor * len(experts) / num_experts)
+        over += np.bincount(place[beyond], minlength=parts)
+        all_visits += np.bincount(place, minlength=parts)
+    return over / np.maximum(all_visits, 1)
+
+
+def together(ids: Ids, num_experts: int) -> Floats:
+    """``(E, E)``: how many times as often as by chance two experts serve the same token (lift); nan
+    on the diagonal and for experts that serve none."""
+    chosen = np.zeros((len(ids), num_experts + 1), np.float32)
+    np.put_along_axis(chosen, ids + 1, 1.0, 1)
+    both = chosen[:, 1:].T @ chosen[:, 1:]
+    alone = np.diag(both).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lift: Floats = both * len(ids) / np.outer(alone, alone)
+    np.fill_diagonal(lift, np.nan)
+    return np.where(np.isfinite(lift), lift, np.nan)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """Bits of a distribution that is given by counts."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log2(share)).sum())
+
+
+def explained(tokens: Ids, ids: Ids) -> float:
+    """Share of the uncertainty about a visit's expert that the token's id takes away.
+
+    Mutual information over entropy. Rare tokens seem to explain all, so what shuffled tokens
+    explain is subtracted.
+
+    Args:
+        tokens: ``(N,)``.
+        ids: ``(N, K)``, -1 for none.
+    """
+    uncertain = entropy(np.unique(ids[ids >= 0], return_counts=True)[1])
+    if uncertain == 0:
+        return 0.0
+    shuffled = np.random.default_rng(SEED).permutation(tokens)
+    gain = _shared_bits(tokens, ids) - _shared_bits(shuffled, ids)
+    return max(gain, 0.0) / uncertain
+
+
+def _shared_bits(tokens: Ids, ids: Ids) -> float:
+    used = ids >= 0
+    words, experts = np.broadcast_to(tokens[:, None], ids.shape)[used], ids[used]
+    pairs = words * (int(ids.max()) + 1) + experts
+    alone = (entropy(np.unique(each, return_counts=True)[1]) for each in (words, experts))
+    return sum(alone) - entropy(np.unique(pairs, return_counts=True)[1])
+
+
+def agreement(keys: Ids, ids: Ids) -> float:
+    """Mean share of common experts of two tokens that follow each other among those of equal keys;
+    nan where no key comes twice. Negative keys do not count."""
+    order = np.argsort(keys, kind="stable")
+    same = (keys[order[1:]] == keys[order[:-1]]) & (keys[order[1:]] >= 0)
+    return _overlap(ids[order[:-1][same]], ids[order[1:][same]])
+
+
+def chance_agreement(ids: Ids) -> float:
+    """The same of any two tokens."""
+    mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
+    return _overlap(mixed[:-1], mixed[1:])
+
+
+def _overlap(some: Ids, others: Ids) -> float:
+    common = (some[:, :, None] == others[:, None, :]) & (some >= 0)[:, :, None]
+    total = (some >= 0).sum()
+    return float(common.sum() / total) if total else float("nan")
+
+
+def table_recall(trace: Trace, vocabulary: int) -> dict[str, list[float]]:
+    """Share of each layer's visits that are among the K experts that a table names first.
+
+    The table (`routing.predict.token_table`) is counted on the first half of the sequences and
+    asked about the second: by the token and the one before it, by the token alone, and by nothing,
+    which names the most popular experts. Empty with fewer than two sequences.
+    """
+    half = sum(trace.lengths[: len(trace.lengths) // 2])
+    if half == 0:
+        return {}
+    contexts = trace.contexts(2)
+    early = [ids[:half].long() for ids in trace.expert_ids]
+    table = fit_token_table(contexts[:half], early, trace.num_experts, vocabulary)
+    asked = contexts[half:]
+    alone, nothing = asked.clone(), torch.full_like(asked, -1)
+    alone[:, 0] = -1
+    nothing[:, 1] = (vocabulary + 2) * vocabulary  # beyond every key of the table
+    found: dict[str, list[float]] = {}
+    for name, questions in (("pair", asked), ("token", alone), ("popular", nothing)):
+        hits = np.zeros((2, len(early)))
+        for start in range(0, len(questions), _ROWS):
+            table.start(questions[start : start + _ROWS])
+            hits += _hits(table, trace, half + start, half + start + _ROWS)
+        found[name] = (hits[0] / np.maximum(hits[1], 1)).tolist()
+    return found
+
+
+def _hits(table: TokenTable, trace: Trace, start: int, end: int) -> NDArray[np.float64]:
+    """``(2, L)``: visits that were named, and all."""
+    counts = []
+    for layer, ids in enumerate(trace.expert_ids):
+        own = ids[start:end].long().numpy()
+        evidence = table.evidence(0, layer)
+        assert evidence is not None
+        named = np.argsort(-evidence, 1, kind="stable")[:, : own.shape[1]]
+        common = (own[:, :, None] == named[:, None, :]).any(-1) & (own >= 0)
+        counts.append((common.sum(), (own >= 0).sum()))
+    return np.array(counts, np.float64).T
+
+
+def weight_ratios(weights: Sequence[torch.Tensor]) -> list[float]:
+    """Of each layer, the median of a token's second over its first weight; nan with one expert.
+
+    What `odp` takes as its ratios.
+    """
+    ratios = []
+    for own in weights:
+        heaviest = own.float().sort(1, descending=True).values
+        some = heaviest[heaviest[:, 0] > 0] if own.shape[1] > 1 else heaviest[:0]
+        ratios.append(float((some[:, 1] / some[:, 0]).median()) if len(some) else float("nan"))
+    return ratios

@@ -23,7 +23,7 @@ from moe.commands.calibrate.compression import (
 )
 from moe.commands.calibrate.record import record
 from moe.commands.convert import allotment
-from moe.commands.convert.allotment import Budget
+from moe.commands.convert.allotment import BitBudget
 from moe.commands.convert.convert import convert
 from moe.commands.convert.inspect_store import bit_map, draw, expert_bytes
 from moe.commands.evaluate.scoring import read
@@ -92,7 +92,7 @@ def test_experts_with_few_tokens_are_named(model: MoE, trace: Trace, tmp_path: P
 
 @pytest.mark.usefixtures("_any_model")
 def test_a_budget_is_kept_and_spent(path: Path, folder: Path, tmp_path: Path) -> None:
-    store = convert(path, tmp_path / "s", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    store = convert(path, tmp_path / "s", SETTINGS, calibration=folder, budget=BitBudget(bits=5.5))
     manifest = read_manifest(store)
     bits = [width for layer in bit_map(manifest) for width in layer]
     assert {2, 3} <= set(bits) <= {2, 3, 4, 8}
@@ -129,7 +129,7 @@ def test_more_bits_are_closer_to_the_original(
     for bits in (3.4, 5.5, 11.3):
         settings = SETTINGS.model_copy(update={"trunk_bits": 16, "head_bits": 16})
         out = tmp_path / f"{bits}"
-        store = convert(path, out, settings, calibration=folder, budget=Budget(bits=bits))
+        store = convert(path, out, settings, calibration=folder, budget=BitBudget(bits=bits))
         other = read(MoE.from_pretrained(store), ids).logprobs_TV
         losses.append(float((original.exp() * (original - other)).sum(-1).mean()))
     assert losses[0] > losses[1] > losses[2]
@@ -150,11 +150,11 @@ def test_what_a_budget_cannot_be(path: Path, folder: Path, tmp_path: Path) -> No
     out = tmp_path / "store"
     refused = {
         # these tiny matrices are padded: 3.33 bits a weight for codes of 2
-        Budget(
+        BitBudget(
             bits=2.4
         ): r"at their fewest bits: between 3\.33 and 11\.3 bits a weight can be had, "
         r"scales included, and 2\.4 were asked for",
-        Budget(gib=1.0): r"the budget is 1,073,741,824 bytes, .* at their most bits",
+        BitBudget(gib=1.0): r"the budget is 1,073,741,824 bytes, .* at their most bits",
     }
     for budget, message in refused.items():
         with pytest.raises(CalibrationError, match=message):
@@ -162,7 +162,7 @@ def test_what_a_budget_cannot_be(path: Path, folder: Path, tmp_path: Path) -> No
     with pytest.raises(CalibrationError, match="16 bits are kept whole"):
         convert(path, out, ModelSettings(expert_bits=16), calibration=folder)
     with pytest.raises(CalibrationError, match="wants a calibration to spend it by"):
-        convert(path, out, SETTINGS, budget=Budget(bits=5.5))
+        convert(path, out, SETTINGS, budget=BitBudget(bits=5.5))
     layer_path(folder, 0).rename(tmp_path / "aside")
     try:
         with pytest.raises(CalibrationError, match="run moe calibrate MODEL --text FILE --compr"):
@@ -181,7 +181,9 @@ def test_a_calibration_without_its_description(path: Path, folder: Path, tmp_pat
 def test_inspect_shows_and_draws_the_bits(
     path: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = convert(path, tmp_path / "store", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    store = convert(
+        path, tmp_path / "store", SETTINGS, calibration=folder, budget=BitBudget(bits=5.5)
+    )
     image = tmp_path / "bits.png"
     assert main(["inspect", str(store), "--image", str(image)]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")
@@ -199,7 +201,9 @@ def test_a_manifest_with_bits_that_do_not_fit_is_refused(
 ) -> None:
     monkeypatch.setattr(allotment, "read_about", lambda *_: None)
     monkeypatch.setattr("experts.manifest._digest", lambda _: "")
-    store = convert(path, tmp_path / "store", SETTINGS, calibration=folder, budget=Budget(bits=5.5))
+    store = convert(
+        path, tmp_path / "store", SETTINGS, calibration=folder, budget=BitBudget(bits=5.5)
+    )
     file = store / "moe-store.json"
     content = json.loads(file.read_text())
     for bits, message in (([2], "1 numbers of bits for 8 experts"), ([8] * 8, "more bits than")):

@@ -21,13 +21,13 @@ from moe.cli import main
 from moe.commands.calibrate.compression import analyse, layer_path
 from moe.commands.calibrate.record import record
 from moe.commands.convert import convert
-from moe.commands.convert.allotment import Budget
+from moe.commands.convert.allotment import BitBudget
 from moe.commands.convert.repair import repaired
 from moe.errors import CalibrationError
 from moe.settings import ModelSettings
 
 SETTINGS = ModelSettings(group_size=32, trunk_bits=16, head_bits=16)
-BUDGET = Budget(bits=3.4)
+BUDGET = BitBudget(bits=3.4)
 
 DEADLY = """
 import os, signal, sys

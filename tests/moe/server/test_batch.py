@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe import MoE
-from moe.commands.batch import Batch, open_files, run_batch
+from moe.commands.batch import BatchJob, open_files, run_batch
 from moe.errors import RequestError, StructureError
 from moe.sequence import RunningSequence
 from offload.errors import OffloadError
@@ -193,7 +193,7 @@ def test_lines_are_read_as_they_are_needed(text_checkpoint: Path) -> None:
         written += 1
         furthest = max(furthest, read - written)
 
-    Batch(model, "tiny", write).run(lines(), set())
+    BatchJob(model, "tiny", write).run(lines(), set())
     assert written == 30
     assert furthest <= 4
 

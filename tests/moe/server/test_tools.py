@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from moe import MoE
-from moe.commands.batch import Batch
+from moe.commands.batch import BatchJob
 from tests.moe.server.conftest import Say, forget_habits
 from tests.moe.text.tool_calls.templates import HERMES, KIMI, LLAMA, MISTRAL, QWEN3_CODER
 
@@ -200,7 +200,7 @@ def test_a_batch_calls_tools_too(model: MoE, say: Say) -> None:
     answers: list[dict[str, Any]] = []
     body = {"model": "tiny", "messages": ASKED, "tools": [WEATHER]}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    Batch(model, "tiny", answers.append).run(iter([(1, json.dumps(line).encode())]), set())
+    BatchJob(model, "tiny", answers.append).run(iter([(1, json.dumps(line).encode())]), set())
     choice = answers[0]["response"]["body"]["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert len(choice["message"]["tool_calls"]) == 2
