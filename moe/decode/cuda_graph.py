@@ -1,10 +1,12 @@
-"""A step of so many rows, recorded in segments.
+"""A decode step as CUDA graphs: the device's work is replayed, and Python stays out.
 
-A walk is advanced while its work is captured: a segment ends where the host has to act, which is
-where routed experts are needed, or with the step. Where the host has nothing to do there, experts
-are run on the way and a step is a single segment. What changes from step to step lies in `Inputs`;
-rows of padding fill a recording up to the number it was made for.
-Legend: B rows, H hidden, V vocabulary.
+`GraphStep` makes a `Recording` for a number of rows when it is first needed. To record, it advances
+the walk through the description (`moe.decode.reference.walk`) while torch captures its work: a
+segment ends where the host has to act, which is where it runs experts, or with the step. Experts
+that run inside the graph need no stop, so the step is a single segment. What changes from step to
+step lies in `GraphInputs`, tensors that never move; rows of padding fill a recording up to its
+size.
+Legend: B rows of a recording, H hidden, V vocabulary, C caches (one a layer).
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels import linear_forward
 from kernels.triton import attention
-from moe.decode.base import RoutedExperts, read_by
-from moe.decode.compiled import Inputs
 from moe.decode.reference import Halt, Walk, walk
+from moe.decode.step import InsideExperts, RankGroup, RoutedExperts, finish_step
 from moe.describe.description import (
     Attention,
     Description,
@@ -34,9 +36,14 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.parts import rotate
-from moe.network.kv_cache import Work
+from moe.network.kv_cache import SequenceKV, Work
 from routing import Routing
 from routing.routing import UNUSED
+
+_DOUBLING = 32
+"""Rows up to which recordings are made for powers of two, and for multiples of it above."""
+_TOKEN, _POSITION, _PLACES = 0, 1, 3  # columns of `GraphInputs`
+_PADDING = -1
 
 
 class Capture(Protocol):
@@ -52,11 +59,11 @@ class _End:
 
     halt: Halt | None
     answer: Tensor  # (B, H) that takes the rows of a halt; logits (B, V) of the step
-    visited: Routing | None = None  # of all layers one after the other, where experts are inside
+    routings: Routing | None = None  # of all layers, concatenated, if experts are inside
 
 
 class CudaCapture:
-    """Records CUDA graphs, always replayed in this order, in memory of their own."""
+    """Records CUDA graphs that share a memory pool, and are always replayed in this order."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -72,64 +79,145 @@ class CudaCapture:
         return graph.replay, end
 
 
+class GraphStep:
+    """Runs a described model on a device; see `moe.decode.step.DecodeStep`.
+
+    Args:
+        description: its tensors are on the device (`moe.decode.recorded`).
+        dtype: of the backbone, and of keys and values.
+        routed: runs experts without the host, inside a graph.
+        capture: makes the recorder of a recording.
+
+    Raises:
+        NotDescribed: when called, if recording fails; the sequences are as they were.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        device: torch.device,
+        dtype: torch.dtype,
+        routed: RoutedExperts,
+        capture: Callable[[], Capture] = CudaCapture,
+    ) -> None:
+        self._description, self._device, self._dtype = description, device, dtype
+        self._routed, self._capture = routed, capture
+        self._tables = rotary_tables(description)
+        self._caches = 1 + max(layer.attention.layer for layer in description.layers)
+        self._idle: dict[tuple[int, bool], list[Recording]] = {}
+
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits; ``routed`` runs the experts between segments."""
+        return self._run(work, routed)[0]
+
+    def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
+        logits, routings = self._run(work, None)
+        for layer, routing in enumerate(routings):
+            experts.count(layer, routing)
+        return logits
+
+    def in_lockstep(
+        self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
+    ) -> list[Tensor]:
+        """As a call per MoE layer: graphs do not exchange rows with other ranks."""
+        return self(work, routed)
+
+    @torch.inference_mode()
+    def _run(
+        self, work: Sequence[Work], routed: RoutedExperts | None
+    ) -> tuple[list[Tensor], list[Routing]]:
+        count = sum(len(item.token_ids) for item in work)
+        rows = rows_for(count)
+        # A step that sleeps at a layer keeps its recording; another one gets another.
+        idle = self._idle.setdefault((rows, routed is None), [])
+        recording = idle.pop() if idle else self._record(rows, inside=routed is None)
+        try:
+            recording.inputs.fill(work)
+            logits, routings = recording.play(count, routed)
+        finally:
+            idle.append(recording)
+        return finish_step(work, logits), routings
+
+    def _record(self, rows: int, inside: bool) -> Recording:
+        routed = self._routed if inside else None
+        try:
+            inputs = GraphInputs(rows, self._caches, self._tables, self._device)
+            return Recording(self._start, inputs, self._dtype, routed, self._capture())
+        except Exception as error:
+            # Memory, a driver's limits, an operation that cannot be recorded: none can be foreseen.
+            raise NotDescribed(
+                f"recording {rows} rows raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _start(self, inputs: GraphInputs) -> Walk:
+        return walk(self._description, inputs.tokens, DeviceMeans(inputs, self._dtype))
+
+
+def rows_for(count: int) -> int:
+    """Rows of the recording that takes ``count`` of them."""
+    if count <= _DOUBLING:
+        return 1 << (count - 1).bit_length()
+    return -(-count // _DOUBLING) * _DOUBLING
+
+
 class Recording:
     """A step of so many rows, recorded once and replayed with other inputs.
 
     Args:
         start: begins the walk.
         inputs: what the walk reads.
-        dtype: of the rows that experts get.
-        inside: runs experts within the recording; None leaves them to the host.
+        dtype: of the rows that experts read.
+        routed: runs experts inside the recording; None leaves them to the host.
         capture: records segments.
     """
 
     def __init__(
         self,
-        start: Callable[[Inputs], Walk],
-        inputs: Inputs,
+        start: Callable[[GraphInputs], Walk],
+        inputs: GraphInputs,
         dtype: torch.dtype,
-        inside: RoutedExperts | None,
+        routed: RoutedExperts | None,
         capture: Capture,
     ) -> None:
         self.inputs = inputs
-        self._dtype, self._inside = dtype, inside
+        self._dtype, self._routed = dtype, routed
         self._record(start, lambda function: (function, function()))  # compiles, measures
         self._record(start, capture)
 
-    def _record(self, start: Callable[[Inputs], Walk], capture: Capture) -> None:
+    def _record(self, start: Callable[[GraphInputs], Walk], capture: Capture) -> None:
         advance = partial(self._advance, start(self.inputs), list[Routing]())
         self._segments = [capture(partial(advance, None))]
         while (end := self._segments[-1][1]).halt is not None:
             self._segments.append(capture(partial(advance, end.answer)))
 
-    def _advance(self, steps: Walk, visited: list[Routing], answer: Tensor | None) -> _End:
+    def _advance(self, steps: Walk, routings: list[Routing], answer: Tensor | None) -> _End:
         """Walk to the next halt that is left to the host, or to the end."""
         try:
             while True:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
                 halt = replace(halt, rows=halt.rows.to(self._dtype))
-                if self._inside is None:
+                if self._routed is None:
                     return _End(halt, torch.zeros_like(halt.rows))
                 routing = _without(halt.routing, self.inputs.padding)
-                visited.append(routing)
-                answer = self._inside(halt.layer, halt.rows, routing)
+                routings.append(routing)
+                answer = self._routed(halt.layer, halt.rows, routing)
         except StopIteration as end:
-            return _End(None, end.value, Routing.concat(visited) if visited else None)
+            return _End(None, end.value, Routing.concat(routings) if routings else None)
 
     def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, list[Routing]]:
-        """Logits ``(count, V)``, and of each layer what was visited inside."""
+        """Logits ``(count, V)``, and the routing of each layer whose experts ran inside."""
         for replay, end in self._segments:
             replay()
             if end.halt is not None:
                 assert routed is not None
                 own = end.halt.routing
-                # Who counts them keeps them for longer than a step.
+                # A copy: statistics keep it longer than the step.
                 routing = Routing(own.expert_ids[:count].clone(), own.weights[:count].clone())
                 end.answer[:count] = routed(end.halt.layer, end.halt.rows[:count], routing)
         logits = end.answer[:count].clone()
-        if end.visited is None:
+        if end.routings is None:
             return logits, []
-        ids, weights = end.visited.expert_ids.clone(), end.visited.weights.clone()
+        ids, weights = end.routings.expert_ids.clone(), end.routings.weights.clone()
         layers = zip(ids.split(self._rows), weights.split(self._rows), strict=True)
         return logits, [Routing(i[:count], w[:count]) for i, w in layers]
 
@@ -139,27 +227,89 @@ class Recording:
 
 
 def _without(routing: Routing, rows: Tensor) -> Routing:
-    """The same decision for all rows but these ``(B,)``, which visit nobody."""
+    """The routing with no experts for these rows, ``(B,)`` bool."""
     ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
     return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))
 
 
-# ---- What a walk computes with on a device: torch's own operations, and attention in Triton.
-#
-# Nothing here reads from the device or depends on values, so that all of it can be recorded. Rows
-# are float32; they are rounded to the dtype of what they meet: a weight, or a cache.
+class GraphInputs:
+    """Tokens, places and angles of at most ``rows`` rows; the others are padding.
+
+    Attributes:
+        tokens: ``(B,)`` int64, 0 in padding.
+        places: ``(B, 2 + 2 C)`` int64, as `kernels.triton.attention` reads it; padding has the
+            position -1.
+        angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+    """
+
+    def __init__(
+        self, rows: int, caches: int, tables: Sequence[RotaryTable], device: torch.device
+    ) -> None:
+        self._caches, self._tables = caches, list(tables)
+        sizes = [table.cos.shape[1] for table in tables for _ in range(2)]
+        self._numbers = torch.zeros(rows, _PLACES + 2 * caches, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(rows, sum(sizes), device=device)
+        self.tokens = self._numbers[:, _TOKEN]
+        self.places = self._numbers[:, _POSITION:]
+        parts = iter(self._floats.split(sizes, 1))
+        self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
+        self.fill([])
+
+    @property
+    def padding(self) -> Tensor:
+        """``(B,)`` bool."""
+        return self.places[:, 0] < 0
+
+    def fill(self, work: Sequence[Work]) -> None:
+        """Put new tokens and where their sequences are in place, without waiting for the device."""
+        numbers = np.zeros(tuple(self._numbers.shape), np.int64)
+        numbers[:, _POSITION] = _PADDING
+        begin = 0
+        for item in work:
+            cache, count = item.cache, len(item.token_ids)
+            assert isinstance(cache, SequenceKV)
+            cache.reserve(cache.length + count)
+            own = numbers[begin : begin + count]
+            own[:, _TOKEN] = item.token_ids
+            own[:, _POSITION] = np.arange(cache.length, cache.length + count)
+            own[:, _POSITION + 1] = cache.room
+            own[:, _PLACES:] = cache.addresses(self._caches).reshape(-1)
+            begin += count
+        _send(self._numbers, torch.from_numpy(numbers))
+        self._turn(torch.from_numpy(numbers[:begin, _POSITION]))
+
+    def _turn(self, positions: Tensor) -> None:
+        if not len(positions) or not self._tables:
+            return
+        floats = torch.zeros(tuple(self._floats.shape))
+        begin = 0
+        for table in self._tables:
+            table.reserve(int(positions.max()) + 1)
+            for values in (table.cos, table.sin):
+                end = begin + values.shape[1]
+                floats[: len(positions), begin:end] = values[positions]
+                begin = end
+        _send(self._floats, floats)
+
+
+def _send(to: Tensor, values: Tensor) -> None:
+    # torch keeps a pinned block from being used again until the device has read it.
+    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class DeviceMeans:
-    """See `moe.decode.reference.Means`.
+    """Torch's operations and attention in Triton; see `moe.decode.reference.Means`.
+
+    Nothing here reads from the device or depends on values, so that all of it can be recorded.
+    Rows are float32; they are rounded to the dtype of what they meet: a weight, or a cache.
 
     Attributes:
         inputs: of the rows at hand.
         dtype: of the trunk, and of keys and values.
     """
 
-    inputs: Inputs
+    inputs: GraphInputs
     dtype: torch.dtype
 
     def project(self, projection: Projection, rows: Tensor) -> Tensor:
@@ -205,85 +355,3 @@ def rotary_tables(description: Description) -> list[RotaryTable]:
 
 def _how(view: View) -> dict[str, Any]:
     return {name: getattr(view, name) for name in ("scale", "window", "softcap", "sinks")}
-
-
-# ---- A decode step by description, recorded: what the device does is replayed and Python stays
-# out.
-#
-# Recordings are made for certain numbers of rows, when they are first needed.
-
-_DOUBLING = 32
-"""Rows up to which recordings are made for powers of two, and for multiples of it above."""
-
-
-class GraphStep:
-    """Runs a described model on a device.
-
-    Args:
-        description: whose tensors are on the device (`moe.decode.recorded`).
-        dtype: of the trunk, and of keys and values.
-        inside: runs experts without the host: ``(layer, rows, routing) -> rows``.
-        capture: makes the recorder of a recording.
-
-    Raises:
-        NotDescribed: when called, where recording fails; the sequences are as they were.
-    """
-
-    def __init__(
-        self,
-        description: Description,
-        device: torch.device,
-        dtype: torch.dtype,
-        inside: RoutedExperts,
-        capture: Callable[[], Capture] = CudaCapture,
-    ) -> None:
-        self._description, self._device, self._dtype = description, device, dtype
-        self._inside, self._capture = inside, capture
-        self._tables = rotary_tables(description)
-        self._caches = 1 + max(layer.attention.layer for layer in description.layers)
-        self._idle: dict[tuple[int, bool], list[Recording]] = {}
-
-    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
-        """Logits as of `Backbone.lanes`; ``routed`` runs the experts between segments."""
-        return self._run(work, routed)[0]
-
-    def alone(self, work: Sequence[Work]) -> tuple[list[Tensor], list[Routing]]:
-        """Logits, and of each MoE layer what was visited: nobody is asked to run experts."""
-        return self._run(work, None)
-
-    @torch.inference_mode()
-    def _run(
-        self, work: Sequence[Work], routed: RoutedExperts | None
-    ) -> tuple[list[Tensor], list[Routing]]:
-        count = sum(len(item.token_ids) for item in work)
-        rows = rows_for(count)
-        # A step that sleeps at a layer keeps its recording; another one gets another.
-        idle = self._idle.setdefault((rows, routed is None), [])
-        recording = idle.pop() if idle else self._record(rows, alone=routed is None)
-        try:
-            recording.inputs.fill(work)
-            logits, visited = recording.play(count, routed)
-        finally:
-            idle.append(recording)
-        return read_by(work, logits), visited
-
-    def _record(self, rows: int, alone: bool) -> Recording:
-        inside = self._inside if alone else None
-        try:
-            inputs = Inputs(rows, self._caches, self._tables, self._device)
-            return Recording(self._start, inputs, self._dtype, inside, self._capture())
-        except Exception as error:
-            # Memory, a driver's limits, an operation that cannot be recorded: none can be foreseen.
-            raise NotDescribed(
-                f"recording {rows} rows raised {type(error).__name__}: {error}"
-            ) from error
-
-    def _start(self, inputs: Inputs) -> Walk:
-        return walk(self._description, inputs.tokens, DeviceMeans(inputs, self._dtype))
-
-
-def rows_for(count: int) -> int:
-    """Rows of the recording that takes ``count`` of them."""
-    if count <= _DOUBLING:
-        return 1 << (count - 1).bit_length()
-    return -(-count // _DOUBLING) * _DOUBLING

@@ -1,10 +1,12 @@
-"""Which fused decode steps a model gets: compiled on a CPU, recorded on a GPU, or none and why."""
+"""Which decode step a model gets: compiled on a CPU, CUDA graphs on a GPU, or none and why.
+
+Every step is proven beside transformers' forward first (`moe.decode.proof`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +15,10 @@ from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.experts import LayerCall
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
-from moe.decode.compiled import FusedStep
-from moe.decode.compiled_experts import Inside, Resident, ResidentStep
+from moe.decode.compiled import CompiledStep
 from moe.decode.prompts import fuse_prompts
 from moe.decode.proof import prove
+from moe.decode.step import CompiledExperts, DecodeForward, why_outside
 from moe.describe.blocks import describe
 from moe.describe.description import Description, Experts, NotDescribed, Router
 from moe.describe.observe import observe_random
@@ -36,11 +38,11 @@ class Fused:
 
 
 FUSED_OFF = Fused(False, "engine.fused is off")
-"""For a profile that wants transformers' own layers."""
+"""For a profile that asks for transformers' own layers."""
 
 
 def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
-    """Let the trunk fuse steps from now on if a probe shows that nothing changes by it."""
+    """Let the backbone fuse decode steps from now on if a probe proves them equal."""
     prove_step = _recorded if backbone.device.type == "cuda" else _compiled
     try:
         if not backbone.packed:
@@ -52,18 +54,17 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
     fused = Fused(True, reason)
-    backbone.fused = partial(_or_transformers, forward, backbone, fused)
+
+    def forward_or_transformers(work: Sequence[Work]) -> list[Tensor]:
+        try:
+            return forward(work)
+        except NotDescribed as error:  # a recording of a new size failed
+            backbone.decode_by(None)
+            fused.enabled, fused.reason = False, str(error)
+            return backbone.forward_packed(work, decoding=True)
+
+    backbone.decode_by(forward_or_transformers)
     return fused
-
-
-def _or_transformers(
-    forward: Forward, backbone: Backbone, fused: Fused, work: Sequence[Work]
-) -> list[Tensor]:
-    try:
-        return forward(work)
-    except NotDescribed as error:
-        backbone.fused, fused.enabled, fused.reason = None, False, str(error)
-        return backbone.forward_packed(work, decoding=True)
 
 
 def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
@@ -74,18 +75,18 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
     if kernel is None:
         raise NotDescribed(why_not)
     description = describe(backbone.model, observe_random(backbone))
-    resident, inside = _resident(description, experts, kernel)
-    step = FusedStep(description, kernel.decode, inside)
+    inside, why_not = _compiled_experts(description, experts, kernel)
+    step = CompiledStep(description, kernel.decode, inside)
     reason = prove(backbone, description, step)
-    whole = ResidentStep(step, resident, experts, step.nearby, step.together)
+    forward = DecodeForward(step, experts, why_not)
     prompts = fuse_prompts(backbone, description, kernel.norms)
-    return whole, f"{reason}; {prompts}; {whole.where}"
+    return forward, f"{reason}; {prompts}; {forward.where}"
 
 
-def _resident(
+def _compiled_experts(
     description: Description, experts: MoELayers, kernel: NativeKernels
-) -> tuple[Resident, list[Inside]]:
-    """The experts, and how the compiled step runs each layer of them if it can run them all."""
+) -> tuple[Sequence[CompiledExperts], str]:
+    """What runs the experts of each MoE layer in a compiled step; none, and why not."""
     rows, calls = torch.empty(1, description.norm.weight.numel()), list[LayerCall]()
 
     def takes(layer: AnyExperts) -> bool:
@@ -93,18 +94,18 @@ def _resident(
         calls.extend([] if call is None else [call])
         return call is not None
 
-    resident = Resident(experts, takes)
+    why_not = why_outside(experts, takes)
     feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
     known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
-    if not resident.why_not and known != list(range(len(experts.layers))):
-        resident.why_not = "not every router follows a rule that is known here"
-    if resident.why_not:
-        return resident, []
-    resident.inside = [
-        Inside(call, layer.cache.slot_ids(index) if isinstance(layer, OffloadedExperts) else None)
-        for index, (call, layer) in enumerate(zip(calls, experts.layers, strict=True))
+    if not why_not and known != list(range(len(experts.layers))):
+        why_not = "not every router follows a rule that is known here"
+    if why_not:
+        return [], why_not
+    slots = [
+        layer.cache.slot_ids(index) if isinstance(layer, OffloadedExperts) else None
+        for index, layer in enumerate(experts.layers)
     ]
-    return resident, resident.inside
+    return list(map(CompiledExperts, calls, slots)), ""
 
 
 def _recorded(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
-from moe.decode.records import Keeper, point
+from moe.decode.records import DescriptionRecords, point_to_table
 from moe.describe.compare import Run, compare
 from moe.describe.description import Attention, Description, Norm
 from moe.describe.observe import Call
@@ -33,11 +33,11 @@ Forward = Callable[..., Any]
 @torch.inference_mode()
 def fuse_prompts(backbone: Backbone, description: Description, native: NativeNorms) -> str:
     """Read prompts so from now on, if that gives what they gave before; which it is, for people."""
-    expected, keeper = _read(backbone), Keeper()
+    expected, records = _read(backbone), DescriptionRecords()
     own = {module: vars(module).get("forward") for module in backbone.model.modules()}
     changed = [
-        *_norms(description, keeper, native),
-        *_attentions(backbone, description, keeper, native),
+        *_norms(description, records, native),
+        *_attentions(backbone, description, records, native),
     ]
     try:
         for module, forward in changed:
@@ -62,11 +62,11 @@ def _read(backbone: Backbone) -> Run:
 
 
 def _norms(
-    description: Description, keeper: Keeper, native: NativeNorms
+    description: Description, records: DescriptionRecords, native: NativeNorms
 ) -> Iterator[tuple[nn.Module, Forward]]:
     for norm in parts_of(description, Norm):
         if norm.leaf is not None:
-            yield norm.leaf, partial(_normed, native, keeper.norm(norm))
+            yield norm.leaf, partial(_normed, native, records.norm(norm))
 
 
 def _normed(
@@ -78,12 +78,12 @@ def _normed(
 
 
 def _attentions(
-    backbone: Backbone, description: Description, keeper: Keeper, native: NativeNorms
+    backbone: Backbone, description: Description, records: DescriptionRecords, native: NativeNorms
 ) -> Iterator[tuple[nn.Module, Forward]]:
     parents = parents_of(backbone.model)
     for attention in parts_of(description, Attention):
         module = parents[attention.o.leaf]
-        yield module, PromptAttention(attention, module, keeper, native)
+        yield module, PromptAttention(attention, module, records, native)
 
 
 class PromptAttention:
@@ -94,10 +94,14 @@ class PromptAttention:
     """
 
     def __init__(
-        self, attention: Attention, module: nn.Module, keeper: Keeper, native: NativeNorms
+        self,
+        attention: Attention,
+        module: nn.Module,
+        records: DescriptionRecords,
+        native: NativeNorms,
     ) -> None:
         self._attention, self._module, self._native = attention, module, native
-        self._keeper, (self._queries, self._keys) = keeper, keeper.heads(attention)
+        self._records, (self._queries, self._keys) = records, records.heads(attention)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         cache, given = current_pass.get(None), Call(args, kwargs, ())
@@ -125,7 +129,7 @@ class PromptAttention:
         for rows, heads in ((q, self._queries), (k, self._keys)):
             if rotation is not None:
                 rotation.table.reserve(max(cache.ends))
-                point(heads.rotation, rotation)
+                point_to_table(heads.rotation, rotation)
             self._native.turn(heads, rows, positions)
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels import PlaneMatrix
-from moe.decode.base import StepFunction
 from moe.decode.reference import reference_step
+from moe.decode.step import StepFunction
 from moe.describe.blocks import decoder_layers
 from moe.describe.compare import EXACT, QUANTIZED, Run, Tolerance, compare, difference
 from moe.describe.description import Description, LatentAttention, NotDescribed

@@ -1,4 +1,10 @@
-"""Decode steps on a GPU: described and proven on a float32 copy, recorded, and proven again."""
+"""The decode step of a model on a GPU: described on a float32 copy, recorded, and proven.
+
+Half precision hides small differences, and a GPU makes looking at numbers slow. So the model is
+described, and the description is proven, on a copy without experts on the CPU (`Shadow`). Then the
+same description of the original is recorded as CUDA graphs, which must be about as near to the copy
+as transformers' own forward on the GPU is.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels import reads_nothing_back
-from moe.decode.base import RoutedExperts, StepFunction
-from moe.decode.compiled_experts import Resident, ResidentStep
 from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
 from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
 from moe.decode.reference import reference_step
+from moe.decode.step import DecodeForward, InsideExperts, RoutedExperts, StepFunction, why_outside
 from moe.describe.blocks import describe
 from moe.describe.compare import EXACT, ROUNDED, Run, compare, difference, gaps
 from moe.describe.description import Description, NotDescribed, OwnRouter
@@ -28,12 +33,91 @@ from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import StoredEmbedding, backbone_dtype, experts_modules
+from offload.layer import OffloadedExperts
+from routing import Routing, RoutingStatistics
 
-# ---- A model's trunk copied to the CPU in float32, and what is said of it said of the original.
-#
-# Half precision hides small differences and a GPU makes looking at numbers slow, so a model there
-# is described, and its description proven, on a copy. No weight stays copied: what is a view of a
-# copied tensor becomes the same view of the original.
+
+def recorded_step(
+    backbone: Backbone, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
+) -> tuple[Forward, str]:
+    """The decode step of a model on a GPU, and how well it agrees with transformers' forward.
+
+    Args:
+        experts: run inside the graphs where no kernel of theirs needs the host, else between them.
+        capture: see `GraphStep`.
+
+    Raises:
+        NotDescribed: it cannot be proven to be the same.
+    """
+    dtype = backbone_dtype(backbone.model)
+    shadow = Shadow.of(backbone)
+    copied = describe(shadow.backbone.model, observe_random(shadow.backbone))
+    prove(shadow.backbone, copied, partial(reference_step, copied))
+    description = shadow.cast(copied)
+    rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=backbone.device)
+
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        own = experts.layers[layer]
+        assert not isinstance(own, OffloadedExperts)
+        return experts.forward(rows, routing.expert_ids, routing.weights, own)
+
+    step = GraphStep(description, backbone.device, dtype, routed, capture)
+    reason = _prove_recorded(shadow, description, step)
+    why_not = why_outside(experts, partial(reads_nothing_back, rows))
+    if not why_not and any(isinstance(layer, OffloadedExperts) for layer in experts.layers):
+        why_not = "not all of them are in memory"
+    if not why_not:
+        try:
+            _prove_inside(backbone, experts, step, routed)
+        except NotDescribed as error:
+            why_not = str(error)
+    forward = DecodeForward(step, experts, why_not)
+    return forward, f"{reason}; {forward.where}"
+
+
+@torch.inference_mode()
+def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction) -> str:
+    """How near the step on the device of the original comes to the copy, for people.
+
+    Args:
+        description: proven on the copy.
+
+    Raises:
+        NotDescribed: transformers' own forward there comes clearly nearer.
+    """
+    layers = [layer.attention.layer for layer in description.layers]
+    for attempt in range(TRIES):
+        exact, _, _ = read_both_ways(shadow.backbone, lambda _work, _visit: [], attempt)
+        theirs, ours, _ = read_both_ways(shadow.original, step, attempt)
+        noise = gaps(exact, theirs, layers)
+        try:
+            found = compare(exact, ours, layers, replace(ROUNDED, noise=noise))
+        except NotDescribed as error:
+            failure = error
+            continue
+        logits = noise["logits"].size
+        return f"as near to float32 as transformers' forward ({found:.1e}, {logits:.1e})"
+    raise failure
+
+
+@torch.inference_mode()
+def _prove_inside(
+    backbone: Backbone, experts: MoELayers, step: GraphStep, routed: RoutedExperts
+) -> None:
+    """Raises `NotDescribed` if a step with experts inside gives other logits than one that has them
+    run by the host."""
+    tokens = random_prompts(backbone, [1] * len(PROMPT_LENGTHS))
+    room = max(PROMPT_LENGTHS) + 1
+    run = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
+    read_plainly(backbone, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
+    work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
+    again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
+    unused = RoutingStatistics([layer.num_experts for layer in experts.layers])
+    actual = step.inside(again, InsideExperts(unused, "decode"))
+    expected, dtype = torch.cat(step(work, routed)), backbone_dtype(backbone.model)
+    gap = difference(torch.cat(actual), expected)
+    if not gap <= max(EXACT.values, 8 * torch.finfo(dtype).eps):
+        raise NotDescribed(f"logits differ by {gap:.1e} with experts inside")
 
 
 @dataclass(frozen=True)
@@ -129,79 +213,3 @@ def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor
         return view
     offset = view.storage_offset() - copied.storage_offset() + original.storage_offset()
     return original.as_strided(view.shape, view.stride(), offset)
-
-
-# ----
-
-
-def recorded_step(
-    backbone: Backbone, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
-) -> tuple[Forward, str]:
-    """What reads a few tokens of each sequence instead of transformers' forward, and how well.
-
-    Args:
-        experts: run within the recording where they can be, else visited.
-        capture: see `GraphStep`.
-
-    Raises:
-        NotDescribed: it cannot be proven to be the same.
-    """
-    dtype = backbone_dtype(backbone.model)
-    shadow = Shadow.of(backbone)
-    copied = describe(shadow.backbone.model, observe_random(shadow.backbone))
-    prove(shadow.backbone, copied, partial(reference_step, copied))
-    description = shadow.cast(copied)
-    rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=backbone.device)
-    resident = Resident(experts, partial(reads_nothing_back, rows))
-    step = GraphStep(description, backbone.device, dtype, resident.run, capture)
-    reason = _prove_recorded(shadow, description, step)
-    if not resident.why_not and not resident.cached:
-        try:
-            _prove_alone(backbone, step, resident.run, dtype)
-        except NotDescribed as error:
-            resident.why_not = str(error)
-    whole = ResidentStep(step, resident, experts)
-    return whole, f"{reason}; {whole.where}"
-
-
-@torch.inference_mode()
-def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction) -> str:
-    """How near the step on the device of the original comes to the copy, for people.
-
-    Args:
-        description: proven on the copy.
-
-    Raises:
-        NotDescribed: transformers' own forward there comes clearly nearer.
-    """
-    layers = [layer.attention.layer for layer in description.layers]
-    for attempt in range(TRIES):
-        exact, _, _ = read_both_ways(shadow.backbone, lambda _work, _visit: [], attempt)
-        theirs, ours, _ = read_both_ways(shadow.original, step, attempt)
-        noise = gaps(exact, theirs, layers)
-        try:
-            found = compare(exact, ours, layers, replace(ROUNDED, noise=noise))
-        except NotDescribed as error:
-            failure = error
-            continue
-        logits = noise["logits"].size
-        return f"as near to float32 as transformers' forward ({found:.1e}, {logits:.1e})"
-    raise failure
-
-
-@torch.inference_mode()
-def _prove_alone(
-    backbone: Backbone, step: GraphStep, experts: RoutedExperts, dtype: torch.dtype
-) -> None:
-    """Raises `NotDescribed` where a step that runs experts by itself gives other logits than one
-    that has them run."""
-    tokens = random_prompts(backbone, [1] * len(PROMPT_LENGTHS))
-    room = max(PROMPT_LENGTHS) + 1
-    run = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
-    read_plainly(backbone, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
-    work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
-    again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
-    expected, (actual, _) = torch.cat(step(work, experts)), step.alone(again)
-    apart = difference(torch.cat(actual), expected)
-    if not apart <= max(EXACT.values, 8 * torch.finfo(dtype).eps):
-        raise NotDescribed(f"logits differ by {apart:.1e} with experts inside")

@@ -1,20 +1,27 @@
-"""A description as the compiled step takes it: records of addresses and sizes.
+"""What the C++ decode step reads and writes: records of a description, and of a step's rows.
 
-The records point into tensors of the description, which must live as long.
+`DescriptionRecords` makes records of addresses and sizes that point into tensors of a
+`Description`, and keeps those tensors. `CompiledPass` takes the rows of one step from one stop of
+the C++ code to the next.
+Legend: B rows, each one new token; H hidden, V vocabulary, K slots.
 """
 
 from __future__ import annotations
 
+from ctypes import addressof, c_int64
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.cpu import decode as native
 from kernels.cpu.activation import Activation
 from kernels.cpu.experts import plan_matrix
 from kernels.cpu.interface import DTYPES
+from kernels.cpu.streaming import LayerBuffers
 from moe.describe import description as d
 from moe.describe.description import NotDescribed
+from routing import Routing
 from routing.routers import RouterRule
 
 _CURVES: dict[d.Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -22,8 +29,8 @@ _MAX_ROTATED = 1024
 _MAX_GROUPS = 1024
 
 
-class Keeper:
-    """Makes records and keeps the tensors that they point to."""
+class DescriptionRecords:
+    """Makes records of a description's parts and keeps the tensors that they point to."""
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
@@ -140,7 +147,7 @@ class Keeper:
         record = native.RotationRecord(
             None, None, rotation.begin, rotation.size, pairs, rotation.style == "pairs"
         )
-        point(record, rotation)
+        point_to_table(record, rotation)
         return record
 
     def _rule(self, rule: RouterRule, num_experts: int) -> native.RuleRecord:
@@ -161,10 +168,88 @@ class Keeper:
         return tensor.data_ptr()
 
 
-def point(record: native.RotationRecord, rotation: d.Rotation) -> None:
+def point_to_table(record: native.RotationRecord, rotation: d.Rotation) -> None:
     """Tell a record where the rotation's table lies, again after the table has grown."""
     record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
 
 
 def _absent() -> native.MatrixRecord:
     return native.MatrixRecord(format=native.ABSENT)
+
+
+class CompiledPass:
+    """One step's rows on their way through the layers; stops where Python has to run experts.
+
+    Args:
+        record: the rows, for C++.
+        h_BH: what experts read, an address of the record.
+        logits_size: V.
+        moe_layers, top_k: the shape of expert ids and weights; these tensors are new in each step,
+            so that routings may be kept.
+        kept: what else the record points to.
+
+    Attributes:
+        done: layers that are done.
+        logits_BV: filled when all are.
+    """
+
+    def __init__(
+        self,
+        kernel: native.NativeDecode,
+        record: native.StepRecord,
+        h_BH: Tensor,
+        logits_size: int,
+        moe_layers: int,
+        top_k: int,
+        kept: object,
+    ) -> None:
+        count = len(h_BH)
+        self._kernel, self._record, self._kept = kernel, record, kept
+        self.h_BH, self._h = h_BH, h_BH.data_ptr()
+        self._routed_BH = torch.empty_like(h_BH)
+        self.logits_BV = torch.empty(count, logits_size, dtype=torch.float32)
+        self._ids = torch.empty(moe_layers, count, top_k, dtype=torch.int64)
+        self._weights = torch.empty(moe_layers, count, top_k, dtype=torch.float32)
+        self._ids_array = self._ids.numpy()
+        self._ids_of, self._weights_of = self._ids.unbind(), self._weights.unbind()
+        self._done = c_int64(0)
+        rows = (self._routed_BH, self._ids, self._weights, self.logits_BV)
+        self._addresses = [tensor.data_ptr() for tensor in rows]
+
+    @property
+    def done(self) -> int:
+        return self._done.value
+
+    def go(self, model: native.ModelRecord, all_to_all: int | None = None) -> bool:
+        """Run on from the layers that are done.
+
+        Args:
+            all_to_all: see `NativeDecode.model`.
+
+        Returns:
+            Whether it stopped at a layer that waits for its experts' rows.
+        """
+        record, own = addressof(self._record), self._addresses
+        return self._kernel.model(record, model, all_to_all, self._done, *own)
+
+    def give(self, rows_BH: Tensor | None) -> None:
+        """The rows that the step waits for; None if they are already in `rows`."""
+        if rows_BH is not None:
+            self._routed_BH = rows_BH.contiguous()
+            self._addresses[0] = self._routed_BH.data_ptr()
+        self._done.value += 1
+
+    def rows(self, moe_layer: int) -> LayerBuffers:
+        """Input and output of an expert kernel at a layer whose router is known to C++."""
+        routed, ids, weights, _ = self._addresses
+        (_, rows, top_k), first = self._ids.shape, moe_layer * self._ids_of[0].numel()
+        addresses = self._h, ids + 8 * first, weights + 4 * first, routed
+        return LayerBuffers(*addresses, rows, top_k, self.h_BH.shape[1], self)
+
+    def experts(self, moe_layer: int) -> list[int]:
+        """The experts that a layer's router chose, ascending and distinct."""
+        return sorted(set(self._ids_array[moe_layer].ravel().tolist()))
+
+    def routing(self, moe_layer: int) -> Routing:
+        """The decision of a router that is known to C++."""
+        return Routing(self._ids_of[moe_layer], self._weights_of[moe_layer])

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.decode.base import RoutedExperts, read_by
+from moe.decode.step import RoutedExperts, finish_step
 from moe.describe.description import (
     Attention,
     Description,
@@ -185,7 +185,7 @@ def reference_step(
         try:
             halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
         except StopIteration as end:
-            return read_by(work, end.value)
+            return finish_step(work, end.value)
         answer = routed(halt.layer, halt.rows, halt.routing)
 
 

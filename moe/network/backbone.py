@@ -53,7 +53,7 @@ class Backbone:
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
-        self.fused: Forward | None = None
+        self.decode_forward: Forward | None = None
         self.watched = False
         self.contrast: Callable[[Forward, Sequence[Work]], list[Tensor]] | None = None
         self.cache_type = SequenceKV
@@ -65,6 +65,10 @@ class Backbone:
         configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
         for config in {id(config): config for config in configs}.values():
             config._attn_implementation = PACKED if packed else self._own_attention
+
+    def decode_by(self, forward: Forward | None) -> None:
+        """Read short decode work by ``forward`` from now on; None: by transformers' forward."""
+        self.decode_forward = forward
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
@@ -81,7 +85,7 @@ class Backbone:
             return []
         forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
         if phase == "decode" and all(map(_is_short, work)):
-            forward = self.fused or partial(self.forward_packed, decoding=True)
+            forward = self.decode_forward or partial(self.forward_packed, decoding=True)
         if self.contrast is not None:
             forward = partial(self.contrast, forward)
         return [Lane(partial(forward, work), phase)]

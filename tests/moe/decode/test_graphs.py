@@ -16,6 +16,7 @@ from moe.decode import cuda_graph as graphs
 from moe.decode.cuda_graph import GraphStep, rows_for
 from moe.decode.recorded import moved
 from moe.decode.reference import reference_step
+from moe.decode.step import InsideExperts
 from moe.describe.description import Description, Experts, NotDescribed
 from moe.network.kv_cache import SequenceKV, Work
 from routing import Routing
@@ -30,6 +31,17 @@ CPU = torch.device("cpu")
 def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
     """As `routed`, and nothing for rows that visit nobody."""
     return rows * routing.weights.sum(1, keepdim=True)
+
+
+class Counted(InsideExperts):
+    """The routings of a step's layers."""
+
+    def __init__(self) -> None:
+        self.routings: list[Routing] = []
+
+    def count(self, layer: int, routing: Routing) -> None:
+        assert layer == len(self.routings)
+        self.routings.append(routing)
 
 
 def recorded(description: Description) -> GraphStep:
@@ -73,11 +85,12 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
             continue
         alone, plain = copies(work), copies(work)
         expected = reference_step(description, plain, routed)
-        whole, visited = step.alone(alone)
+        counted = Counted()
+        whole = step.inside(alone, counted)
         for actual in (step(work, routed), whole):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         moe_layers = sum(isinstance(layer.feed, Experts) for layer in description.layers)
-        assert [routing.num_tokens for routing in visited] == [sum(counts)] * moe_layers
+        assert [routing.num_tokens for routing in counted.routings] == [sum(counts)] * moe_layers
         for item, other in zip(work, plain, strict=True):
             assert item.cache.length == other.cache.length
 
@@ -102,8 +115,9 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
     reference_step(description, copies(work), watched("plain"))
     step = recorded(description)
     step(copies(work), watched("segments"))
-    _, visited = step.alone(copies(work))
-    for expected, *others in zip(seen["plain"], seen["segments"], visited, strict=True):
+    counted = Counted()
+    step.inside(copies(work), counted)
+    for expected, *others in zip(seen["plain"], seen["segments"], counted.routings, strict=True):
         for actual in others:
             actual.validate(12)
             assert torch.equal(actual.expert_ids, expected.expert_ids)
@@ -146,7 +160,7 @@ def test_what_cannot_be_recorded_leaves_sequences_as_they_were(data: st.DataObje
 
     step = GraphStep(description, CPU, torch.float32, asks, Tape)
     with pytest.raises(NotDescribed, match="recording 1 rows raised RuntimeError: item waits"):
-        step.alone(work)
+        step.inside(work, Counted())
     assert work[0].cache.length == 4
     expected = reference_step(description, copies(work), routed)
     torch.testing.assert_close(step(work, routed), expected, rtol=1e-4, atol=1e-4)
@@ -165,7 +179,7 @@ def test_a_step_stays_on_its_device(data: st.DataObject) -> None:
             description, torch.device("meta"), torch.bfloat16, inside,
             lambda: lambda function: (lambda: None, function()),
         )  # fmt: skip
-        step.alone([])
+        step.inside([], Counted())
     assert launches
 
 

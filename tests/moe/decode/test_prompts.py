@@ -19,7 +19,7 @@ from kernels.cpu.build import load_library
 from kernels.cpu.dense import NativeNorms
 from moe.decode.prompts import _read, fuse_prompts
 from moe.decode.proof import parts_of
-from moe.decode.records import Keeper
+from moe.decode.records import DescriptionRecords
 from moe.describe.description import Attention, Description, HeadNorm, Norm
 from moe.describe.parts import rotate
 from moe.network.backbone import Backbone
@@ -58,7 +58,7 @@ def test_norms_are_what_float64_says_and_rows_do_not_mix(
 ) -> None:
     torch.manual_seed(seed)
     size, rows = data.draw(st.integers(1, 200)), data.draw(st.sampled_from([1, 2, 90, 700]))
-    norm, keeper = Maker(data, size).norm(size), Keeper()
+    norm, keeper = Maker(data, size).norm(size), DescriptionRecords()
     x = torch.randn(rows, size) * data.draw(st.sampled_from([1e-4, 1.0, 1e3]))
     actual = native.norm(keeper.norm(norm), x)
     expected = normed(norm, x.double())
@@ -74,7 +74,7 @@ def test_norms_are_what_float64_says_and_rows_do_not_mix(
 @given(st.data(), st.integers(0, 2**31))
 def test_heads_come_to_their_positions(native: NativeNorms, data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
-    maker, keeper = Maker(data, 8, whole=True), Keeper()
+    maker, keeper = Maker(data, 8, whole=True), DescriptionRecords()
     a = maker.grouped(0)
     x = torch.randn(data.draw(st.sampled_from([1, 3, 200])), a.heads * a.head_dim)
     positions = torch.randint(1000, (len(x),))

@@ -15,8 +15,7 @@ from examples.models import tiny as architectures
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
-from moe.decode import compiled_experts as resident
-from moe.decode import enable, recorded
+from moe.decode import enable, recorded, step
 from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
@@ -65,10 +64,9 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models on the CPU record their steps, and run their experts by Triton."""
-    step = partial(recorded_step, capture=Tape)
-    monkeypatch.setattr(enable, "_compiled", step)
+    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=Tape))
     monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
-    monkeypatch.setattr(resident, "experts_forward", triton_experts.experts_forward)
+    monkeypatch.setattr(step, "experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(recorded, "reads_nothing_back", triton_experts.supports)
 
 
@@ -131,8 +129,8 @@ def count_calls(model: MoE) -> list[int]:
 def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
     backbone, experts = parts_of("mixtral")
     experts.forward = triton_experts.experts_forward
-    step, _ = recorded_step(backbone, experts, Tape)
-    backbone.fused = step
+    forward, _ = recorded_step(backbone, experts, Tape)
+    backbone.decode_by(forward)
     cache = backbone.new_cache(20)
     (lane,) = backbone.lanes([Work([1, 2, 3], cache)])
     run_lanes([lane], experts.run)
@@ -189,7 +187,7 @@ def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=broken))
     state = enable_fused(backbone, experts)
-    assert (state.enabled, backbone.fused) == (False, None)
+    assert (state.enabled, backbone.decode_forward) == (False, None)
     assert state.reason == "recording 4 rows raised RuntimeError: no driver"
     monkeypatch.setattr(recorded, "observe_random", lambda _backbone: broken())
     assert enable_fused(backbone, experts).reason == "probing raised RuntimeError: no driver"

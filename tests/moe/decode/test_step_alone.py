@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import c_float
-from dataclasses import dataclass, field
-from typing import cast
 
 import pytest
 import torch
@@ -16,9 +14,10 @@ from torch import Tensor
 
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.cpu import choose_kernel
-from kernels.cpu.streaming import LayerBuffers
-from moe.decode.compiled import FusedStep
-from moe.decode.compiled_experts import Inside, Near
+from kernels.cpu.experts import LayerCall
+from moe.decode.compiled import CompiledStep
+from moe.decode.records import CompiledPass
+from moe.decode.step import CompiledExperts, InsideExperts
 from moe.describe.description import Description, Experts
 from moe.network.kv_cache import SequenceKV, Work
 from routing import Routing
@@ -48,11 +47,11 @@ def some_experts(data: st.DataObject, hidden: int) -> Layer:
 
 def whole_step(
     description: Description, layers: list[Layer], slots: Sequence[Tensor | None] = ()
-) -> FusedStep:
+) -> CompiledStep:
     """Runs these experts by itself.
 
     Args:
-        slots: see `Inside`; none: all are in memory.
+        slots: see `CompiledExperts`; none: all are in memory.
     """
     kernel, _ = choose_kernel()
     assert kernel is not None
@@ -60,7 +59,7 @@ def whole_step(
     inside = [kernel.layer_call(rows, layer) for layer in layers]
     calls = [call for call in inside if call is not None]
     places = slots or [None] * len(calls)
-    return FusedStep(description, kernel.decode, list(map(Inside, calls, places)))
+    return CompiledStep(description, kernel.decode, list(map(CompiledExperts, calls, places)))
 
 
 @settings(max_examples=40)
@@ -93,7 +92,7 @@ def new_work(data: st.DataObject, caches: list[SequenceKV]) -> list[Work]:
 
 
 def check_both(
-    step: FusedStep, layers: list[Layer], work: list[Work], others: list[SequenceKV]
+    step: CompiledStep, layers: list[Layer], work: list[Work], others: list[SequenceKV]
 ) -> None:
     routings = []
 
@@ -102,7 +101,9 @@ def check_both(
         return experts_forward(rows, routing.expert_ids, routing.weights, layers[layer])
 
     expected = step([Work(w.token_ids, c, True) for w, c in zip(work, others, strict=True)], routed)
-    actual, visited = step.alone(work)
+    noted = Noted(layers)
+    actual = step.inside(work, noted)
+    visited = [routing for _, routing in noted.told]
     assert all(map(same, actual, expected))
     assert len(visited) == len(routings)
     for ours, theirs in zip(visited, routings, strict=True):
@@ -112,33 +113,31 @@ def check_both(
         assert item.cache.length == cache.length
 
 
-@dataclass
-class Noted:
-    """In the place of `moe.decode.compiled_experts.Near`: who was told of what."""
+class Noted(InsideExperts):
+    """What a step has told of each layer; runs experts where one is missing.
 
-    layers: list[Layer]
-    slots: list[Tensor]
-    told: list[tuple[int, Routing]] = field(default_factory=list)
+    Args:
+        slots: of each layer, as of `CompiledExperts`; none: all experts are in memory.
+    """
 
-    def passed(self, layer: int, asked: Sequence[int], routing: Routing) -> None:
+    def __init__(self, layers: list[Layer], slots: Sequence[Tensor] = ()) -> None:
+        self.layers, self.slots = layers, slots
+        self.told: list[tuple[int, Routing]] = []
+
+    def passed(self, layer: int, step: CompiledPass) -> None:
+        routing, asked = step.routing(layer), step.experts(layer)
         assert asked == sorted(set(routing.expert_ids.flatten().tolist()))
-        assert all(self.slots[layer][expert] >= 0 for expert in asked)
+        assert not self.slots or all(self.slots[layer][expert] >= 0 for expert in asked)
         self.told.append((layer, routing))
 
-    def run(
-        self,
-        layer: int,
-        asked: Sequence[int],
-        rows: LayerBuffers,
-        rows_BH: Tensor,
-        routing: Routing,
-    ) -> Tensor | None:
-        assert any(self.slots[layer][expert] < 0 for expert in asked)
+    def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
+        routing = step.routing(layer)
+        assert any(self.slots[layer][expert] < 0 for expert in step.experts(layer))
         self.told.append((layer, routing))
         own = self.layers[layer]
-        found = experts_forward(rows_BH, routing.expert_ids, routing.weights, own)
+        found = experts_forward(step.h_BH, routing.expert_ids, routing.weights, own)
         if layer % 2:  # as compiled calls do
-            address(found.shape, rows.out_TH)[:] = found
+            address(found.shape, step.rows(layer).out_TH)[:] = found
             return None
         return found
 
@@ -177,10 +176,10 @@ def test_only_layers_that_lack_an_expert_are_asked(data: st.DataObject, seed: in
     assert told == list(range(len(layers)))
     told.clear()
     again = [Work(own.token_ids, cache, True) for own, cache in zip(work, caches, strict=True)]
-    near = Noted(layers, slots)
-    assert all(map(same, step.nearby(again, cast(Near, near)), logits))
-    assert [layer for layer, _ in near.told] == list(range(len(layers)))
-    for layer, found in near.told:
+    noted = Noted(layers, slots)
+    assert all(map(same, step.inside(again, noted), logits))
+    assert [layer for layer, _ in noted.told] == list(range(len(layers)))
+    for layer, found in noted.told:
         assert torch.equal(found.expert_ids, visits[layer].expert_ids)
 
 

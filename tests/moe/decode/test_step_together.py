@@ -14,8 +14,8 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, SocketExchange
 from kernels import experts_forward
 from kernels.cpu import choose_kernel
-from moe.decode.compiled import FusedStep
-from moe.decode.compiled_experts import Resident, ResidentStep
+from moe.decode.compiled import CompiledStep
+from moe.decode.step import DecodeForward
 from moe.describe.description import Description, Experts
 from moe.network.kv_cache import SequenceKV, Work
 from moe.network.lanes import Lane, run_lanes
@@ -46,7 +46,7 @@ class Rank:
     """
 
     exchange: SocketExchange
-    step: FusedStep
+    step: CompiledStep
     experts: MoELayers
     caches: list[SequenceKV]
     tokens: list[list[list[int]]]
@@ -64,16 +64,11 @@ class Rank:
             return bring(layer, calls)
 
         self.experts.bring = noted  # type: ignore[method-assign]
-        whole = ResidentStep(
-            self.step,
-            Resident(self.experts, lambda _: True),
-            self.experts,
-            together=self.step.together,
-        )
+        whole = DecodeForward(self.step, self.experts)
         with torch.inference_mode():
             return [self.one(whole, number) for number in range(STEPS)]
 
-    def one(self, whole: ResidentStep, number: int) -> list[Tensor]:
+    def one(self, whole: DecodeForward, number: int) -> list[Tensor]:
         self.asked.append([])
         how: Any = failing if number == self.fails else experts_forward
         self.experts.forward = how

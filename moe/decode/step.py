@@ -1,0 +1,245 @@
+"""A decode step, and the one place that chooses how it runs its experts (`DecodeForward`).
+
+A decode step reads a few new tokens of each sequence and gives their logits. It runs in one of
+four ways, all with the same bits, from the slowest to the fastest:
+
+==================  ==========================  ====================================================
+way                 computed by                 when
+==================  ==========================  ====================================================
+transformers        `Backbone.forward_packed`   no description of the model is proven, or the
+                                                profile says ``engine.fused: off``
+call per MoE layer  `DecodeStep.__call__`       Python has to act at the layers: a routing policy or
+                                                contrast changes routings, another lane waits at the
+                                                layers, a prefetcher reads hidden states, experts
+                                                run by a Python kernel, or a router has no known
+                                                rule
+experts inside      `DecodeStep.inside`         a single lane, and nothing of the above: experts in
+                                                memory run inside the compiled call (or the CUDA
+                                                graph); a compiled step calls Python only at layers
+                                                that lack an expert
+in lockstep         `DecodeStep.in_lockstep`    the same where ranks share the experts and each of
+                                                them runs all MoE layers of the pass in compiled
+                                                code
+==================  ==========================  ====================================================
+
+`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts always go through
+transformers' layers: how a prompt is cut must not change its bits.
+Legend: B rows, each one new token; H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from experts.dispatch import AllToAllDispatcher
+from experts.dispatch.native import NativeDispatch
+from kernels import experts_forward
+from kernels.cpu.experts import LayerCall
+from kernels.cpu.interface import check_done
+from kernels.reference import AnyExperts
+from moe.decode.records import CompiledPass
+from moe.network.kv_cache import Work
+from moe.network.lanes import ExpertCall, ExpertsRunner, alone_with, call_experts
+from moe.network.moe_layer import MoELayers, Pass
+from offload.layer import LayerExperts, OffloadedExperts, held_experts
+from routing import PHASES, Phase, Routing, RoutingStatistics
+
+RoutedExperts = Callable[[int, Tensor, Routing], Tensor]
+"""Runs the routed experts of one MoE layer: ``(layer, rows, routing) -> rows``, ``(B, H)``."""
+
+StepFunction = Callable[[Sequence[Work], RoutedExperts], list[Tensor]]
+"""A step with a call per MoE layer: the logits of each piece of work (`Backbone.lanes`)."""
+
+
+class DecodeStep(Protocol):
+    """A model's decode step by description: compiled code, or recorded CUDA graphs.
+
+    Each method returns the logits of each piece of work; the sequences grow by the tokens read.
+    """
+
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Call ``routed`` at every MoE layer."""
+
+    def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
+        """Run the experts that are in memory as part of the step."""
+
+    def in_lockstep(
+        self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
+    ) -> list[Tensor]:
+        """Run experts together with other ranks; call ``routed`` from the layer on where a rank
+        sends something else than in the last step."""
+
+
+class CompiledExperts(NamedTuple):
+    """What runs the experts of one MoE layer inside a compiled step.
+
+    Attributes:
+        call: the kernel's record, for C++.
+        slots: ``(E + 1,)`` int64, live: where each expert is in the cache now, -1 for those that
+            are not in memory; None where all are.
+    """
+
+    call: LayerCall
+    slots: Tensor | None
+
+
+class InsideExperts:
+    """Experts that a step runs itself, all of them in memory: their use is only counted."""
+
+    def __init__(self, statistics: RoutingStatistics, phase: Phase) -> None:
+        self._statistics, self._phase = statistics, phase
+
+    def count(self, layer: int, routing: Routing) -> None:
+        """The step has run the experts of an MoE layer."""
+        self._statistics.record(layer, {self._phase: routing})
+
+    def passed(self, layer: int, step: CompiledPass) -> None:
+        """A compiled step has run the experts of an MoE layer without a stop."""
+        self._statistics.record(layer, {self._phase: step.routing(layer)})
+
+    def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
+        """Run the experts of a layer at which a compiled step has stopped.
+
+        Returns:
+            ``(B, H)``; None where the rows are already in `CompiledPass.rows`.
+        """
+        check_done(0)  # a router's ids are in range: it can only lack scratch memory
+        return None
+
+
+class CachedExperts(InsideExperts):
+    """The same of experts in a cache: the step stops where one is missing."""
+
+    def __init__(
+        self, statistics: RoutingStatistics, phase: Phase, layers: Sequence[OffloadedExperts]
+    ) -> None:
+        super().__init__(statistics, phase)
+        self._layers = layers
+
+    def passed(self, layer: int, step: CompiledPass) -> None:
+        self._statistics.record(layer, {self._phase: step.routing(layer)})
+        self._layers[layer].cache.found(layer, step.experts(layer))
+
+    def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
+        routing = step.routing(layer)
+        self._statistics.record(layer, {self._phase: routing})
+        asked, rows = step.experts(layer), step.rows(layer)
+        return self._layers[layer].run(asked, call, rows, step.h_BH, routing)
+
+
+class RankGroup(NamedTuple):
+    """Ranks that share the experts, in a pass whose MoE layers all of them run.
+
+    Attributes:
+        native: the all-to-all with them.
+        everybody: the pass.
+        layers: the experts of this rank.
+        counts: counts what was routed.
+    """
+
+    native: NativeDispatch
+    everybody: Pass
+    layers: Sequence[LayerExperts]
+    counts: InsideExperts
+
+    def passed(self, step: CompiledPass, layers: int) -> None:
+        """All ranks have run so many MoE layers, from the first on."""
+        for layer, served in enumerate(self.native.finish_step(layers)):
+            self.everybody.reach(layer)
+            own = self.layers[layer]
+            if isinstance(own, OffloadedExperts):
+                own.cache.found(own.layer, served)
+        for layer in range(layers):
+            self.counts.passed(layer, step)
+
+
+def why_outside(experts: MoELayers, takes: Callable[[AnyExperts], bool]) -> str:
+    """Why a step cannot run these experts itself; empty if it can.
+
+    Args:
+        takes: whether the step can run the experts of a layer without Python.
+    """
+    held = map(held_experts, experts.layers)
+    if experts.forward is not experts_forward or not all(map(takes, held)):
+        return "their kernel needs Python"
+    return ""
+
+
+class DecodeForward:
+    """Reads decode work by a `DecodeStep`; chooses for each step how its experts run.
+
+    Args:
+        experts: the model's MoE layers, as the step was made for them.
+        why_outside: why the step can never run experts itself; empty if it can.
+    """
+
+    def __init__(self, step: DecodeStep, experts: MoELayers, why_outside: str = "") -> None:
+        self._step, self._experts, self._why_outside = step, experts, why_outside
+        self._run, self._forward, self._layers = experts.run, experts.forward, [*experts.layers]
+        self._routed = through_lane(experts.run)
+        cached = [layer for layer in self._layers if isinstance(layer, OffloadedExperts)]
+        self._cached, self._partly_cached = cached, 0 < len(cached) < len(self._layers)
+        statistics = experts.statistics
+        self._counts = {phase: InsideExperts(statistics, phase) for phase in PHASES}
+        self._inside = self._counts
+        if cached:
+            self._inside = {phase: CachedExperts(statistics, phase, cached) for phase in PHASES}
+
+    def __call__(self, work: Sequence[Work]) -> list[Tensor]:
+        experts = self._experts
+        phase = self._phase_inside()
+        if phase is None:
+            return self._step(work, self._routed)
+        if not experts.dispatcher.local:
+            group = self._rank_group(phase)
+            if group is None:
+                return self._step(work, self._routed)
+            return self._step.in_lockstep(work, self._routed, group)
+        if self._cached and (self._partly_cached or experts.looks_ahead):
+            return self._step(work, self._routed)
+        return self._step.inside(work, self._inside[phase])
+
+    @property
+    def where(self) -> str:
+        """Whether experts run inside the step, and why not, for people."""
+        return f"experts outside: {self._why_outside}" if self._why_outside else "experts inside"
+
+    def _phase_inside(self) -> Phase | None:
+        """The phase of the running lane; None if Python has to act at the MoE layers."""
+        experts = self._experts
+        if self._why_outside or experts.policies.policies or experts.weaken is not None:
+            return None
+        if experts.layers != self._layers or experts.forward is not self._forward:
+            return None  # the step was made for others
+        if self._cached and not all(layer.plain for layer in self._cached):
+            return None
+        return alone_with(self._run)
+
+    def _rank_group(self, phase: Phase) -> RankGroup | None:
+        """The other ranks, if each of them runs all layers of this pass in compiled code."""
+        dispatcher, everybody = self._experts.dispatcher, self._experts.everybody
+        native = dispatcher.native if isinstance(dispatcher, AllToAllDispatcher) else None
+        if native is None or everybody is None or everybody.left != len(self._layers):
+            return None
+        return RankGroup(native, everybody, self._experts.layers, self._counts[phase])
+
+
+def through_lane(run_experts: ExpertsRunner) -> RoutedExperts:
+    """Brings rows to a model's MoE layers as its own modules do: through the running lane."""
+
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return call_experts(ExpertCall(layer, rows, routing), run_experts)
+
+    return routed
+
+
+def finish_step(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
+    """Let the sequences grow by the tokens read; split ``(B, V)`` logits by piece of work."""
+    sizes = [len(item.token_ids) for item in work]
+    for item, size in zip(work, sizes, strict=True):
+        item.cache.length += size
+    parts = logits.split(sizes)
+    return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]
