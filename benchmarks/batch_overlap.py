@@ -25,7 +25,7 @@ from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.calibrate.record import record
-from moe.engine.scheduler import choose_batch
+from moe.engine.expert_aware_order import choose_batch
 from routing.predict.calibrated import Calibrated
 from routing.predict.forecast import Floats
 

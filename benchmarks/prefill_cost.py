@@ -143,7 +143,7 @@ def bounds(
         read = loads * shape.expert_bytes + shape.trunk_bytes
         rows = decoding * shape.layers
         operations = (part.tokens * part.experts + rows) * work.experts
-        operations += (part.tokens * part.attentions + rows) * work.trunk
+        operations += (part.tokens * part.attentions + rows) * work.backbone
         operations += part.pairs * part.attentions * work.pair
         operations += decoding * shape.head_operations
         times.append(max(read / machine.bytes_per_s, operations / machine.operations_per_s))

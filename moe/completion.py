@@ -87,13 +87,13 @@ def places_of(groups: Sequence[SequenceGroup]) -> dict[RunningSequence, tuple[in
 def stream_events(
     engine: StepLoop,
     groups: Sequence[SequenceGroup],
-    turn: ModelLock,
+    lock: ModelLock,
     check_open: Callable[[], None],
 ) -> Generator[StreamEvent, None, None]:
     """Step until these groups have ended; closing the iterator cancels what still runs.
 
     Args:
-        turn: taken for each step.
+        lock: taken for each step.
         check_open: raises where the model was closed; it also keeps the model, whose files close
             with it, for as long as there is a stream.
     """
@@ -101,7 +101,7 @@ def stream_events(
     try:
         while not engine.idle:
             check_open()
-            with turn():
+            with lock():
                 events = engine.step()
             for sequence, outcome in events:
                 if isinstance(outcome, Exception):
@@ -109,6 +109,6 @@ def stream_events(
                 yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
     finally:  # a pass that sleeps would never be garbage
         if not sys.is_finalizing():  # when the program ends, torch is half gone
-            with turn():
+            with lock():
                 for group in groups:
                     engine.cancel(group)

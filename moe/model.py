@@ -130,7 +130,7 @@ class MoE:
         self._loaded = loaded
         self._session = session
         self._process = os.getpid()
-        self._turn = ModelLock()
+        self._lock = ModelLock()
         closing = ExitStack()
         self._close = weakref.finalize(self, closing.close)
         for part in (loaded.offloaded, session):
@@ -229,7 +229,7 @@ class MoE:
             ]
         for group in groups:
             engine.submit(group)
-        return stream_events(engine, groups, self._turn, self._check_open)
+        return stream_events(engine, groups, self._lock, self._check_open)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits of every position of a sequence: ``(T, vocab_size)`` float32."""
@@ -242,7 +242,7 @@ class MoE:
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
-        with self._turn():
+        with self._lock():
             lanes = self.backbone.lanes(
                 [Work(ids, self.backbone.new_cache(len(ids)), all_logits=True) for ids in batch]
             )

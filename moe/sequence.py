@@ -15,7 +15,6 @@ from moe.text.detokenize import IncrementalDecoder, StopStrings
 
 FinishReason = Literal["stop", "length"]
 
-
 MAX_PRIORITY = 100
 
 
@@ -39,7 +38,7 @@ class Delta:
         prompt_logprobs: on the first delta of a sequence, where asked for: the prompt's tokens with
             their log probabilities; None stands for the first token, which follows nothing.
         stop: the stop string that ended the sequence; None: none did.
-        num_known: tokens of the prompt that were read for another one before.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 
     token: Token
@@ -47,7 +46,7 @@ class Delta:
     finish_reason: FinishReason | None
     prompt_logprobs: list[Token | None] | None = None
     stop: str | None = None
-    num_known: int = 0
+    num_cached_tokens: int = 0
 
 
 class RunningSequence:
@@ -65,12 +64,12 @@ class RunningSequence:
 
     Attributes:
         sampler: as given.
-        turn: its place among all sequences, sooner ones first; set by the scheduler.
-        prompt_logprobs: handed over with the first token.
-        num_known: tokens of the prompt that were read for another one before; set by the scheduler.
+        queue_key: order among all sequences, sooner ones first; the scheduler sets it.
+        prompt_logprobs: returned with the first token.
+        num_cached_tokens: tokens of the prompt found in the prefix cache; the scheduler sets it.
         token_ids: tokens generated so far.
         cache: the sequence's state once its prompt has been read.
-        cancelled: nobody waits for it any more.
+        cancelled: the caller no longer wants it.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class RunningSequence:
         self.max_new_tokens = max_new_tokens
         self.salt = salt
         self.priority = priority
-        self.turn = (0, 0)
-        self.num_known = 0
+        self.queue_key = (0, 0)
+        self.num_cached_tokens = 0
         self.prompt_logprobs: list[Token | None] | None = None
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -106,15 +105,15 @@ class RunningSequence:
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
     def last_tokens(self, count: int) -> list[int]:
-        """At most so many tokens from the end of prompt and new ones."""
+        """At most ``count`` tokens from the end of the sequence, prompt included."""
         return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
 
     def sample(self, logits_V: Tensor) -> Token:
-        """Draw the next token from ``(V,)`` float32 logits; `take` makes it part of the text."""
+        """Draw the next token from ``(V,)`` float32 logits; `append_token` must follow."""
         return self.sampler.sample(logits_V)
 
-    def take(self, token: Token) -> Delta:
-        """Take in the next token, which may end the sequence."""
+    def append_token(self, token: Token) -> Delta:
+        """Append the next token, which may end the sequence."""
         assert self.finish_reason is None
         self.token_ids.append(token.id)
         is_end = token.id in self._stop_token_ids
@@ -124,8 +123,8 @@ class RunningSequence:
             self.finish_reason = "length"
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         text = self._new_text(token.id, is_end)
-        matched, known = self._stop_strings.matched, self.num_known
-        return Delta(token, text, self.finish_reason, prompt_logprobs, matched, known)
+        stop = self._stop_strings.matched
+        return Delta(token, text, self.finish_reason, prompt_logprobs, stop, self.num_cached_tokens)
 
     def _new_text(self, token_id: int, is_end: bool) -> str:
         if self._decoder is None:

@@ -1,4 +1,4 @@
-"""``offload.borrow``: room that keys and values do not need now holds experts meanwhile."""
+"""``offload.borrow``: memory of keys and values that is not in use holds experts meanwhile."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from offload.errors import OffloadError
 from offload.offloaded import Offloaded
 
 STEPS = 32
-"""Sizes between the smallest cache and twice that: it changes seldom, not with each token."""
+"""Sizes between the smallest cache and twice that: a resize is rare, not one a token."""
 
 
 def kv_borrowing(
     offloaded: Offloaded | None, plan: MemoryPlan, settings: OffloadSettings
 ) -> KVBorrowing | None:
-    """The border, where the profile lets it move and it can: slots of a GPU are fixed."""
+    """None if the profile forbids it, or the slots are a GPU's, which are fixed."""
     if offloaded is None or not settings.borrow or len(offloaded.tiers) > 1:
         return None
     return KVBorrowing(offloaded.cache, plan)
 
 
 def borrowing_notice(offloaded: Offloaded | None, profile: Profile) -> str:
-    """What to say where a profile wants it to move and it cannot; else nothing."""
+    """What to tell the user if the profile asks for borrowing on a GPU; else empty."""
     if offloaded is None or not profile.offload.borrow or len(offloaded.tiers) == 1:
         return ""
     return "offload.borrow changes nothing on a GPU: its slots are fixed while a model is loaded"
@@ -34,7 +34,7 @@ class KVBorrowing:
     """Moves the border between an expert cache and the pool of keys and values.
 
     Args:
-        cache: has the slots of the plan when the pool is full, and more when it is not.
+        cache: has the plan's slots when the pool is full, and more when it is not.
         plan: of the model.
     """
 
@@ -45,11 +45,11 @@ class KVBorrowing:
         self._kv_tokens, self._token_bytes = plan.kv_tokens, plan.kv_bytes_per_token
         self._stride = max(1, near.experts // STEPS)
 
-    def follow(self, used_tokens: float) -> None:
-        """Between steps: so many tokens of keys and values will be held in the next one."""
+    def resize_for(self, used_tokens: float) -> None:
+        """Between steps: make room for this many tokens of keys and values in the next one."""
         spare = max(0, self._kv_tokens - used_tokens) * self._token_bytes
         more = int(spare // self._slot_bytes) // self._stride * self._stride
         slots, now = self._least + more, self._cache.slots
         if slots < now or slots >= now + 2 * self._stride:
-            with suppress(OffloadError):  # a read hangs: the border stays until it has ended
+            with suppress(OffloadError):  # a read hangs: the size stays until it has ended
                 self._cache.resize(slots)

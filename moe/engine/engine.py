@@ -1,18 +1,29 @@
-"""The step loop: the scheduler plans, the runner computes, and sequences take in their tokens."""
+"""The step loop: the scheduler plans a step, the runner computes it, sequences take their tokens.
+
+    engine.submit(group)
+    while not engine.idle:
+        for sequence, event in engine.step():
+            ...  # a Delta, or the exception that ended the sequence
+
+A request's way: `submit` queues its group in `Scheduler.waiting`; `schedule` puts it into a prefill
+batch, and when its prompt has been read into `Scheduler.running`; `ModelRunner.run` computes the
+step; `process_outputs` appends the new tokens and drops the sequences that ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from moe.calibration.foresight import Expect
 from moe.engine.borrowing import KVBorrowing
-from moe.engine.prefill_batch import Outcome, PrefillBatch, ScheduledStep, SequenceGroup
+from moe.engine.expert_aware_order import ExpertAwareOrder
+from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
-from moe.engine.runner import ModelRunner
-from moe.engine.scheduler import ExpertAwareOrder, Scheduler
+from moe.engine.runner import ModelRunner, Outcome
+from moe.engine.scheduler import Scheduler
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import SequenceKV
 from moe.network.moe_layer import MoELayers
@@ -22,15 +33,15 @@ from moe.settings import Profile
 from moe.speculate import Speculator
 
 Event = tuple[RunningSequence, Delta | Exception]
-"""A sequence and what a step brought it."""
+"""A sequence and what a step added to it."""
 
 
 class StepRunner(Protocol):
-    """Computes steps, here or elsewhere; see `ModelRunner`."""
+    """Computes steps, here or on another rank; see `ModelRunner`."""
 
     def run(self, step: ScheduledStep) -> list[Outcome]: ...
 
-    def follow(self, wave: PrefillBatch | None) -> None: ...
+    def keep_prefill(self, batch: PrefillBatch | None) -> None: ...
 
 
 class StepLoop(Protocol):
@@ -57,13 +68,13 @@ class Engine:
     """Drives sequences through a model.
 
     Args:
-        backbone: the model.
+        backbone: the model without its experts.
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
-        borrowed: gives room that keys and values do not need to experts on disk, if there are any.
-        expect: what a prompt needs, where requests may be grouped by it.
-        speculator: drafts tokens for the model to verify, if anything does.
-        runner: computes the steps; None for here.
+        borrowing: lends unused memory of keys and values to experts on disk, if there are any.
+        expect: which experts a prompt needs, if requests may be ordered by that.
+        speculator: drafts tokens for the model to verify; None for no drafts.
+        runner: computes the steps; None: on this rank.
     """
 
     def __init__(
@@ -71,17 +82,18 @@ class Engine:
         backbone: Backbone,
         experts: MoELayers,
         profile: Profile,
-        borrowed: KVBorrowing | None = None,
+        borrowing: KVBorrowing | None = None,
         expect: Expect | None = None,
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
     ) -> None:
         self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
-        self._borrowed = borrowed
+        self._borrowing = borrowing
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
         work = LayerWork.of(backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
+        patience = profile.engine.overlap_patience
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine,
@@ -90,7 +102,7 @@ class Engine:
             can_cut=backbone.packed,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=PrefixCache(kept) if (kept := profile.memory.prefix_tokens) else None,
-            grouping=ExpertAwareOrder(expect, profile.engine.overlap_patience) if expect else None,
+            expert_order=ExpertAwareOrder(expect, patience) if expect else None,
         )
 
     @property
@@ -99,28 +111,75 @@ class Engine:
 
     @property
     def kv_tokens(self) -> float:
-        """Tokens of keys and values that there is room for; infinite where nothing limits them."""
+        """Tokens of keys and values that memory has room for; infinite without a limit."""
         return self.scheduler.kv_tokens
 
-    def occupancy(self) -> dict[str, int]:
-        """Who is in the engine between two steps; all zero when it is idle.
+    def submit(self, group: SequenceGroup) -> None:
+        """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
+        self.scheduler.submit(group)
 
-        Known prefixes are nobody's: they give way to requests.
+    def cancel(self, group: SequenceGroup) -> None:
+        """Remove sequences between steps, and free their caches."""
+        self.scheduler.cancel(group)
+        group.restart()
+        for sequence in group.sequences:
+            sequence.cache = None
+        self.runner.keep_prefill(self.scheduler.prefilling)
+
+    def step(self) -> list[Event]:
+        """Advance every running sequence by at least one token, the prefill by one layer group.
+
+        Returns:
+            An event for each new token, those of a sequence in their order. If the forward pass or
+            the sampler of a sequence raises, the exception is its event and only that sequence is
+            dropped.
+        """
+        return self.process_outputs(self.runner.run(self.schedule()))
+
+    def schedule(self) -> ScheduledStep:
+        """The first half of `step`: who takes part."""
+        step = self.scheduler.schedule()
+        if self._borrowing is not None:
+            self._borrowing.resize_for(self.held_tokens(step))
+        return step
+
+    def process_outputs(self, outcomes: Sequence[Outcome]) -> list[Event]:
+        """The last part of `step`: append tokens, keep prefixes, free ended caches."""
+        events: list[Event] = []
+        for sequence, tokens in outcomes:
+            events += [(sequence, event) for event in _append(sequence, tokens)]
+        ended = {sequence for sequence, event in events if is_last(event)}
+        for sequence in ended:
+            self._keep_prefix(sequence)
+            sequence.cache = None
+        self.scheduler.update(ended)
+        return events
+
+    def held_tokens(self, step: ScheduledStep) -> float:
+        """Tokens of keys and values while the step runs, including drafts and prompts."""
+        most = self.scheduler.num_used_tokens() + len(step.decode) * self._rows
+        return min(most, self.scheduler.kv_tokens)
+
+    def occupancy(self) -> dict[str, int]:
+        """What the engine holds between two steps; all zero when it is idle.
+
+        Tokens in the prefix cache do not count: they give way to requests.
         """
         scheduler = self.scheduler
-        known = scheduler.prefixes.num_tokens if scheduler.prefixes else 0
+        prefix_tokens = scheduler.prefixes.num_tokens if scheduler.prefixes else 0
+        reading = scheduler.prefilling
         return {
             "waiting_prompts": len(scheduler.waiting),
-            "prompts_being_read": len(scheduler.wave.pieces) if scheduler.wave else 0,
+            "prompts_being_read": len(reading.chunks) if reading else 0,
             "running_sequences": len(scheduler.running),
-            "kv_tokens": int(scheduler.num_used_tokens()) - known,
+            "kv_tokens": int(scheduler.num_used_tokens()) - prefix_tokens,
         }
 
     def status(self) -> dict[str, Any]:
-        """What ``prefill.mode: auto`` chose last, and what known prefixes saved; for JSON.
+        """The last choice of ``prefill.mode: auto``, and prefix cache counters; for JSON.
 
-        Numbers only, so it may be called from any thread. Of the prefixes, ``held_tokens`` goes up
-        and down and the others only up.
+        Numbers only, so any thread may call it. ``held_tokens`` goes up and down, the other
+        counters only up.
         """
         prefixes, choice = self.scheduler.prefixes, self.planner.last_choice
         return {
@@ -135,74 +194,27 @@ class Engine:
             },
         }
 
-    def submit(self, group: SequenceGroup) -> None:
-        """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
-        self.scheduler.submit(group)
-
-    def cancel(self, group: SequenceGroup) -> None:
-        """Forget sequences between steps; what they held is freed."""
-        self.scheduler.drop(group)
-        group.forget()
-        for sequence in group.sequences:
-            sequence.cache = None
-        self.runner.follow(self.scheduler.wave)
-
-    def step(self) -> list[Event]:
-        """Advance everybody by at least one token, and the current wave by one stage.
-
-        Returns:
-            An event for each new token, those of a sequence in their order. A sequence whose
-            forward pass or sampler raised is dropped and its exception is its event; the others are
-            not concerned.
-        """
-        return self.take_in(self.runner.run(self.plan()))
-
-    def plan(self) -> ScheduledStep:
-        """The first half of `step`: who takes part."""
-        step = self.scheduler.plan()
-        if self._borrowed is not None:
-            self._borrowed.follow(self.held_tokens(step))
-        return step
-
-    def held_tokens(self, step: ScheduledStep) -> float:
-        """Tokens of keys and values while the step runs, drafts and what they bring included."""
-        most = self.scheduler.num_used_tokens() + len(step.decode) * self._rows
-        return min(most, self.scheduler.kv_tokens)
-
-    def take_in(self, outcomes: Sequence[Outcome]) -> list[Event]:
-        """The other half: what became of the plan."""
-        events: list[Event] = []
-        for sequence, tokens in outcomes:
-            events += [(sequence, event) for event in _take(sequence, tokens)]
-        gone = {sequence for sequence, event in events if not _continues(event)}
-        self._keep_prefixes(gone)
-        for sequence in gone:
-            sequence.cache = None
-        self.scheduler.finish(gone)
-        return events
-
-    def _keep_prefixes(self, ended: Collection[RunningSequence]) -> None:
-        prefixes = self.scheduler.prefixes
-        for sequence in ended:
-            finished = sequence.finish_reason is not None
-            if prefixes is not None and finished and isinstance(sequence.cache, SequenceKV):
-                prefixes.add(sequence.salt, sequence.prompt_token_ids, sequence.cache)
+    def _keep_prefix(self, sequence: RunningSequence) -> None:
+        prefixes, finished = self.scheduler.prefixes, sequence.finish_reason is not None
+        if prefixes is not None and finished and isinstance(sequence.cache, SequenceKV):
+            prefixes.add(sequence.salt, sequence.prompt_token_ids, sequence.cache)
 
 
-def _take(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
-    """What new tokens add to a sequence, up to its end."""
+def is_last(event: Delta | Exception) -> bool:
+    """Whether a sequence ends with this event."""
+    return isinstance(event, Exception) or event.finish_reason is not None
+
+
+def _append(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
+    """Append new tokens to a sequence, up to its end."""
     if isinstance(tokens, Exception):
         return [tokens]
     added: list[Delta | Exception] = []
     try:
         for token in tokens:
-            added.append(sequence.take(token))
+            added.append(sequence.append_token(token))
             if sequence.finish_reason is not None:
                 break
     except Exception as error:
         added.append(error)
     return added
-
-
-def _continues(event: Delta | Exception) -> bool:
-    return isinstance(event, Delta) and event.finish_reason is None

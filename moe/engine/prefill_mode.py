@@ -1,9 +1,13 @@
-"""How many experts reading a prompt will touch, by prefill mode, and which mode to take.
+"""``prefill.mode``: which mode reads the next prompts, and where a layered batch sleeps.
 
-Counted a layer and summed over layers, with B sequences decoding:
+`PrefillPlanner` counts the expert reads of both modes over all layers, with B sequences decoding:
 chunked ``sum_i N(c_i + B)``, layered ``N(P + B) + (G - 1) N(B)``, where ``N(t)`` is the number of
 distinct experts of t tokens. N comes from the model's own measured expert frequencies p,
 ``N(t) = sum_e 1 - (1 - p_e)^t``: real models touch fewer experts than uniform routing would.
+
+`layer_group_pauses` cuts the layers of a layered batch into groups, so that no step takes longer
+than reading a chunk would. It compares steps by operations, two for each multiplication, and
+leaves memory out: a layer group reads fewer experts than a chunk does.
 """
 
 from __future__ import annotations
@@ -24,30 +28,136 @@ from moe.settings import PrefillSettings
 from offload.layer import LayerExperts, held_experts
 from routing import RoutingStatistics
 
-# ---- Where a layered wave sleeps, so that no step is longer than reading a chunk would be.
-#
-# Steps are compared by operations, two for each multiplication. Memory is left out: a stage reads
-# fewer experts than a chunk does.
+PrefillMode = Literal["whole", "chunked", "layered"]
 
 Prompts = Sequence[range]
-"""Of each prompt the positions that are read."""
-
+"""The positions that are read of each prompt."""
 ChoosePauses = Callable[[Prompts], tuple[int, ...]]
-"""The layers at which a layered wave sleeps, from its prompts."""
+"""The layers at which a layered batch sleeps, from its prompts."""
+Frequencies = Sequence[NDArray[np.float64]]
+"""Share of a layer's tokens that visit each expert, ``(E,)`` for every layer."""
+
+SMALLEST_SAVING = 0.05
+"""Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
+
+
+@dataclass(frozen=True)
+class PrefillChoice:
+    """Which mode reads the next prompts, and the expert loads predicted for both modes."""
+
+    mode: PrefillMode
+    chunked_loads: float
+    layered_loads: float
+
+
+class PrefillPlanner:
+    """Chooses how the next prompts are read, by the routing statistics so far.
+
+    Args:
+        settings: modes and sizes.
+        work: operations of a layer.
+        statistics: routing of the model; they grow while it runs.
+
+    Attributes:
+        last_choice: what `choose` decided last.
+    """
+
+    def __init__(
+        self, settings: PrefillSettings, work: LayerWork, statistics: RoutingStatistics
+    ) -> None:
+        self._settings = settings
+        self._work = work
+        self._statistics = statistics
+        self.last_choice: PrefillChoice | None = None
+
+    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
+        """Layers at which a layered batch of these prompts sleeps until the next step."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        return layered_pauses(self._settings, frequencies, self._work, prompts)
+
+    def choose(self, num_tokens: int, num_decoding: int) -> PrefillMode:
+        """The mode for the next prompt tokens."""
+        frequencies = measured_frequencies(self._statistics, self._work.top_k)
+        choice = choose_prefill(self._settings, frequencies, self._work, num_tokens, num_decoding)
+        self.last_choice = choice
+        return choice.mode
+
+
+def distinct_experts(frequencies: Frequencies, num_tokens: int) -> float:
+    """Expected distinct experts that ``num_tokens`` independent tokens visit, over all layers."""
+    return float(sum((1 - (1 - p) ** num_tokens).sum() for p in frequencies))
+
+
+def chunked_loads(frequencies: Frequencies, chunks: Sequence[int], num_decoding: int) -> float:
+    """Expert loads of prompts read in steps of ``chunks`` tokens."""
+    return sum(distinct_experts(frequencies, size + num_decoding) for size in chunks)
+
+
+def layered_loads(
+    frequencies: Frequencies, num_tokens: int, num_layer_groups: int, num_decoding: int
+) -> float:
+    """Expert loads of prompts read in ``num_layer_groups`` groups of layers."""
+    batch = distinct_experts(frequencies, num_tokens + num_decoding)
+    return batch + (num_layer_groups - 1) * distinct_experts(frequencies, num_decoding)
+
+
+def measured_frequencies(
+    statistics: RoutingStatistics, top_k: float = 1.0
+) -> list[NDArray[np.float64]]:
+    """Expert frequencies of each layer so far; uniform over ``top_k`` before any token."""
+    frequencies = []
+    for layer, num_experts in enumerate(statistics.num_experts):
+        if statistics.tokens[layer]:
+            counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
+            frequencies.append(counts / statistics.tokens[layer])
+        else:
+            frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
+    return frequencies
+
+
+def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -> list[int]:
+    """Prompt tokens of each step when a step has ``chunk_tokens`` in all."""
+    room = max(settings.chunk_tokens - num_decoding, 1)
+    return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
+
+
+def layered_pauses(
+    settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
+) -> tuple[int, ...]:
+    """`layer_group_pauses`, with the experts a token visits by their measured frequencies."""
+    visits = sum(float(layer.sum()) for layer in frequencies)
+    measured = replace(work, top_k=visits / len(frequencies))
+    return layer_group_pauses(measured, settings.group_tokens, prompts, len(frequencies))
+
+
+def choose_prefill(
+    settings: PrefillSettings,
+    frequencies: Frequencies,
+    work: LayerWork,
+    num_tokens: int,
+    num_decoding: int,
+) -> PrefillChoice:
+    """The mode with fewer expert loads for the next prompt tokens, taken as one prompt."""
+    num_layer_groups = len(layered_pauses(settings, frequencies, work, [range(num_tokens)])) + 1
+    layered = layered_loads(frequencies, num_tokens, num_layer_groups, num_decoding)
+    chunks = chunk_sizes(settings, num_tokens, num_decoding)
+    chunked = chunked_loads(frequencies, chunks, num_decoding)
+    mode: PrefillMode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
+    return PrefillChoice(mode, chunked, layered)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Operations of the mean layer.
+    """Operations of the mean layer; see `LayerWork.of`.
 
     Attributes:
-        trunk: of one token outside attention and experts.
+        backbone: of one token outside attention and experts.
         pair: of one query and one key.
         expert: of one token in one expert.
         top_k: experts that a token visits, as the router chooses them.
     """
 
-    trunk: float
+    backbone: float
     pair: float
     expert: float
     top_k: float
@@ -62,7 +172,7 @@ class LayerWork:
         """From the weights; attention and ``top_k`` from the configuration."""
         config = network.config.get_text_config()
         return cls(
-            trunk=2.0 * backbone_weights(network) / len(layers),
+            backbone=2.0 * backbone_weights(network) / len(layers),
             pair=_pair_operations(config) / len(layers),
             expert=2.0 * sum(map(_expert_weights, layers)) / len(layers),
             top_k=experts_per_token(config),
@@ -109,15 +219,15 @@ def _expert_weights(layer: LayerExperts) -> int:
 def layer_group_pauses(
     work: LayerWork, group_tokens: int, prompts: Prompts, num_layers: int
 ) -> tuple[int, ...]:
-    """MoE layers before whose experts a wave of prompts sleeps until the next step.
+    """MoE layers before whose experts a batch of prompts sleeps until the next step.
 
-    As few as keep each step within the longest that chunks of ``group_tokens`` would make. Lanes
-    sleep behind a layer's attention, so the first stage has one attention more than experts and
-    the last one less. A stage has at least one of each, so very long waves can exceed the limit.
+    The fewest pauses that keep each step within the longest chunk of ``group_tokens``. Lanes sleep
+    behind a layer's attention, so the first group has one attention more than experts and the last
+    one less. A group has at least one of each, so very long batches can exceed the limit.
     """
     num_tokens = sum(map(len, prompts))
     pairs = sum(prompt.stop**2 - prompt.start**2 for prompt in prompts) / 2
-    attention = num_tokens * work.trunk + pairs * work.pair
+    attention = num_tokens * work.backbone + pairs * work.pair
     experts = num_tokens * work.experts
     # done[i]: work behind which layer i's experts wait; the last entry is all of it
     done = [(layer + 1) * attention + layer * experts for layer in range(num_layers)]
@@ -135,8 +245,7 @@ def layer_group_pauses(
 def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> float:
     """Operations of the longest of the chunks in one layer.
 
-    A chunk is compared with all keys up to its end, where a whole prompt's mask lets half be left
-    out.
+    A chunk is compared with all keys up to its end; the causal mask of a whole prompt saves half.
     """
     longest, chunk, room = 0.0, 0.0, group_tokens
     for prompt in prompts:
@@ -147,121 +256,6 @@ def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> floa
             size = min(room, prompt.stop - end)
             end += size
             room -= size
-            chunk += size * (work.trunk + work.experts + work.pair * end)
+            chunk += size * (work.backbone + work.experts + work.pair * end)
             longest = max(longest, chunk)
     return longest
-
-
-# ----
-
-PrefillMode = Literal["whole", "chunked", "layered"]
-Frequencies = Sequence[NDArray[np.float64]]
-"""Share of a layer's tokens that visit each expert, ``(E,)`` for every layer."""
-
-SMALLEST_SAVING = 0.05
-"""Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
-
-
-@dataclass(frozen=True)
-class PrefillChoice:
-    """Which mode reads the next prompts, and the expert loads predicted for both ways."""
-
-    mode: PrefillMode
-    chunked_loads: float
-    layered_loads: float
-
-
-def distinct_experts(frequencies: Frequencies, num_tokens: int) -> float:
-    """Expected distinct experts that ``num_tokens`` independent tokens visit, over all layers."""
-    return float(sum((1 - (1 - p) ** num_tokens).sum() for p in frequencies))
-
-
-def chunked_loads(frequencies: Frequencies, chunks: Sequence[int], num_decoding: int) -> float:
-    """Expert loads of prompts read in steps of ``chunks`` tokens."""
-    return sum(distinct_experts(frequencies, size + num_decoding) for size in chunks)
-
-
-def layered_loads(
-    frequencies: Frequencies, num_tokens: int, num_stages: int, num_decoding: int
-) -> float:
-    """Expert loads of prompts read in ``num_stages`` groups of layers."""
-    wave = distinct_experts(frequencies, num_tokens + num_decoding)
-    return wave + (num_stages - 1) * distinct_experts(frequencies, num_decoding)
-
-
-def measured_frequencies(
-    statistics: RoutingStatistics, top_k: float = 1.0
-) -> list[NDArray[np.float64]]:
-    """Expert frequencies of each layer so far; before any token, ``top_k`` experts evenly."""
-    frequencies = []
-    for layer, num_experts in enumerate(statistics.num_experts):
-        if statistics.tokens[layer]:
-            counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
-            frequencies.append(counts / statistics.tokens[layer])
-        else:
-            frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
-    return frequencies
-
-
-def chunk_sizes(settings: PrefillSettings, num_tokens: int, num_decoding: int) -> list[int]:
-    """Prompt tokens of each step when a step has ``chunk_tokens`` in all."""
-    room = max(settings.chunk_tokens - num_decoding, 1)
-    return [min(room, num_tokens - start) for start in range(0, num_tokens, room)]
-
-
-def layered_pauses(
-    settings: PrefillSettings, frequencies: Frequencies, work: LayerWork, prompts: Prompts
-) -> tuple[int, ...]:
-    """`layer_group_pauses`, with the experts a token visits by their measured frequencies."""
-    visits = sum(float(layer.sum()) for layer in frequencies)
-    measured = replace(work, top_k=visits / len(frequencies))
-    return layer_group_pauses(measured, settings.group_tokens, prompts, len(frequencies))
-
-
-def choose_prefill(
-    settings: PrefillSettings,
-    frequencies: Frequencies,
-    work: LayerWork,
-    num_tokens: int,
-    num_decoding: int,
-) -> PrefillChoice:
-    """What ``auto`` takes for the next prompt tokens, as if of one prompt: the fewer loads."""
-    num_stages = len(layered_pauses(settings, frequencies, work, [range(num_tokens)])) + 1
-    layered = layered_loads(frequencies, num_tokens, num_stages, num_decoding)
-    chunks = chunk_sizes(settings, num_tokens, num_decoding)
-    chunked = chunked_loads(frequencies, chunks, num_decoding)
-    mode: PrefillMode = "layered" if layered <= (1 - SMALLEST_SAVING) * chunked else "chunked"
-    return PrefillChoice(mode, chunked, layered)
-
-
-class PrefillPlanner:
-    """How the next prompts are read, from what the router has done so far.
-
-    Args:
-        settings: modes and sizes.
-        work: what a layer costs.
-        statistics: of the model, growing.
-
-    Attributes:
-        last_choice: what `choose` decided last.
-    """
-
-    def __init__(
-        self, settings: PrefillSettings, work: LayerWork, statistics: RoutingStatistics
-    ) -> None:
-        self._settings = settings
-        self._work = work
-        self._statistics = statistics
-        self.last_choice: PrefillChoice | None = None
-
-    def pauses(self, prompts: Prompts) -> tuple[int, ...]:
-        """Layers at which a layered wave of these prompts sleeps until the next step."""
-        frequencies = measured_frequencies(self._statistics, self._work.top_k)
-        return layered_pauses(self._settings, frequencies, self._work, prompts)
-
-    def choose(self, num_tokens: int, num_decoding: int) -> PrefillMode:
-        """The mode for the next prompt tokens."""
-        frequencies = measured_frequencies(self._statistics, self._work.top_k)
-        choice = choose_prefill(self._settings, frequencies, self._work, num_tokens, num_decoding)
-        self.last_choice = choice
-        return choice.mode

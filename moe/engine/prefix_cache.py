@@ -1,11 +1,11 @@
-"""Prompts that were read already, kept for requests that begin with the same tokens.
+"""The prefix cache: keys and values of prompts, kept for requests that begin with the same tokens.
 
-The keys and values of prompts whose sequences ended stay here until memory is wanted, least
-recently used first. Not those of answers: steps come to other last bits than a prompt's pass, and
-whether somebody has asked the same before must not show in an answer. A request's longest known
-prefix is found by the hash of every block of tokens and what comes before it, and the tokens are
-compared, so a collision costs a miss and never a wrong answer. The salt keeps tenants apart:
-prefixes are shared within one salt only.
+When a sequence ends, the cache keeps a copy of its prompt's keys and values, and evicts the least
+recently used entry when memory is wanted. It does not keep those of answers: decode steps round
+differently from a prefill pass, and a hit must not change an answer. A request's longest cached
+prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
+themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
+only among requests of the same salt, which keeps tenants apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from moe.network.kv_cache import SequenceKV
 
 BLOCK = 16
-"""Tokens between two places where a prefix can end."""
+"""Tokens of a block; a prefix ends at the end of a block."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keys and values of ended sequences, by what their tokens begin with.
+    """Keys and values of prompts, found by their first tokens.
 
     Args:
         max_tokens: most tokens of memory held.
@@ -64,17 +64,17 @@ class PrefixCache:
         self.num_tokens += len(ids)
         for digest in hashes:
             known = self._index.get(digest)
-            if known is not None and known.hashes[-1] == digest:  # this one says all that it says
+            if known is not None and known.hashes[-1] == digest:  # the new entry covers it
                 del self._entries[id(known)]
                 self.num_tokens -= known.kv.length
             self._index[digest] = entry
         while self.num_tokens > self.max_tokens:
             self.evict()
 
-    def take(self, salt: str, token_ids: Sequence[int], capacity: int) -> SequenceKV | None:
-        """A copy of the longest known proper prefix, or None.
+    def match(self, salt: str, token_ids: Sequence[int], capacity: int) -> SequenceKV | None:
+        """A copy of the longest cached proper prefix, or None.
 
-        At least one token is left to be read, because somebody has to compute the next one.
+        At least one token is left to be read: the pass over it gives the next token.
         """
         self.asked_tokens += len(token_ids)
         entry, length = self._longest(salt, token_ids)
@@ -84,8 +84,8 @@ class PrefixCache:
         self.hit_tokens += length
         return entry.kv.fork(capacity, length)
 
-    def known(self, salt: str, token_ids: Sequence[int]) -> int:
-        """Tokens of the longest known proper prefix."""
+    def num_cached(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Tokens of the longest cached proper prefix."""
         return self._longest(salt, token_ids)[1]
 
     def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
@@ -100,7 +100,7 @@ class PrefixCache:
         return None, 0
 
     def evict(self) -> bool:
-        """Free the entry that was not used for longest; False if there is none."""
+        """Free the least recently used entry; False if there is none."""
         if not self._entries:
             return False
         _, entry = self._entries.popitem(last=False)

@@ -1,12 +1,13 @@
-"""One step of one rank: lanes of the sequences whose keys and values are here, and their tokens.
+"""`ModelRunner`: one forward pass of a scheduled step on this rank, and the tokens sampled from it.
 
-A step reads a stage of the current wave of prompts and the last token of every running sequence.
-Prompts and decoding are separate lanes that meet at the MoE layers, so they share the experts both
-need; the lanes of a layered wave stay asleep from one step to the next.
+A step runs the current layer group of the prefill batch and the last token of every running
+sequence. Prompts and decoding are separate lanes that meet at the MoE layers, so they share the
+experts that both need. The lanes of a layered batch stay asleep from one step to the next
+(`PrefillPass`).
 
-A sequence that was preempted reads its prompt again as a prompt, and then what it had generated as
-steps read it, several tokens a step: a prompt's pass would come to other last bits, and what others
-ask for must not show in an answer.
+A preempted sequence reads its prompt again as a prompt, and then the tokens it had generated as
+decode steps read them, several a step: a prefill pass rounds differently, and other requests must
+not change an answer.
 """
 
 from __future__ import annotations
@@ -16,27 +17,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.engine.halves import run_overlapped
-from moe.engine.prefill_batch import (
-    Outcome,
-    PrefillBatch,
-    PrefillPass,
-    ScheduledStep,
-    results,
-    sample,
-)
+from moe.engine.overlap import run_overlapped
+from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep, SequenceGroup
+from moe.errors import RankError
 from moe.network.backbone import SHORT, Backbone
-from moe.network.kv_cache import Work
-from moe.network.lanes import run_lanes
+from moe.network.kv_cache import SequenceCache, Work
+from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.sampling.sampler import Token
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
+from offload.errors import OffloadError
+
+Outcome = tuple[RunningSequence, list[Token] | Exception]
+"""A sequence and its next tokens, or the error that ended it."""
 
 
 class ModelRunner:
-    """Computes what a scheduler has planned.
+    """Computes scheduled steps.
 
     Args:
         backbone: the model.
@@ -50,19 +49,19 @@ class ModelRunner:
         self.backbone = backbone
         self.experts = experts
         self._speculator = speculator
-        self._reading: PrefillPass | None = None
+        self._prefill_pass: PrefillPass | None = None
 
     @torch.inference_mode()
     def run(self, step: ScheduledStep) -> list[Outcome]:
-        """The next tokens of everybody who gets some in this step.
+        """The next tokens of every sequence that gets some in this step.
 
-        Where the forward pass or the sampler of a sequence raises, that is its outcome; the others
-        are not concerned.
+        If the forward pass or the sampler of a sequence raises, the exception is the outcome of
+        that sequence only.
         """
-        self.follow(step.wave)
-        if step.wave is not None and self._reading is None:
-            self._reading = PrefillPass(step.wave, self.backbone)
-        reading = self._reading
+        self.keep_prefill(step.prefill)
+        if step.prefill is not None and self._prefill_pass is None:
+            self._prefill_pass = PrefillPass(step.prefill, self.backbone)
+        prefill = self._prefill_pass
         unread = [_num_unread(sequence) for sequence in step.decode]
         speculator = self._speculator if max(unread, default=0) == 1 else None
         proposed = None
@@ -75,60 +74,191 @@ class ModelRunner:
             if s.cache is not None
         ]
         if wanted := self.experts.context:
-            told = None if speculator is None else speculator.forecast
-            self.experts.begin(_contexts(step.decode, tokens, wanted), told)
-        logits = self._read(tokens, reading, step.halves)
+            forecast = None if speculator is None else speculator.forecast
+            self.experts.begin(_contexts(step.decode, tokens, wanted), forecast)
+        logits = self._forward(tokens, prefill, step.overlap)
         outcomes: list[Outcome] = [
             (sequence, _accept(speculator if proposed else None, sequence, draft, rows))
             for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
         ]
         if speculator is not None:
-            speculator.finish(alone=step.wave is None)
-        if reading is not None and reading.wave.is_last_stage:
-            outcomes += reading.finish(self.experts.run)
-            self._reading = None
+            speculator.finish(alone=step.prefill is None)
+        if prefill is not None and prefill.batch.is_last_layer_group:
+            outcomes += prefill.finish(self.experts.run)
+            self._prefill_pass = None
         return outcomes
 
-    def _read(
-        self, tokens: Sequence[Work], reading: PrefillPass | None, halves: bool
+    def keep_prefill(self, batch: PrefillBatch | None) -> None:
+        """Cancel the prefill pass in flight unless it reads this batch."""
+        if self._prefill_pass is not None and self._prefill_pass.batch is not batch:
+            self._prefill_pass.cancel()
+            self._prefill_pass = None
+
+    def _forward(
+        self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
     ) -> list[Tensor | Exception]:
-        """Logits of each sequence's tokens; what else is read goes on to its end or its pause."""
-        cut = len(tokens) // 2 if halves and reading is None else len(tokens)
+        """Logits of each sequence's tokens; the prefill pass runs to its end or its next pause."""
+        cut = len(tokens) // 2 if overlap and prefill is None else len(tokens)
         parts = [tokens[:cut], tokens[cut:]]
         lanes = [self.backbone.lanes(part, "decode") for part in parts]
-        pauses = reading.pauses() if reading else None
-        others = reading.lanes if reading else lanes[1]
-        if halves:
+        pauses = prefill.pauses() if prefill else None
+        others = prefill.lanes if prefill else lanes[1]
+        if overlap:
             run_overlapped((lanes[0], others), self.experts, pauses)
         else:
             run_lanes([*others, *lanes[0]], self.experts.run, pause_at=pauses)
         return [
             rows
             for part, own in zip(parts, lanes, strict=True)
-            for rows in results(own, part, self.backbone, self.experts.run)
+            for rows in _results(own, part, self.backbone, self.experts.run)
         ]
 
     def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
-        """The tokens that a sequence reads in this step, drafted ones aside."""
+        """The tokens that a sequence reads in this step, without drafted ones."""
         start = len(sequence.token_ids) - unread
-        most = SHORT if self.backbone.packed else 1  # a state of its own wants them one by one
+        most = SHORT if self.backbone.packed else 1  # a recurrent state takes them one by one
         return sequence.token_ids[start : start + most]
 
-    def follow(self, wave: PrefillBatch | None) -> None:
-        """Stop reading what the scheduler has given up for this wave."""
-        if self._reading is not None and self._reading.wave is not wave:
-            self._reading.cancel()
-            self._reading = None
+
+class PrefillPass:
+    """A prefill batch in flight; its lanes are asleep between layer groups.
+
+    Args:
+        batch: what is read.
+        backbone: reads it.
+    """
+
+    def __init__(self, batch: PrefillBatch, backbone: Backbone) -> None:
+        self.batch = batch
+        self._backbone = backbone
+        self._work = [_work(chunk, backbone) for chunk in batch.chunks]
+        self.lanes = backbone.lanes(self._work, "prefill")
+
+    def pauses(self) -> dict[Lane[list[Tensor]], int]:
+        """The layer at which the lanes go to sleep in this step; empty in the last one."""
+        if self.batch.is_last_layer_group:
+            return {}
+        return dict.fromkeys(self.lanes, self.batch.pauses[self.batch.layer_group])
+
+    def cancel(self) -> None:
+        """Free what the lanes hold."""
+        for lane in self.lanes:
+            lane.cancel()
+
+    def finish(self, run_experts: ExpertsRunner) -> list[Outcome]:
+        """First tokens of the prompts that have been read to the end, and failures."""
+        outcomes: list[Outcome] = []
+        logits = _results(self.lanes, self._work, self._backbone, run_experts)
+        for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
+            if not chunk.group.cancelled:
+                outcomes += _finish_chunk(chunk, work.cache, _score(chunk.group, rows))
+        return outcomes
+
+
+def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
+    group = chunk.group
+    if group.cache is None:
+        group.cache = backbone.new_cache(group.sequences[0].capacity)
+    return Work(chunk.token_ids, group.cache, all_logits=group.prompt_logprobs is not None)
+
+
+def _score(group: SequenceGroup, rows: Tensor | Exception) -> Tensor | Exception:
+    """Keep the log probabilities of the prompt's tokens if the request wants them."""
+    if group.prompt_logprobs is None or isinstance(rows, Exception):
+        return rows
+    try:
+        group.score(rows)
+    except Exception as error:
+        return error
+    return rows
+
+
+def _finish_chunk(
+    chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception
+) -> list[Outcome]:
+    group = chunk.group
+    if isinstance(rows, Exception):
+        group.cache = None
+        return [(sequence, rows) for sequence in group.sequences]
+    if not chunk.is_last:
+        return []
+    group.cache = None
+    for sequence in group.sequences:
+        is_first = sequence is group.sequences[0]
+        sequence.cache = cache if is_first else cache.fork(sequence.capacity, cache.length)
+        sequence.prompt_logprobs = group.prompt_logprobs
+    # A preempted sequence has its next tokens already.
+    return [
+        (sequence, [] if sequence.token_ids else _sample(sequence, rows))
+        for sequence in group.sequences
+    ]
+
+
+def _results(
+    lanes: Sequence[Lane[list[Tensor]]],
+    work: Sequence[Work],
+    backbone: Backbone,
+    run_experts: ExpertsRunner,
+) -> list[Tensor | Exception]:
+    """Logits of each item of work, or its error, from lanes that have finished.
+
+    If a pass over several sequences lacked an expert, it is run again with a lane for each, so
+    that only the sequences that need the expert fail.
+    """
+    rows = _lane_logits(lanes, len(work))
+    if len(lanes) < len(work) and any(isinstance(row, OffloadError) for row in rows):
+        lanes = [lane for item in work for lane in backbone.lanes([item], lanes[0].phase)]
+        run_lanes(lanes, run_experts)
+        rows = _lane_logits(lanes, len(work))
+    return _without_lost(rows, lanes, work)
+
+
+def _without_lost(
+    rows: list[Tensor | Exception], lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]
+) -> list[Tensor | Exception]:
+    """The same, with an error for work that lacked an expert of another rank (`Lane.lost`)."""
+    share = len(work) // len(lanes) if lanes else 0
+    for at, lane in enumerate(lanes):
+        start = 0
+        for index in range(at * share, (at + 1) * share) if lane.lost else ():
+            end = start + len(work[index].token_ids)
+            reasons = [lane.lost[row] for row in sorted(lane.lost) if start <= row < end]
+            if reasons and not isinstance(rows[index], Exception):
+                kind = OffloadError if reasons[0].unreadable else RankError
+                rows[index] = kind(reasons[0].reason)
+            start = end
+    return rows
+
+
+def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
+    """Logits of each item of work as `Backbone.lanes` gives them, or what ended its lane."""
+    rows: list[Tensor | Exception] = []
+    for lane in lanes:
+        try:
+            rows += lane.result()
+        except Exception as error:
+            rows += [error] * (num_work // len(lanes))
+    return rows
+
+
+def _sample(sequence: RunningSequence, rows: Tensor | Exception) -> list[Token] | Exception:
+    """The token after the last row of ``(T, V)`` logits."""
+    if isinstance(rows, Exception):
+        return rows
+    try:
+        return [sequence.sample(rows[-1])]
+    except Exception as error:
+        return error
 
 
 def _accept(
     verifying: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
 ) -> list[Token] | Exception:
-    """The tokens that follow; the sequence's state holds what they follow and no more."""
+    """The next tokens; the cache is cut back to the tokens that were accepted."""
     if not isinstance(rows, Exception) and _num_unread(sequence) > 0:
         return []
     if verifying is None or isinstance(rows, Exception):
-        return sample(sequence, rows)
+        return _sample(sequence, rows)
     assert sequence.cache is not None
     try:
         tokens = verifying.accept(sequence, draft, rows)
@@ -139,7 +269,7 @@ def _accept(
 
 
 def _num_unread(sequence: RunningSequence) -> int:
-    """Tokens of a sequence that its state does not hold: the last, more where it was preempted."""
+    """Tokens of a sequence that its cache lacks: the last; more if it was preempted."""
     assert sequence.cache is not None
     known = len(sequence.prompt_token_ids) + len(sequence.token_ids)
     return known - sequence.cache.length
@@ -148,7 +278,7 @@ def _num_unread(sequence: RunningSequence) -> int:
 def _contexts(
     sequences: Sequence[RunningSequence], work: Sequence[Work], count: int
 ) -> list[list[int]]:
-    """The last tokens up to each one that is read, drafted ones included."""
+    """The last ``count`` tokens up to each one that is read, drafted ones included."""
     contexts = []
     for sequence, item in zip(sequences, work, strict=True):
         unread = _num_unread(sequence)

@@ -189,9 +189,9 @@ class Coordinator:
 
 
 def _num_rows(orders: Mapping[int, Message]) -> int | None:
-    """Tokens that all ranks read in a step; None where a stage of a wave makes that mean little."""
-    waves = [order["wave"] for order in orders.values() if order["wave"] is not None]
-    if not all("pieces" in wave and not wave["pauses"] for wave in waves):
+    """Tokens that all ranks read in a step; None while a batch goes by layer groups."""
+    batches = [order["prefill"] for order in orders.values() if order["prefill"] is not None]
+    if not all("chunks" in batch and not batch["pauses"] for batch in batches):
         return None
-    prompts = sum(piece["size"] for wave in waves for piece in wave["pieces"])
+    prompts = sum(chunk["size"] for batch in batches for chunk in batch["chunks"])
     return prompts + sum(len(order["decode"]) for order in orders.values())

@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from moe.engine.engine import Engine, Event
+from moe.engine.engine import Engine, Event, is_last
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.errors import RankLostError, RequestError
 from moe.parallel.coordinator import Coordinator
-from moe.parallel.orders import OrderQueue, RankScheduler, is_last, layers_of
+from moe.parallel.orders import OrderQueue, RankScheduler, layers_of
 from moe.sequence import RunningSequence
 
 NewEngine = Callable[[int], Engine]
@@ -159,7 +159,7 @@ class ParallelEngine:
         self._homes.clear()
         self._open()
         refused: list[Event] = []
-        for group in sorted(groups, key=lambda group: group.turn):
+        for group in sorted(groups, key=lambda group: group.queue_key):
             try:
                 self.submit(group)
             except RequestError as error:

@@ -76,11 +76,11 @@ class ExpectedLoad:
         self._behind, prompts, decoded = [], [], []
         for step, waiting in planned:
             decoded += [[NO_TOKEN, *sequence.last_tokens(2)][-2:] for sequence in step.decode]
-            pieces = step.wave.pieces if step.wave is not None else []
-            if pieces:
-                layers = range(*layers_of([ScheduledStep([], step.wave)], self._num_layers))
-                prompts.append((layers, _contexts([piece.token_ids for piece in pieces])))
-            begun = [(piece.group, piece.span.stop) for piece in pieces]
+            chunks = step.prefill.chunks if step.prefill is not None else []
+            if chunks:
+                layers = range(*layers_of([ScheduledStep([], step.prefill)], self._num_layers))
+                prompts.append((layers, _contexts([chunk.token_ids for chunk in chunks])))
+            begun = [(chunk.group, chunk.span.stop) for chunk in chunks]
             self._behind.append([*begun, *((group, group.num_read) for group in waiting)])
         self._read.append(
             _StepTokens(prompts, torch.tensor(decoded, dtype=torch.int64).view(-1, 2))

@@ -5,7 +5,7 @@ has a mirror (`moe.parallel.rank_worker`): prompt and tokens, sampler, keys and 
 handles on those, so that the scheduler plans for other ranks as it does for its own.
 
 An order is JSON: ``new`` sequences, ``caches`` to copy or to free, ``ended`` sequences, who
-decodes, and the wave that is read.
+decodes, and the batch that is read.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe.engine.engine import Engine, Event
+from moe.engine.engine import Engine, Event, is_last
 from moe.engine.prefill_batch import (
-    Outcome,
     PrefillBatch,
     PromptChunk,
     ScheduledStep,
     SequenceGroup,
 )
+from moe.engine.runner import Outcome
 from moe.errors import RankError, StructureError
 from moe.network.kv_cache import SequenceKV
 from moe.parallel.transport import Message
@@ -62,7 +62,7 @@ class OrderQueue:
         self._ids: dict[RunningSequence, int] = {}
         self._known: dict[int, RunningSequence] = {}
         self._ended: list[int] = []
-        self._wave: PrefillBatch | None = None
+        self._batch: PrefillBatch | None = None
         self._made: dict[SequenceGroup, list[RemoteCache]] = {}
 
     def new_id(self) -> int:
@@ -83,12 +83,12 @@ class OrderQueue:
 
     def order(self, step: ScheduledStep) -> Message:
         """The rank's part of a step."""
-        pieces = step.wave.pieces if step.wave is not None else []
-        takes_part = [*step.decode, *(s for piece in pieces for s in piece.group.sequences)]
+        chunks = step.prefill.chunks if step.prefill is not None else []
+        takes_part = [*step.decode, *(s for chunk in chunks for s in chunk.group.sequences)]
         message: Message = {"new": [self._introduce(s) for s in takes_part if s not in self._ids]}
         message["decode"] = [[self._ids[s], _cache_id(s.cache)] for s in step.decode]
         message["spare"] = step.spare_tokens if step.spare_tokens != float("inf") else None
-        message["wave"] = None if step.wave is None else self._wave_order(step.wave)
+        message["prefill"] = None if step.prefill is None else self._batch_order(step.prefill)
         message["caches"] = [self.caches.popleft() for _ in range(len(self.caches))]
         message["ended"], self._ended = self._ended, []
         return message
@@ -103,7 +103,7 @@ class OrderQueue:
             if prompt is not None:
                 sequence.prompt_logprobs = [token and _token(token) for token in prompt]
             outcomes.append((sequence, _error(*error) if error else list(map(_token, tokens))))
-        self._settle_wave(step.wave, {s for s, got in outcomes if isinstance(got, Exception)})
+        self._settle_batch(step.prefill, {s for s, got in outcomes if isinstance(got, Exception)})
         for sequence, tokens in outcomes:
             if sequence.cache is not None and not isinstance(tokens, Exception):
                 read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
@@ -123,44 +123,44 @@ class OrderQueue:
             "index": sampler.index,
         }
 
-    def _wave_order(self, wave: PrefillBatch) -> Message:
-        if wave is self._wave:
-            return {"stage": wave.stage}
-        self._wave = wave
+    def _batch_order(self, batch: PrefillBatch) -> Message:
+        if batch is self._batch:
+            return {"layer_group": batch.layer_group}
+        self._batch = batch
         self._made = {}
-        pieces = [self._piece_order(piece) for piece in wave.pieces]
-        return {"stage": wave.stage, "pauses": wave.pauses, "pieces": pieces}
+        chunks = [self._chunk_order(chunk) for chunk in batch.chunks]
+        return {"layer_group": batch.layer_group, "pauses": batch.pauses, "chunks": chunks}
 
-    def _piece_order(self, piece: PromptChunk) -> Message:
-        group = piece.group
+    def _chunk_order(self, chunk: PromptChunk) -> Message:
+        group = chunk.group
         if group.cache is None:
             group.cache = RemoteCache(self, group.sequences[0].capacity)
-        made = [RemoteCache(self, s.capacity) for s in group.sequences[1:] if piece.is_last]
+        made = [RemoteCache(self, s.capacity) for s in group.sequences[1:] if chunk.is_last]
         self._made[group] = made
         return {
             "sequences": [self._ids[sequence] for sequence in group.sequences],
             "caches": [_cache_id(group.cache), *(cache.id for cache in made)],
             "start": group.num_read,
-            "size": len(piece.token_ids),
-            "is_last": piece.is_last,
+            "size": len(chunk.token_ids),
+            "is_last": chunk.is_last,
             "scored": group.prompt_logprobs is not None,
         }
 
-    def _settle_wave(self, wave: PrefillBatch | None, failed: set[RunningSequence]) -> None:
+    def _settle_batch(self, batch: PrefillBatch | None, failed: set[RunningSequence]) -> None:
         """Hand the state of prompts that have been read to their sequences."""
-        if wave is None or not wave.is_last_stage:
+        if batch is None or not batch.is_last_layer_group:
             return
-        for piece in wave.pieces:
-            group = piece.group
-            if piece.group.cancelled:
+        for chunk in batch.chunks:
+            group = chunk.group
+            if chunk.group.cancelled:
                 continue
             if group.sequences[0] in failed:
                 group.cache = None
-            elif piece.is_last:
+            elif chunk.is_last:
                 caches, group.cache = [group.cache, *self._made[group]], None
                 for sequence, cache in zip(group.sequences, caches, strict=True):
                     sequence.cache = cache
-        self._wave, self._made = None, {}
+        self._batch, self._made = None, {}
 
 
 def _cache_id(cache: object) -> int:
@@ -195,7 +195,7 @@ class RemoteRunner:
     def run(self, step: ScheduledStep) -> list[Outcome]:
         raise AssertionError("this engine plans only")
 
-    def follow(self, wave: PrefillBatch | None) -> None:
+    def keep_prefill(self, batch: PrefillBatch | None) -> None:
         """The next order says what is read."""
 
 
@@ -213,13 +213,13 @@ class RankScheduler:
 
     def plan(self) -> tuple[ScheduledStep, Message]:
         """The rank's next step, and how it is told."""
-        step = self.engine.plan()
+        step = self.engine.schedule()
         used = self.engine.scheduler.num_used_tokens() + len(step.decode)
         return step, self.desk.order(step) | {"used": used}
 
     def take_in(self, reply: Message, step: ScheduledStep) -> list[Event]:
         """What became of the step."""
-        events = self.engine.take_in(self.desk.outcomes(reply, step))
+        events = self.engine.process_outputs(self.desk.outcomes(reply, step))
         self.desk.forget([sequence for sequence, event in events if is_last(event)])
         return events
 
@@ -232,14 +232,14 @@ class RankScheduler:
         unsaid = sum(min(s.max_new_tokens - len(s.token_ids), _FORESEEN) for s in sequences)
         known = 0
         if scheduler.prefixes is not None:
-            known = scheduler.prefixes.known(group.sequences[0].salt, group.token_ids)
+            known = scheduler.prefixes.num_cached(group.sequences[0].salt, group.token_ids)
         return unread + unsaid - known
 
     def unfinished(self) -> list[SequenceGroup]:
         """Everything that has not ended, as if nothing of it had been read."""
         groups = [*self._groups(), *(SequenceGroup([s]) for s in self.engine.scheduler.running)]
         for group in groups:
-            group.forget()
+            group.restart()
             for sequence in group.sequences:
                 sequence.cache = None
         return [group for group in groups if not group.cancelled]
@@ -247,13 +247,8 @@ class RankScheduler:
     def _groups(self) -> list[SequenceGroup]:
         """Prompts that wait or are being read."""
         scheduler = self.engine.scheduler
-        pieces = scheduler.wave.pieces if scheduler.wave is not None else []
-        return [*scheduler.waiting, *(piece.group for piece in pieces)]
-
-
-def is_last(event: object) -> bool:
-    """Whether a sequence gets no more after this."""
-    return isinstance(event, Exception) or getattr(event, "finish_reason", None) is not None
+        chunks = scheduler.prefilling.chunks if scheduler.prefilling is not None else []
+        return [*scheduler.waiting, *(chunk.group for chunk in chunks)]
 
 
 def layers_of(steps: Iterable[ScheduledStep], num_layers: int) -> tuple[int, int]:
@@ -262,7 +257,12 @@ def layers_of(steps: Iterable[ScheduledStep], num_layers: int) -> tuple[int, int
     for step in steps:
         if step.decode:
             return 0, num_layers
-        if (wave := step.wave) is not None:
-            ends = (*wave.pauses, num_layers)
-            spans.append((wave.pauses[wave.stage - 1] if wave.stage else 0, ends[wave.stage]))
+        if (batch := step.prefill) is not None:
+            ends = (*batch.pauses, num_layers)
+            spans.append(
+                (
+                    batch.pauses[batch.layer_group - 1] if batch.layer_group else 0,
+                    ends[batch.layer_group],
+                )
+            )
     return (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else (0, 0)

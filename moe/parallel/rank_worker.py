@@ -14,13 +14,12 @@ from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
 from moe.engine.borrowing import KVBorrowing
 from moe.engine.prefill_batch import (
-    Outcome,
     PrefillBatch,
     PromptChunk,
     ScheduledStep,
     SequenceGroup,
 )
-from moe.engine.runner import ModelRunner
+from moe.engine.runner import ModelRunner, Outcome
 from moe.network.kv_cache import SequenceCache
 from moe.network.moe_layer import MoELayers
 from moe.parallel.expected_load import ExpectedLoad
@@ -62,13 +61,13 @@ class EngineMirror:
         self._runner = runner
         self._logits_size = logits_size
         self._structures = structures
-        self._borrowed = borrowed
+        self._borrowing = borrowed
         self._sequences: dict[int, RunningSequence] = {}
         self._numbers: dict[RunningSequence, int] = {}
         self._caches: dict[int, SequenceCache] = {}
         self._groups: dict[int, SequenceGroup] = {}
-        self._wave: PrefillBatch | None = None
-        self._wave_caches: list[list[int]] = []
+        self._batch: PrefillBatch | None = None
+        self._batch_caches: list[list[int]] = []
 
     def _prepare(self, order: Message) -> None:
         """What an order wants before its step: new sequences, and caches copied or freed."""
@@ -91,21 +90,21 @@ class EngineMirror:
     def rest(self, order: Message) -> None:
         """Free what an order says where no step follows."""
         self._prepare(order)
-        self._wave = None
-        self._runner.follow(None)
+        self._batch = None
+        self._runner.keep_prefill(None)
 
     def run(self, order: Message, halves: bool) -> Message:
         """Prepare, compute the step, in halves or not, and say what came of it."""
         self._prepare(order)
-        if self._borrowed is not None:
-            self._borrowed.follow(order["used"])
-        self._wave = self._ordered_wave(order["wave"])
+        if self._borrowing is not None:
+            self._borrowing.resize_for(order["used"])
+        self._batch = self._ordered_batch(order["prefill"])
         decode = [self._sequences[number] for number, _ in order["decode"]]
         for sequence, (_, cache) in zip(decode, order["decode"], strict=True):
             sequence.cache = self._caches[cache]
         spare = float("inf") if order["spare"] is None else order["spare"]
-        outcomes = self._runner.run(ScheduledStep(decode, self._wave, spare, halves))
-        self._settle_wave()
+        outcomes = self._runner.run(ScheduledStep(decode, self._batch, spare, halves))
+        self._settle_batch()
         for sequence in decode:
             sequence.cache = None  # the table holds it, until rank 0 says that it is free
         return {"outcomes": [self._said(outcome) for outcome in outcomes]}
@@ -125,18 +124,18 @@ class EngineMirror:
         sequence.token_ids = fields["tokens"]
         return sequence
 
-    def _ordered_wave(self, order: Message | None) -> PrefillBatch | None:
+    def _ordered_batch(self, order: Message | None) -> PrefillBatch | None:
         if order is None:
             return None
-        if "pieces" in order:
-            self._wave_caches = [piece["caches"] for piece in order["pieces"]]
-            pieces = [self._piece(piece) for piece in order["pieces"]]
-            return PrefillBatch(pieces, tuple(order["pauses"]), order["stage"])
-        assert self._wave is not None
-        self._wave.stage = order["stage"]
-        return self._wave
+        if "chunks" in order:
+            self._batch_caches = [chunk["caches"] for chunk in order["chunks"]]
+            chunks = [self._chunk(chunk) for chunk in order["chunks"]]
+            return PrefillBatch(chunks, tuple(order["pauses"]), order["layer_group"])
+        assert self._batch is not None
+        self._batch.layer_group = order["layer_group"]
+        return self._batch
 
-    def _piece(self, order: Message) -> PromptChunk:
+    def _chunk(self, order: Message) -> PromptChunk:
         first = order["sequences"][0]
         sequences = [self._sequences[number] for number in order["sequences"]]
         group = self._groups.get(first)
@@ -147,14 +146,14 @@ class EngineMirror:
         end = order["start"] + order["size"]
         return PromptChunk(group, group.token_ids[order["start"] : end], order["is_last"])
 
-    def _settle_wave(self) -> None:
-        """Note the caches of a wave under the numbers that rank 0 knows them by."""
-        if self._wave is None:
+    def _settle_batch(self) -> None:
+        """Note the caches of a batch under the numbers that rank 0 knows them by."""
+        if self._batch is None:
             return
-        for piece, numbers in zip(self._wave.pieces, self._wave_caches, strict=True):
-            group = piece.group
+        for chunk, numbers in zip(self._batch.chunks, self._batch_caches, strict=True):
+            group = chunk.group
             caches = [group.cache]
-            if self._wave.is_last_stage and piece.is_last:
+            if self._batch.is_last_layer_group and chunk.is_last:
                 caches = [sequence.cache for sequence in group.sequences]
                 self._groups.pop(self._numbers.get(group.sequences[0], -1), None)
                 for sequence in group.sequences:
@@ -162,8 +161,8 @@ class EngineMirror:
             for number, cache in zip(numbers, caches, strict=False):
                 if cache is not None and not group.cancelled:
                     self._caches[number] = cache
-        if self._wave.is_last_stage:
-            self._wave = None
+        if self._batch.is_last_layer_group:
+            self._batch = None
 
     def _said(self, outcome: Outcome) -> list[Any]:
         sequence, tokens = outcome

@@ -61,7 +61,7 @@ class BlockAnswer(ABC):
             self._reader = self._chat.answer_reader(self._codec, event.prompt_token_ids)
         said = self._reader.take(delta.text, delta.finish_reason)
         self.num_new += 1
-        self.num_known = delta.num_known
+        self.num_known = delta.num_cached_tokens
         made = self._added("reasoning", said.thought)
         for piece in said.pieces:
             if isinstance(piece, Called):

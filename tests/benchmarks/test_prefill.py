@@ -21,7 +21,7 @@ from moe.settings import PrefillSettings
 
 SHAPE = Shape(
     layers=2,
-    work=LayerWork(trunk=4, pair=1, expert=5, top_k=2),
+    work=LayerWork(backbone=4, pair=1, expert=5, top_k=2),
     expert_bytes=100,
     trunk_bytes=50,
     head_operations=7,

@@ -24,7 +24,7 @@ class FakeSequence:
     max_new_tokens: int
     priority: int = 0
     token_ids: list[int] = field(default_factory=list)
-    turn: tuple[int, int] = (0, 0)
+    queue_key: tuple[int, int] = (0, 0)
     cache: Any = None
     cancelled: bool = False
 
@@ -47,18 +47,18 @@ def is_done(sequence: RunningSequence) -> bool:
 
 def run_step(planner: Scheduler) -> Counter[RunningSequence]:
     """What the engine does in a step; tokens that each sequence got. Memory is counted anew."""
-    step = planner.plan()
+    step = planner.schedule()
     held = sum(len(s.prompt_token_ids) + len(s.token_ids) for s in step.decode)
     held += sum(group.num_read for group in planner.waiting)
     served = list(step.decode)
-    for piece in step.wave.pieces if step.wave is not None else ():
-        held += piece.group.num_kv
-        assert piece.token_ids, "a piece without tokens"
-        assert step.wave is not None
-        if step.wave.is_last_stage and piece.is_last and not piece.group.cancelled:
-            served += [s for s in piece.group.sequences if not s.token_ids]  # others have theirs
+    for chunk in step.prefill.chunks if step.prefill is not None else ():
+        held += chunk.group.num_kv
+        assert chunk.token_ids, "a chunk without tokens"
+        assert step.prefill is not None
+        if step.prefill.is_last_layer_group and chunk.is_last and not chunk.group.cancelled:
+            served += [s for s in chunk.group.sequences if not s.token_ids]  # others have theirs
     assert held <= planner.kv_tokens
     for sequence in served:
         sequence.token_ids.append(0)
-    planner.finish([sequence for sequence in served if is_done(sequence)])
+    planner.update([sequence for sequence in served if is_done(sequence)])
     return Counter(served)

@@ -111,14 +111,14 @@ def test_log_probabilities_do_not_depend_on_having_given_way(
     alone = [_answers(model.engine(), model, [prompt])[0] for prompt in prompts]
     engine, gave_way = model.engine(), 0
     scheduler = engine.scheduler
-    scheduler.kv_tokens, give_up = 100, scheduler._give_up_last
+    scheduler.kv_tokens, give_up = 100, scheduler._preempt
 
     def count() -> bool:
         nonlocal gave_way
         gave_way += 1
         return give_up()
 
-    scheduler._give_up_last = count  # type: ignore[method-assign]
+    scheduler._preempt = count  # type: ignore[method-assign]
     assert _answers(engine, model, prompts) == alone
     assert gave_way > 2
 

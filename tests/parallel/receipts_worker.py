@@ -24,7 +24,7 @@ from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
-from moe.engine.halves import run_overlapped
+from moe.engine.overlap import run_overlapped
 from moe.loading.memory_plan import GIB
 from moe.network.kv_cache import SequenceCache, Work
 from moe.network.lanes import run_lanes

@@ -84,7 +84,7 @@ def test_prompts_of_all_ranks_come_in_their_order_and_who_runs_goes_on(
     arrivals = ExpectedLoad(table, LAYERS)
     first, second, running = group([0] * 8), group([1] * 2 + [2] * 4), group([3, 3])
     for _ in range(2):
-        step = ScheduledStep(running.sequences, read(first, 3)[0].wave)
+        step = ScheduledStep(running.sequences, read(first, 3)[0].batch)
         arrivals.see([(step, [second]), (ScheduledStep([], None), [group([3])])])
         first.num_read += 3
     found = arrivals.of_layer(0, AHEAD)
@@ -100,10 +100,10 @@ def test_a_layer_that_a_wave_has_not_reached_has_seen_nothing_of_it(
     group: NewGroup, table: TokenTable
 ) -> None:
     arrivals, one = ExpectedLoad(table, LAYERS), group([2] * 5)
-    wave = PrefillBatch([PromptChunk(one, one.token_ids, is_last=True)], pauses=(1,))
+    batch = PrefillBatch([PromptChunk(one, one.token_ids, is_last=True)], pauses=(1,))
     for stage in range(2):
-        wave.stage = stage
-        arrivals.see([(ScheduledStep([], wave), [])])
+        batch.layer_group = stage
+        arrivals.see([(ScheduledStep([], batch), [])])
     other = group([1] * 3)
     arrivals.see([(read(other, 3)[0], [group([0] * 4)])])
     founds = [arrivals.of_layer(layer, AHEAD) for layer in range(2)]
@@ -142,8 +142,8 @@ class Seen(Loopback):
         arrivals.see(planned)
         (seen,) = arrivals._read
         assert len(seen.decoded) == sum(len(order["decode"]) for order in orders.values())
-        waves = [order["wave"] for order in orders.values() if order["wave"] is not None]
-        size = sum(piece["size"] for wave in waves for piece in wave["pieces"])
+        batches = [order["prefill"] for order in orders.values() if order["prefill"] is not None]
+        size = sum(chunk["size"] for batch in batches for chunk in batch["chunks"])
         assert sum(len(own) for _, own in seen.prompts) == size
         self.read += size
         self.most_behind = max(self.most_behind, sum(map(len, arrivals._coming(1000))))
@@ -158,4 +158,4 @@ def test_arrivals_are_what_ranks_are_told_to_read(tiny_moe: Callable[[str], MoE]
     model.profile = whole
     tokens_of(engine, model, PARAMS)
     assert loopback.read == sum(map(len, PROMPTS))
-    assert loopback.most_behind == loopback.read - 2 * 16  # all but the first two pieces
+    assert loopback.most_behind == loopback.read - 2 * 16  # all but the first two chunks

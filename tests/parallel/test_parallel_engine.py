@@ -57,7 +57,7 @@ class Loopback:
         self.steps += 1
         if self.steps in self.lost_at:
             raise RankLostError("somebody is lost")
-        self.worked.update(r for r, order in orders.items() if order["decode"] or order["wave"])
+        self.worked.update(r for r, order in orders.items() if order["decode"] or order["prefill"])
         still: dict[str, Any] = {
             "ended_engines": [],
             "moves": None,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.engine.scheduler import choose_batch, expected_units
+from moe.engine.expert_aware_order import choose_batch, expected_units
 
 
 def needs_of(groups: list[int], units: int = 8) -> np.ndarray:

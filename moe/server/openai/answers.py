@@ -59,7 +59,7 @@ class OpenAIAnswer(ABC):
         parts = [self._reported(completion) for completion in collect(events)]
         choices = [self._ended(self.choice, part) for part in parts]
         self._num_prompt, self._num_new = num_prompt, sum(len(part.tokens) for part in parts)
-        self._known = {event.prompt: event.delta.num_known for event in events}
+        self._known = {event.prompt: event.delta.num_cached_tokens for event in events}
         about = {**self._common, "object": self.whole_object, "choices": choices}
         return about | {"usage": self._usage()}
 
@@ -78,7 +78,7 @@ class OpenAIAnswer(ABC):
         """
         part = self._reported(*collect([event]))
         self._num_new += len(part.tokens)
-        self._known[event.prompt] = event.delta.num_known
+        self._known[event.prompt] = event.delta.num_cached_tokens
         choice = self._ended(self.delta, part)
         if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
             return [self._chunk([choice])]

@@ -37,7 +37,7 @@ def borrowed(slots: int) -> tuple[KVBorrowing, Any]:
 def test_both_together_never_take_more_than_was_planned(slots: int, used: list[int]) -> None:
     memory, cache = borrowed(slots)
     for tokens in used:
-        memory.follow(tokens)
+        memory.resize_for(tokens)
         assert slots <= cache.slots
         assert cache.slots * SLOT + min(tokens, KV_TOKENS) * TOKEN <= (
             slots * SLOT + KV_TOKENS * TOKEN
@@ -46,21 +46,21 @@ def test_both_together_never_take_more_than_was_planned(slots: int, used: list[i
 
 def test_an_empty_pool_is_lent_and_given_back() -> None:
     memory, cache = borrowed(100)
-    memory.follow(0)
+    memory.resize_for(0)
     assert cache.slots == 160  # 60 slots of keys and values
-    memory.follow(KV_TOKENS)
+    memory.resize_for(KV_TOKENS)
     assert cache.slots == 100
 
 
 def test_small_changes_change_nothing() -> None:
     memory, cache = borrowed(320)  # in strides of 10 slots
-    memory.follow(1000)
+    memory.resize_for(1000)
     assert cache.sizes == [350]
     for tokens in (990, 700, 1000, 980):
-        memory.follow(tokens)
+        memory.resize_for(tokens)
     assert cache.sizes == [350]
-    memory.follow(300)
-    memory.follow(1010)
+    memory.resize_for(300)
+    memory.resize_for(1010)
     assert cache.sizes == [350, 370, 340]
 
 
@@ -71,5 +71,5 @@ def test_a_read_that_hangs_leaves_the_border_where_it_is() -> None:
         raise OffloadError("a read does not end")
 
     cache.resize = refuse
-    memory.follow(0)
+    memory.resize_for(0)
     assert cache.slots == 100

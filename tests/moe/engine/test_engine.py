@@ -29,7 +29,7 @@ def test_cancelling_between_steps_frees_all_and_disturbs_nobody(
     groups = [model.request(prompt, GREEDY) for prompt in prompts]
     for group in groups:
         engine.submit(group)
-    assert engine.step() == []  # the first stage of the wave
+    assert engine.step() == []  # the first stage of the batch
     engine.cancel(groups[1])
     while not engine.idle:
         engine.step()
@@ -49,19 +49,19 @@ def test_cancelling_the_last_reader_of_a_wave_frees_its_lanes_at_once(
     engine.submit(group)
     engine.step()
     assert isinstance(engine.runner, ModelRunner)
-    reading = engine.runner._reading
+    reading = engine.runner._prefill_pass
     assert reading is not None
     engine.cancel(group)
     assert engine.idle
     assert [lane.state for lane in reading.lanes] == [LaneState.CANCELLED]
-    assert engine.runner._reading is None
+    assert engine.runner._prefill_pass is None
     assert engine.scheduler.num_used_tokens() == 0
 
 
 def test_failing_experts_end_those_who_waited_there_and_nobody_else(
     tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The experts fail once, while a prompt is read in the middle of its wave."""
+    """The experts fail once, while a prompt is read in the middle of its batch."""
     model = MoE.from_pretrained(
         tiny_checkpoint("qwen3_moe"), prefill={"mode": "layered", "group_tokens": 20}
     )

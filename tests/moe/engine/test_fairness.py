@@ -68,7 +68,7 @@ def test_random_arrivals_priorities_and_cancellations(
             if request.arrives == clock:
                 planner.submit(group)
             if clock == request.cancelled_at:
-                planner.drop(group)
+                planner.cancel(group)
         if clock > 27 and planner.idle:
             break
         waiting = [g for g in planner.waiting if not g.num_read and g in groups]
@@ -77,13 +77,13 @@ def test_random_arrivals_priorities_and_cancellations(
         assert max(served.values(), default=1) == 1
         # Stall-free: who was running has got a token, unless its memory was given up.
         again = {s for g in planner.waiting for s in g.sequences}
-        if planner.wave is not None:
-            again |= {s for piece in planner.wave.pieces for s in piece.group.sequences}
+        if planner.prefilling is not None:
+            again |= {s for chunk in planner.prefilling.chunks for s in chunk.group.sequences}
         assert decoding <= set(served) | again
         started = [g for g in waiting if g.num_read or g not in planner.waiting]
         left = [g for g in waiting if g not in started]
         # Sooner turns first: nobody who waits is overtaken by a later turn.
-        assert all(g.turn < other.turn for g in started for other in left)
+        assert all(g.queue_key < other.queue_key for g in started for other in left)
     assert planner.idle, "somebody starves"
     assert planner.num_used_tokens() == 0
     for group, request in groups.items():
@@ -107,7 +107,7 @@ def test_turns_follow_the_rule_of_ageing(requests: list[Request], age: int) -> N
         for later, other in arrived[first + 1 :]:
             head_start = (request.priority - later.priority) * age
             overtakes = later.arrives - request.arrives < head_start
-            assert (other.turn < group.turn) == overtakes
+            assert (other.queue_key < group.queue_key) == overtakes
 
 
 def test_a_low_priority_waits_no_longer_than_its_age_under_a_flood_of_high_ones() -> None:
@@ -160,12 +160,12 @@ def test_a_wave_in_flight_outlives_a_running_sequence_of_a_later_turn() -> None:
     run_step(planner)
     planner.submit(high)
     run_step(planner)
-    wave = planner.wave
-    assert wave is not None
-    while not planner.waiting and planner.wave:
+    batch = planner.prefilling
+    assert batch is not None
+    while not planner.waiting and planner.prefilling:
         run_step(planner)
     assert planner.waiting[0].sequences == low.sequences
-    assert wave.is_last_stage or planner.wave is wave
+    assert batch.is_last_layer_group or planner.prefilling is batch
 
 
 def test_a_half_read_prompt_gives_way_to_an_urgent_one() -> None:
@@ -187,8 +187,8 @@ def test_a_wave_that_nobody_waits_for_ends() -> None:
     group = Request(12, 1, 1, 0, 0, None).group()
     planner.submit(group)
     run_step(planner)
-    assert planner.wave is not None
-    planner.drop(group)
+    assert planner.prefilling is not None
+    planner.cancel(group)
     assert planner.idle
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from moe import MoE, SamplingParams
 from moe.calibration.artefacts import FOLDER
 from moe.cli import main
+from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.scheduler import ExpertAwareOrder, Scheduler
+from moe.engine.scheduler import Scheduler
 from moe.settings import EngineSettings, PrefillSettings
 from routing.predict.forecast import Floats
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step
@@ -37,7 +38,7 @@ def planner(patience: int, batch: int = 2) -> Scheduler:
         EngineSettings(max_batch_size=batch, overlap_patience=patience),
         None,
         lambda prompts: (),
-        grouping=ExpertAwareOrder(expect, patience),  # type: ignore[arg-type]
+        expert_order=ExpertAwareOrder(expect, patience),  # type: ignore[arg-type]
     )
 
 

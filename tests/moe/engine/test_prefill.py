@@ -24,7 +24,7 @@ from moe.settings import PrefillSettings
 from routing import Routing, RoutingStatistics
 
 UNIFORM = [np.full(128, 8 / 128)]  # one layer of 128 experts, top-8
-EVEN = LayerWork(trunk=8, pair=0, expert=1, top_k=8)
+EVEN = LayerWork(backbone=8, pair=0, expert=1, top_k=8)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_frequencies_are_counts_over_tokens() -> None:
 
 def test_stages_count_experts_as_the_router_did() -> None:
     statistics = RoutingStatistics([16] * 12)
-    work = LayerWork(trunk=1, pair=0, expert=1, top_k=1)
+    work = LayerWork(backbone=1, pair=0, expert=1, top_k=1)
     planner = PrefillPlanner(PrefillSettings(group_tokens=64), work, statistics)
     assert planner.pauses([range(64)]) == ()
     # Four layers would be as long as a chunk, and the first stage has an attention more.

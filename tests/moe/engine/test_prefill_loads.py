@@ -81,7 +81,7 @@ def test_stall_free_and_loads_follow_the_formula(model: MoE, mode: Mode, length:
 
 
 def test_a_chunk_shares_its_experts_and_a_sleeping_wave_leaves_them_to_decoding(model: MoE) -> None:
-    """By reader: in most steps of a layered wave, a layer is read for decoding alone."""
+    """By reader: in most steps of a layered batch, a layer is read for decoding alone."""
     prompt = excerpt(model, "prose", 700)
     by = {}
     for mode in ("chunked", "layered"):

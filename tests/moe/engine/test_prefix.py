@@ -48,7 +48,7 @@ def test_the_longest_known_prefix_is_found(
             while same < min(len(kinds), len(wanted)) and kinds[same] == wanted[same]:
                 same += 1
             expected = max(expected, same)
-    taken = cache.take(str(salt), ids, capacity=200)
+    taken = cache.match(str(salt), ids, capacity=200)
     assert (taken.length if taken else 0) == expected * BLOCK
     if taken is not None:
         assert taken.read(0, taken.length)[0].flatten().tolist() == ids[: taken.length]
@@ -59,12 +59,12 @@ def test_the_least_recently_used_makes_room() -> None:
     first, second, third = ([kind] * BLOCK for kind in (1, 2, 3))
     cache.add("", first, stored(first))
     cache.add("", second, stored(second))
-    assert cache.take("", [*first, 9], 99) is not None
+    assert cache.match("", [*first, 9], 99) is not None
     cache.add("", third, stored(third))
     assert cache.num_tokens == 2 * BLOCK
-    assert cache.take("", [*second, 9], 99) is None
-    assert cache.take("", [*first, 9], 99) is not None
-    assert cache.take("", [*third, 9], 99) is not None
+    assert cache.match("", [*second, 9], 99) is None
+    assert cache.match("", [*first, 9], 99) is not None
+    assert cache.match("", [*third, 9], 99) is not None
     assert cache.evictions == 1
 
 
@@ -77,15 +77,15 @@ def test_what_goes_on_takes_the_place_of_its_beginning() -> None:
     second = [*first, *[1] * BLOCK]
     cache.add("", second, stored(second))
     assert cache.num_tokens == len(other) + len(second)
-    assert cache.known("", [*first, 9]) == BLOCK
-    assert cache.known("", [*other, 9]) == BLOCK
+    assert cache.num_cached("", [*first, 9]) == BLOCK
+    assert cache.num_cached("", [*other, 9]) == BLOCK
     assert cache.evictions == 0
 
 
 def test_one_token_is_always_left_to_read() -> None:
     cache, ids = PrefixCache(100), [1] * BLOCK
     cache.add("", ids, stored(ids))
-    assert cache.take("", ids, 99) is None
+    assert cache.match("", ids, 99) is None
 
 
 def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) -> None:

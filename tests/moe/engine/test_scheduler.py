@@ -1,4 +1,4 @@
-"""Planning without a model: what a wave is, who gives way, and what is refused."""
+"""Planning without a model: what a batch is, who gives way, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def test_a_layered_wave_takes_one_stage_for_each_group_of_tokens() -> None:
     planner.submit(group(6, 2))
     stages = []
     for _ in range(3):
-        step = planner.plan()
-        assert step.wave is not None
-        stages.append((step.wave.stage, step.wave.num_stages, len(step.wave.pieces)))
-        planner.finish(())
+        step = planner.schedule()
+        assert step.prefill is not None
+        stages.append(
+            (step.prefill.layer_group, step.prefill.num_layer_groups, len(step.prefill.chunks))
+        )
+        planner.update(())
     assert stages == [(0, 3, 2), (1, 3, 2), (2, 3, 2)]
 
 
@@ -34,10 +36,10 @@ def test_chunks_share_the_budget_with_running_sequences() -> None:
     planner.submit(group(11, 1))
     sizes: list[list[int]] = []
     while not sizes or planner.waiting:
-        step = planner.plan()
-        assert step.wave is not None
-        sizes.append([len(piece.token_ids) for piece in step.wave.pieces])
-        planner.finish(())
+        step = planner.schedule()
+        assert step.prefill is not None
+        sizes.append([len(chunk.token_ids) for chunk in step.prefill.chunks])
+        planner.update(())
     assert sizes == [[5], [5], [1]]
 
 
@@ -58,9 +60,9 @@ def test_a_dropped_group_gets_nothing_and_others_go_on() -> None:
     first, second = group(6, 2), group(6, 2)
     planner.submit(first)
     planner.submit(second)
-    planner.plan()
-    planner.finish(())
-    planner.drop(first)
+    planner.schedule()
+    planner.update(())
+    planner.cancel(first)
     while not planner.idle:
         run_step(planner)
     assert (len(first.sequences[0].token_ids), len(second.sequences[0].token_ids)) == (0, 2)
@@ -71,10 +73,10 @@ def test_cancelling_a_preempted_sequence_ends_it_in_the_middle_of_its_wave() -> 
     old, young = group(6, 9), group(6, 9)
     planner.submit(old)
     planner.submit(young)
-    while not (planner.wave and young.sequences[0].token_ids):
+    while not (planner.prefilling and young.sequences[0].token_ids):
         run_step(planner)
-    assert planner.wave.pieces[0].group.sequences == young.sequences
-    planner.drop(young)
+    assert planner.prefilling.chunks[0].group.sequences == young.sequences
+    planner.cancel(young)
     got = len(young.sequences[0].token_ids)
     while not planner.idle:
         run_step(planner)

@@ -1,4 +1,4 @@
-"""Where a layered wave sleeps: no step is longer than a chunk, and no pause is in vain."""
+"""Where a layered batch sleeps: no step is longer than a chunk, and no pause is in vain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPTS = st.lists(
 def chunk_cost(work: LayerWork, positions: list[tuple[int, int]]) -> float:
     """Of tokens given as (prompt, position), each compared with all keys of its prompt so far."""
     ends = {prompt: position + 1 for prompt, position in positions}
-    return sum(work.trunk + work.experts + work.pair * ends[prompt] for prompt, _ in positions)
+    return sum(work.backbone + work.experts + work.pair * ends[prompt] for prompt, _ in positions)
 
 
 @given(WORK, st.integers(1, 1024), PROMPTS, st.integers(1, 60))
@@ -51,7 +51,7 @@ def test_no_stage_is_longer_than_the_longest_chunk(
         assert not pauses
     chunks = [tokens[start : start + group] for start in range(0, len(tokens), group)]
     limit = layers * max(chunk_cost(work, chunk) for chunk in chunks)
-    attention = sum(work.trunk + work.pair * (position + 0.5) for _, position in tokens)
+    attention = sum(work.backbone + work.pair * (position + 0.5) for _, position in tokens)
     experts = len(tokens) * work.experts
     parts = [attention, experts] * layers
     edges = [0, *(2 * layer + 1 for layer in pauses), len(parts)]
@@ -65,13 +65,13 @@ def test_no_stage_is_longer_than_the_longest_chunk(
 @pytest.mark.parametrize("tokens", [512, 1000, 2048, 8192])
 def test_with_even_work_the_stages_are_those_of_the_paper(tokens: int) -> None:
     """``G = ceil(tokens / 512)`` of arXiv 2510.08055, and one more where it does not come out."""
-    work = LayerWork(trunk=8, pair=0, expert=1, top_k=8)
+    work = LayerWork(backbone=8, pair=0, expert=1, top_k=8)
     stages = len(layer_group_pauses(work, 512, [range(tokens)], num_layers=48)) + 1
     assert -(-tokens // 512) <= stages <= -(-tokens // 512) + 1
 
 
 def test_short_prompts_do_not_pay_for_each_other_s_keys() -> None:
-    work = LayerWork(trunk=1, pair=0.001, expert=1, top_k=1)
+    work = LayerWork(backbone=1, pair=0.001, expert=1, top_k=1)
     one = layer_group_pauses(work, 512, [range(8192)], num_layers=48)
     assert len(one) < len(layer_group_pauses(work, 512, [range(256)] * 32, num_layers=48)) <= 48
 
@@ -85,7 +85,7 @@ def test_a_model_s_work_is_that_of_its_matrices(bits: int | None) -> None:
     keys = config.num_key_value_heads
     projections = config.hidden_size * own * (2 * heads + 2 * keys)
     router = config.hidden_size * config.num_experts
-    assert work.trunk == 2 * (projections + router)
+    assert work.backbone == 2 * (projections + router)
     assert work.pair == 4 * heads * own
     assert work.expert == 6 * config.hidden_size * config.moe_intermediate_size
     assert work.top_k == config.num_experts_per_tok

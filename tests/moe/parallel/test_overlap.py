@@ -15,7 +15,7 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
-from moe.engine.halves import run_overlapped
+from moe.engine.overlap import run_overlapped
 from moe.network.lanes import ExpertCall, Lane, LaneState, call_experts
 from moe.network.moe_layer import MoELayers
 from moe.parallel.overlap import AGAIN, TRIALS, Overlap

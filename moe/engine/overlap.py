@@ -1,9 +1,8 @@
-"""Two halves of a pass: while the rows of one travel, the other computes.
+"""Overlapped passes (dual micro-batches): while the rows of one half travel, the other computes.
 
 All ranks walk the layers of the pass in the same order, with both halves at each layer: rows of the
 first half leave, the second half comes to the layer, its rows leave, what was received of the first
-half is served, and so on. A half without tokens joins. `moe.parallel.overlap` decides whether it
-pays.
+half is served, and so on. A half without tokens joins. It runs where ``parallel.overlap`` is on.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ def run_overlapped(
     experts: MoELayers,
     pause_at: Mapping[Lane, int] | None = None,
 ) -> None:
-    """Drive the lanes of both halves as `moe.network.lanes.run_lanes` does, in a block of
-    `MoELayers.lockstep` whose layers are all visited here."""
+    """Drive the lanes of both halves as `moe.network.lanes.run_lanes` does.
+
+    Call it in a block of `MoELayers.lockstep`, all of whose layers are visited here.
+    """
     first, second = (_MicroBatch(lanes, experts, pause_at or {}) for lanes in halves)
     try:
         _walk(first, second, experts.take_pass())
@@ -52,7 +53,7 @@ def _walk(first: _MicroBatch, second: _MicroBatch, layers: Sequence[int]) -> Non
 
 
 class _MicroBatch:
-    """Lanes that come to layers together."""
+    """One half: lanes that come to layers together."""
 
     def __init__(
         self, lanes: Sequence[Lane], experts: MoELayers, pauses: Mapping[Lane, int]
@@ -66,7 +67,7 @@ class _MicroBatch:
                 lane.start()
 
     def depart(self, layer: int) -> None:
-        """Rows of the lanes that wait at this layer leave."""
+        """Send the rows of the lanes that wait at this layer."""
         dispatcher = self._experts.dispatcher
         assert isinstance(dispatcher, AllToAllDispatcher)
         self._layer, self._dispatcher = layer, dispatcher
@@ -78,7 +79,7 @@ class _MicroBatch:
             self._sent = dispatcher.start_dispatch(layer, hidden, routing)
 
     def serve(self) -> None:
-        """What this rank serves of the half is computed, and leaves."""
+        """Compute the rows received for this half, and send the results back."""
         with self._mode():
             arrived = self._dispatcher.finish_dispatch(self._sent)
             experts = self._experts.layers[self._layer]
@@ -86,7 +87,7 @@ class _MicroBatch:
             self._returning = self._dispatcher.start_combine(arrived, rows, failures)
 
     def arrive(self) -> None:
-        """The lanes go on with their rows, to the next layer or the end."""
+        """Resume the lanes with their results, to the next layer or the end."""
         with self._mode():
             combined = self._dispatcher.finish_combine(self._returning)
         try:
@@ -100,7 +101,7 @@ class _MicroBatch:
                 lane.resume(rows)
 
     def give_up(self, error: Exception) -> None:
-        """Tell all lanes that there is no way on."""
+        """Fail the lanes that wait, and cancel the others."""
         for lane in self._lanes:
             if lane.state is LaneState.WAITING:
                 lane.fail(error)

@@ -1,0 +1,119 @@
+"""``engine.overlap_patience``: waiting requests that share experts with the running ones go first.
+
+A step reads each expert once for all sequences, so sequences that need the same experts cost less
+together (ExpertFlow's token scheduling; Read-ME's expert-aware batching). The token table of
+`moe calibrate` predicts from a prompt which experts its request will need. The queue changes its
+order only where that is expected to save expert reads, and patience bounds how often a request is
+overtaken, so nobody starves. Legend: S waiting sequences, U units (experts of all layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from moe.calibration.foresight import Expect
+from moe.engine.prefill_batch import SequenceGroup
+from moe.sequence import RunningSequence
+from routing.predict.forecast import Floats
+
+_LEAST_SAVING = 0.02
+"""Share of the expected expert reads that another order must save."""
+
+
+class ExpertAwareOrder:
+    """Orders a queue.
+
+    Args:
+        expect: which experts a prompt needs.
+        patience: how often others from behind may overtake a request.
+    """
+
+    def __init__(self, expect: Expect, patience: int) -> None:
+        self._expect, self._patience = expect, patience
+        self._needs: WeakKeyDictionary[RunningSequence, Floats] = WeakKeyDictionary()
+        self._overtaken: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()
+
+    def arrange(
+        self, waiting: Sequence[SequenceGroup], running: Sequence[RunningSequence], room: int
+    ) -> list[SequenceGroup]:
+        """The queue in the order in which a prefill batch should take from it.
+
+        Half-read prompts stay in front, as they hold memory.
+        """
+        begun = [group for group in waiting if group.num_read]
+        fresh = [group for group in waiting if not group.num_read]
+        room -= len(begun)
+        if not 0 < room < len(fresh):
+            return list(waiting)
+        needs = np.stack([self._need(group.sequences[0]) for group in fresh])
+        there = np.zeros((1, needs.shape[1]), np.float32)
+        if running:
+            there = np.stack([self._need(sequence) for sequence in running])
+        needed = 1 - np.prod(1 - there, 0) if running else None
+        overtaken = [self._overtaken.get(group.sequences[0], 0) for group in fresh]
+        chosen = choose_batch(needs, room, overtaken, self._patience, needed)
+        usual, other = (
+            expected_units(np.concatenate([there, needs[rows]])) for rows in (range(room), chosen)
+        )
+        if other > (1 - _LEAST_SAVING) * usual:
+            return list(waiting)
+        left = [index for index in range(len(fresh)) if index not in chosen]
+        return [*begun, *(fresh[index] for index in (*chosen, *left))]
+
+    def count_overtaken(
+        self, taken: Sequence[SequenceGroup], left: Sequence[SequenceGroup]
+    ) -> None:
+        """After a batch took some groups: groups left with a sooner key were overtaken."""
+        last = max((group.queue_key for group in taken), default=None)
+        for group in left:
+            if last is not None and group.queue_key < last:
+                first = group.sequences[0]
+                self._overtaken[first] = self._overtaken.get(first, 0) + 1
+
+    def _need(self, sequence: RunningSequence) -> Floats:
+        found = self._needs.get(sequence)
+        if found is None:
+            found = self._needs[sequence] = self._expect(sequence.prompt_token_ids)
+        return found
+
+
+def choose_batch(
+    needs: Floats, room: int, waited: Sequence[int], patience: int, running: Floats | None = None
+) -> list[int]:
+    """Sequences to take now, in the order in which they are chosen.
+
+    Sequences overtaken ``patience`` times come first, in queue order. Then, one by one, comes the
+    sequence that adds the fewest expected units to those already needed; if there are none yet,
+    the first in the queue.
+
+    Args:
+        needs: ``(S, U)`` probability that a sequence needs a unit, in order of the queue.
+        room: how many may be taken.
+        waited: of each sequence, how many times others from behind it were taken before it.
+        patience: most times that may happen.
+        running: ``(U,)`` probability that running sequences need a unit anyway.
+    """
+    count = min(room, len(needs))
+    if count == 0:
+        return []
+    chosen = [index for index in range(len(needs)) if waited[index] >= patience][:count]
+    if not chosen and running is None:
+        chosen = [0]
+    absent = np.ones(needs.shape[1], np.float32) if running is None else 1 - running
+    for index in chosen:
+        absent = absent * (1 - needs[index])
+    left = [index for index in range(len(needs)) if index not in chosen]
+    while len(chosen) < count:
+        added = needs[left] @ absent
+        best = left.pop(int(np.argmin(added)))  # argmin takes the first of equals: order stays
+        chosen.append(best)
+        absent = absent * (1 - needs[best])
+    return chosen
+
+
+def expected_units(needs: Floats) -> float:
+    """Distinct units that sequences ``(S, U)`` are expected to need in one step."""
+    return float((1 - np.prod(1 - needs, 0)).sum())
