@@ -20,7 +20,7 @@ DEMO = Path(__file__).parents[3] / "examples/demo-model"
 
 WORK = st.builds(
     LayerWork,
-    trunk=st.floats(0.1, 10),
+    backbone=st.floats(0.1, 10),
     pair=st.floats(0, 0.01),
     expert=st.floats(0.1, 10),
     top_k=st.integers(1, 8),
