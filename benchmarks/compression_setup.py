@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.compress.calibrated import output_errors
-from experts.compress.gptq import Moments, compensate, nearest, spread
-from experts.compress.statistics import LayerInputs, LayerStatistics, moments, usage
+from experts.compress.gptq import Moments, compensate, nearest, output_errors, spread
+from experts.compress.statistics import LayerCalibration, LayerInputs, moments, usage
 from experts.weights import quantize_exactly
 from kernels import ExpertWeights
 from kernels.planes import PREFIX_BITS, ZERO_CODE
@@ -93,12 +92,12 @@ class Calibrated:
         """Each expert at its own bits."""
         return {layer: self._layer(layer, bits[layer]) for layer in self.layers}
 
-    def _measure(self, layer: int, original: Original) -> LayerStatistics:
+    def _measure(self, layer: int, original: Original) -> LayerCalibration:
         whole, inputs = self.whole[layer], self.inputs[layer]
         each = [self.alone[layer][bits] for bits in WIDTHS]
         error_EW = output_errors(whole, each, inputs)
         kl_W = original.losses(layer, each)
-        return LayerStatistics(inputs, *usage(inputs, whole.num_experts), error_EW, kl_W)
+        return LayerCalibration(inputs, *usage(inputs, whole.num_experts), error_EW, kl_W)
 
     def _layer(self, layer: int, bits: Sequence[int]) -> ExpertWeights:
         own = self.alone[layer]

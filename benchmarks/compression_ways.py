@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.compression_setup import GROUP_SIZE, WIDTHS, Bits
 from experts.compress.allocation import allocate, predicted_damage
-from experts.compress.statistics import LayerStatistics
+from experts.compress.statistics import LayerCalibration
 from kernels.planes import PREFIX_BITS
 
 _SCALE_BITS = 16
@@ -47,7 +47,7 @@ METHODS = {
 
 
 def allotted(
-    method: Method, bits: float, statistics: Sequence[LayerStatistics], seed: int
+    method: Method, bits: float, statistics: Sequence[LayerCalibration], seed: int
 ) -> Bits | None:
     """Bits of every expert, `bits` in the mean; None where the method has nothing to say.
 
@@ -77,7 +77,7 @@ def _uniform(bits: float, widths: Sequence[int], counts: Sequence[int], seed: in
 
 
 def _allocate(
-    statistics: Sequence[LayerStatistics], damage: str, widths: Sequence[int], bits: float
+    statistics: Sequence[LayerCalibration], damage: str, widths: Sequence[int], bits: float
 ) -> Bits:
     """Exactly; an expert of 0 bits saves its scales, too."""
     counts, at = [len(layer.frequency_E) for layer in statistics], [WIDTHS.index(w) for w in widths]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.predict import calibration_text
 from experts.placement import Placement, first_placement, repack
-from experts.placement.background import Job
+from experts.placement.background import RepackJob
 from experts.placement.packing import Repacked
 from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
@@ -34,7 +34,7 @@ class AtOnce:
 
     busy = False
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RepackJob) -> None:
         self.busy, self._found = True, repack(job.costs_SE, job.current, job.price_E)
 
     def result(self) -> Repacked | None:

@@ -43,7 +43,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class LayerRecord(_Record):
+class MoELayerRecord(_Record):
     """The experts of one MoE layer, in a file of their own."""
 
     module: str
@@ -62,7 +62,7 @@ class LayerRecord(_Record):
     """Of each expert's planes, where they were allotted one by one. null: the store's."""
 
     @model_validator(mode="after")
-    def _has_bits_of_all(self) -> LayerRecord:
+    def _has_bits_of_all(self) -> MoELayerRecord:
         if self.bits is not None and len(self.bits) != self.experts:
             raise ValueError(f"{len(self.bits)} numbers of bits for {self.experts} experts")
         return self
@@ -87,7 +87,7 @@ class Manifest(_Record):
     group_size: Literal[32, 64]
     linears: dict[str, PrefixBits]
     """Linear layers of the trunk that are stored as planes, and their bits."""
-    layers: tuple[LayerRecord, ...] = Field(min_length=1)
+    layers: tuple[MoELayerRecord, ...] = Field(min_length=1)
     files: dict[FileName, FileRecord]
 
     @model_validator(mode="after")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from experts.layer_file import WHOLE
-from experts.manifest import LayerRecord, Manifest
+from experts.manifest import Manifest, MoELayerRecord
 from experts.safetensors_io import DTYPES
+from experts.store import WHOLE
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
 from offload.cache import LEAST_SLOTS
@@ -136,12 +136,12 @@ def _grains_of(manifest: Manifest, bits: int, late_bits: int | None) -> dict[int
     return {own: own // step for own in found}
 
 
-def _bias_bytes(record: LayerRecord) -> int:
+def _bias_bytes(record: MoELayerRecord) -> int:
     """Of one expert, in float32."""
     return 4 * sum(width or 0 for width in _bias_widths(record))
 
 
-def _bias_widths(record: LayerRecord) -> tuple[int | None, int | None]:
+def _bias_widths(record: MoELayerRecord) -> tuple[int | None, int | None]:
     """G and H of the biases that there are."""
     return (
         None if record.gate_up_bias is None else record.parts * record.intermediate,

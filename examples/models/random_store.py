@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from examples.models.random_models import bench_dir, tokenizer
-from experts.layer_file import layer_record, write_layer
 from experts.linear import QuantizedLinear
 from experts.manifest import (
     TRUNK_NAME,
-    LayerRecord,
     Manifest,
+    MoELayerRecord,
     StoreError,
     read_manifest,
     write_manifest,
 )
 from experts.safetensors_io import Entry, FileRecord, write_file
+from experts.store import layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from moe.loading.meta_model import build_meta_model
@@ -120,7 +120,7 @@ def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
 
 def _write_layers(
     network: PreTrainedModel, folder: Path
-) -> Iterator[tuple[LayerRecord, FileRecord]]:
+) -> Iterator[tuple[MoELayerRecord, FileRecord]]:
     pool: _Pool | None = None
     for index, (name, module) in enumerate(experts_modules(network)):
         like = take_weights(module)

@@ -1,6 +1,7 @@
-"""Compression: which experts keep how many bits, and codes that lose little at those bits.
+"""Compression: how many bits each expert keeps, and codes that lose little at those bits.
 
-`gptq` compensates rounding on calibration inputs, prefix by prefix; `damage` predicts what each
-choice of bits costs; `allocation` chooses within a budget, exactly; `calibrated` puts a layer of
-experts together.
+- `LayerInputs`, `LayerCalibration` (`statistics`): what `moe calibrate --compress` found out.
+- `predicted_damage` and `allocate` (`allocation`): the loss that each width is predicted to cause,
+  and the best choice of widths within a budget of bytes.
+- `quantize_calibrated` (`gptq`): planes of a layer's experts, compensated on calibration inputs.
 """

@@ -17,7 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron, vstack
 from torch import Tensor
 
-from experts.compress.statistics import LayerStatistics
+from experts.compress.statistics import LayerCalibration
 from kernels.planes import PREFIX_BITS
 
 Damage = NDArray[np.float64]
@@ -33,7 +33,7 @@ class AllocationError(ValueError):
 
 
 def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
-    """The width of each expert that together do the least damage.
+    """The widths with the least total damage.
 
     Args:
         damage_EW: ``(E, W)`` finite, not negative; any unit.
@@ -71,14 +71,14 @@ def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
 
 
 def taken(table_EW: NDArray, choice: Choice) -> NDArray:
-    """``(E,)`` the entry of the width that each expert was given."""
+    """``(E,)``: the entry of each expert's width."""
     taken_E: NDArray = np.take_along_axis(table_EW, choice[:, None], 1)[:, 0]
     return taken_E
 
 
 def _beyond_least(sizes_EW: Sizes, budget: int) -> tuple[Sizes, int]:
-    """What each width takes beyond the expert's smallest, and what is left for that, in the largest
-    unit of which all are whole multiples."""
+    """The bytes of each width beyond the expert's smallest, and the budget left for them, both in
+    the largest unit that divides all of them."""
     least_E1 = sizes_EW.min(1, keepdims=True)
     extra_EW = sizes_EW - least_E1
     unit = math.gcd(*np.unique(extra_EW).tolist()) or 1
@@ -87,12 +87,12 @@ def _beyond_least(sizes_EW: Sizes, budget: int) -> tuple[Sizes, int]:
 
 
 def _possible(cost_EW: Damage, extra_EW: Sizes, room: int) -> NDArray[np.bool_]:
-    """``(E, W)`` the widths that a best choice may have: few are left for HiGHS to choose among.
+    """``(E, W)``: whether an optimal choice may have a width; leaves HiGHS few to choose from.
 
     With a price on room, the least sum of cost and price bounds every choice from below
-    (Lagrange). A width is out where that bound, with it, is above a choice that is known to fit.
+    (Lagrange). A width is ruled out if that bound, with it, is above a choice known to fit.
     """
-    low, high = 0.0, _LARGEST_COST + 1  # at this price nobody takes more than the least
+    low, high = 0.0, _LARGEST_COST + 1  # at this price every expert takes its least
     for _ in range(100):
         price = (low + high) / 2
         fits = taken(extra_EW, (cost_EW + price * extra_EW).argmin(1)).sum() <= room
@@ -107,7 +107,7 @@ def _possible(cost_EW: Damage, extra_EW: Sizes, room: int) -> NDArray[np.bool_]:
 
 
 def _filled(cost_EW: Damage, extra_EW: Sizes, room: int, choice: Choice) -> Choice:
-    """A choice that fits, with what it leaves spent where a unit gains most."""
+    """A choice that fits, with the room it leaves given to the widths that gain most a unit."""
     while True:
         more_EW = extra_EW - taken(extra_EW, choice)[:, None]
         left = room - taken(extra_EW, choice).sum()
@@ -133,51 +133,47 @@ def _check(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> None:
         )
 
 
-# ---- What each choice of bits is predicted to cost, by four models.
-#
-# ``frequency`` knows only how often an expert is chosen, and that a bit halves an error;
-# ``error`` is the squared error of the layer's output; ``paper`` multiplies that by frequency and
-# mean routing weight, as PMQ does (with a = b = 1 and c = 2), although the error has them
-# already; ``measured`` shares out among a layer's experts, by their squared errors, what the
-# whole model was measured to lose with that layer at those bits. Only the last knows that layers
-# differ.
-
-
 def predicted_damage(
-    layers: Sequence[LayerStatistics],
+    layers: Sequence[LayerCalibration],
     model: str = "measured",
     widths: Sequence[int] = PREFIX_BITS,
 ) -> Damage:
-    """``(E, W)`` of the experts of all layers, one layer after the other.
+    """``(E, W)`` predicted damage of the experts of all layers, by one of four models.
+
+    "frequency" knows only how often an expert is chosen, and that a bit halves an error. "error" is
+    the squared error of the layer's output. "paper" multiplies that by frequency and mean routing
+    weight, as PMQ does (with a = b = 1 and c = 2), although the error contains them. "measured"
+    divides the whole model's measured loss with one layer at those bits among the layer's experts
+    by their squared errors; only this one knows that layers differ.
 
     Args:
         layers: statistics of each MoE layer.
         model: one of `DAMAGE_MODELS`.
-        widths: those that the statistics are of, ascending.
+        widths: the widths of the statistics, ascending.
     """
     found = [DAMAGE_MODELS[model](layer, widths).double().numpy() for layer in layers]
     return np.concatenate(found)
 
 
-def _frequency(layer: LayerStatistics, widths: Sequence[int]) -> Tensor:
+def _frequency(layer: LayerCalibration, widths: Sequence[int]) -> Tensor:
     errors = torch.tensor([4.0**-bits for bits in widths], dtype=torch.float64)
     return layer.frequency_E[:, None] * errors
 
 
-def _error(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
+def _error(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
     return layer.error_EW
 
 
-def _paper(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
+def _paper(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
     return (layer.frequency_E * layer.weight_E)[:, None] * layer.error_EW
 
 
-def _measured(layer: LayerStatistics, _: Sequence[int]) -> Tensor:
+def _measured(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
     least_W = layer.kl_W.cummin(0).values  # near nothing, noise makes finer weights look worse
     return least_W * layer.error_EW / layer.error_EW.sum(0).clamp_min(1e-300)
 
 
-DAMAGE_MODELS: dict[str, Callable[[LayerStatistics, Sequence[int]], Tensor]] = {
+DAMAGE_MODELS: dict[str, Callable[[LayerCalibration, Sequence[int]], Tensor]] = {
     "frequency": _frequency,
     "error": _error,
     "paper": _paper,

@@ -1,8 +1,9 @@
-"""What a layer's experts were given in calibration: the rows, and who was chosen for them.
+"""What calibration finds out about a layer's experts: their inputs (`LayerInputs`), how often they
+are used and what fewer bits cost (`LayerCalibration`), and the file of both.
 
-The rows are kept instead of each expert's second moments, which would take more room than the
+Input rows are kept instead of each expert's second moments, which would take more room than the
 experts themselves. Legend: T tokens, H hidden, F intermediate, K slots a token, R rows of one
-expert, X experts of a chunk.
+expert, X experts of a chunk, E experts, W widths (`kernels.planes.PREFIX_BITS`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LayerInputs:
         return self.hidden_TH[tokens].float(), weights[:, None]
 
     def of_experts(self, experts: Sequence[int]) -> LayerInputs:
-        """The same tokens where these experts, counted from 0 in this order, are all there are."""
+        """The same tokens with these experts alone, renumbered from 0 in this order."""
         new = torch.full((max(int(self.expert_ids_TK.max()), *experts) + 2,), -1, dtype=torch.int64)
         new[torch.tensor(experts)] = torch.arange(len(experts))
         return LayerInputs(self.hidden_TH, new[self.expert_ids_TK.long()], self.weights_TK)
@@ -57,10 +58,10 @@ class LayerInputs:
 def moments(
     inputs: LayerInputs, whole: ExpertWeights, experts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Second moments of what both projections of some experts are given.
+    """Second moments of the inputs of both projections of some experts.
 
-    Rows count with the square of their routing weight: that is how much of an expert's error
-    reaches the layer's output.
+    Rows are weighted by the square of their routing weight, as that much of an expert's squared
+    error reaches the layer's output.
 
     Returns:
         ``(X, H, H)`` and ``(X, F, F)`` float32.
@@ -75,7 +76,7 @@ def moments(
 
 
 def inner(whole: ExpertWeights, expert: int, rows_RH: Tensor) -> Tensor:
-    """``(R, F)`` float32: what an expert's second projection is given."""
+    """``(R, F)`` float32: the input of an expert's second projection."""
     bias = None if whole.gate_up_bias_EG is None else whole.gate_up_bias_EG[expert].float()
     return whole.activation(linear(rows_RH, whole.gate_up_EGH[expert].float(), bias))
 
@@ -91,28 +92,23 @@ def _moment(rows: Tensor) -> Tensor:
     return rows.T @ rows
 
 
-# ---- What calibration finds out about the experts of one MoE layer, and its file.
-#
-# Legend: E experts, W widths (`kernels.planes.PREFIX_BITS`), T tokens, H hidden, K slots a token.
-
-
 class StatisticsError(ValueError):
     """A file of statistics is absent, damaged or of another calibration."""
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStatistics:
-    """Statistics of a layer.
+class LayerCalibration:
+    """Statistics of a layer's experts from calibration.
 
     Attributes:
-        inputs: what its experts were given.
+        inputs: of its experts.
         frequency_E: share of the tokens that each expert was chosen for.
         weight_E: its mean routing weight over those tokens.
         importance_E: the mean L1 norm of their rows.
-        error_EW: squared error of the layer's output over all tokens when that expert alone has so
-            many bits.
-        kl_W: bits of information a token that the model's output loses when all of the layer's
-            experts have so many bits, and no other layer's.
+        error_EW: squared error of the layer's output over all tokens when that expert alone has
+            these bits.
+        kl_W: KL divergence of the model's output, in bits a token, when all experts of this layer,
+            and of no other, have these bits.
     """
 
     inputs: LayerInputs
@@ -123,7 +119,7 @@ class LayerStatistics:
     kl_W: Tensor
 
     def save(self, path: Path, job: str) -> None:
-        """Write them; `job` says what they belong to. Raises OSError."""
+        """Write them; `job` identifies the calibration. Raises OSError."""
         unfinished = path.with_suffix(".unfinished")
         tensors = {
             part.name: getattr(owner, part.name).contiguous()
@@ -134,8 +130,8 @@ class LayerStatistics:
         unfinished.rename(path)
 
     @classmethod
-    def load(cls, path: Path, job: str | None = None) -> LayerStatistics:
-        """Read them; with a `job`, only of that one. Raises `StatisticsError`."""
+    def load(cls, path: Path, job: str | None = None) -> LayerCalibration:
+        """Read them. Raises `StatisticsError`, also if they belong to another `job`."""
         try:
             with safe_open(path, "pt") as file:
                 found = (file.metadata() or {}).get("job")
@@ -147,7 +143,7 @@ class LayerStatistics:
             raise StatisticsError(f"{path} cannot be used: {error}") from error
         return cls(inputs, *own)._checked(path)
 
-    def _checked(self, path: Path) -> LayerStatistics:
+    def _checked(self, path: Path) -> LayerCalibration:
         count, tokens = len(self.frequency_E), len(self.inputs.hidden_TH)
         widths = len(PREFIX_BITS)
         shapes = [

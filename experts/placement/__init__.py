@@ -3,11 +3,11 @@
 `rebalance` applies them between steps, to loads that are forecast.
 """
 
-from experts.placement.eplb import eplb
 from experts.placement.packing import first_placement, pack, repack, slots_for, without_ranks
 from experts.placement.placement import (
     Placement,
     PlacementError,
+    eplb,
     fewest_moves,
     imbalance,
     linear,

@@ -27,7 +27,7 @@ NICEST = 19
 
 
 @dataclass(frozen=True)
-class Job:
+class RepackJob:
     """What `repack` is asked."""
 
     costs_SE: Floats
@@ -45,7 +45,7 @@ class Job:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> RepackJob:
         made = json.loads(text)
         costs_SE, price_E = np.array(made["costs"]), np.array(made["price"])
         return cls(
@@ -66,7 +66,7 @@ class Background:
         """Whether a job is not answered or its answer not taken."""
         return self._answer is not None
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RepackJob) -> None:
         """Begin; may be called when not `busy`."""
         assert self._answer is None
         if self._process is None:
@@ -106,7 +106,7 @@ class Background:
                 pipe.close()
 
 
-def _ask(process: subprocess.Popen[str], job: Job) -> Repacked:
+def _ask(process: subprocess.Popen[str], job: RepackJob) -> Repacked:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(job.to_json() + "\n")
@@ -128,7 +128,7 @@ def main() -> None:
     def work() -> None:
         try:
             while True:
-                job = Job.from_json(jobs.get())
+                job = RepackJob.from_json(jobs.get())
                 found = repack(job.costs_SE, job.current, job.price_E)
                 print(json.dumps([found.placement.experts_P, found.sure]), flush=True)
         finally:

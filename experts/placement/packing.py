@@ -18,15 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experts.placement.eplb import eplb, replicate
 from experts.placement.placement import (
     Floats,
     Ints,
     Placement,
     PlacementError,
     check_shape,
+    eplb,
     fewest_moves,
     linear,
+    replicate,
 )
 
 # ---- How copies of experts share their loads over many steps: by this measure placements are

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from experts.placement.background import Background, Job
+from experts.placement.background import Background, RepackJob
 from experts.placement.forecast import Foreseen, LoadForecast
 from experts.placement.packing import Repacked
 from experts.placement.placement import Floats, Ints, Placement, step_costs
@@ -46,7 +46,7 @@ class Repacker(Protocol):
     @property
     def busy(self) -> bool: ...
 
-    def submit(self, job: Job) -> None: ...
+    def submit(self, job: RepackJob) -> None: ...
 
     def result(self) -> Repacked | None: ...
 
@@ -186,5 +186,5 @@ class Rebalancer:
             missing = 0.0 if self._missing is None else self._missing(layer)
             self._asked, self._asked_s = (layer, self._placements[layer]), self._clock()
             costs_SE = step_costs(self._forecast.steps_SE(layer, foreseen, ahead), missing * read_E)
-            self._repacker.submit(Job(costs_SE, self._placements[layer], read_E / steps))
+            self._repacker.submit(RepackJob(costs_SE, self._placements[layer], read_E / steps))
             return

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
-from experts.manifest import TRUNK_NAME, LayerRecord, Manifest, StoreError
+from experts.manifest import TRUNK_NAME, Manifest, MoELayerRecord, StoreError
 from experts.safetensors_io import DTYPES, TensorInfo
-from experts.store import Store
+from experts.store import WHOLE, Store
 from experts.weights import is_interleaved
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
@@ -262,7 +261,7 @@ def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> L
     return LoadPlan(conversions, missing, [], problems)
 
 
-def layer_faults(records: Sequence[LayerRecord], network: PreTrainedModel) -> list[str]:
+def layer_faults(records: Sequence[MoELayerRecord], network: PreTrainedModel) -> list[str]:
     """Where the layers of a store are not those of the network."""
     modules = experts_modules(network)
     if len(records) != len(modules):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Protocol
 
-from experts.reading import address_of
+from experts.safetensors_io import address_of
 from offload.readers.jobs import PIECE_BYTES
 
 ALIGNMENT = 4096  # the largest block size in use, and a page

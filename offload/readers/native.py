@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from experts.reading import address_of
+from experts.safetensors_io import address_of
 from kernels.cpu import NativeKernels
 from kernels.cpu.streaming import CANCELLED, CHANGED, CLOSED, TRUNCATED, NativeReads, ReadJob
 from offload.errors import OffloadError

@@ -10,13 +10,13 @@ import torch
 from benchmarks.compression import averaged
 from benchmarks.compression_setup import WIDTHS
 from benchmarks.compression_ways import METHODS, allotted
-from experts.compress.statistics import LayerInputs, LayerStatistics
+from experts.compress.statistics import LayerCalibration, LayerInputs
 from kernels.planes import PREFIX_BITS
 
 EXPERTS = 16
 
 
-def statistics(seed: int) -> LayerStatistics:
+def statistics(seed: int) -> LayerCalibration:
     """Finer widths lose less, as they do."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(EXPERTS, 1, generator=generator).double() + 0.01
@@ -24,7 +24,7 @@ def statistics(seed: int) -> LayerStatistics:
     inputs = LayerInputs(torch.zeros(1, 4), torch.zeros(1, 2).int(), torch.zeros(1, 2))
     shares = torch.rand(3, EXPERTS, generator=generator).double()
     frequency, weight, norm = shares
-    return LayerStatistics(inputs, frequency, weight, norm, sizes * loss, loss * (seed + 1))
+    return LayerCalibration(inputs, frequency, weight, norm, sizes * loss, loss * (seed + 1))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.placement import Placement, first_placement, linear, pack, repack
-from experts.placement.background import Background, Job
+from experts.placement.background import Background, RepackJob
 from experts.placement.forecast import Foreseen
 from experts.placement.packing import Repacked, fee, heaviest
 from experts.placement.placement import Floats
@@ -21,10 +21,10 @@ class Inline:
     """A repacker that answers at once, or never, if it is told to."""
 
     def __init__(self, *, answers: bool = True) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[RepackJob] = []
         self.busy, self.answers, self.closed = False, answers, False
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: RepackJob) -> None:
         assert not self.busy
         self.jobs.append(job)
         self.busy = True
@@ -227,7 +227,7 @@ def wait_for(background: Background) -> Repacked:
 
 def test_the_process_answers_as_the_function_and_ends_with_whoever_holds_it() -> None:
     costs_SE, current = np.tile(SKEWED * 1.0, (4, 1)), linear(8, 8, 2)
-    job = Job(costs_SE, current, np.full(8, 0.5))
+    job = RepackJob(costs_SE, current, np.full(8, 0.5))
     background = Background()
     background.submit(job)
     assert background.busy
@@ -241,7 +241,7 @@ def test_the_process_answers_as_the_function_and_ends_with_whoever_holds_it() ->
 
 
 def test_a_process_that_was_killed_is_an_error() -> None:
-    job = Job(np.ones((1, 8)), linear(8, 8, 2), np.zeros(8))
+    job = RepackJob(np.ones((1, 8)), linear(8, 8, 2), np.zeros(8))
     background = Background()
     background.submit(job)
     wait_for(background)

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.reading import BLOCK, FileReader, fresh_bytes
-from experts.safetensors_io import OpenFile, as_bytes
+from experts.safetensors_io import BLOCK, FileReader, OpenFile, as_bytes, fresh_bytes
 from tests.open_files import num_open
 
 SIZE = 40 * BLOCK + 123

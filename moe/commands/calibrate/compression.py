@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experts.compress.calibrated import MIN_ROWS, output_errors, quantize_at_each_width, too_few
-from experts.compress.statistics import LayerInputs, LayerStatistics, StatisticsError, usage
+from experts.compress.gptq import MIN_ROWS, output_errors, quantize_at_each_width, too_few
+from experts.compress.statistics import LayerCalibration, LayerInputs, StatisticsError, usage
 from experts.weights import dequantize_experts
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.planes import PREFIX_BITS
@@ -293,15 +293,15 @@ def analyse(
     return notices
 
 
-def load_statistics(folder: Path, num_layers: int) -> list[LayerStatistics]:
+def load_statistics(folder: Path, num_layers: int) -> list[LayerCalibration]:
     """What `analyse` left. Raises `CalibrationError`."""
     return [load_layer(folder, layer) for layer in range(num_layers)]
 
 
-def load_layer(folder: Path, layer: int) -> LayerStatistics:
+def load_layer(folder: Path, layer: int) -> LayerCalibration:
     """What it left of one layer."""
     try:
-        return LayerStatistics.load(layer_path(folder, layer))
+        return LayerCalibration.load(layer_path(folder, layer))
     except StatisticsError as error:
         raise CalibrationError(
             f"{error}; run moe calibrate MODEL --text FILE --compression first"
@@ -326,7 +326,7 @@ def spread(trace: Trace, tokens: int) -> list[list[int]]:
 
 def _analyse(
     model: MoE, layer: int, inputs: LayerInputs, original: Original, group_size: int
-) -> LayerStatistics:
+) -> LayerCalibration:
     experts, errors = model.experts.layers[layer], []
     at_widths: list[list[QuantizedExperts]] = [[] for _ in PREFIX_BITS]
     for ids, whole in pieces(experts):
@@ -344,7 +344,7 @@ def _analyse(
             "experts); the model's weights are damaged, or its dtype overflows (try --set "
             "model.dtype=float32)"
         )
-    return LayerStatistics(inputs, *usage(inputs, experts.num_experts), error_EW, kl_W)
+    return LayerCalibration(inputs, *usage(inputs, experts.num_experts), error_EW, kl_W)
 
 
 def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:
@@ -359,7 +359,7 @@ def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:
 
 def _finished(path: Path, job: str) -> bool:
     try:
-        LayerStatistics.load(path, job)
+        LayerCalibration.load(path, job)
     except StatisticsError:
         return False
     return True

@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from experts.compress.allocation import AllocationError, allocate, predicted_damage
-from experts.compress.calibrated import quantize_calibrated
-from experts.compress.statistics import LayerStatistics
+from experts.compress.gptq import quantize_calibrated
+from experts.compress.statistics import LayerCalibration
 from experts.weights import ExpertShape
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PREFIX_BITS
@@ -134,7 +134,7 @@ def allot(
 
 
 def choose_bits(
-    layers: Sequence[LayerStatistics],
+    layers: Sequence[LayerCalibration],
     shapes: Sequence[ExpertShape],
     counts: Sequence[int],
     budget: BitBudget,

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from experts.layer_file import layer_file_name, layer_record, write_layer
 from experts.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
     TRUNK_NAME,
     VERSION,
-    LayerRecord,
     Manifest,
+    MoELayerRecord,
     is_store,
     write_manifest,
 )
@@ -41,6 +40,7 @@ from experts.safetensors_io import (
     write_bytes,
     write_file,
 )
+from experts.store import layer_file_name, layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
@@ -252,7 +252,7 @@ class Journal:
             raise CheckpointError(
                 f"another process is converting into {directory}; wait for it, or stop it"
             ) from error
-        self.finished: dict[str, tuple[LayerRecord, FileRecord]] = {}
+        self.finished: dict[str, tuple[MoELayerRecord, FileRecord]] = {}
         for file in directory.glob("*.unfinished"):  # of a process that was killed
             file.unlink(missing_ok=True)
         lines, end = self._lines()
@@ -266,7 +266,7 @@ class Journal:
             self._file.truncate(0)
             self._append(job)
 
-    def add(self, layer: LayerRecord, record: FileRecord) -> None:
+    def add(self, layer: MoELayerRecord, record: FileRecord) -> None:
         """Note that the file of `layer` is finished and on the disk."""
         self.finished[layer.file] = layer, record
         self._append({"layer": layer.model_dump(), "file": record.model_dump()})
@@ -298,7 +298,7 @@ class Journal:
 
     def _recall(self, line: Any) -> None:
         try:
-            layer = LayerRecord.model_validate_json(json.dumps(line["layer"]))
+            layer = MoELayerRecord.model_validate_json(json.dumps(line["layer"]))
             record = FileRecord.model_validate_json(json.dumps(line["file"]))
             fd = os.open(self._directory / layer.file, os.O_RDONLY | os.O_CLOEXEC)
         except (ValueError, KeyError, TypeError, OSError):

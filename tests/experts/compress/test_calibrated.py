@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from experts.compress.allocation import DAMAGE_MODELS, predicted_damage
-from experts.compress.calibrated import (
+from experts.compress.gptq import (
     MIN_ROWS,
     output_errors,
     quantize_at_each_width,
@@ -19,8 +19,8 @@ from experts.compress.calibrated import (
     too_few,
 )
 from experts.compress.statistics import (
+    LayerCalibration,
     LayerInputs,
-    LayerStatistics,
     StatisticsError,
     moments,
     usage,
@@ -163,14 +163,14 @@ def test_moments_count_rows_by_their_squared_weight(
 
 
 @pytest.fixture
-def statistics(layer: ExpertWeights, inputs: LayerInputs) -> LayerStatistics:
+def statistics(layer: ExpertWeights, inputs: LayerInputs) -> LayerCalibration:
     finest = quantize_calibrated(layer, inputs, [8] * EXPERTS, nested=True)
     errors = [lost_by(layer, finest.at_most(bits), inputs) for bits in PREFIX_BITS]
     losses = torch.tensor([0.5, 0.2, 0.1, 0.01], dtype=torch.float64)
-    return LayerStatistics(inputs, *usage(inputs, EXPERTS), torch.stack(errors, 1), losses)
+    return LayerCalibration(inputs, *usage(inputs, EXPERTS), torch.stack(errors, 1), losses)
 
 
-def test_damage(statistics: LayerStatistics) -> None:
+def test_damage(statistics: LayerCalibration) -> None:
     found = {name: predicted_damage([statistics] * 2, name) for name in DAMAGE_MODELS}
     assert all(damage.shape == (2 * EXPERTS, 4) for damage in found.values())
     measured = torch.from_numpy(found["measured"])[:EXPERTS]
@@ -181,19 +181,19 @@ def test_damage(statistics: LayerStatistics) -> None:
     assert statistics.frequency_E.sum() == pytest.approx(TOP_K)
 
 
-def test_statistics_on_disk(statistics: LayerStatistics, tmp_path: Path) -> None:
+def test_statistics_on_disk(statistics: LayerCalibration, tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     statistics.save(path, "this")
-    loaded = LayerStatistics.load(path, "this")
+    loaded = LayerCalibration.load(path, "this")
     assert torch.equal(loaded.error_EW, statistics.error_EW)
     assert torch.equal(loaded.inputs.hidden_TH, statistics.inputs.hidden_TH)
     with pytest.raises(StatisticsError, match="belongs to another calibration"):
-        LayerStatistics.load(path, "that")
+        LayerCalibration.load(path, "that")
     with pytest.raises(StatisticsError, match="cannot be used: No such file"):
-        LayerStatistics.load(tmp_path / "none")
+        LayerCalibration.load(tmp_path / "none")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StatisticsError, match="cannot be used"):
-        LayerStatistics.load(path)
+        LayerCalibration.load(path)
     replace(statistics, kl_W=torch.tensor([1.0, torch.nan, 1.0, 1.0])).save(path, "this")
     with pytest.raises(StatisticsError, match="not finite"):
-        LayerStatistics.load(path)
+        LayerCalibration.load(path)
