@@ -42,7 +42,7 @@ class Run:
         layers, top_k = model.experts.layers, model.config.get_text_config().num_experts_per_tok
         experts = layers[0].num_experts
         replay = Replay(published_trace(tokens, len(layers), experts, top_k))
-        model.experts.policies = PolicyChain((replay,))
+        model.experts.set_policies(PolicyChain((replay,)))
         assert model._loaded.offloaded is not None
         predictor = Foreseen(replay, experts, truth=truth)
         self._prefetcher: Prefetcher = model._loaded.offloaded.prefetch_with(predictor)

@@ -64,7 +64,9 @@ def decode_ours(job: Job) -> dict[str, Any]:
     """Seconds a step of one sequence, and what the cache did meanwhile."""
     ours = Ours(Path(job.model), job.bits, **job.settings)
     model, record = ours.model, Record()
-    model.experts.policies = PolicyChain((replay(model, job), record) if job.replay else (record,))
+    model.experts.set_policies(
+        PolicyChain((replay(model, job), record) if job.replay else (record,))
+    )
     draw = random.Random(0)
     vocab_size = model.codec.vocab_size
     ours.decode([[1]], [[draw.randrange(vocab_size) for _ in range(job.warm)]])

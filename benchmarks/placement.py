@@ -65,7 +65,7 @@ def text_trace(model: MoE, text: str, step: int, steps: int, *, mixed: bool = Fa
     steps = min(steps, len(ids) // step)
     sequences = np.array(ids[: step * steps]).reshape((step, steps) if mixed else (steps, step))
     record, experts = Record(), model.experts.layers[0].num_experts
-    model.experts.policies = PolicyChain((record,))
+    model.experts.set_policies(PolicyChain((record,)))
     for sequence in sequences.tolist():
         model.batch_logits([sequence])
     chosen = record.trace.reshape(*sequences.shape, *record.trace.shape[1:])

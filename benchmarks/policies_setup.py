@@ -20,7 +20,7 @@ from moe.commands.evaluate.policy_costs import (
 )
 from moe.commands.evaluate.scoring import windows_of
 from moe.commands.trace.findings import weight_ratios
-from moe.describe.routers import prepare
+from moe.describe.routers import enable_policies
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from routing import PolicyChain, parse_policies
@@ -48,7 +48,7 @@ class Texts:
     def price(self, specs: Sequence[str], *, other: bool = False) -> list[PolicyCost]:
         """Each policy alone, read as what it is for."""
         chain = parse_policies(specs, lossless=False)
-        self.model.experts.selectors = prepare(chain, self.model.backbone)
+        enable_policies(chain, self.model.backbone, self.model.experts)
         prices = PolicyPrices(self.model, [Variant(PolicyChain((own,))) for own in chain.policies])
         for window in self.other if other else self.test:
             prices.add(window)
@@ -109,7 +109,7 @@ def batch(texts: Texts, spec: str, tokens: int) -> dict[str, float]:
     experts, with and without."""
     model = texts.model
     chain = parse_policies([spec], lossless=False)
-    model.experts.selectors = prepare(chain, model.backbone)
+    enable_policies(chain, model.backbone, model.experts)
     apart = max(len(texts.test) // WINDOW, 1)
     windows = [texts.test[i * apart % len(texts.test)][:tokens] for i in range(WINDOW)]
     found = {}

@@ -28,7 +28,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.policies_setup import ROOT, Texts, medians
 from moe import MoE
 from moe.commands.evaluate.policy_costs import PolicyCost
-from moe.network import routing_policies as policing
+from moe.network import moe_layer as policing
 from moe.network.lanes import ExpertCall
 
 FRACTIONS = (1.0, 0.97, 0.94, 0.9, 0.8, 0.6)

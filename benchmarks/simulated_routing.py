@@ -51,7 +51,7 @@ def drawn_routing(ranks: int) -> Routed:
 def text_routing(ranks: int) -> Routed:
     """The shipped model's on held-out texts."""
     model, record = MoE.from_pretrained(ROOT / "examples/demo-model"), Record()
-    model.experts.policies = PolicyChain((record,))
+    model.experts.set_policies(PolicyChain((record,)))
     needed = 2 * TOKENS * ranks
     for name in TEXTS:
         ids = model.codec.encode((ROOT / f"tests/data/heldout_{name}.txt").read_text())

@@ -75,8 +75,9 @@ def contenders(
 ) -> list[Contender]:
     """No drafts, the controller, n-grams, and fixed depths; all follow one trace."""
     policy = Replayed(trace)
-    says = model.backbone.contrast = Says(texts, policy)
-    model.experts.policies = PolicyChain((policy,))
+    says = Says(texts, policy)
+    model.backbone.set_contrast(says)
+    model.experts.set_policies(PolicyChain((policy,)))
     selectors = [found.selector for found in find_selectors(model.backbone)]
 
     def made(controller: Controller, *model_free: ModelFree[Any]) -> ReplayedSpeculator:

@@ -15,7 +15,7 @@ from kernels import Backend, BackendError, choose_backend, experts_forward
 from moe.calibration.foresight import Expect, expectation, foresee, look_ahead
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.describe.packing import Packing, enable_packing
-from moe.describe.routers import prepare
+from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.errors import ProfileError
@@ -291,8 +291,7 @@ def _make_ready(
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
     # Policies come after the probes, which compare ways to compute the model as it is.
-    experts.selectors = prepare(policies, backbone)
-    experts.policies = policies
+    enable_policies(policies, backbone, experts)
     enable_contrast(profile.speculation, backbone, experts)
     return _Ready(backbone, packing, mended, fused, speculation)
 

@@ -50,7 +50,7 @@ def run_out_of_memory() -> None:
     from moe.network import moe_layer as expert_rows
     from moe.parallel.rank_worker import EngineMirror
 
-    steps, run, run_rows = 0, EngineMirror.run, expert_rows.run_rows
+    steps, run, run_experts = 0, EngineMirror.run, expert_rows.run_experts
 
     def counted(self: EngineMirror, *arguments: Any) -> Any:
         nonlocal steps
@@ -59,12 +59,12 @@ def run_out_of_memory() -> None:
 
     def broken(*arguments: Any) -> Any:
         if steps < FAULT["step"]:
-            return run_rows(*arguments)
-        expert_rows.run_rows = run_rows
+            return run_experts(*arguments)
+        expert_rows.run_experts = run_experts
         raise MemoryError("no memory, on purpose")
 
     EngineMirror.run = counted  # type: ignore[assignment, method-assign]
-    expert_rows.run_rows = broken  # type: ignore[assignment]
+    expert_rows.run_experts = broken  # type: ignore[assignment]
 
 
 def stay_in_loading() -> None:

@@ -15,7 +15,7 @@ from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import describe_norm, same
 from moe.describe.routers import blocks, find_selectors
 from moe.network.backbone import Backbone
-from moe.network.routing_policies import Selector
+from moe.network.moe_layer import Selector
 from moe.network.seam import experts_modules
 from routing.predict.lookahead import Gate
 

@@ -43,7 +43,7 @@ from kernels.reference import AnyExperts
 from moe.decode.records import CompiledPass
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, ExpertsRunner, alone_with, call_experts
-from moe.network.moe_layer import MoELayers, Pass
+from moe.network.moe_layer import LockstepPass, MoELayers
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import PHASES, Phase, Routing, RoutingStatistics
 
@@ -135,20 +135,20 @@ class RankGroup(NamedTuple):
 
     Attributes:
         native: the all-to-all with them.
-        everybody: the pass.
+        lockstep_pass: the pass.
         layers: the experts of this rank.
         counts: counts what was routed.
     """
 
     native: NativeDispatch
-    everybody: Pass
+    lockstep_pass: LockstepPass
     layers: Sequence[LayerExperts]
     counts: InsideExperts
 
     def passed(self, step: CompiledPass, layers: int) -> None:
         """All ranks have run so many MoE layers, from the first on."""
         for layer, served in enumerate(self.native.finish_step(layers)):
-            self.everybody.reach(layer)
+            self.lockstep_pass.reach(layer)
             own = self.layers[layer]
             if isinstance(own, OffloadedExperts):
                 own.cache.found(own.layer, served)
@@ -220,11 +220,11 @@ class DecodeForward:
 
     def _rank_group(self, phase: Phase) -> RankGroup | None:
         """The other ranks, if each of them runs all layers of this pass in compiled code."""
-        dispatcher, everybody = self._experts.dispatcher, self._experts.everybody
+        dispatcher, ranks_pass = self._experts.dispatcher, self._experts.lockstep_pass
         native = dispatcher.native if isinstance(dispatcher, AllToAllDispatcher) else None
-        if native is None or everybody is None or everybody.left != len(self._layers):
+        if native is None or ranks_pass is None or ranks_pass.left != len(self._layers):
             return None
-        return RankGroup(native, everybody, self._experts.layers, self._counts[phase])
+        return RankGroup(native, ranks_pass, self._experts.layers, self._counts[phase])
 
 
 def through_lane(run_experts: ExpertsRunner) -> RoutedExperts:

@@ -21,7 +21,7 @@ from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import project, same
 from moe.errors import ProfileError
 from moe.network.backbone import Backbone
-from moe.network.routing_policies import FoundSelector, Selector
+from moe.network.moe_layer import FoundSelector, MoELayers, Selector
 from moe.network.seam import experts_modules, layer_of, parents_of
 from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
@@ -182,22 +182,25 @@ def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[
         return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
 
 
-def prepare(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
-    """What a chain needs of a loaded model; the selector of each MoE layer if a policy chooses
-    again.
+def enable_policies(chain: PolicyChain, backbone: Backbone, experts: MoELayers) -> None:
+    """Let a chain of policies change routings from now on.
 
     Raises:
         ProfileError: a policy is not made for this model, or cannot choose again in it.
     """
-    name = type(backbone.model).__name__
     for policy in chain.policies:
         try:
             policy.check(len(experts_modules(backbone.model)))
         except RoutingError as error:
             raise ProfileError(f"routing.policies: {error}") from error
-    backbone.watched = "importance" in chain.needs
-    if "select" not in chain.needs:
-        return []
+    selectors = _selectors(chain, backbone) if "select" in chain.needs else []
+    backbone.watch_attention("importance" in chain.needs)
+    experts.set_policies(chain, selectors)
+
+
+def _selectors(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
+    """The selector of each MoE layer; raises `ProfileError` where one is missing."""
+    name = type(backbone.model).__name__
     found = find_selectors(backbone)
     selectors = [layer.selector for layer in found if layer.selector is not None]
     if len(selectors) < len(found):

@@ -74,8 +74,8 @@ class _MicroBatch:
         self._here = [lane for lane in self._lanes if self._waits(lane, layer)]
         calls = [lane.call for lane in self._here if lane.call is not None]
         with self._mode():
-            self._brought = self._experts.bring(layer, calls)
-            hidden, routing = self._brought.hidden_states, self._brought.routing
+            self._gathered = self._experts.gather(layer, calls)
+            hidden, routing = self._gathered.hidden_states, self._gathered.routing
             self._sent = dispatcher.start_dispatch(layer, hidden, routing)
 
     def serve(self) -> None:
@@ -91,7 +91,7 @@ class _MicroBatch:
         with self._mode():
             combined = self._dispatcher.finish_combine(self._returning)
         try:
-            outcomes = self._brought.outcomes(combined)
+            outcomes = self._gathered.outcomes(combined)
         except Exception as error:
             outcomes = [error] * len(self._here)
         for lane, rows in zip(self._here, outcomes, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,17 @@ Forward = Callable[[Sequence[Work]], list[Tensor]]
 
 SHORT = 16
 """Most new tokens of a sequence that are read as single rows and not as a block."""
+
+
+class PassReader(Protocol):
+    """Reads each packed pass in two ways at once (`moe.speculate.contrast`)."""
+
+    @property
+    def cache_type(self) -> type[SequenceKV]:
+        """The class of the caches of its sequences."""
+
+    def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
+        """The logits of each piece of work."""
 
 
 class Backbone:
@@ -55,8 +66,8 @@ class Backbone:
         self._needs_history: set[int] = set()
         self.decode_forward: Forward | None = None
         self.watched = False
-        self.contrast: Callable[[Forward, Sequence[Work]], list[Tensor]] | None = None
-        self.cache_type = SequenceKV
+        self.contrast: PassReader | None = None
+        self.cache_type: type[SequenceKV] = SequenceKV
         self.set_packed(False)
 
     def set_packed(self, packed: bool) -> None:
@@ -65,6 +76,15 @@ class Backbone:
         configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
         for config in {id(config): config for config in configs}.values():
             config._attn_implementation = PACKED if packed else self._own_attention
+
+    def watch_attention(self, watched: bool) -> None:
+        """Let the expert calls of packed prompts say how much attention each token gets."""
+        self.watched = watched
+
+    def set_contrast(self, reader: PassReader | None) -> None:
+        """Read packed passes by ``reader`` from now on; None: as they are."""
+        self.contrast = reader
+        self.cache_type = SequenceKV if reader is None else reader.cache_type
 
     def decode_by(self, forward: Forward | None) -> None:
         """Read short decode work by ``forward`` from now on; None: by transformers' forward."""
@@ -87,7 +107,7 @@ class Backbone:
         if phase == "decode" and all(map(_is_short, work)):
             forward = self.decode_forward or partial(self.forward_packed, decoding=True)
         if self.contrast is not None:
-            forward = partial(self.contrast, forward)
+            forward = partial(self.contrast.read, forward)
         return [Lane(partial(forward, work), phase)]
 
     def forward_packed(

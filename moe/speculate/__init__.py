@@ -14,8 +14,7 @@ from kernels import Forward, QuantizedExperts
 from kernels.planes import num_planes
 from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
-from moe.network.moe_layer import MoELayers
-from moe.network.routing_policies import Selector
+from moe.network.moe_layer import MoELayers, Selector
 from moe.settings import SpeculationSettings
 from moe.speculate.control.make import make_controller
 from moe.speculate.draft import Controller, FixedDepth, Mode

@@ -22,8 +22,7 @@ from moe.loading.hub import experts_per_token
 from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import SequenceKV, Work
 from moe.network.lanes import ExpertCall
-from moe.network.moe_layer import MoELayers
-from moe.network.routing_policies import Selector
+from moe.network.moe_layer import MoELayers, Selector
 from moe.settings import SpeculationSettings
 from routing import Routing
 from routing.policies.base import keep
@@ -59,6 +58,10 @@ class Contrast:
     rank: int
     selectors: Sequence[Selector | None] = ()
 
+    @property
+    def cache_type(self) -> type[SequenceKV]:
+        return TwinKV
+
     def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
         """Contrasted logits of each piece of work, from one pass over both readings."""
         weak = [replace(item, cache=_twin(item).weak) for item in work]
@@ -76,7 +79,7 @@ class Contrast:
         return scores.masked_fill(strong_TV < least, -torch.inf)
 
     def weaken(self, layer: int, call: ExpertCall) -> ExpertCall:
-        """The same visit, whose second half of rows, the weak readings, goes to one expert each."""
+        """The same call, whose second half of rows, the weak readings, goes to one expert each."""
         half = call.routing.num_tokens // 2
         strong, weak = call.routing.split([half, half])
         if self.rank < weak.top_k:
@@ -132,18 +135,21 @@ def enable_contrast(settings: SpeculationSettings, backbone: Backbone, experts: 
     contrast = Contrast(
         settings.contrast, settings.contrast_floor, settings.contrast_rank, selectors
     )
-    experts.weaken, backbone.contrast, backbone.cache_type = contrast.weaken, contrast.read, TwinKV
+    experts.set_contrast(contrast.weaken)
+    backbone.set_contrast(contrast)
 
 
 @contextmanager
 def uncontrasted(backbone: Backbone, experts: MoELayers) -> Iterator[None]:
     """Every token is read once while this is open."""
-    own = backbone.contrast, experts.weaken
-    backbone.contrast = experts.weaken = None
+    reader, weaken = backbone.contrast, experts.weaken
+    backbone.set_contrast(None)
+    experts.set_contrast(None)
     try:
         yield
     finally:
-        backbone.contrast, experts.weaken = own
+        backbone.set_contrast(reader)
+        experts.set_contrast(weaken)
 
 
 def _twin(item: Work) -> TwinKV:

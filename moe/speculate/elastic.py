@@ -20,7 +20,7 @@ from kernels.reference import AnyExperts
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
-from moe.network.routing_policies import Selector
+from moe.network.moe_layer import Selector
 from moe.sampling.sampler import Proposal, Sampler
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Draft, Mode

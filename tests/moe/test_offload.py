@@ -107,14 +107,14 @@ def test_layers_without_a_miss_are_passed_and_counted(store: Path, resident: MoE
     long = SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True)
     for forward in (experts_forward, partial(experts_forward)):  # the latter is asked everywhere
         model = MoE.from_pretrained(store, budget(store, resident, 0.75, offload=offload))
-        model.experts.forward, bring = forward, model.experts.bring
+        model.experts.forward, gather = forward, model.experts.gather
         layers = list[int]()
 
-        def noted(layer: int, calls: Any, bring: Any = bring, layers: list[int] = layers) -> Any:
+        def noted(layer: int, calls: Any, gather: Any = gather, layers: list[int] = layers) -> Any:
             layers.append(layer)
-            return bring(layer, calls)
+            return gather(layer, calls)
 
-        model.experts.bring = noted  # type: ignore[method-assign]
+        model.experts.gather = noted  # type: ignore[method-assign]
         (done,) = model.generate([PROMPTS[0]], long)
         stats = model.stats()
         for one in (stats["offload"], *stats["offload"]["layers"], *stats["offload"]["tiers"]):

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
-from moe.describe.routers import prepare
+from moe.describe.routers import enable_policies
 from moe.errors import ProfileError
 from moe.loading.memory_plan import GIB
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
-from moe.network.routing_policies import decide
+from moe.network.moe_layer import decide
 from moe.settings import ModelSettings
 from routing import Need, Phase, Policy, PolicyChain, Routing, RoutingContext
 from routing.policies.pruning import TopK
@@ -49,7 +49,7 @@ def told(model: MoE, work: list[Work], rows: list[Tensor]) -> list[tuple[Routing
     """What a policy is told of each layer; ``rows`` gets what reaches the experts."""
     policy, experts = Told(), model.experts
     chain = PolicyChain((policy,))
-    experts.selectors, experts.policies = prepare(chain, model.backbone), chain
+    enable_policies(chain, model.backbone, experts)
     lanes = model.backbone.lanes(work)
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:

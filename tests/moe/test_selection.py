@@ -12,7 +12,7 @@ from moe import MoE
 from moe.describe.routers import find_selectors
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
-from moe.network.routing_policies import FoundSelector, Selector
+from moe.network.moe_layer import FoundSelector, Selector
 
 FOUND = [
     "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "gpt_oss",

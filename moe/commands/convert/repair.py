@@ -25,7 +25,7 @@ from moe.commands.calibrate.record import Forced, record
 from moe.describe.routers import find_selectors
 from moe.errors import CalibrationError
 from moe.model import MoE
-from moe.network.routing_policies import Selector
+from moe.network.moe_layer import Selector
 
 RIDGE = 0.01
 """Pull towards the weights as they were, as a share of the mean square of the inputs. From 0.001 to

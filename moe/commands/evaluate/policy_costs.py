@@ -193,13 +193,13 @@ def routed_by(model: MoE, chain: PolicyChain, *, contrasted: bool = False) -> It
     """The model with other policies, and without contrast or with its own, while this is open;
     gives where its tokens go then."""
     own, visited = model.experts.policies, Visited()
-    model.experts.policies = PolicyChain((*chain.policies, visited))
+    model.experts.set_policies(PolicyChain((*chain.policies, visited)))
     once = nullcontext() if contrasted else uncontrasted(model.backbone, model.experts)
     try:
         with once:
             yield visited
     finally:
-        model.experts.policies = own
+        model.experts.set_policies(own)
 
 
 def distinct_experts(visited_LTK: Tensor, tokens: int) -> Tensor:

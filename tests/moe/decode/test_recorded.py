@@ -115,14 +115,14 @@ def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoi
 def count_calls(model: MoE) -> list[int]:
     """Grows when the first MoE layer is asked for its rows."""
     experts, asked = model.experts, list[int]()
-    bring = experts.bring
+    gather = experts.gather
 
     def noted(layer: int, calls: Any) -> Any:
         if layer == 0:
             asked.append(len(calls))
-        return bring(layer, calls)
+        return gather(layer, calls)
 
-    experts.bring = noted  # type: ignore[method-assign]
+    experts.gather = noted  # type: ignore[method-assign]
     return asked
 
 

@@ -33,13 +33,13 @@ OUTSIDE = {"gpt_oss"}
 def asked(model: MoE) -> list[int]:
     """Grows by each layer that is asked for its rows."""
     experts, layers = model.experts, list[int]()
-    bring = experts.bring
+    gather = experts.gather
 
     def noted(layer: int, calls: Any) -> Any:
         layers.append(layer)
-        return bring(layer, calls)
+        return gather(layer, calls)
 
-    experts.bring = noted  # type: ignore[method-assign]
+    experts.gather = noted  # type: ignore[method-assign]
     return layers
 
 

@@ -57,13 +57,13 @@ class Rank:
 
     def run(self) -> list[list[Tensor]]:
         """Logits of each step."""
-        bring = self.experts.bring
+        gather = self.experts.gather
 
         def noted(layer: int, calls: Any) -> Any:
             self.asked[-1].append(layer)
-            return bring(layer, calls)
+            return gather(layer, calls)
 
-        self.experts.bring = noted  # type: ignore[method-assign]
+        self.experts.gather = noted  # type: ignore[method-assign]
         whole = DecodeForward(self.step, self.experts)
         with torch.inference_mode():
             return [self.one(whole, number) for number in range(STEPS)]

@@ -27,7 +27,7 @@ from kernels import experts_forward
 from moe import MoE, SamplingParams
 from moe.errors import RankError
 from moe.network.lanes import ExpertCall
-from moe.network.moe_layer import MoELayers, Pass
+from moe.network.moe_layer import LockstepPass, MoELayers
 from offload.errors import OffloadError
 from offload.layer import OffloadedExperts
 from routing import PolicyChain, Routing, parse_policies
@@ -205,7 +205,7 @@ def test_a_lost_rank_is_raised_at_the_end_of_the_pass() -> None:
 
 def test_order_of_joining() -> None:
     joined: list[int] = []
-    one = Pass([5, 1, 3, 3, 0], joined.append)
+    one = LockstepPass([5, 1, 3, 3, 0], joined.append)
     one.reach(3)
     assert joined == [0, 1]
     one.finish()
