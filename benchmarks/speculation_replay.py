@@ -23,7 +23,7 @@ from benchmarks.offload_routing import Trace
 from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
 from moe.network.backbone import Forward
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round
 from moe.speculate.elastic import DraftLayers, ElasticDrafts, GoesOn, _Pending
@@ -83,8 +83,8 @@ class Says:
         self._luck = np.random.default_rng(1).random(len(replayed.trace))
 
     @property
-    def cache_type(self) -> type[SequenceKV]:
-        return SequenceKV
+    def cache_type(self) -> type[KVCache]:
+        return KVCache
 
     def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
         logits, places = forward(work), iter(self._replayed.rows)

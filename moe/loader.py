@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kernels import Backend, BackendError, choose_backend, experts_forward
 from moe.calibration.foresight import Expect, expectation, foresee, look_ahead
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
-from moe.describe.packing import Packing, enable_packing
+from moe.describe.probe import Packing, enable_packing
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import describe_norm, same
-from moe.describe.routers import blocks, find_selectors
+from moe.describe.routers import find_selectors, layers_with_experts
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import Selector
 from moe.network.seam import experts_modules
@@ -41,7 +41,7 @@ def find_gates(backbone: Backbone) -> list[FoundGate]:
     layers = zip(
         find_selectors(backbone, seen),
         experts_modules(backbone.model),
-        blocks(backbone.model),
+        layers_with_experts(backbone.model),
         strict=True,
     )
     return [

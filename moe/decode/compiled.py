@@ -25,7 +25,7 @@ from moe.decode.step import (
     finish_step,
 )
 from moe.describe.description import Description, Experts, NotDescribed, Router
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 
 PATIENCE = 0.05
@@ -147,7 +147,7 @@ class CompiledStep:
         addresses: list[np.ndarray] = []
         for item in work:
             cache, count = item.cache, len(item.token_ids)
-            assert isinstance(cache, SequenceKV)
+            assert isinstance(cache, KVCache)
             cache.reserve(cache.length + count)
             positions += range(cache.length, cache.length + count)
             capacities += [cache.room] * count

@@ -36,7 +36,7 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.parts import rotate
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 from routing.routing import UNUSED
 
@@ -150,7 +150,7 @@ class GraphStep:
             ) from error
 
     def _start(self, inputs: GraphInputs) -> Walk:
-        return walk(self._description, inputs.tokens, DeviceMeans(inputs, self._dtype))
+        return walk(self._description, inputs.tokens, DeviceOperations(inputs, self._dtype))
 
 
 def rows_for(count: int) -> int:
@@ -267,7 +267,7 @@ class GraphInputs:
         begin = 0
         for item in work:
             cache, count = item.cache, len(item.token_ids)
-            assert isinstance(cache, SequenceKV)
+            assert isinstance(cache, KVCache)
             cache.reserve(cache.length + count)
             own = numbers[begin : begin + count]
             own[:, _TOKEN] = item.token_ids
@@ -298,7 +298,7 @@ def _send(to: Tensor, values: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class DeviceMeans:
+class DeviceOperations:
     """Torch's operations and attention in Triton; see `moe.decode.reference.Means`.
 
     Nothing here reads from the device or depends on values, so that all of it can be recorded.

@@ -19,7 +19,7 @@ from moe.decode.compiled import CompiledStep
 from moe.decode.prompts import fuse_prompts
 from moe.decode.proof import prove
 from moe.decode.step import CompiledExperts, DecodeForward, why_outside
-from moe.describe.blocks import describe
+from moe.describe.decoder import describe
 from moe.describe.description import Description, Experts, NotDescribed, Router
 from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone, Forward

@@ -18,10 +18,9 @@ from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import DescriptionRecords, point_to_table
-from moe.describe.compare import Run, compare
 from moe.describe.description import Attention, Description, Norm
-from moe.describe.observe import Call
-from moe.describe.packing import random_prompts
+from moe.describe.observe import ObservedCall
+from moe.describe.probe import ComparedRun, compare, random_prompts
 from moe.network.attention import PACKED, MaskRule, current_pass, packed_attention
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import PackedCache
@@ -52,10 +51,10 @@ def fuse_prompts(backbone: Backbone, description: Description, native: NativeNor
     return "prompts by compiled norms and positions"
 
 
-def _read(backbone: Backbone) -> Run:
+def _read(backbone: Backbone) -> ComparedRun:
     """Prompts, and then more of them."""
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
-    run = Run([kv_of(backbone.new_cache(2 * len(ids))) for ids in prompts])
+    run = ComparedRun([kv_of(backbone.new_cache(2 * len(ids))) for ids in prompts])
     for tokens in (prompts, [ids[::-1] for ids in prompts]):
         read_plainly(backbone, tokens, run)
     return run
@@ -104,7 +103,7 @@ class PromptAttention:
         self._records, (self._queries, self._keys) = records, records.heads(attention)
 
     def __call__(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        cache, given = current_pass.get(None), Call(args, kwargs, ())
+        cache, given = current_pass.get(None), ObservedCall(args, kwargs, ())
         rules = [value for value in (*args, *kwargs.values()) if isinstance(value, MaskRule)]
         way: Any = self._module.config
         packed = cache is not None and not cache.decoding and way._attn_implementation == PACKED

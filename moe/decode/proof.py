@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from kernels import PlaneMatrix
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
-from moe.describe.blocks import decoder_layers
-from moe.describe.compare import EXACT, QUANTIZED, Run, Tolerance, compare, difference
+from moe.describe.decoder import decoder_layers
 from moe.describe.description import Description, LatentAttention, NotDescribed
 from moe.describe.observe import observe
+from moe.describe.probe import EXACT, QUANTIZED, ComparedRun, Tolerance, compare, difference
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import SequenceCache, SequenceKV, Work
+from moe.network.kv_cache import KVCache, SequenceCache, Work
 from moe.network.lanes import run_lanes
 
 PROMPT_LENGTHS = (9, 4, 13)
@@ -91,7 +91,7 @@ def _whole_expansions(backbone: Backbone, description: Description) -> Iterator[
 
 def read_both_ways(
     backbone: Backbone, step: StepFunction, seed: int
-) -> tuple[Run, Run, list[list[int]]]:
+) -> tuple[ComparedRun, ComparedRun, list[list[int]]]:
     """The same tokens read both ways, and the tokens of each sequence."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
@@ -101,9 +101,9 @@ def read_both_ways(
 
     tokens = [draw(length) for length in PROMPT_LENGTHS]
     room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
-    theirs = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
+    theirs = ComparedRun([kv_of(backbone.new_cache(room)) for _ in tokens])
     read_plainly(backbone, tokens, theirs)
-    ours = Run([cache.fork(room + 1, cache.length) for cache in theirs.caches])
+    ours = ComparedRun([cache.fork(room + 1, cache.length) for cache in theirs.caches])
     theirs.logits.clear()
     theirs.routings.clear()
     for counts in STEPS:
@@ -115,7 +115,7 @@ def read_both_ways(
     return theirs, ours, tokens
 
 
-def read_plainly(backbone: Backbone, tokens: Sequence[list[int]], run: Run) -> None:
+def read_plainly(backbone: Backbone, tokens: Sequence[list[int]], run: ComparedRun) -> None:
     """Read further tokens of each sequence by transformers' own forward."""
     work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
     lanes = backbone.lanes(work)
@@ -127,7 +127,7 @@ def _first_difference(
     backbone: Backbone, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
 ) -> int | None:
     """The first layer whose output differs when the last tokens are read by description."""
-    run = Run([kv_of(backbone.new_cache(len(ids))) for ids in tokens])
+    run = ComparedRun([kv_of(backbone.new_cache(len(ids))) for ids in tokens])
     read_plainly(backbone, [ids[:-1] for ids in tokens], run)
     outputs: list[Tensor] = []
     work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
@@ -142,8 +142,8 @@ def _first_difference(
     return None
 
 
-def kv_of(cache: SequenceCache) -> SequenceKV:
-    assert isinstance(cache, SequenceKV)
+def kv_of(cache: SequenceCache) -> KVCache:
+    assert isinstance(cache, KVCache)
     return cache
 
 

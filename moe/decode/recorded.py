@@ -23,11 +23,18 @@ from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
 from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
 from moe.decode.reference import reference_step
 from moe.decode.step import DecodeForward, InsideExperts, RoutedExperts, StepFunction, why_outside
-from moe.describe.blocks import describe
-from moe.describe.compare import EXACT, ROUNDED, Run, compare, difference, gaps
+from moe.describe.decoder import describe
 from moe.describe.description import Description, NotDescribed, OwnRouter
 from moe.describe.observe import observe_random
-from moe.describe.packing import random_prompts
+from moe.describe.probe import (
+    EXACT,
+    ROUNDED,
+    ComparedRun,
+    compare,
+    difference,
+    gaps,
+    random_prompts,
+)
 from moe.machine import memory_available
 from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
@@ -108,7 +115,7 @@ def _prove_inside(
     run by the host."""
     tokens = random_prompts(backbone, [1] * len(PROMPT_LENGTHS))
     room = max(PROMPT_LENGTHS) + 1
-    run = Run([kv_of(backbone.new_cache(room)) for _ in tokens])
+    run = ComparedRun([kv_of(backbone.new_cache(room)) for _ in tokens])
     read_plainly(backbone, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
     work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
     again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]

@@ -31,7 +31,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import ACTIVATIONS, apply_norm, project, rotate
 from moe.describe.routers import route
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 
 
@@ -48,7 +48,7 @@ Walk = Generator[Halt, Tensor, Tensor]
 """Takes ``(B, H)`` rows for each `Halt`; returns ``(B, V)`` float32 logits."""
 
 
-class Means(Protocol):
+class StepOperations(Protocol):
     """What a walk computes with; all rows in and out are float32."""
 
     def project(self, projection: Projection, rows: Tensor) -> Tensor: ...
@@ -68,7 +68,7 @@ class Means(Protocol):
 def walk(
     description: Description,
     tokens: Tensor,
-    means: Means,
+    means: StepOperations,
     watch: Callable[[int, Tensor], None] | None = None,
 ) -> Walk:
     """Read ``(B,)`` tokens.
@@ -87,7 +87,7 @@ def walk(
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _layer(layer: Layer, x: Tensor, means: Means) -> Walk:
+def _layer(layer: Layer, x: Tensor, means: StepOperations) -> Walk:
     attend = _latent if isinstance(layer.attention, LatentAttention) else _grouped
     rows = attend(layer.attention, _normed(layer.attention_norm, x), means)  # type: ignore[arg-type]
     x = x + layer.attention_scale * _normed(layer.attention_post_norm, rows)
@@ -95,14 +95,14 @@ def _layer(layer: Layer, x: Tensor, means: Means) -> Walk:
     return x + layer.feed_scale * _normed(layer.feed_post_norm, rows)
 
 
-def _grouped(a: Attention, rows: Tensor, means: Means) -> Tensor:
+def _grouped(a: Attention, rows: Tensor, means: StepOperations) -> Tensor:
     q = _turned(means.project(a.q, rows), a.heads, a.q_norm, a, means)
     k = _turned(means.project(a.k, rows), a.kv_heads, a.k_norm, a, means)
     v = means.project(a.v, rows).unflatten(-1, (a.kv_heads, a.value_dim))
     return means.project(a.o, means.attend(a, q, k, v).flatten(1))
 
 
-def _latent(a: LatentAttention, rows: Tensor, means: Means) -> Tensor:
+def _latent(a: LatentAttention, rows: Tensor, means: StepOperations) -> Tensor:
     queries = rows
     if a.q_a is not None and a.q_a_norm is not None:
         queries = apply_norm(a.q_a_norm, means.project(a.q_a, rows))
@@ -120,7 +120,9 @@ def _latent(a: LatentAttention, rows: Tensor, means: Means) -> Tensor:
     return means.project(a.o, values.float().flatten(1))
 
 
-def _turned(rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention, means: Means) -> Tensor:
+def _turned(
+    rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention, means: StepOperations
+) -> Tensor:
     """Norm and rotation of ``(B, heads * D)`` in their order: ``(B, heads, D)``."""
     if norm is not None and not norm.per_head:
         rows = apply_norm(norm.norm, rows)
@@ -135,7 +137,7 @@ def _turned(rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention, means
     return states
 
 
-def _feed(feed: FeedForward | Experts, rows: Tensor, means: Means) -> Walk:
+def _feed(feed: FeedForward | Experts, rows: Tensor, means: StepOperations) -> Walk:
     if isinstance(feed, FeedForward):
         return _gated(feed, rows, means)
     router = feed.router
@@ -153,7 +155,7 @@ def _feed(feed: FeedForward | Experts, rows: Tensor, means: Means) -> Walk:
     return output
 
 
-def _gated(feed: FeedForward, rows: Tensor, means: Means) -> Tensor:
+def _gated(feed: FeedForward, rows: Tensor, means: StepOperations) -> Tensor:
     gate, up = means.project(feed.gate, rows), means.project(feed.up, rows)
     return means.project(feed.down, ACTIVATIONS[feed.activation](gate) * up)
 
@@ -229,7 +231,7 @@ class _Plain:
         sizes = [len(item.token_ids) for item in self._work]
         for item, k, v in zip(self._work, keys.split(sizes), values.split(sizes), strict=True):
             cache = item.cache
-            assert isinstance(cache, SequenceKV)
+            assert isinstance(cache, KVCache)
             cache.write(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             for row in range(len(k)):
                 seen_keys, seen_values = cache.read(layer, cache.length + row + 1)

@@ -22,7 +22,7 @@ from moe.describe.description import (
     Rotation,
     View,
 )
-from moe.describe.observe import AttentionCall, Observation, Rotaries
+from moe.describe.observe import AttentionCall, Observation, RotaryModules
 from moe.describe.parts import child_of, describe_norm, describe_projection, describe_rotation, same
 from moe.network.attention import MaskRule
 
@@ -34,7 +34,9 @@ _Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
 _K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
 
 
-def describe_attention(call: AttentionCall, seen: Observation, rotaries: Rotaries) -> Attention:
+def describe_attention(
+    call: AttentionCall, seen: Observation, rotaries: RotaryModules
+) -> Attention:
     """Raises `NotDescribed` where the module does something that descriptions have no words for."""
     module = call.module
     heads, head_dim = call.query.shape[1], call.query.shape[3]
@@ -165,7 +167,9 @@ def is_latent(module: nn.Module) -> bool:
     return child_of(module, ("kv_b_proj",)) is not None
 
 
-def describe_latent(call: AttentionCall, seen: Observation, rotaries: Rotaries) -> LatentAttention:
+def describe_latent(
+    call: AttentionCall, seen: Observation, rotaries: RotaryModules
+) -> LatentAttention:
     """Raises `NotDescribed` where the module does something that descriptions have no words for."""
     module = call.module
     heads, value_dim = call.query.shape[1], call.value.shape[3]

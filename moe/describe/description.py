@@ -1,7 +1,7 @@
 """What a decoder model is, in parts that a compiled step can run: values without behaviour.
 
 A description is filled from the modules' own attributes and from what was observed of one pass of
-transformers' forward (`moe.describe.blocks`), and it is believed only when steps by it reproduce
+transformers' forward (`moe.describe.decoder`), and it is believed only when steps by it reproduce
 that forward (`moe.decode.proof`). No part knows an architecture's name.
 Legend: H hidden, Q query heads, N key/value heads, D head size, E experts, R latent size.
 """

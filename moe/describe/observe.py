@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from moe.describe.description import NotDescribed, RotaryTable
-from moe.describe.packing import random_prompts, stand_in
 from moe.describe.parts import same
+from moe.describe.probe import random_prompts, stand_in
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import run_lanes
 
 WATCHED = "moe_watched"
@@ -28,7 +28,7 @@ WATCHED = "moe_watched"
 
 
 @dataclass(frozen=True)
-class Call:
+class ObservedCall:
     """One call of a module; tensors as they were then."""
 
     inputs: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Call:
     outputs: tuple[Any, ...]
 
     @classmethod
-    def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> Call:
+    def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> ObservedCall:
         """As a forward hook is told."""
         flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         return cls(
@@ -79,18 +79,18 @@ class AttentionCall:
 class Observation:
     """What one pass over all sequences did; attention and sequences of packed passes only."""
 
-    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    calls: dict[nn.Module, list[ObservedCall]] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)
     logits: Tensor = field(default_factory=lambda: torch.empty(0))  # (T, V)
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # (1, T)
-    sequences: list[SequenceKV] = field(default_factory=list)
+    sequences: list[KVCache] = field(default_factory=list)
 
-    def call(self, module: nn.Module) -> Call | None:
+    def call(self, module: nn.Module) -> ObservedCall | None:
         """The module's only call; None if there was none, or several."""
         calls = self.calls.get(module, [])
         return calls[0] if len(calls) == 1 else None
 
-    def only(self, module: nn.Module) -> Call:
+    def only(self, module: nn.Module) -> ObservedCall:
         """The same; raises `NotDescribed` where there is not one."""
         call = self.call(module)
         if call is None:
@@ -108,7 +108,7 @@ def observe(backbone: Backbone, prompts: Sequence[list[int]]) -> Observation:
         lanes = backbone.lanes(work)
         run_lanes(lanes, stand_in)
         seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
-    seen.sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+    seen.sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
     seen.positions = torch.cat([torch.arange(len(tokens)) for tokens in prompts])[None]
     return seen
 
@@ -141,7 +141,7 @@ AttentionMaskInterface.register(WATCHED, packed_mask)
 @contextmanager
 def _watched(backbone: Backbone, seen: Observation) -> Iterator[None]:
     def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
-        seen.calls.setdefault(module, []).append(Call.of(inputs, kwargs, outputs))
+        seen.calls.setdefault(module, []).append(ObservedCall.of(inputs, kwargs, outputs))
 
     token = _watcher.set(seen)
     hooks = [
@@ -170,7 +170,7 @@ def _copy(value: Any) -> Any:
 # ---- Which rotary module made the position embeddings that a layer was given.
 
 
-class Rotaries:
+class RotaryModules:
     """The rotary modules of a model: tables by the embeddings that one observed pass made."""
 
     def __init__(self, seen: Observation) -> None:
@@ -197,7 +197,7 @@ class Rotaries:
                 return self._tables[index]
         raise NotDescribed("position embeddings come from no rotary module of the model")
 
-    def _again(self, module: nn.Module, call: Call) -> Callable[[Tensor], Any]:
+    def _again(self, module: nn.Module, call: ObservedCall) -> Callable[[Tensor], Any]:
         observed = self._positions
 
         def rotate(positions: Tensor) -> Any:

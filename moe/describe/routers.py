@@ -177,7 +177,7 @@ def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[
     """
     seen = seen or observe_random(backbone)
     parents = parents_of(backbone.model)
-    layers = zip(experts_modules(backbone.model), blocks(backbone.model), strict=True)
+    layers = zip(experts_modules(backbone.model), layers_with_experts(backbone.model), strict=True)
     with torch.inference_mode():
         return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
 
@@ -213,7 +213,7 @@ def _selectors(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
     return selectors
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def layers_with_experts(model: nn.Module) -> list[nn.Module]:
     """The decoder layer of each MoE layer; the model itself where it has no list of layers."""
     parents = parents_of(model)
     return [layer_of(experts, parents) for _, experts in experts_modules(model)]

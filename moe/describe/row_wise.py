@@ -26,7 +26,7 @@ from torch.nn.functional import gelu, linear, pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
 from kernels import row_linear
-from moe.describe.packing import random_prompts, stand_in
+from moe.describe.probe import random_prompts, stand_in
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes

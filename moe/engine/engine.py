@@ -25,7 +25,7 @@ from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner, Outcome
 from moe.engine.scheduler import Scheduler
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
 from moe.sampling.sampler import Token
 from moe.sequence import Delta, RunningSequence
@@ -196,7 +196,7 @@ class Engine:
 
     def _keep_prefix(self, sequence: RunningSequence) -> None:
         prefixes, finished = self.scheduler.prefixes, sequence.finish_reason is not None
-        if prefixes is not None and finished and isinstance(sequence.cache, SequenceKV):
+        if prefixes is not None and finished and isinstance(sequence.cache, KVCache):
             prefixes.add(sequence.salt, sequence.prompt_token_ids, sequence.cache)
 
 

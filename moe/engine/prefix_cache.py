@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""
@@ -27,7 +27,7 @@ BLOCK = 16
 class _Entry:
     salt: str
     token_ids: list[int]
-    kv: SequenceKV
+    kv: KVCache
     hashes: list[bytes]
 
 
@@ -53,7 +53,7 @@ class PrefixCache:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._index: dict[bytes, _Entry] = {}
 
-    def add(self, salt: str, token_ids: Sequence[int], kv: SequenceKV) -> None:
+    def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
         ids = list(token_ids)
         hashes = _block_hashes(salt, ids)
@@ -71,7 +71,7 @@ class PrefixCache:
         while self.num_tokens > self.max_tokens:
             self.evict()
 
-    def match(self, salt: str, token_ids: Sequence[int], capacity: int) -> SequenceKV | None:
+    def match(self, salt: str, token_ids: Sequence[int], capacity: int) -> KVCache | None:
         """A copy of the longest cached proper prefix, or None.
 
         At least one token is left to be read: the pass over it gives the next token.

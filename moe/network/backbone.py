@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.network.attention import PACKED, packed_pass
-from moe.network.kv_cache import OwnCache, PackedCache, SequenceCache, SequenceKV, Work
+from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
 from moe.network.lanes import Lane
 from routing import Phase
 
@@ -35,7 +35,7 @@ class PassReader(Protocol):
     """Reads each packed pass in two ways at once (`moe.speculate.contrast`)."""
 
     @property
-    def cache_type(self) -> type[SequenceKV]:
+    def cache_type(self) -> type[KVCache]:
         """The class of the caches of its sequences."""
 
     def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Backbone:
         contrast: reads each packed pass in two ways at once (`moe.speculate.contrast`).
         cache_type: of the sequences of packed passes.
 
-    Starts with one lane a sequence; `moe.describe.packing` and `moe.fused` find out if more is
+    Starts with one lane a sequence; `moe.describe.probe` and `moe.fused` find out if more is
     possible.
     """
 
@@ -67,7 +67,7 @@ class Backbone:
         self.decode_forward: Forward | None = None
         self.watched = False
         self.contrast: PassReader | None = None
-        self.cache_type: type[SequenceKV] = SequenceKV
+        self.cache_type: type[KVCache] = KVCache
         self.set_packed(False)
 
     def set_packed(self, packed: bool) -> None:
@@ -84,7 +84,7 @@ class Backbone:
     def set_contrast(self, reader: PassReader | None) -> None:
         """Read packed passes by ``reader`` from now on; None: as they are."""
         self.contrast = reader
-        self.cache_type = SequenceKV if reader is None else reader.cache_type
+        self.cache_type = KVCache if reader is None else reader.cache_type
 
     def decode_by(self, forward: Forward | None) -> None:
         """Read short decode work by ``forward`` from now on; None: by transformers' forward."""
@@ -92,7 +92,7 @@ class Backbone:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        return self.cache_type(capacity) if self.packed else OwnCache()
+        return self.cache_type(capacity) if self.packed else TransformersCache()
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work, or one each; ``phase`` is what the tokens are read for.
@@ -116,7 +116,7 @@ class Backbone:
         """Logits of each piece of work, by transformers' own forward; `PackedCache` says of what
         kind."""
         sizes = [len(item.token_ids) for item in work]
-        sequences = [item.cache for item in work if isinstance(item.cache, SequenceKV)]
+        sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
         cache = PackedCache(
             sequences, sizes, self._needs_history, decoding=decoding, watched=watched
         )
@@ -127,7 +127,7 @@ class Backbone:
         return logits
 
     def _forward_own(self, item: Work) -> list[Tensor]:
-        assert isinstance(item.cache, OwnCache)
+        assert isinstance(item.cache, TransformersCache)
         output, logits = self._forward([item], past_key_values=item.cache.state)
         item.cache.state = output.past_key_values
         item.cache.length += len(item.token_ids)

@@ -20,7 +20,7 @@ from transformers import Cache
 _AHEAD = 1024  # tokens; most requests end within them, and never copy their buffers
 
 
-class SequenceKV:
+class KVCache:
     """Keys and values of one sequence: one buffer pair a layer, made when first written.
 
     Buffers grow with the sequence, so one that may become long takes no memory before it is.
@@ -76,7 +76,7 @@ class SequenceKV:
             self._addresses = np.array([[b.data_ptr() for b in pair] for pair in buffers], np.int64)
         return self._addresses
 
-    def fork(self, capacity: int, length: int) -> SequenceKV:
+    def fork(self, capacity: int, length: int) -> KVCache:
         """A sequence of its own that has read the first ``length`` tokens of this one."""
         assert length <= self.length
         copy = type(self)(capacity)
@@ -98,7 +98,7 @@ class SequenceKV:
 
 
 @dataclass
-class OwnCache:
+class TransformersCache:
     """State of one sequence in whatever cache class its architecture makes for itself.
 
     transformers changes it in place, layer by layer: after a cancelled pass it is not to be used.
@@ -107,13 +107,13 @@ class OwnCache:
     length: int = 0
     state: Any = None
 
-    def fork(self, capacity: int, length: int) -> OwnCache:
+    def fork(self, capacity: int, length: int) -> TransformersCache:
         """A sequence of its own that has read the same tokens; only all of them can be taken."""
         assert length == self.length
-        return OwnCache(length, deepcopy(self.state))
+        return TransformersCache(length, deepcopy(self.state))
 
 
-SequenceCache = SequenceKV | OwnCache
+SequenceCache = KVCache | TransformersCache
 
 
 @dataclass
@@ -146,7 +146,7 @@ class PackedCache(Cache):
 
     def __init__(
         self,
-        sequences: Sequence[SequenceKV],
+        sequences: Sequence[KVCache],
         sizes: Sequence[int],
         needs_history: set[int],
         *,

@@ -26,14 +26,14 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import Outcome
 from moe.errors import RankError, StructureError
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 from moe.parallel.transport import Message
 from moe.sampling.sampler import Token
 from moe.sequence import RunningSequence
 from offload.errors import OffloadError
 
 
-class RemoteCache(SequenceKV):
+class RemoteCache(KVCache):
     """Keys and values that another rank holds; freed there when this handle is garbage."""
 
     def __init__(self, desk: OrderQueue, capacity: int, length: int = 0) -> None:

@@ -20,7 +20,7 @@ from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
 from moe.loading.hub import experts_per_token
 from moe.network.backbone import Backbone, Forward
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers, Selector
 from moe.settings import SpeculationSettings
@@ -28,12 +28,12 @@ from routing import Routing
 from routing.policies.base import keep
 
 
-class TwinKV(SequenceKV):
+class TwinKV(KVCache):
     """Keys and values of a sequence, and those of its weak reading."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.weak = SequenceKV(capacity)
+        self.weak = KVCache(capacity)
 
     def fork(self, capacity: int, length: int) -> TwinKV:
         copy = super().fork(capacity, length)
@@ -59,7 +59,7 @@ class Contrast:
     selectors: Sequence[Selector | None] = ()
 
     @property
-    def cache_type(self) -> type[SequenceKV]:
+    def cache_type(self) -> type[KVCache]:
         return TwinKV
 
     def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:

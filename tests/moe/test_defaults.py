@@ -12,7 +12,7 @@ import torch
 
 from moe import MoE, SamplingParams
 from moe.errors import RequestError
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 from moe.requests import CONTINUATION, Defaults
 from moe.settings import GenerationSettings
 from moe.text.generation_config import FILE, OwnSampling
@@ -84,7 +84,7 @@ def test_a_request_without_a_limit_goes_on_until_memory_is_full(model: MoE) -> N
 
 
 def test_keys_and_values_take_no_room_before_they_come() -> None:
-    cache = SequenceKV(1_000_000_000)  # of such rows 16 TB
+    cache = KVCache(1_000_000_000)  # of such rows 16 TB
     rows = torch.randn(1, 2, 3000, 4)
     cache.write(0, rows[:, :, :5], rows[:, :, :5])
     cache.length = 5
@@ -103,7 +103,7 @@ def test_keys_and_values_take_no_room_before_they_come() -> None:
 
 
 def test_layers_that_a_cancelled_pass_did_not_reach_grow_later() -> None:
-    cache = SequenceKV(10_000)
+    cache = KVCache(10_000)
     rows = torch.randn(1, 2, 4000, 4)
     for layer in range(2):
         cache.write(layer, rows[:, :, :5], rows[:, :, :5])
@@ -135,14 +135,14 @@ def test_answers_are_the_same_when_buffers_grow_at_every_step(
 
     usual = answers()
     grown: list[int] = []
-    reserve = SequenceKV.reserve
+    reserve = KVCache.reserve
 
-    def watched(cache: SequenceKV, end: int) -> None:
+    def watched(cache: KVCache, end: int) -> None:
         before = cache.room
         reserve(cache, end)
         grown.extend([cache.room] * (0 < before < cache.room))
 
     monkeypatch.setattr("moe.network.kv_cache._AHEAD", 1)
-    monkeypatch.setattr(SequenceKV, "reserve", watched)
+    monkeypatch.setattr(KVCache, "reserve", watched)
     assert answers() == usual
     assert len(grown) > 20

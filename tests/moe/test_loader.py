@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe.decode.enable import FUSED_OFF
-from moe.describe.packing import Packing
+from moe.describe.probe import Packing
 from moe.loader import load_notices
 from moe.loading.load import LoadReport
 from moe.text.tokenizer import TextCodec

@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 
 from kernels.cpu import choose_kernel
 from moe.network.attention import MaskRule, first_keys, packed_attention, packed_mask, packed_pass
-from moe.network.kv_cache import PackedCache, SequenceKV
+from moe.network.kv_cache import KVCache, PackedCache
 
 causal: Any = causal_mask_function
 NO_PADDING = torch.zeros(1, dtype=torch.long)
@@ -50,7 +50,7 @@ def test_packed_prompts_attend_by_the_rule(
     """Two sequences in a row, one read on; compiled where the rule leaves no gaps."""
     native, reason = choose_kernel()
     assert native is not None, reason
-    sequences, sizes, length = [SequenceKV(30), SequenceKV(30)], [16, 20], 4
+    sequences, sizes, length = [KVCache(30), KVCache(30)], [16, 20], 4
     history = torch.randn(2, 1, 2, length, 8)
     sequences[1].write(0, *history)
     sequences[1].length = length

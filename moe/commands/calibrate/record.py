@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from moe.calibration.trace import Rows, Scored, Trace
-from moe.describe.routers import blocks
+from moe.describe.routers import layers_with_experts
 from moe.errors import CalibrationError
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
@@ -122,7 +122,7 @@ class _Recorder:
     ) -> None:
         self.done = 0
         self._experts = experts
-        self._layers = blocks(backbone.model)
+        self._layers = layers_with_experts(backbone.model)
         self._num_experts = [layer.num_experts for layer in experts.layers]
         self._total, self._row_bytes = total, row_bytes
         self._stride = 0

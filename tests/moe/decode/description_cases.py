@@ -28,7 +28,7 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.parts import describe_projection
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 from routing import Routing
 from routing.routers import RouterRule
 
@@ -196,11 +196,11 @@ def routed(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
     return rows * routing.weights.sum(1, keepdim=True)
 
 
-def filled(description: Description, lengths: Sequence[int], room: int) -> list[SequenceKV]:
+def filled(description: Description, lengths: Sequence[int], room: int) -> list[KVCache]:
     """Sequences with random caches."""
     sequences = []
     for length in lengths:
-        sequence = SequenceKV(length + room)
+        sequence = KVCache(length + room)
         for layer in description.layers:
             a = layer.attention
             if isinstance(a, LatentAttention):

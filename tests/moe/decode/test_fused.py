@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels import ExpertWeights, experts_forward
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import run_lanes
 
 PROVEN = [
@@ -155,12 +155,12 @@ def test_any_order_of_reading_gives_the_same_logits(
     model = tiny_moe(architecture)
     backbone, run = model.backbone, model.experts.run
     tokens = st.integers(3, 120)
-    sequences: list[tuple[list[int], SequenceKV]] = []
+    sequences: list[tuple[list[int], KVCache]] = []
     for _ in range(data.draw(st.integers(1, 8))):
         step = []
         if data.draw(st.booleans()) or not sequences:
             cache = backbone.new_cache(200)
-            assert isinstance(cache, SequenceKV)
+            assert isinstance(cache, KVCache)
             sequences.append(([], cache))
             step.append((len(sequences) - 1, data.draw(st.lists(tokens, min_size=1, max_size=20))))
         elif data.draw(st.booleans()):

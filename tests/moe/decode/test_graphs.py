@@ -18,7 +18,7 @@ from moe.decode.recorded import moved
 from moe.decode.reference import reference_step
 from moe.decode.step import InsideExperts
 from moe.describe.description import Description, Experts, NotDescribed
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
 from tests.moe.decode.tape import Tape
@@ -59,7 +59,7 @@ def copies(work: list[Work]) -> list[Work]:
     """The same tokens of sequences of their own, in buffers of another size."""
     pieces = []
     for item in work:
-        assert isinstance(item.cache, SequenceKV)
+        assert isinstance(item.cache, KVCache)
         cache = item.cache.fork(item.cache.capacity + 3, item.cache.length)
         pieces.append(replace(item, cache=cache))
     return pieces
@@ -71,7 +71,7 @@ def copies(work: list[Work]) -> list[Work]:
 def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.DataObject) -> None:
     description = made(data)
     step = recorded(description)
-    sequences: list[SequenceKV] = []
+    sequences: list[KVCache] = []
     for _ in range(2):
         lengths = data.draw(st.lists(st.sampled_from([1, 3, 40]), min_size=0, max_size=2))
         sequences = [s for s in sequences if data.draw(st.booleans())]

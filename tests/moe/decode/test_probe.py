@@ -14,10 +14,10 @@ from kernels.cpu import choose_kernel
 from moe.decode.compiled import CompiledStep
 from moe.decode.proof import prove
 from moe.describe import routers as router
-from moe.describe.blocks import describe
+from moe.describe.decoder import describe
 from moe.describe.description import Description, Experts, Layer, NotDescribed, OwnRouter, Router
 from moe.describe.observe import WATCHED, observe
-from moe.describe.packing import enable_packing
+from moe.describe.probe import enable_packing
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import attach, take_experts

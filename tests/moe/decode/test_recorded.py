@@ -20,7 +20,7 @@ from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
 from moe.describe.description import NotDescribed
-from moe.describe.packing import enable_packing
+from moe.describe.probe import enable_packing
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes

@@ -18,7 +18,7 @@ from moe.decode.compiled import CompiledStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Description, NotDescribed, Projection
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
@@ -105,7 +105,7 @@ def test_a_row_of_nan_visits_experts_as_others_do(data: st.DataObject, seed: int
     (plain,) = filled(description, [5], 1)
     fast = plain.fork(plain.capacity, plain.length)
 
-    def choices(step: StepFunction, cache: SequenceKV) -> list[Tensor]:
+    def choices(step: StepFunction, cache: KVCache) -> list[Tensor]:
         ids: list[Tensor] = []
 
         def note(_layer: int, rows: Tensor, routing: Routing) -> Tensor:

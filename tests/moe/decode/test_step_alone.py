@@ -19,7 +19,7 @@ from moe.decode.compiled import CompiledStep
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, InsideExperts
 from moe.describe.description import Description, Experts
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from routing import Routing
 from tests.kernels.kernel_cases import make_case
 from tests.kernels.plane_cases import make_layer
@@ -86,13 +86,13 @@ def test_one_call_gives_the_bits_of_a_call_a_layer(data: st.DataObject, seed: in
             torch.set_num_threads(threads)
 
 
-def new_work(data: st.DataObject, caches: list[SequenceKV]) -> list[Work]:
+def new_work(data: st.DataObject, caches: list[KVCache]) -> list[Work]:
     tokens = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=3)
     return [Work(data.draw(tokens), cache, all_logits=True) for cache in caches]
 
 
 def check_both(
-    step: CompiledStep, layers: list[Layer], work: list[Work], others: list[SequenceKV]
+    step: CompiledStep, layers: list[Layer], work: list[Work], others: list[KVCache]
 ) -> None:
     routings = []
 

@@ -17,7 +17,7 @@ from kernels.cpu import choose_kernel
 from moe.decode.compiled import CompiledStep
 from moe.decode.step import DecodeForward
 from moe.describe.description import Description, Experts
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from routing import Routing
@@ -48,7 +48,7 @@ class Rank:
     exchange: SocketExchange
     step: CompiledStep
     experts: MoELayers
-    caches: list[SequenceKV]
+    caches: list[KVCache]
     tokens: list[list[list[int]]]
     whole: bool
     fails: int = -1
@@ -123,7 +123,7 @@ def drawn_ranks(data: st.DataObject, description: Description, layers: list[Laye
     return ranks
 
 
-def alone(rank: Rank, caches: list[SequenceKV], layers: list[Layer]) -> list[list[Tensor]]:
+def alone(rank: Rank, caches: list[KVCache], layers: list[Layer]) -> list[list[Tensor]]:
     """What a rank gets that has all experts."""
 
     def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:

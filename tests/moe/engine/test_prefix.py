@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK, PrefixCache
-from moe.network.kv_cache import SequenceKV
+from moe.network.kv_cache import KVCache
 
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)
 
 
-def stored(token_ids: list[int]) -> SequenceKV:
+def stored(token_ids: list[int]) -> KVCache:
     """A state whose keys are the token ids, so that a copy shows what it is a copy of."""
-    kv = SequenceKV(len(token_ids))
+    kv = KVCache(len(token_ids))
     rows = torch.tensor(token_ids, dtype=torch.float32).view(1, 1, -1, 1)
     kv.write(0, rows, rows)
     kv.length = len(token_ids)

@@ -12,7 +12,7 @@ import torch
 from moe import MoE, SamplingParams
 from moe.describe.routers import find_selectors
 from moe.engine.runner import _contexts
-from moe.network.kv_cache import SequenceKV, Work
+from moe.network.kv_cache import KVCache, Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import FixedDepth, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
@@ -51,7 +51,7 @@ def test_a_draft_leaves_sequences_as_they_were(models: Models) -> None:
     known = [
         [tensor.clone() for tensor in cache.read(0, length)]
         for cache, length in zip(caches, lengths, strict=True)
-        if isinstance(cache, SequenceKV)
+        if isinstance(cache, KVCache)
     ]
     controller = FixedDepth(FOUR_BITS, 4)
     with torch.inference_mode():
@@ -59,7 +59,7 @@ def test_a_draft_leaves_sequences_as_they_were(models: Models) -> None:
     assert [len(draft.tokens) for draft in drafts] == [4, 0, 2]
     assert [cache.length for cache in caches if cache is not None] == lengths
     for cache, length, rows in zip(caches, lengths, known, strict=True):
-        assert isinstance(cache, SequenceKV)
+        assert isinstance(cache, KVCache)
         assert all(torch.equal(a, b) for a, b in zip(cache.read(0, length), rows, strict=True))
 
 
@@ -193,7 +193,7 @@ def test_predictors_hear_what_each_row_follows(models: Models) -> None:
     (sequence,) = running(models.at(1.0), models.prompts[:1])
     known = [*sequence.prompt_token_ids, *sequence.token_ids]
     cache = sequence.cache
-    assert isinstance(cache, SequenceKV)
+    assert isinstance(cache, KVCache)
     assert _contexts([sequence], [Work([known[-1], 7, 8], cache)], 3) == [
         known[-3:],
         [*known[-2:], 7],

@@ -24,7 +24,7 @@ from moe.describe.description import (
     NotDescribed,
     Projection,
 )
-from moe.describe.observe import AttentionCall, Call, Observation, Rotaries
+from moe.describe.observe import AttentionCall, Observation, ObservedCall, RotaryModules
 from moe.describe.parts import (
     child_of,
     close,
@@ -100,7 +100,7 @@ def _describe_experts(block: nn.Module, beside: nn.Module | None, seen: Observat
 
 
 def _combination(
-    whole: Call, call: Call, others: Sequence[nn.Module], seen: Observation
+    whole: ObservedCall, call: ObservedCall, others: Sequence[nn.Module], seen: Observation
 ) -> tuple[FeedForward | None, Projection | None, float]:
     """``whole = scale * experts + sigmoid(gate) * shared``; the last two may be absent."""
     routed, total = _float(call.output), _float(whole.output)
@@ -164,7 +164,7 @@ def describe(model: nn.Module, seen: Observation) -> Description:
         if getattr(model.config, name, None) is not None:
             raise NotDescribed(f"'{name}' is set")
     modules = decoder_layers(model, seen)
-    rotaries = Rotaries(seen)
+    rotaries = RotaryModules(seen)
     layers = []
     for index, (module, attention) in enumerate(modules):
         try:
@@ -208,7 +208,7 @@ def decoder_layers(model: nn.Module, seen: Observation) -> list[tuple[nn.Module,
 
 
 def _describe_layer(
-    layer: nn.Module, attention: AttentionCall, seen: Observation, rotaries: Rotaries
+    layer: nn.Module, attention: AttentionCall, seen: Observation, rotaries: RotaryModules
 ) -> Layer:
     whole = seen.only(layer)
     children = [child for child in layer.children() if seen.call(child) is not None]
@@ -288,7 +288,7 @@ def _final_norm(seen: Observation, x: Tensor, read: Tensor) -> Norm:
     raise NotDescribed("the head reads something else than the normed output of the last layer")
 
 
-def _logits(model: nn.Module, head: Call, logits: Tensor) -> tuple[float, float | None]:
+def _logits(model: nn.Module, head: ObservedCall, logits: Tensor) -> tuple[float, float | None]:
     """Scale and soft cap between the head's rows and the logits."""
     scale = ratio(logits, head.output.float())
     if scale is not None:

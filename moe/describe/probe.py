@@ -1,0 +1,240 @@
+"""Probes: a faster way to compute is used only if it gives what transformers' own forward gives.
+
+Both ways read the same random tokens. `enable_packing` decides so whether sequences may share a
+forward pass; `compare` is the judge of described decode steps (`moe.decode.proof`): logits, expert
+choices, their weights and the caches must agree. Experts are replaced by `stand_in`, so that
+probing a large model reads its backbone only. No architecture is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, isnan
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from experts.linear import QuantizedLinear
+from moe.describe.description import NotDescribed
+from moe.network.backbone import Backbone
+from moe.network.kv_cache import KVCache, Work
+from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.seam import backbone_dtype
+from routing import Phase, Routing
+
+PROMPT_LENGTHS = (7, 4)
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of logits allowed, relative to the largest logit, by the backbone's dtype."""
+QUANTIZED_VALUES = 3e-2
+"""The same if linear layers round their input to 8 bits: a last bit that differs before such a
+layer, as by another number of threads, may be a whole code behind it. A wrong mask differs by far
+more."""
+
+
+def random_prompts(backbone: Backbone, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids to probe a model with, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = backbone.model.get_input_embeddings().num_embeddings
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def stand_in(_layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+    """In place of experts: rows that cost little and hardly depend on which experts are chosen."""
+    pairs = [(call.hidden_states, call.routing.weights) for call in calls]
+    return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two runs may differ.
+
+    Attributes:
+        values: relative to the largest value.
+        choices: share of the choices of experts.
+        noise: the gaps that rounding alone makes, by part of a run; three times as much is allowed.
+    """
+
+    values: float
+    choices: float
+    noise: Mapping[str, Gap] = field(default_factory=dict)
+
+    def allows(self, part: str, gap: Gap) -> bool:
+        """False for NaN."""
+        least = self.choices if part == _CHOICES else self.values
+        noise = self.noise[part].size if part in self.noise else 0.0
+        return gap.size <= max(least, _NOISES * noise)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far two runs differ in one part; ``text`` says so for people."""
+
+    size: float
+    text: str
+
+
+EXACT = Tolerance(values=1e-4, choices=0.0)
+QUANTIZED = Tolerance(values=QUANTIZED_VALUES, choices=0.1)
+ROUNDED = Tolerance(values=1e-4, choices=0.05)
+"""For half precision, beside its noise; a choice between two nearly equal experts may change."""
+
+_NOISES = 3
+_CHOICES, _LOGITS = "choices", "logits"
+
+
+@dataclass
+class ComparedRun:
+    """What one way of reading the tokens gave; stands in for the experts."""
+
+    caches: list[KVCache]
+    logits: list[Tensor] = field(default_factory=list)
+    routings: list[tuple[int, Routing]] = field(default_factory=list)
+
+    def experts(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        self.routings += [(layer, call.routing) for call in calls]
+        return stand_in(layer, calls)
+
+    def routed_experts(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return self.experts(layer, [ExpertCall(layer, rows, routing)])[0]
+
+
+def compare(
+    theirs: ComparedRun, ours: ComparedRun, layers: Sequence[int], tolerance: Tolerance
+) -> float:
+    """Largest difference of logits; raises `NotDescribed` for one that is too large."""
+    found = gaps(theirs, ours, layers)
+    for part, gap in found.items():
+        if not tolerance.allows(part, gap):
+            raise NotDescribed(gap.text)
+    return found[_LOGITS].size
+
+
+def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[int]) -> dict[str, Gap]:
+    """How far two runs differ, part by part: routings, caches of these layers, logits.
+
+    Raises:
+        NotDescribed: they ran other MoE layers, or read other numbers of tokens.
+    """
+    found = _routing_gaps(theirs.routings, ours.routings)
+    for name, part in (("keys", 0), ("values", 1)):
+        sizes: list[float] = []
+        for mine, other in zip(ours.caches, theirs.caches, strict=True):
+            if mine.length != other.length:
+                raise NotDescribed(f"a sequence has {mine.length} tokens, not {other.length}")
+            sizes += [
+                difference(
+                    mine.read(layer, mine.length)[part], other.read(layer, mine.length)[part]
+                )
+                for layer in layers
+            ]
+        found[name] = _gap(f"cached {name}", *sizes)
+    found[_LOGITS] = _gap("logits", difference(torch.cat(ours.logits), torch.cat(theirs.logits)))
+    return found
+
+
+def _routing_gaps(
+    theirs: Sequence[tuple[int, Routing]], ours: Sequence[tuple[int, Routing]]
+) -> dict[str, Gap]:
+    if [layer for layer, _ in theirs] != [layer for layer, _ in ours]:
+        raise NotDescribed("other MoE layers are visited")
+    rows, wrong, weights = 0, list[int](), dict[int, list[float]]()
+    for (layer, expected), (_, actual) in zip(theirs, ours, strict=True):
+        order, mine = expected.expert_ids.cpu().sort(1), actual.expert_ids.cpu().sort(1)
+        same = (order.values == mine.values).all(1)
+        rows += len(same)
+        wrong += [layer] * int((~same).sum())
+        a = actual.weights.cpu().gather(1, mine.indices)[same]
+        b = expected.weights.cpu().gather(1, order.indices)[same]
+        weights.setdefault(layer, []).append(difference(a, b) if len(a) else 0.0)
+    found = {
+        f"weights {layer}": _gap(f"weights of MoE layer {layer}", *sizes)
+        for layer, sizes in weights.items()
+    }
+    if wrong:
+        text = f"{len(wrong)} of {rows} choices of experts differ, first in MoE layer {min(wrong)}"
+        found[_CHOICES] = Gap(len(wrong) / rows, text)
+    return found
+
+
+def _gap(what: str, *sizes: float) -> Gap:
+    size = max(sizes, key=lambda size: inf if isnan(size) else size)
+    return Gap(size, f"{what} differ by {size:.1e}")
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest value; NaN where there is a NaN."""
+    actual, expected = actual.float().cpu(), expected.float().cpu()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Whether several sequences share one forward pass, and why (not)."""
+
+    enabled: bool
+    reason: str
+
+
+def enable_packing(backbone: Backbone) -> Packing:
+    """Pack sequences from now on if a probe shows that nothing changes by it."""
+    packing = _probe(backbone)
+    backbone.set_packed(packing.enabled)
+    return packing
+
+
+def _probe(backbone: Backbone) -> Packing:
+    """Run random prompts and one decode step both ways and compare all logits."""
+    rope = _batch_dependent_rope(backbone.model)
+    if rope is not None:
+        return Packing(False, f"'{rope}' rotary tables depend on the longest sequence of a batch")
+    prompts = random_prompts(backbone, PROMPT_LENGTHS)
+    with torch.inference_mode():
+        expected = _logits(backbone, prompts, packed=False)
+        try:
+            packed = _logits(backbone, prompts, packed=True)
+        except Exception as error:
+            return Packing(False, f"packed attention raised {type(error).__name__}: {error}")
+    difference = max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
+        for a, b in zip(packed, expected, strict=True)
+    )
+    if difference <= _tolerance(backbone.model):
+        return Packing(True, f"equal to transformers' own attention (difference {difference:.1e})")
+    return Packing(False, f"differs from transformers' own attention by {difference:.1e}")
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    rounds = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    return max(TOLERANCE[backbone_dtype(model)], QUANTIZED_VALUES if rounds else 0.0)
+
+
+def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -> list[Tensor]:
+    backbone.set_packed(packed)
+    caches = [backbone.new_cache(len(prompt) + 1) for prompt in prompts]
+    logits = []
+    steps: list[tuple[Phase, Sequence[list[int]]]] = [
+        ("prefill", prompts),
+        ("decode", [prompt[:1] for prompt in prompts]),
+    ]
+    for phase, step in steps:
+        lanes = backbone.lanes(
+            [
+                Work(tokens, cache, all_logits=True)
+                for tokens, cache in zip(step, caches, strict=True)
+            ],
+            phase,
+        )
+        run_lanes(lanes, stand_in)
+        logits += [rows for lane in lanes for rows in lane.result()]
+    return logits
+
+
+def _batch_dependent_rope(model: nn.Module) -> str | None:
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        for kind in rope_type.values() if isinstance(rope_type, dict) else [rope_type]:
+            if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
+                return kind
+    return None
