@@ -1,13 +1,15 @@
-"""Our packing: made for loads that differ from step to step, and for copies that share by price.
+"""Placements by our own packing: `first_placement`, `repack` while serving, `without_ranks`.
 
-EPLB places by the mean load and gives each copy an equal part. Here a placement is judged as it
-will be used: the mean over observed steps of the heaviest rank's load after `share_by_price`. A
-greedy start (no rank gets two copies of one expert) is improved by exchanges between two ranks and
-by giving a copy's slot to another expert: on few ranks by `cuts`, on more as long as that lowers
-the mean. `repack` starts from where experts are and takes a change only if it also pays for what it
-moves, on steps that it was not made from: any change can be fitted to chance.
+EPLB places by the mean load and gives each copy of an expert an equal part. Here loads differ from
+step to step, and copies share an expert's tokens as `routing.balance` does. A placement is judged
+by the mean over observed steps of the heaviest rank's load (`heaviest`). From a greedy start (no
+rank gets two copies of one expert), the search exchanges experts between two ranks and gives slots
+of copies to other experts: by annealing on few ranks, on more as long as the mean falls. `repack`
+starts from the present placement and accepts a change only if it also pays for the moves, on steps
+that it was not made from: any change can be fitted to chance.
 
-Legend: S steps, E experts, R ranks, P slots.
+Legend: S steps, E experts, R ranks, P slots, N slots of a rank, M sets of ranks with the empty one,
+C without it.
 """
 
 from __future__ import annotations
@@ -30,28 +32,225 @@ from experts.placement.placement import (
     replicate,
 )
 
-# ---- How copies of experts share their loads over many steps: by this measure placements are
-# judged.
-#
-# A rank's price is its load: minimising half the sum of squared loads has just these dual prices,
-# and its solution has the least heaviest load too (it is the least majorised one). Every expert
-# in turn moves its tokens to where they are cheapest until prices are level. `routing.balance`
-# does the same for the whole tokens of one step.
-#
-# Legend: S steps, E experts, R ranks, N ranks with a copy of an expert.
+KINDS = ("packed", "eplb", "linear")
+STEPS = 64
+"""Random steps that a placement is made for if none has been observed."""
 
+MAX_STEPS = 64
+"""Steps that a placement is judged by, evenly spaced over those observed."""
+SWEEPS = 20
+MAX_ROUNDS = 200
+TRIALS = 24
+"""Most promising changes of each kind that are judged exactly before the search ends."""
+WORTH = 2e-4
+"""Least share by which a change must lower the mean of the heaviest load."""
+SURE = 1.0
+"""Standard errors by which a certain gain is above 0. A change need not be certain, else shifting
+loads are followed too late; but while no gain is certain, `Rebalancer` asks rarely."""
 MAX_SWEEPS = 200
 LEVEL = 1e-3
-"""Prices are level when a sweep moves no more than this share of the mean load anywhere."""
+"""Loads are level when a sweep moves no more than this share of the mean load on any rank."""
+MOST_RANKS = 8
+PROPOSALS, MOST_PROPOSALS = 200, 8_000
+"""Proposals of the annealing: for each slot, and in all."""
+GIFTS = 0.4
+"""Share of the proposals that give a copy's slot to another expert; the others exchange two."""
+HOT, COLD = 1e-2, 3e-4
+"""Temperatures at the start and the end, as shares of the mean load."""
+
+Change = tuple[tuple[int, int, int], ...]
+"""Expert, rank, and copies more or less there."""
+_CutChange = tuple[tuple[int, int, int], ...]
+"""Slots that change: rank, slot of the rank, new expert."""
+
+
+def slots_for(num_experts: int, ranks: int, replicas: float) -> int:
+    """Slots of all ranks: a share of further copies, rounded up to equally many on each rank."""
+    rows = -(-round(num_experts * (1.0 + replicas), 6) // ranks)
+    return int(min(rows, num_experts)) * ranks
+
+
+def first_placement(
+    kind: str, num_experts: int, ranks: int, replicas: float, seen_SE: Floats | None = None
+) -> Placement:
+    """The placement of one layer before the first step; the same on every rank.
+
+    Args:
+        kind: one of `KINDS`.
+        replicas: share of further copies.
+        seen_SE: tokens of each expert in steps of a calibration; None: there is none, and all
+            experts are expected to get the same.
+
+    Raises:
+        PlacementError: an unknown kind, or EPLB with slots that it cannot deal.
+    """
+    slots = slots_for(num_experts, ranks, replicas)
+    if kind == "packed":
+        if seen_SE is None:
+            return _for_unseen(num_experts, slots, ranks)
+        return pack(seen_SE, slots, ranks)
+    if kind == "eplb":
+        return eplb(np.ones(num_experts) if seen_SE is None else seen_SE.mean(0), slots, ranks)
+    if kind == "linear":
+        return linear(num_experts, slots, ranks)
+    raise PlacementError(f"no placement is called {kind!r}; there are {', '.join(KINDS)}")
+
+
+@cache
+def _for_unseen(num_experts: int, slots: int, ranks: int) -> Placement:
+    """For steps of which only the mean is known. Loads are taken to be exponential, the distribution
+    with the largest entropy. So copies are spread to help whichever rank has more than others in a
+    step. This takes a second on few ranks; on many it finds nothing better than equal loads do."""
+    if ranks > MOST_RANKS:
+        return pack(np.ones((1, num_experts)), slots, ranks)
+    return pack(np.random.default_rng(0).exponential(size=(STEPS, num_experts)), slots, ranks)
+
+
+class Repacked(NamedTuple):
+    """The result of `repack`.
+
+    Attributes:
+        placement: the new one, or the current one if no change pays.
+        sure: it is a new one and its gain is beyond chance (`SURE`).
+    """
+
+    placement: Placement
+    sure: bool
+
+
+def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
+    """Place the experts of one layer for steps like these, from nothing.
+
+    Args:
+        costs_SE: what each expert costs in each observed step; see `step_costs`.
+        slots: of all ranks.
+
+    Raises:
+        PlacementError: the slots cannot be dealt so.
+    """
+    check_shape(costs_SE.shape[1], slots, ranks)
+    costs_SE = _judged(costs_SE)
+    mean_E = costs_SE.mean(0)
+    starts = [_greedy(mean_E, slots, ranks), eplb(mean_E, slots, ranks).copies_ER]
+    free_E = np.zeros_like(mean_E)
+    found = [_improve(start, costs_SE, free_E) for start in starts if start.max() == 1]
+    return Placement.from_held(min(found, key=lambda one: heaviest(costs_SE, one)) > 0)
+
+
+def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Repacked:
+    """Change a placement where that pays for steps like these.
+
+    Args:
+        costs_SE: expected cost of each expert in some coming steps; fewer than four prove nothing.
+        current: the placement; kept if a rank holds two copies of one expert.
+        price_E: cost of moving an expert to a rank that lacks it, over the steps in which that must
+            pay: a load a step.
+    """
+    home_ER, costs_SE = current.copies_ER, _judged(costs_SE)
+    kept = Repacked(current, sure=False)
+    if home_ER.max() > 1 or len(costs_SE) < 4:
+        return kept
+    by_half_ER, other_SE = _improve(home_ER, costs_SE[::2], price_E), costs_SE[1::2]
+    saved_S = _heaviest_S(other_SE, home_ER) - _heaviest_S(other_SE, by_half_ER)
+    gain = float(saved_S.mean()) - fee(by_half_ER, home_ER, price_E)
+    if gain <= 0:
+        return kept
+    copies_ER = _improve(home_ER, costs_SE, price_E)
+    new = fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
+    doubt = SURE * float(saved_S.std(ddof=1)) / len(saved_S) ** 0.5
+    return Repacked(new, new != current and gain > doubt)
+
+
+def without_ranks(current: Placement, lost: Collection[int], slots: int) -> Placement:
+    """The placement of the ranks that are left, in their order; each keeps the experts it holds.
+
+    Experts that no rank holds any more go to ranks with free slots, or else replace copies. The
+    remaining slots get copies of the experts with fewest.
+
+    Args:
+        lost: ranks that are gone.
+        slots: of the remaining ranks together.
+
+    Raises:
+        PlacementError: no rank is left, or the slots cannot be dealt so.
+    """
+    left = [rank for rank in range(current.ranks) if rank not in lost]
+    check_shape(current.num_experts, slots, len(left))
+    held_ER = current.copies_ER[:, left] > 0
+    rows = slots // len(left)
+    if (held_ER.sum(0) > rows).any():
+        raise PlacementError(f"{slots} slots on {len(left)} ranks are fewer than these hold now")
+    for expert in np.flatnonzero(~held_ER.any(1)):
+        rank = int(held_ER.sum(0).argmin())
+        if held_ER[:, rank].sum() == rows:
+            copies_E = held_ER.sum(1)
+            copied = int(copies_E.argmax())
+            rank = int(held_ER[copied].argmax())
+            held_ER[copied, rank] = False
+        held_ER[expert, rank] = True
+    while (held_ER.sum(0) < rows).any():
+        rank = int(held_ER.sum(0).argmin())
+        copies_E = np.where(held_ER[:, rank], len(left), held_ER.sum(1))
+        held_ER[copies_E.argmin(), rank] = True
+    return Placement.from_held(held_ER)
+
+
+# How even a placement is
+#
+# On any number of ranks, `share_by_price` levels the loads: a rank's price is its load, and half
+# the sum of squared loads has just these dual prices. Its minimum also has the least heaviest load
+# (it is the least majorised solution).
+#
+# On few ranks, `heaviest_by_cuts` needs no levelling. Ranks that alone hold some experts serve all
+# tokens of these, so the heaviest rank of a set is at least as heavy as their load over the number
+# of ranks. The largest of these bounds over all ``2^R - 1`` sets is reached (maximum flow, minimum
+# cut). An exchange of two slots changes two experts' parts of each set.
+
+
+def heaviest(costs_SE: Floats, copies_ER: Ints) -> float:
+    """Mean over the steps of the heaviest rank's load, copies sharing as evenly as they can."""
+    return float(_heaviest_S(costs_SE, copies_ER).mean())
+
+
+def _heaviest_S(costs_SE: Floats, copies_ER: Ints) -> Floats:
+    if copies_ER.shape[1] <= MOST_RANKS:
+        return heaviest_by_cuts(costs_SE, copies_ER)
+    return np.asarray(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1))
+
+
+def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
+    """Price of the copies that ranks do not hold yet (`home_ER`)."""
+    return float(price_E @ ((copies_ER > 0) & (home_ER == 0)).sum(1))
+
+
+def heaviest_by_cuts(costs_SE: Floats, copies_ER: Ints) -> Floats:
+    """``(S,)``: the heaviest rank's load in each step, shared as evenly as copies allow."""
+    return np.asarray((costs_SE @ _parts(copies_ER.shape[1])[_sets(copies_ER)]).max(1))
+
+
+def _sets(copies_ER: Ints) -> Ints:
+    """``(E,)``: the ranks of each expert as a bit mask."""
+    return np.asarray((copies_ER > 0) @ (1 << np.arange(copies_ER.shape[1])), np.int64)
+
+
+@cache
+def _parts(ranks: int) -> Floats:
+    """``(M, C)``: part of an expert on ranks M that each rank of set C bears on average."""
+    sets_M = np.arange(1 << ranks)
+    size_M = (sets_M[:, None] >> np.arange(ranks) & 1).sum(1)
+    within_MC = sets_M[:, None] & ~sets_M[None, 1:] == 0
+    return np.asarray(within_MC / size_M[1:])
 
 
 def share_evenly(loads_SE: Floats, copies_ER: Ints) -> Floats:
-    """``(S, E, R)``: as taking turns does it, each copy of an expert gets the same part."""
+    """``(S, E, R)``: each copy of an expert gets the same part, as by taking turns."""
     return np.asarray(loads_SE[:, :, None] * (copies_ER / copies_ER.sum(1, keepdims=True)))
 
 
 def share_by_price(loads_SE: Floats, copies_ER: Ints, max_sweeps: int = MAX_SWEEPS) -> Floats:
     """``(S, E, R)`` parts of each expert's load in each step that make the heaviest rank lightest.
+
+    Every expert in turn moves its load to the ranks with the lowest price until prices are level.
 
     Args:
         loads_SE: tokens, or what they cost.
@@ -77,7 +276,7 @@ def share_by_price(loads_SE: Floats, copies_ER: Ints, max_sweeps: int = MAX_SWEE
 
 
 def _fill(prices_SN: Floats, amounts_S: Floats) -> Floats:
-    """Pour an amount over ranks of these prices as water would lie: ``(S, N)``."""
+    """Distribute amounts over N ranks with these loads by water-filling: ``(S, N)``."""
     ordered = np.sort(prices_SN, axis=1)
     levels = (amounts_S[:, None] + ordered.cumsum(1)) / np.arange(1, ordered.shape[1] + 1)
     wet = (levels > ordered).sum(1).clip(1) - 1
@@ -85,61 +284,133 @@ def _fill(prices_SN: Floats, amounts_S: Floats) -> Floats:
     return np.asarray((level_S - prices_SN).clip(0.0))
 
 
-# ---- The most level placement on few ranks: loads judged exactly, and slots exchanged by
-# annealing.
-#
-# Whoever shares out the tokens, ranks that alone hold some experts serve all tokens of these: the
-# heaviest rank of a set is at least as heavy as their load over the number of ranks. The largest
-# of these bounds over all sets of ranks is also reached (largest flow, least cut), so sharing by
-# price need not be played to know what it comes to, and what an exchange of two slots changes is
-# two experts' part in each set. There are ``2^R - 1`` sets, so this is for few ranks.
-#
-# Legend: S steps, E experts, R ranks, N slots of a rank, M sets of ranks with the empty one, C
-# without it.
-
-MOST_RANKS = 8
-PROPOSALS, MOST_PROPOSALS = 200, 8_000
-"""For each slot, and of a walk."""
-GIFTS = 0.4
-"""Share of the proposals that give a copy's slot to another expert; the others exchange two."""
-HOT, COLD = 1e-2, 3e-4
-"""How much worse, as a share of the mean load, a change may be that is still likely to be made."""
-
-_CutChange = tuple[tuple[int, int, int], ...]
-"""Slots that change: rank, slot of the rank, expert that comes in."""
+# The search
 
 
-def heaviest_by_cuts(costs_SE: Floats, copies_ER: Ints) -> Floats:
-    """``(S,)``: the heaviest rank's load in each step, shared out as evenly as copies allow."""
-    return np.asarray((costs_SE @ _parts(copies_ER.shape[1])[_sets(copies_ER)]).max(1))
+def _judged(costs_SE: Floats) -> Floats:
+    steps = np.unique(np.linspace(0, len(costs_SE) - 1, MAX_STEPS).astype(np.int64))
+    return costs_SE[steps]
+
+
+def _greedy(loads_E: Floats, slots: int, ranks: int) -> Ints:
+    """``(E, R)`` copies: the heaviest copy first, to the lightest rank with room and without it."""
+    expert_P, count_E = replicate(loads_E, slots, ranks)
+    part_E = loads_E / count_E
+    copies_ER = np.zeros((len(loads_E), ranks), np.int64)
+    load_R = np.zeros(ranks)
+    for expert in expert_P[np.argsort(-part_E[expert_P], kind="stable")]:
+        open_R = copies_ER.sum(0) < slots // ranks
+        free_R = open_R & (copies_ER[expert] == 0)
+        moved = expert
+        if free_R.any():
+            rank = int(np.where(free_R, load_R, np.inf).argmin())
+        else:  # every open rank has it: a full one hands over an expert that the open one lacks
+            rank = int(open_R.argmax())
+            full = int(np.flatnonzero(copies_ER[expert] == 0)[0])
+            moved = int(np.flatnonzero((copies_ER[:, full] > 0) & (copies_ER[:, rank] == 0))[0])
+            copies_ER[moved, full] -= 1
+            copies_ER[expert, full] += 1
+            load_R[full] += part_E[expert] - part_E[moved]
+        copies_ER[moved, rank] += 1
+        load_R[rank] += part_E[moved]
+    return copies_ER
+
+
+def _improve(home_ER: Ints, costs_SE: Floats, price_E: Floats) -> Ints:
+    """Make changes that pay for their moves until none is found or loads are level."""
+    value, level = heaviest(costs_SE, home_ER), costs_SE.sum(1).mean() / home_ER.shape[1]
+    if value <= level * (1 + WORTH):
+        return home_ER
+    if home_ER.shape[1] <= MOST_RANKS:
+        found_ER = anneal(home_ER, costs_SE, price_E)
+        lower = heaviest(costs_SE, found_ER) + fee(found_ER, home_ER, price_E)
+        return found_ER if lower <= value * (1 - WORTH) else home_ER
+    copies_ER = home_ER
+    for _ in range(MAX_ROUNDS):
+        for changed_ER in _changes(copies_ER, costs_SE):
+            lower = heaviest(costs_SE, changed_ER) + fee(changed_ER, home_ER, price_E)
+            if lower <= value * (1 - WORTH):
+                value, copies_ER = lower, changed_ER
+                break
+        else:
+            break
+    return copies_ER
+
+
+def _changes(copies_ER: Ints, costs_SE: Floats) -> Iterator[Ints]:
+    """Changed placements, most promising first, estimated with the other experts' shares kept."""
+    shares_SER = share_by_price(costs_SE, copies_ER, SWEEPS)
+    loads_SR = shares_SER.sum(1)
+    rank = int((loads_SR >= loads_SR.max(1, keepdims=True)).mean(0).argmax())
+    for candidates in (_exchanges, _replacements):
+        found = list(candidates(copies_ER, shares_SER, loads_SR, rank))
+        for _, change in sorted(found, key=lambda one: one[0])[:TRIALS]:
+            changed_ER = copies_ER.copy()
+            for expert, at, by in change:
+                changed_ER[expert, at] += by
+            yield changed_ER
+
+
+def _exchanges(
+    copies_ER: Ints, shares_SER: Floats, loads_SR: Floats, rank: int
+) -> Iterator[tuple[float, Change]]:
+    """Exchange an expert of the heaviest rank for one of another; with the growth of unevenness."""
+    for expert in np.flatnonzero(copies_ER[:, rank]).tolist():
+        for other in np.flatnonzero(copies_ER[expert] == 0).tolist():
+            back = np.flatnonzero((copies_ER[:, other] > 0) & (copies_ER[:, rank] == 0))
+            moved_SN = shares_SER[:, expert, rank, None] - shares_SER[:, back, other]
+            gap_S = loads_SR[:, rank] - loads_SR[:, other]
+            growth_N = (moved_SN * (moved_SN - gap_S[:, None])).mean(0)
+            for partner, growth in zip(back.tolist(), growth_N, strict=True):
+                there = ((expert, rank, -1), (expert, other, 1))
+                yield float(growth), (*there, (partner, other, -1), (partner, rank, 1))
+
+
+def _replacements(
+    copies_ER: Ints, shares_SER: Floats, loads_SR: Floats, rank: int
+) -> Iterator[tuple[float, Change]]:
+    """Replace a copy elsewhere by one of an expert of the heaviest rank."""
+    for spare, other in np.argwhere(copies_ER * (copies_ER.sum(1, keepdims=True) > 1)).tolist():
+        after_SR = loads_SR.copy()
+        rest = np.flatnonzero((copies_ER[spare] > 0) & (np.arange(copies_ER.shape[1]) != other))
+        after_SR[:, other] -= shares_SER[:, spare, other]
+        after_SR[:, rest] += shares_SER[:, spare, other, None] / len(rest)
+        grown = (after_SR**2).sum(1) - (loads_SR**2).sum(1)
+        helped = np.flatnonzero((copies_ER[:, rank] > 0) & (copies_ER[:, other] == 0))
+        gap_S = (after_SR[:, rank] - after_SR[:, other]).clip(0.0)
+        moved_SN = np.minimum(shares_SER[:, helped, rank], gap_S[:, None] / 2)
+        growth_N = (grown[:, None] / 2 + moved_SN * (moved_SN - gap_S[:, None])).mean(0)
+        for expert, growth in zip(helped.tolist(), growth_N, strict=True):
+            if expert != spare:
+                yield float(growth), ((spare, other, -1), (expert, other, 1))
 
 
 def anneal(copies_ER: Ints, costs_SE: Floats, price_E: Floats) -> Ints:
-    """The best placement found on a walk that begins here; the same for the same arguments.
+    """The best placement found by simulated annealing from here; deterministic.
 
     Args:
         copies_ER: at most one of an expert on a rank.
         costs_SE: what each expert costs in each step.
-        price_E: of each copy that a rank does not hold at the beginning.
+        price_E: of each copy that a rank does not hold at the start.
     """
-    walk = _Walk(copies_ER, costs_SE, price_E)
-    best, found_ER = walk.value, copies_ER
+    state = _Annealing(copies_ER, costs_SE, price_E)
+    best, found_ER = state.value, copies_ER
     rng = np.random.default_rng(0)
     proposals = min(PROPOSALS * int(copies_ER.sum()), MOST_PROPOSALS)
-    for heat in np.geomspace(HOT, COLD, proposals) * walk.level:
-        change = walk.proposal(rng)
-        made = change and walk.make(change, worse=-heat * np.log(1.0 - rng.random()))
-        if made and walk.value < best:
-            best, found_ER = walk.value, walk.copies_ER
+    for heat in np.geomspace(HOT, COLD, proposals) * state.level:
+        change = state.proposal(rng)
+        made = change and state.make(change, worse=-heat * np.log(1.0 - rng.random()))
+        if made and state.value < best:
+            best, found_ER = state.value, state.copies_ER
     return found_ER
 
 
-class _Walk:
-    """Where a walk is.
+class _Annealing:
+    """The placement that the annealing is at.
 
     Attributes:
         level: mean load of a rank.
-        value: mean over the steps of the heaviest load, and the price of what has moved.
+        value: mean over the steps of the heaviest load, plus the price of the moves so far.
     """
 
     def __init__(self, copies_ER: Ints, costs_SE: Floats, price_E: Floats) -> None:
@@ -158,7 +429,7 @@ class _Walk:
         return (sets_E[:, None] >> np.arange(len(self._slots_RN))) & 1
 
     def proposal(self, rng: np.random.Generator) -> _CutChange:
-        """Nothing where what was drawn is none."""
+        """A random change; empty if the draw is not a possible one."""
         ranks, rows = len(self._slots_RN), len(self._slots_RN[0])
         draws = rng.random(5).tolist()
         rank, slot = int(draws[1] * ranks), int(draws[2] * rows)
@@ -174,7 +445,7 @@ class _Walk:
         return (rank, slot, partner), (other, place, expert)
 
     def make(self, change: _CutChange, worse: float) -> bool:
-        """Whether the change was made: it is unless the value grows by more than `worse`."""
+        """Make the change unless the value grows by more than `worse`; returns whether it did."""
         sets: dict[int, int] = {}
         for rank, slot, comes in change:
             for expert in (self._slots_RN[rank][slot], comes):
@@ -197,287 +468,3 @@ class _Walk:
         for rank, slot, comes in change:
             self._slots_RN[rank][slot] = comes
         return True
-
-
-def _sets(copies_ER: Ints) -> Ints:
-    """``(E,)``: the ranks of each expert as bits."""
-    return np.asarray((copies_ER > 0) @ (1 << np.arange(copies_ER.shape[1])), np.int64)
-
-
-@cache
-def _parts(ranks: int) -> Floats:
-    """``(M, C)``: of an expert on these ranks, what each rank of a set must bear on average."""
-    sets_M = np.arange(1 << ranks)
-    size_M = (sets_M[:, None] >> np.arange(ranks) & 1).sum(1)
-    within_MC = sets_M[:, None] & ~sets_M[None, 1:] == 0
-    return np.asarray(within_MC / size_M[1:])
-
-
-# ----
-
-Change = tuple[tuple[int, int, int], ...]
-"""Experts, ranks, and copies more or less there."""
-
-MAX_STEPS = 64
-"""Steps that a placement is judged by; evenly spaced ones of those observed."""
-SWEEPS = 20
-MAX_ROUNDS = 200
-TRIALS = 24
-"""Most promising changes of each kind that are judged exactly before the search ends."""
-WORTH = 2e-4
-"""Least share by which a change must lower the mean of the heaviest load."""
-SURE = 1.0
-"""Standard errors by which a gain is above nothing that is no luck. A change need not be that sure,
-else favourites that change are followed too late; but who only sees luck need not look often."""
-
-
-class Repacked(NamedTuple):
-    """The placement to go over to, or the current one where no change pays.
-
-    Attributes:
-        sure: it is another one, and pays for sure; by luck a change may seem to.
-    """
-
-    placement: Placement
-    sure: bool
-
-
-def pack(costs_SE: Floats, slots: int, ranks: int) -> Placement:
-    """Place the experts of one layer for steps like these, wherever they are now.
-
-    Args:
-        costs_SE: what each expert costs in each observed step; see `step_costs`.
-        slots: of all ranks.
-
-    Raises:
-        PlacementError: the slots cannot be dealt so.
-    """
-    check_shape(costs_SE.shape[1], slots, ranks)
-    costs_SE = _judged(costs_SE)
-    mean_E = costs_SE.mean(0)
-    starts = [_greedy(mean_E, slots, ranks), eplb(mean_E, slots, ranks).copies_ER]
-    free_E = np.zeros_like(mean_E)
-    found = [_improve(start, costs_SE, free_E) for start in starts if start.max() == 1]
-    return Placement.from_held(min(found, key=lambda one: heaviest(costs_SE, one)) > 0)
-
-
-def repack(costs_SE: Floats, current: Placement, price_E: Floats) -> Repacked:
-    """What to do with a placement for steps like these.
-
-    Args:
-        costs_SE: what each expert is expected to cost in each of some coming steps; of one alone
-            nothing can be proven.
-        current: no rank may hold two copies of one expert, else it is kept.
-        price_E: what it costs to bring an expert to a rank that lacks it, spread over the steps in
-            which that must pay: a load a step.
-    """
-    home_ER, costs_SE = current.copies_ER, _judged(costs_SE)
-    kept = Repacked(current, sure=False)
-    if home_ER.max() > 1 or len(costs_SE) < 4:
-        return kept
-    by_half_ER, other_SE = _improve(home_ER, costs_SE[::2], price_E), costs_SE[1::2]
-    saved_S = _heaviest_S(other_SE, home_ER) - _heaviest_S(other_SE, by_half_ER)
-    gain = float(saved_S.mean()) - fee(by_half_ER, home_ER, price_E)
-    if gain <= 0:
-        return kept
-    copies_ER = _improve(home_ER, costs_SE, price_E)
-    new = fewest_moves(current, Placement.from_held(copies_ER > 0), price_E)
-    doubt = SURE * float(saved_S.std(ddof=1)) / len(saved_S) ** 0.5
-    return Repacked(new, new != current and gain > doubt)
-
-
-def fee(copies_ER: Ints, home_ER: Ints, price_E: Floats) -> float:
-    """Price of the copies that ranks do not hold yet."""
-    return float(price_E @ ((copies_ER > 0) & (home_ER == 0)).sum(1))
-
-
-def heaviest(costs_SE: Floats, copies_ER: Ints) -> float:
-    """Mean over the steps of the heaviest rank's load when copies share by price."""
-    return float(_heaviest_S(costs_SE, copies_ER).mean())
-
-
-def _heaviest_S(costs_SE: Floats, copies_ER: Ints) -> Floats:
-    if copies_ER.shape[1] <= MOST_RANKS:
-        return heaviest_by_cuts(costs_SE, copies_ER)
-    return np.asarray(share_by_price(costs_SE, copies_ER, SWEEPS).sum(1).max(1))
-
-
-def _judged(costs_SE: Floats) -> Floats:
-    steps = np.unique(np.linspace(0, len(costs_SE) - 1, MAX_STEPS).astype(np.int64))
-    return costs_SE[steps]
-
-
-def _greedy(loads_E: Floats, slots: int, ranks: int) -> Ints:
-    """``(E, R)`` copies: the heaviest copy first, to the lightest rank with room and without it."""
-    expert_P, count_E = replicate(loads_E, slots, ranks)
-    part_E = loads_E / count_E
-    copies_ER = np.zeros((len(loads_E), ranks), np.int64)
-    load_R = np.zeros(ranks)
-    for expert in expert_P[np.argsort(-part_E[expert_P], kind="stable")]:
-        open_R = copies_ER.sum(0) < slots // ranks
-        free_R = open_R & (copies_ER[expert] == 0)
-        moved = expert
-        if free_R.any():
-            rank = int(np.where(free_R, load_R, np.inf).argmin())
-        else:  # every rank with room has it: a full one gives up an expert that the open one lacks
-            rank = int(open_R.argmax())
-            full = int(np.flatnonzero(copies_ER[expert] == 0)[0])
-            moved = int(np.flatnonzero((copies_ER[:, full] > 0) & (copies_ER[:, rank] == 0))[0])
-            copies_ER[moved, full] -= 1
-            copies_ER[expert, full] += 1
-            load_R[full] += part_E[expert] - part_E[moved]
-        copies_ER[moved, rank] += 1
-        load_R[rank] += part_E[moved]
-    return copies_ER
-
-
-def _improve(home_ER: Ints, costs_SE: Floats, price_E: Floats) -> Ints:
-    """Make changes that are worth it, moves paid for, until none is found or loads are level."""
-    value, level = heaviest(costs_SE, home_ER), costs_SE.sum(1).mean() / home_ER.shape[1]
-    if value <= level * (1 + WORTH):
-        return home_ER
-    if home_ER.shape[1] <= MOST_RANKS:
-        found_ER = anneal(home_ER, costs_SE, price_E)
-        lower = heaviest(costs_SE, found_ER) + fee(found_ER, home_ER, price_E)
-        return found_ER if lower <= value * (1 - WORTH) else home_ER
-    copies_ER = home_ER
-    for _ in range(MAX_ROUNDS):
-        for changed_ER in _changes(copies_ER, costs_SE):
-            lower = heaviest(costs_SE, changed_ER) + fee(changed_ER, home_ER, price_E)
-            if lower <= value * (1 - WORTH):
-                value, copies_ER = lower, changed_ER
-                break
-        else:
-            break
-    return copies_ER
-
-
-def _changes(copies_ER: Ints, costs_SE: Floats) -> Iterator[Ints]:
-    """What promises the most level loads while other experts' shares stay as they are."""
-    shares_SER = share_by_price(costs_SE, copies_ER, SWEEPS)
-    loads_SR = shares_SER.sum(1)
-    rank = int((loads_SR >= loads_SR.max(1, keepdims=True)).mean(0).argmax())
-    for candidates in (_exchanges, _replacements):
-        found = list(candidates(copies_ER, shares_SER, loads_SR, rank))
-        for _, change in sorted(found, key=lambda one: one[0])[:TRIALS]:
-            changed_ER = copies_ER.copy()
-            for expert, at, by in change:
-                changed_ER[expert, at] += by
-            yield changed_ER
-
-
-def _exchanges(
-    copies_ER: Ints, shares_SER: Floats, loads_SR: Floats, rank: int
-) -> Iterator[tuple[float, Change]]:
-    """An expert of the heaviest rank for one of another rank; how uneven loads grow by it."""
-    for expert in np.flatnonzero(copies_ER[:, rank]).tolist():
-        for other in np.flatnonzero(copies_ER[expert] == 0).tolist():
-            back = np.flatnonzero((copies_ER[:, other] > 0) & (copies_ER[:, rank] == 0))
-            moved_SN = shares_SER[:, expert, rank, None] - shares_SER[:, back, other]
-            gap_S = loads_SR[:, rank] - loads_SR[:, other]
-            growth_N = (moved_SN * (moved_SN - gap_S[:, None])).mean(0)
-            for partner, growth in zip(back.tolist(), growth_N, strict=True):
-                there = ((expert, rank, -1), (expert, other, 1))
-                yield float(growth), (*there, (partner, other, -1), (partner, rank, 1))
-
-
-def _replacements(
-    copies_ER: Ints, shares_SER: Floats, loads_SR: Floats, rank: int
-) -> Iterator[tuple[float, Change]]:
-    """A copy elsewhere for one of an expert of the heaviest rank."""
-    for spare, other in np.argwhere(copies_ER * (copies_ER.sum(1, keepdims=True) > 1)).tolist():
-        after_SR = loads_SR.copy()
-        rest = np.flatnonzero((copies_ER[spare] > 0) & (np.arange(copies_ER.shape[1]) != other))
-        after_SR[:, other] -= shares_SER[:, spare, other]
-        after_SR[:, rest] += shares_SER[:, spare, other, None] / len(rest)
-        grown = (after_SR**2).sum(1) - (loads_SR**2).sum(1)
-        helped = np.flatnonzero((copies_ER[:, rank] > 0) & (copies_ER[:, other] == 0))
-        gap_S = (after_SR[:, rank] - after_SR[:, other]).clip(0.0)
-        moved_SN = np.minimum(shares_SER[:, helped, rank], gap_S[:, None] / 2)
-        growth_N = (grown[:, None] / 2 + moved_SN * (moved_SN - gap_S[:, None])).mean(0)
-        for expert, growth in zip(helped.tolist(), growth_N, strict=True):
-            if expert != spare:
-                yield float(growth), ((spare, other, -1), (expert, other, 1))
-
-
-# ---- Where experts are at first, and after ranks were lost.
-
-KINDS = ("packed", "eplb", "linear")
-STEPS = 64
-"""That a placement is made for where none has been seen."""
-
-
-def slots_for(num_experts: int, ranks: int, replicas: float) -> int:
-    """Slots of all ranks: a share of further copies, rounded up to equally many on each rank."""
-    rows = -(-round(num_experts * (1.0 + replicas), 6) // ranks)
-    return int(min(rows, num_experts)) * ranks
-
-
-def first_placement(
-    kind: str, num_experts: int, ranks: int, replicas: float, seen_SE: Floats | None = None
-) -> Placement:
-    """The placement of one layer before anything has run here; the same on every rank.
-
-    Args:
-        kind: one of `KINDS`.
-        replicas: share of further copies.
-        seen_SE: tokens of each expert in steps of a calibration; None where there is none, and no
-            expert is expected to have more than any other.
-
-    Raises:
-        PlacementError: an unknown kind, or EPLB with slots that it cannot deal.
-    """
-    slots = slots_for(num_experts, ranks, replicas)
-    if kind == "packed":
-        if seen_SE is None:
-            return _for_unseen(num_experts, slots, ranks)
-        return pack(seen_SE, slots, ranks)
-    if kind == "eplb":
-        return eplb(np.ones(num_experts) if seen_SE is None else seen_SE.mean(0), slots, ranks)
-    if kind == "linear":
-        return linear(num_experts, slots, ranks)
-    raise PlacementError(f"no placement is called {kind!r}; there are {', '.join(KINDS)}")
-
-
-@cache
-def _for_unseen(num_experts: int, slots: int, ranks: int) -> Placement:
-    """For steps of which only a mean is known: what an expert gets is exponential, the least that
-    can be assumed (its entropy is the largest). So copies are spread as to help whoever has more
-    than others in a step; to even loads any copies would do. It is a second's work on few ranks and
-    finds nothing better on many."""
-    if ranks > MOST_RANKS:
-        return pack(np.ones((1, num_experts)), slots, ranks)
-    return pack(np.random.default_rng(0).exponential(size=(STEPS, num_experts)), slots, ranks)
-
-
-def without_ranks(current: Placement, lost: Collection[int], slots: int) -> Placement:
-    """The placement of those that are left, in their order: everybody keeps what it holds.
-
-    Experts that nobody holds any more go to ranks with room, or else take the place of a copy.
-    Room that is left is for copies, of those with fewest first.
-
-    Args:
-        slots: of the survivors together.
-
-    Raises:
-        PlacementError: nobody is left, or the slots cannot be dealt so.
-    """
-    left = [rank for rank in range(current.ranks) if rank not in lost]
-    check_shape(current.num_experts, slots, len(left))
-    held_ER = current.copies_ER[:, left] > 0
-    rows = slots // len(left)
-    if (held_ER.sum(0) > rows).any():
-        raise PlacementError(f"{slots} slots on {len(left)} ranks are fewer than these hold now")
-    for expert in np.flatnonzero(~held_ER.any(1)):
-        rank = int(held_ER.sum(0).argmin())
-        if held_ER[:, rank].sum() == rows:
-            copies_E = held_ER.sum(1)
-            copied = int(copies_E.argmax())
-            rank = int(held_ER[copied].argmax())
-            held_ER[copied, rank] = False
-        held_ER[expert, rank] = True
-    while (held_ER.sum(0) < rows).any():
-        rank = int(held_ER.sum(0).argmin())
-        copies_E = np.where(held_ER[:, rank], len(left), held_ER.sum(1))
-        held_ER[copies_E.argmin(), rank] = True
-    return Placement.from_held(held_ER)
