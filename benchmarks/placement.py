@@ -39,7 +39,6 @@ from experts.placement import (
     Placement,
     eplb,
     first_placement,
-    imbalance,
     linear,
     pack,
     slots_for,
@@ -48,7 +47,7 @@ from experts.placement.packing import share_evenly
 from moe import MoE
 from routing import PolicyChain
 from routing.balance import choose_counts
-from tests.oracles.sharing_optimum import optimum
+from tests.oracles.sharing_optimum import imbalance, optimum
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("prose", "python", "cpp")

@@ -84,14 +84,14 @@ def online(
     """Placements of each layer in each step of a trace, and experts moved a layer and step."""
     layers, _, experts = trace.shape
     current = [first_placement("packed", experts, ranks, replicas)] * layers
-    foreseen = None if reader is None else reader.arrivals.of_layer
+    token_loads = None if reader is None else reader.arrivals.of_layer
     found: list[list[Placement]] = []
     moved = 0
     rebalancer = Rebalancer(
         current,
         seconds_LE=[np.zeros(experts)] * layers,
         horizon_s=1.0,
-        foreseen=foreseen,
+        token_loads=token_loads,
         repacker=AtOnce(),
         clock=lambda: len(found) * STEP_S,
     )

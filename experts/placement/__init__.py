@@ -1,6 +1,13 @@
-"""Where experts live when several ranks share them: pure functions on observed loads.
+"""Placements: which ranks hold which experts, from observed loads.
 
-`rebalance` applies them between steps, to loads that are forecast.
+A placement decides which rank is asked for an expert; no result depends on it.
+
+- `Placement`: experts of one layer in the slots of ranks, some of them as several copies.
+- `first_placement`: the one to start with; `linear` and `eplb` are alternatives to our packing.
+- `pack`, `repack`: the search for even loads; `repack` counts what a move costs (`packing`).
+- `Rebalancer`: forecasts loads and has layers repacked between steps (`rebalance`), in another
+  process (`background`).
+- `without_ranks`: the placement after ranks were lost.
 """
 
 from experts.placement.packing import first_placement, pack, repack, slots_for, without_ranks
@@ -9,7 +16,6 @@ from experts.placement.placement import (
     PlacementError,
     eplb,
     fewest_moves,
-    imbalance,
     linear,
     step_costs,
 )
@@ -20,7 +26,6 @@ __all__ = [
     "eplb",
     "fewest_moves",
     "first_placement",
-    "imbalance",
     "linear",
     "pack",
     "repack",

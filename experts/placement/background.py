@@ -1,7 +1,7 @@
-"""Repacking in a process of its own: numpy's many small steps would hold up the step loop.
+"""Repacking in a process of its own, as numpy's many small calls would delay the step loop.
 
-The process reads jobs and writes placements, one JSON line each. It is as nice as can be, and ends
-at once when nobody holds the other end of its input any more, however that came about.
+The process reads jobs and writes placements, one JSON line each. It has the lowest priority, and
+ends as soon as its input is closed, whatever closed it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NICEST = 19
 
 @dataclass(frozen=True)
 class RepackJob:
-    """What `repack` is asked."""
+    """The arguments of `repack`."""
 
     costs_SE: Floats
     current: Placement
@@ -54,7 +54,7 @@ class RepackJob:
 
 
 class Background:
-    """One job at a time, done elsewhere."""
+    """Runs one job at a time in another process."""
 
     def __init__(self) -> None:
         self._asking = ThreadPoolExecutor(1, "repack")
@@ -63,11 +63,11 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is not answered or its answer not taken."""
+        """Whether a job has no answer yet, or its answer was not taken."""
         return self._answer is not None
 
     def submit(self, job: RepackJob) -> None:
-        """Begin; may be called when not `busy`."""
+        """Begin a job; not while `busy`."""
         assert self._answer is None
         if self._process is None:
             self._process = subprocess.Popen(
@@ -92,7 +92,7 @@ class Background:
         return answer.result()
 
     def close(self) -> None:
-        """End the process, whatever it is at."""
+        """End the process at once."""
         process = self._process
         if process is None:
             self._asking.shutdown()
@@ -137,7 +137,7 @@ def main() -> None:
     Thread(target=work, daemon=True).start()
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)  # not after the job: nobody would read its answer
+    os._exit(0)  # without finishing the job: its answer would not be read
 
 
 if __name__ == "__main__":

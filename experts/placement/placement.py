@@ -1,4 +1,6 @@
-"""Which rank holds which experts of a layer, some of them more than once, as a value.
+"""`Placement`: which rank holds which experts of a layer, some of them more than once.
+
+Also the two placements that need no search: `linear`, and DeepSeek's `eplb`.
 
 Legend: E experts, R ranks, P slots (experts of all ranks together, copies counted), S steps.
 """
@@ -67,7 +69,7 @@ class Placement:
 
     @cached_property
     def holders(self) -> Ints:
-        """``(E + 1,)``: where the ranks of each expert begin and end; and then these ranks."""
+        """``(E + 1,)`` bounds of each expert's ranks in what follows: the ranks of all experts."""
         held_ER = self.copies_ER > 0
         return np.concatenate([[0], held_ER.sum(1).cumsum(), np.flatnonzero(held_ER) % self.ranks])
 
@@ -101,35 +103,27 @@ def check_shape(num_experts: int, slots: int, ranks: int) -> None:
 
 
 def linear(num_experts: int, slots: int, ranks: int) -> Placement:
-    """Experts in their order; further slots repeat the first ones."""
+    """Experts in the order of their ids; further slots repeat the first ones."""
     check_shape(num_experts, slots, ranks)
     return Placement(tuple(slot % num_experts for slot in range(slots)), num_experts, ranks)
 
 
 def step_costs(tokens_SE: Floats, reads_E: Floats) -> Floats:
-    """``(S, E)``: what an expert costs in each step, in tokens: those that visit, and its reading.
+    """``(S, E)``: the cost of an expert in each step, in tokens: those that visit, and its reading.
 
     Args:
-        tokens_SE: tokens that visit an expert in a step, or are expected to.
-        reads_E: tokens that could be served while an expert is read, as its bits make it; times the
-            share of its visits that have to read it.
+        tokens_SE: tokens that visit an expert in a step.
+        reads_E: tokens that could be served in the time of reading an expert, times the share of
+            visits that must read it.
     """
     return tokens_SE + np.minimum(tokens_SE, 1.0) * reads_E
 
 
-def imbalance(loads_SR: Floats) -> Floats:
-    """``(S,)``: the heaviest rank's load over the mean; 1 where a step has none."""
-    mean_S = loads_SR.mean(1)
-    return np.divide(loads_SR.max(1), mean_S, out=np.ones_like(mean_S), where=mean_S > 0)
-
-
-# ---- From one placement to another with as little moved as can be: ranks get the best names.
-
-
 def fewest_moves(current: Placement, new: Placement, price_E: Floats) -> Placement:
-    """The new placement with its ranks renamed, and experts that stay in the slots they had.
+    """The new placement with its ranks renumbered so that as little as possible moves; experts that
+    stay keep their slots.
 
-    Ranks are taken to be alike, so that any naming is as good (one node, or equal links).
+    Ranks must be alike (one node, or equal links), as any numbering is taken to be as good.
 
     Args:
         current, new: of one shape.
@@ -145,7 +139,7 @@ def fewest_moves(current: Placement, new: Placement, price_E: Floats) -> Placeme
 
 
 def _in_place(before: list[int], after: list[int]) -> list[int]:
-    """The experts of `after`, those in `before` where they were."""
+    """The experts of `after`; those that are also in `before` keep their places."""
     left = list(after)
     placed: list[int | None] = []
     for expert in before:
@@ -156,19 +150,14 @@ def _in_place(before: list[int], after: list[int]) -> list[int]:
     return [left.pop(0) if expert is None else expert for expert in placed]
 
 
-# ---- DeepSeek's expert-parallel load balancer (github.com/deepseek-ai/EPLB), number for number.
-#
-# The yardstick for our own packing; a test holds it to DeepSeek's own example.
-
-
 def eplb(loads_E: Floats, slots: int, ranks: int, *, groups: int = 1, nodes: int = 1) -> Placement:
-    """Place the experts of one layer.
+    """The placement of DeepSeek's load balancer (github.com/deepseek-ai/EPLB), number for number.
 
     Args:
         loads_E: expected load of each expert.
         slots: of all ranks.
-        groups: of experts that stay on one node; hierarchical where nodes divide them, else global.
-        nodes: that the ranks are dealt to evenly.
+        groups: number of groups of experts; a group stays on one node if nodes divide the groups.
+        nodes: number of nodes with equally many ranks.
 
     Raises:
         PlacementError: numbers that do not divide.

@@ -1,10 +1,12 @@
-"""Between steps: keep experts where they are, or a new placement for a layer where that pays.
+"""Rebalancing: between steps, move experts of a layer to other ranks where that pays.
 
-Rank 0 tells what every step routed, and asks before each step. One layer at a time is repacked in
-the background for the loads that are forecast, and only where the time that levelled ranks save
-within the horizon is more than reading the moved experts takes; while nothing surely pays, that is
-tried ever more rarely. Each answer has an epoch: all ranks apply it before the same step. Ranks are
-those of the present group, so none that was lost is named.
+Rank 0 reports the routed tokens of every step and asks for moves before each one. One layer at a
+time is repacked, in a background process, for the loads that are expected (`LoadForecast`). A new
+placement is taken only if level ranks save more time within the horizon than reading the moved
+experts takes; while no gain is certain, the search rests ever longer. Each answer has an epoch: all
+ranks apply it before the same step. Ranks are those of the present group.
+
+Legend: S steps, E experts (of the layer with the most), L layers, V of them visited in a step.
 """
 
 from __future__ import annotations
@@ -18,30 +20,34 @@ from typing import Protocol
 import numpy as np
 
 from experts.placement.background import Background, RepackJob
-from experts.placement.forecast import Foreseen, LoadForecast
 from experts.placement.packing import Repacked
 from experts.placement.placement import Floats, Ints, Placement, step_costs
 
 LEAST_STEPS = 8
-"""Steps of a layer before it is first repacked, and between two times."""
+"""Steps of a layer before it is first repacked, and between two repackings."""
 PATIENCE, MOST_REST = 8, 4
-"""Answers that bring nothing for sure before the next question waits twice as long as one, and
-doublings of that. On a full machine even a process as nice as can be is in the ranks' way."""
+"""Answers without a certain gain before the search rests as long as the last one took, and how
+often that rest may double. On a busy machine even a process of lowest priority slows the ranks."""
 RATE_HALF_LIFE = 64.0
+LOAD_WINDOW = 48
+"""Steps whose loads are kept."""
+CORRECTION_HALF_LIFE, DOUBT = 16.0, 2.0
+"""Correction of token loads: steps after which an observation counts half, and the number of
+average steps by which the correction is drawn towards 1."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """New placements of the layers that change, to be applied by all ranks before one step."""
+    """New placements of the layers that change; all ranks apply them before the same step."""
 
     epoch: int
     placements: Mapping[int, Placement]
 
 
 class Repacker(Protocol):
-    """Whoever computes; see `Background`."""
+    """Runs `repack`; see `Background`."""
 
     @property
     def busy(self) -> bool: ...
@@ -54,7 +60,7 @@ class Repacker(Protocol):
 
 
 class StepRate:
-    """How long steps take, and how much longer by each token that a rank serves at a layer."""
+    """How long steps take, and how much longer for each token that a rank serves at a layer."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens times seconds
@@ -69,7 +75,7 @@ class StepRate:
 
     @property
     def seconds_a_token(self) -> float:
-        """The slope of a line through the steps; half the mean where all are of one size."""
+        """The slope of a line through the steps; half the mean if all have one size."""
         count, tokens, seconds, squares, products = self._sums.tolist()
         at_most = seconds / tokens
         spread = squares * count - tokens**2
@@ -80,7 +86,7 @@ class StepRate:
 
 
 class Rebalancer:
-    """Of all layers.
+    """Decides about the placements of all layers; see above.
 
     Attributes:
         epoch: of the last `Moves`.
@@ -93,18 +99,19 @@ class Rebalancer:
         seconds_LE: Sequence[Floats],
         horizon_s: float,
         missing: Callable[[int], float] | None = None,
-        foreseen: Callable[[int, float], Foreseen | None] | None = None,
+        token_loads: Callable[[int, float], TokenLoads | None] | None = None,
         repacker: Repacker | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             placements: in force, of each layer.
-            seconds_LE: that a rank takes to read each expert of each layer.
+            seconds_LE: seconds in which a rank reads each expert of each layer.
             horizon_s: seconds within which a move must pay.
-            missing: of a layer, share of the experts visited that have to be read, in [0, 1].
-            foreseen: of a layer and so many steps to come, what tokens that are known let expect;
-                asked when the layer is about to be repacked.
+            missing: of a layer, the share of visited experts that must be read, in [0, 1].
+            token_loads: of a layer and a number of coming steps, the loads that known tokens
+                predict; called when the layer is about to be repacked.
+            repacker: for tests; None: a `Background`.
             clock: seconds.
         """
         self.epoch = 0
@@ -112,11 +119,11 @@ class Rebalancer:
         self._repacker = Background() if repacker is None else repacker
         self._clock = clock
         self._seconds_LE, self._missing = list(seconds_LE), missing
-        self._horizon_s, self._foreseen = horizon_s, foreseen
+        self._horizon_s, self._token_loads = horizon_s, token_loads
         self.reset(placements)
 
     def reset(self, placements: Sequence[Placement]) -> None:
-        """Begin anew with these, for a new group of ranks: what is being computed is dropped."""
+        """Start over with these, for a new group of ranks; a repacking under way is dropped."""
         self._placements = list(placements)
         self._forecast = LoadForecast([one.num_experts for one in placements])
         self._asked_at = [0] * len(placements)
@@ -129,16 +136,16 @@ class Rebalancer:
         """Add a step.
 
         Args:
-            tokens_LE: of each expert on all ranks together, zeros for layers that nobody visited
+            tokens_LE: tokens of each expert, of all ranks together; zeros for layers not visited
                 and behind a layer's last expert.
-            seconds: that the step took.
+            seconds: duration of the step.
         """
         if served := int(tokens_LE.sum()):
             self._forecast.observe(tokens_LE)
             self._rate.observe(served / self._placements[0].ranks, seconds)
 
     def poll(self) -> Moves | None:
-        """What all ranks must apply before the next step; None to keep everything."""
+        """The moves that all ranks must apply before the next step; None: no change."""
         try:
             found = self._repacker.result()
         except OSError as error:
@@ -162,7 +169,7 @@ class Rebalancer:
         self._repacker.close()
 
     def _rest_after(self, *, in_vain: bool) -> None:
-        """Ask nothing for a while, the longer the more answers have brought nothing for sure."""
+        """Rest after an answer, the longer the more answers had no certain gain."""
         most = PATIENCE + MOST_REST
         self._in_vain = min(self._in_vain + 1, most) if in_vain else self._in_vain // 2
         times = 2 ** (self._in_vain - PATIENCE) if self._in_vain > PATIENCE else 0
@@ -170,21 +177,85 @@ class Rebalancer:
         self._rests_until_s = now_s + times * (now_s - self._asked_s)
 
     def _ask(self) -> None:
-        """Have the next layer repacked that has seen enough steps since it last was."""
+        """Submit the next layer that has enough steps since its last repacking."""
         layers = len(self._placements)
         for layer in [*range(self._next, layers), *range(self._next)]:
             seen = int(self._forecast.steps_L[layer])
-            turn = seen - self._asked_at[layer]
-            if turn < LEAST_STEPS:
+            since = seen - self._asked_at[layer]
+            if since < LEAST_STEPS:
                 continue
             self._asked_at[layer], self._next = seen, (layer + 1) % layers
             steps = max(self._horizon_s / self._rate.seconds_a_step, 1.0)
             read_E = self._seconds_LE[layer] / self._rate.seconds_a_token
-            # Where moves cost nothing, what comes after the layer's next turn is of no concern.
-            ahead = steps if read_E.any() else float(turn)
-            foreseen = None if self._foreseen is None else self._foreseen(layer, ahead)
+            # If moves cost nothing, steps after the layer's next repacking do not matter.
+            ahead = steps if read_E.any() else float(since)
+            tokens = None if self._token_loads is None else self._token_loads(layer, ahead)
             missing = 0.0 if self._missing is None else self._missing(layer)
             self._asked, self._asked_s = (layer, self._placements[layer]), self._clock()
-            costs_SE = step_costs(self._forecast.steps_SE(layer, foreseen, ahead), missing * read_E)
+            costs_SE = step_costs(self._forecast.steps_SE(layer, tokens, ahead), missing * read_E)
             self._repacker.submit(RepackJob(costs_SE, self._placements[layer], read_E / steps))
             return
+
+
+@dataclass(frozen=True)
+class TokenLoads:
+    """The loads of a layer that known tokens predict, by the token table of `moe calibrate`.
+
+    Attributes:
+        past_SE: for the last steps that were observed, the newest last.
+        coming_SE: for those to come, the soonest first, as far as their tokens are known.
+    """
+
+    past_SE: Floats
+    coming_SE: Floats
+
+
+class LoadForecast:
+    """The loads that are expected in coming steps: those of the last `LOAD_WINDOW` steps again, and
+    before them those that known tokens predict.
+
+    Args:
+        experts_L: how many experts each layer has.
+
+    Attributes:
+        steps_L: observed steps of each layer.
+    """
+
+    def __init__(self, experts_L: Sequence[int]) -> None:
+        self._experts_L, layers, most = list(experts_L), len(experts_L), max(experts_L, default=0)
+        self.steps_L: Ints = np.zeros(layers, np.int64)
+        self._last_LSE: Floats = np.zeros((layers, LOAD_WINDOW, most))  # step s at s % LOAD_WINDOW
+
+    def observe(self, tokens_LE: Ints) -> None:
+        """Add a step: tokens of each expert, of all ranks together; zeros for other layers."""
+        visited = np.flatnonzero(tokens_LE.any(1))
+        self._last_LSE[visited, self.steps_L[visited] % LOAD_WINDOW] = tokens_LE[visited]
+        self.steps_L[visited] += 1
+
+    def steps_SE(
+        self, layer: int, tokens: TokenLoads | None = None, ahead: float = LOAD_WINDOW
+    ) -> Floats:
+        """``(S, E)`` loads of coming steps, evenly spread over ``ahead`` of them."""
+        steps = int(self.steps_L[layer])
+        order_S = np.arange(max(0, steps - LOAD_WINDOW), steps) % LOAD_WINDOW
+        window_SE = self._last_LSE[layer, order_S, : self._experts_L[layer]]
+        if tokens is None or not len(tokens.past_SE) or not len(tokens.coming_SE):
+            return window_SE
+        at_S = (np.arange(len(window_SE)) * ahead / len(window_SE)).astype(np.int64)
+        known_SE = _corrected(window_SE, tokens, at_S.clip(None, len(tokens.coming_SE) - 1))
+        return np.where(at_S[:, None] < len(tokens.coming_SE), known_SE, window_SE)
+
+
+def _corrected(window_SE: Floats, tokens: TokenLoads, at_S: Ints) -> Floats:
+    """The predicted loads of these coming steps, scaled for each expert by what past predictions
+    missed, plus one past step's error each: placements are judged by single steps, not by means."""
+    seen_SE = window_SE[-len(tokens.past_SE) :]
+    past_SE = tokens.past_SE[-len(seen_SE) :]
+    weights_S = 0.5 ** (np.arange(len(seen_SE))[::-1] / CORRECTION_HALF_LIFE)
+    doubt = DOUBT * seen_SE.mean()
+    factor_E = (weights_S @ seen_SE + doubt) / (weights_S @ past_SE + doubt)
+    error_SE = seen_SE - past_SE * factor_E
+    coming_SE, from_S = tokens.coming_SE[at_S] * factor_E, np.arange(len(at_S)) % len(error_SE)
+    # The tokens of a step vary independently: four times as many are twice as far off.
+    larger_S = np.sqrt(coming_SE.sum(1) / seen_SE.sum(1)[from_S])
+    return (coming_SE + error_SE[from_S] * larger_S[:, None]).clip(0.0)

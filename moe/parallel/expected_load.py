@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from experts.placement.forecast import WINDOW, Foreseen
 from experts.placement.placement import Floats
+from experts.placement.rebalance import LOAD_WINDOW, TokenLoads
 from moe.calibration.foresight import token_table
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.parallel.orders import layers_of
@@ -68,7 +68,7 @@ class ExpectedLoad:
 
     def reset(self) -> None:
         """Begin anew, for a new group of ranks."""
-        self._read: deque[_StepTokens] = deque(maxlen=WINDOW + 1)
+        self._read: deque[_StepTokens] = deque(maxlen=LOAD_WINDOW + 1)
         self._behind: list[list[tuple[SequenceGroup, int]]] = []
 
     def see(self, planned: PlannedSteps) -> None:
@@ -86,7 +86,7 @@ class ExpectedLoad:
             _StepTokens(prompts, torch.tensor(decoded, dtype=torch.int64).view(-1, 2))
         )
 
-    def of_layer(self, layer: int, ahead: float) -> Foreseen | None:
+    def of_layer(self, layer: int, ahead: float) -> TokenLoads | None:
         """Of so many steps to come; None where none of them is known to read anything."""
         *before, now = self._read
         past = [read for read in before if read.comes_to(layer)]
@@ -100,7 +100,7 @@ class ExpectedLoad:
         for read, visits_E in zip(fresh, found_SE[len(coming) + 1 :], strict=True):
             read.visits[layer] = visits_E
         past_SE = np.stack([read.visits[layer] for read in past])
-        return Foreseen(past_SE, found_SE[: len(coming)] + found_SE[len(coming)])
+        return TokenLoads(past_SE, found_SE[: len(coming)] + found_SE[len(coming)])
 
     def _coming(self, ahead: int) -> list[Tensor]:
         """What ranks are still to read of prompts, in steps as large as one of the last was."""

@@ -286,7 +286,7 @@ class RankWorker:
             seconds_LE=seconds_LE,
             missing=offloaded.miss_ratio if offloaded else None,
             horizon_s=self._settings.rebalance_horizon_s,
-            foreseen=None if arrivals is None else arrivals.of_layer,
+            token_loads=None if arrivals is None else arrivals.of_layer,
         )
 
     def take_loads(self) -> Ints | None:

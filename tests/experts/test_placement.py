@@ -12,7 +12,6 @@ from experts.placement import (
     PlacementError,
     eplb,
     fewest_moves,
-    imbalance,
     linear,
     pack,
     repack,
@@ -20,6 +19,7 @@ from experts.placement import (
 )
 from experts.placement.packing import share_by_price, share_evenly
 from experts.placement.placement import Floats
+from tests.oracles.sharing_optimum import imbalance
 
 GOLDEN = (
     # Loads, placement by groups and nodes, imbalance of it and of the global one: EPLB's README.

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from experts.placement import Placement, first_placement, linear, pack, repack
 from experts.placement.background import Background, RepackJob
-from experts.placement.forecast import Foreseen
 from experts.placement.packing import Repacked, fee, heaviest
 from experts.placement.placement import Floats
-from experts.placement.rebalance import LEAST_STEPS, Rebalancer, StepRate
+from experts.placement.rebalance import LEAST_STEPS, Rebalancer, StepRate, TokenLoads
 
 
 class Inline:
@@ -174,16 +173,16 @@ def test_tokens_that_are_known_count_in_what_is_repacked(price_s: float) -> None
     """All of it where moves are free, and only the next steps are looked at."""
     repacker, asked = Inline(), []
 
-    def foreseen(layer: int, ahead: float) -> Foreseen:
+    def foreseen(layer: int, ahead: float) -> TokenLoads:
         asked.append((layer, ahead))
         coming_E = np.array([0.0] * 7 + [SKEWED.sum()])
-        return Foreseen(np.tile(SKEWED * 1.0, (3, 1)), np.tile(coming_E, (30, 1)))
+        return TokenLoads(np.tile(SKEWED * 1.0, (3, 1)), np.tile(coming_E, (30, 1)))
 
     rebalance = Rebalancer(
         [linear(8, 8, 2)],
         seconds_LE=[np.full(8, price_s)],
         horizon_s=60.0,
-        foreseen=foreseen,
+        token_loads=foreseen,
         repacker=repacker,
     )
     for _ in range(LEAST_STEPS):

@@ -1,5 +1,5 @@
-"""The best that any choice among copies can do, by programs too slow to serve with: a linear one,
-which may cut tokens, and the same with whole tokens.
+"""How even loads are, and the most even that any choice among copies can make them, by programs too
+slow to serve with: a linear one, which may cut tokens, and the same with whole tokens.
 
 Legend: E experts, R ranks.
 """
@@ -34,3 +34,9 @@ def optimum(
     )
     assert solved.success, solved.message
     return float(solved.fun)
+
+
+def imbalance(loads_SR: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``(S,)``: the heaviest rank's load over the mean; 1 where a step has none."""
+    mean_S = loads_SR.mean(1)
+    return np.divide(loads_SR.max(1), mean_S, out=np.ones_like(mean_S), where=mean_S > 0)
