@@ -1,6 +1,6 @@
 """How much of what is asked for is there? Policies on real routings.
 
-    python -m benchmarks.cache [--quick] [--others COUNT] [--learn TOKENS]
+    python -m benchmarks.cache [--quick] [--others COUNT]
 
 The shipped model reads held-out text of each domain, and of all in turn (with ``--others``, so many
 other texts of each domain); its routings are replayed at capacities of 6.25, 12.5, 25 and 50 % of
@@ -10,10 +10,8 @@ an expert read. `gap` is the share closed of the way from LRU to Belady, who kno
 `foresees N` knows the next N visits of every layer without fault, and beyond them how often each
 expert is asked for: more than any predictor can.
 `lru_per_layer` gives each layer an equal share of the slots instead of one pool. Policies know
-only what they have seen in the trace, of which nothing at its beginning; but `calibrated` is the
-default policy with what `moe calibrate` fits, here to so many tokens of each domain (``--learn``)
-that are neither held out nor among the other texts. It is the default's equal where more than one
-sequence decodes. The last line is one JSON object.
+only what they have seen in the trace, of which nothing at its beginning. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -25,19 +23,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.cache_traces import Recorded, other_recordings, recordings, to_learn_from
+from benchmarks.cache_traces import Recorded, other_recordings, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
-from moe.calibration.gates import find_gates
-from moe.commands.calibrate.fit_next_use import Overheard, Run, fit_next_use
 from offload.policies import LRU, POLICIES, FrequencyRecency
-from offload.policies.next_use import NextUse
 from offload.replay import RandomChoice, belady, hit_ratio
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 CAPACITIES = (0.0625, 0.125, 0.25, 0.5)
 BATCHES = (1, 4, 16)
-DEFAULT, CALIBRATED = "forecast", "calibrated"
+DEFAULT = "forecast"
 FORESEEN = (1, 2, 4)
 
 
@@ -47,43 +42,20 @@ def main() -> None:
     parser.add_argument(
         "--others", type=int, default=0, help="texts of each domain to read instead"
     )
-    parser.add_argument(
-        "--learn", type=int, help="tokens of each domain to calibrate on; 0: no calibration"
-    )
     options = parser.parse_args()
     model = MoE.from_pretrained(str(MODEL))
     print_header(environment())
     results = []
-    tokens, learn = (512, 2_000) if options.quick else (4096, 190_000)
-    next_use = calibrated(
-        model, learn if options.learn is None else options.learn, tokens, options.others
-    )
+    tokens = 512 if options.quick else 4096
     read = recordings(model, tokens)
     if options.others:
         read = other_recordings(model, tokens, options.others)
     for recorded in read:
         for batch in BATCHES:
-            results += replay(recorded, batch, next_use if batch == 1 else None)
+            results += replay(recorded, batch)
         show(recorded.name, [row for row in results if row["trace"] == recorded.name])
-    own, judged = summary(DEFAULT, results), None
-    if next_use is not None:
-        judged = summary(CALIBRATED, results)
-    print_json(
-        {**environment(), "results": results, "default_policy": DEFAULT, **own,
-         CALIBRATED: judged}
-    )  # fmt: skip
-
-
-def calibrated(model: MoE, learn: int, tokens: int, others: int) -> NextUse | None:
-    """What `moe calibrate` would leave for the cache, of texts behind so many of so many tokens."""
-    if not learn:
-        return None
-    trace = to_learn_from(model, learn, tokens, others)
-    next_use, reason = fit_next_use(
-        trace, find_gates(model.backbone), lambda *_: None, example_bytes=4 << 30
-    )
-    print(f"learnt from {trace.num_tokens} tokens{reason and ': '}{reason}")
-    return next_use
+    own = summary(DEFAULT, results)
+    print_json({**environment(), "results": results, "default_policy": DEFAULT, **own})
 
 
 def summary(policy: str, results: list[dict[str, Any]]) -> dict[str, float]:
@@ -101,7 +73,7 @@ def summary(policy: str, results: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def replay(recorded: Recorded, batch: int, next_use: NextUse | None) -> list[dict[str, Any]]:
+def replay(recorded: Recorded, batch: int) -> list[dict[str, Any]]:
     """Of every capacity and policy."""
     layers, width = recorded.num_layers, recorded.width
     calls = recorded.calls(batch)
@@ -114,10 +86,6 @@ def replay(recorded: Recorded, batch: int, next_use: NextUse | None) -> list[dic
         }
         for name, make in POLICIES.items():
             found[name] = hit_ratio(calls, slots, make(layers, width), width)
-        if next_use is not None:
-            assert recorded.trace.scored is not None
-            heard = Run.of(recorded.trace, recorded.trace.scored)
-            found[CALIBRATED] = hit_ratio(calls, slots, Overheard(heard, next_use, slots), width)
         for visits in FORESEEN:
             usual = FrequencyRecency(layers, width)
             found[f"foresees {visits}"] = belady(calls, slots, visits * layers, usual, width)

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 
 from benchmarks.predict import TEXTS, WINDOW, heldout, other_texts
 from moe import MoE
-from moe.calibration.gates import find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.record import record
 from offload.replay import calls_of
 
 SUBJECT_TOKENS = 128
-PIECE, LONGEST, LEAST = 1024, 4096, 256
-"""Tokens of a text to learn from that follow each other; of a file; of a rest."""
 
 
 @dataclass(frozen=True)
@@ -64,35 +60,11 @@ def other_recordings(model: MoE, tokens: int, count: int) -> Iterator[Recorded]:
             ids = []
 
 
-def to_learn_from(model: MoE, tokens: int, size: int, count: int) -> Trace:
-    """At least so many tokens of each domain, where there are, of texts behind those that
-    `other_recordings` takes, in pieces of one domain after the other."""
-    pieces: list[list[Sequence[int]]] = []
-    for name in TEXTS:
-        texts, own, read = other_texts(name), list[Sequence[int]](), 0
-        for _ in range(count):
-            skipped = 0
-            while skipped < size:
-                skipped += len(model.codec.encode(next(texts)))
-        while read < tokens and (text := next(texts, None)) is not None:
-            ids = model.codec.encode(text)[:LONGEST]
-            own += [ids[at : at + PIECE] for at in range(0, len(ids) - LEAST + 1, PIECE)]
-            read = sum(map(len, own))
-        pieces.append(own)
-    turns = [piece for turn in zip_longest(*pieces) for piece in turn if piece is not None]
-    return record_windows(model, [own for piece in turns for own in _pieces(piece, WINDOW)])
-
-
 def record_text(model: MoE, name: str, ids: Sequence[int]) -> Recorded:
     """One text's way, read in windows."""
-    trace = record_windows(model, list(_pieces(ids, WINDOW)))
+    windows = list(_pieces(ids, WINDOW))
+    trace = record(model.backbone, model.experts, windows, row_bytes=0)
     return Recorded(name, trace, max(trace.num_experts))
-
-
-def record_windows(model: MoE, windows: Sequence[Sequence[int]]) -> Trace:
-    """With what routers gave, and rows."""
-    gates = [found.gate for found in find_gates(model.backbone) if found.gate is not None]
-    return record(model.backbone, model.experts, windows, gates=gates)
 
 
 def _pieces(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:

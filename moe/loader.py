@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from moe.calibration.foresight import Expect, expectation, foresee, look_ahead
+from moe.calibration.foresight import Expect, expectation, look_ahead
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.describe.probe import Packing, enable_packing
 from moe.describe.routers import enable_policies
@@ -258,17 +258,16 @@ def _look_ahead(
 ) -> tuple[Prefetcher | None, Expect | None, list[str]]:
     """To read experts that will be needed, and to group requests by what they will need; why not,
     where that is wanted."""
-    prefetcher, foresight, learning = None, "", ""
+    prefetcher, why_not = None, ""
     if offloaded is not None:
         for layer in offloaded.layers:
             layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
-        prefetcher, foresight = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
-        learning = foresee(offloaded, path, config, profile.offload)
+        prefetcher, why_not = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
     expect, apart = None, ""
     if profile.engine.overlap_patience:
         expect, apart = expectation(path, config, [layer.num_experts for layer in layers])
-    return prefetcher, expect, [foresight, learning, apart]
+    return prefetcher, expect, [why_not, apart]
 
 
 @dataclass(frozen=True)

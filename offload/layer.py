@@ -5,7 +5,7 @@ Legend as in kernels/reference.py; a slot is an expert to the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -132,7 +132,6 @@ class OffloadedExperts:
     Attributes:
         whole_share: see `offload.layer`; None where prefixes are not served.
         ahead: whether the next layer is read ahead, see `offload.layer`.
-        hears: who is told of this layer's rows ``(T, H)`` before its experts are asked for.
     """
 
     def __init__(
@@ -153,7 +152,6 @@ class OffloadedExperts:
         self._copies, self.late = copies, late
         self.whole_share: float | None = None
         self.ahead = False
-        self.hears: Callable[[int, Tensor], object] | None = None
         self._how: LayerCall | None = None
 
     @property
@@ -202,7 +200,6 @@ class OffloadedExperts:
         if late is not None:
             wanted, ids_TK = late.others, late.others_TK
         elsewhere = () if late is None else late.experts
-        self._tell(hidden_TH)
         with self._held(asked, wanted, elsewhere, self._light(ids_TK, weights_TK)) as held:
             if copies is not None:
                 copies.launch()
@@ -247,7 +244,6 @@ class OffloadedExperts:
         Returns:
             None: ``rows.out_TH`` has been filled.
         """
-        self._tell(hidden_TH)
         with self.cache.acquire(self.layer, wanted) as held:
             if run_arriving(held, how, self.slots, rows):
                 return None
@@ -256,10 +252,6 @@ class OffloadedExperts:
                 ids_TK = wave.slot_ids.take(routing.expert_ids)
                 experts_forward(hidden_TH, ids_TK, routing.weights, self.slots, total_TH)
             return total_TH
-
-    def _tell(self, hidden_TH: Tensor) -> None:
-        if self.hears is not None:
-            self.hears(self.layer, hidden_TH)
 
     def _light(self, ids_TK: Tensor, weights_TK: Tensor) -> Sequence[int]:
         """Experts of which a prefix may do."""

@@ -15,8 +15,7 @@ from offload.cache import ExpertCache
 from offload.governor import BidRecord
 from offload.hot_set import save_hot_set
 from offload.layer import OffloadedExperts
-from offload.policies import ForecastPolicy, Policy, Values
-from offload.policies.next_use import NextUse
+from offload.policies import Policy, Values
 from offload.prefetch import Prefetcher
 from offload.statistics import LayerStatistics
 from offload.transfer import Reader
@@ -146,12 +145,10 @@ class Offloaded:
         return min(far.misses / asked, 1.0) if asked else 0.0
 
     def status(self) -> dict[str, Any]:
-        """What runs how, for JSON; ``calibrated``: the policy goes by a calibration as well;
-        ``late``: seconds by which the processor is asked or not."""
+        """What runs how, for JSON; ``late``: seconds by which the processor is asked or not."""
         late = self.layers[0].late
         return {
             "policy": self.cache.policy.name,
-            "calibrated": getattr(self.cache.policy, "foresight", None) is not None,
             "reader": {"name": self.reader.name, "reason": self.reader.reason},
             "predictor": None if self.prefetcher is None else self.prefetcher.predictor.name,
             "experts": sum(layer.num_experts for layer in self.layers),
@@ -184,14 +181,6 @@ class Offloaded:
             read_seconds=read_seconds if from_disk else None,
         )
         return self.prefetcher
-
-    def foresee_with(self, next_use: NextUse) -> None:
-        """From now on a policy that forecasts goes by what calibration has learnt, too."""
-        policy, cache = self.cache.policy, self.cache
-        assert isinstance(policy, ForecastPolicy)
-        policy.calibrate(next_use, lambda: cache.slots, self.load_seconds)
-        for layer in self.layers:
-            layer.hears = policy.hear
 
     def statistics(self) -> dict[str, Any]:
         """What the caches did and hold, for JSON: of the fastest in detail, and of each tier.

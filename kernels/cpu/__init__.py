@@ -23,7 +23,6 @@ from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
-from kernels.cpu.foresight import NativeForesight
 from kernels.cpu.learning import NativeLearner
 from kernels.cpu.streaming import ArrivingCall, NativeReads
 from kernels.planes import QuantizedExperts
@@ -93,10 +92,6 @@ class NativeKernels:
     def learner(self, *arguments: Any, **options: Any) -> NativeLearner:
         """Request rates of a cache's experts; see NativeLearner."""
         return NativeLearner(self.library, *arguments, **options)
-
-    def foresight(self, *arguments: Any, **options: Any) -> NativeForesight:
-        """How soon a cache's experts are asked for next; see NativeForesight."""
-        return NativeForesight(self.library, *arguments, **options)
 
     def arriving(self, *arguments: Any) -> ArrivingCall:
         """A call of a layer whose experts are still being read; see ArrivingCall."""

@@ -1,9 +1,7 @@
-"""What calibration leaves beside a model, and how it is read back: numbers in safetensors, what
-they are for in JSON.
+"""Write what calibration leaves beside a model, and read it back.
 
-``predictors.safetensors``, ``next_use.safetensors`` where the cache gains by it,
-``trace.safetensors``, and ``calibration.json``, which is written last: without it there is no
-calibration.
+``predictors.safetensors`` and ``trace.safetensors`` hold numbers, ``calibration.json`` says what
+they are for. It is written last: without it there is no calibration.
 """
 
 from __future__ import annotations
@@ -25,16 +23,12 @@ from torch import Tensor
 
 from moe.calibration.trace import Trace
 from moe.errors import CalibrationError
-from offload.policies.next_use import NextUse
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model
 from routing.routers import GroupScore, RouterRule, Score
-
-NEXT_USE = "next_use"
 
 FOLDER = "moe-calibration"
 ABOUT = "calibration.json"
 PREDICTORS_FILE, TRACE_FILE = "predictors.safetensors", "trace.safetensors"
-NEXT_USE_FILE = f"{NEXT_USE}.safetensors"
 _MAX_ABOUT_BYTES = 16 << 20
 _PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config")
 
@@ -46,13 +40,11 @@ class Fitted:
     """What calibration gave, and why it could not give the rest.
 
     Attributes:
-        unavailable: reasons by name of the predictor, or `NEXT_USE`.
-        next_use: see `moe.commands.calibrate.fit_next_use`.
+        unavailable: reasons by name of the predictor.
     """
 
     calibrated: Calibrated
     unavailable: dict[str, str]
-    next_use: NextUse | None = None
 
 
 class _Record(BaseModel):
@@ -84,7 +76,7 @@ class About(_Record):
     num_experts: tuple[Count, ...] = Field(min_length=1)
     rules: tuple[RuleRecord, ...]
     unavailable: dict[str, str]
-    """Predictors that this model does not have, or `NEXT_USE`, and why."""
+    """Predictors that this model does not have, and why."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]
@@ -106,10 +98,6 @@ def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) ->
         (folder / ABOUT).unlink(missing_ok=True)
         (folder / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
         trace.save(folder / TRACE_FILE)
-        (folder / NEXT_USE_FILE).unlink(missing_ok=True)
-        if fitted.next_use is not None:
-            (folder / NEXT_USE_FILE).write_bytes(save(fitted.next_use.tensors()))
-            files.append(NEXT_USE_FILE)
         about = About(
             model=fingerprint(config),
             architecture=(getattr(config, "architectures", None) or ["?"])[0],
@@ -204,21 +192,6 @@ def load_calibration(
     except (LookupError, RuntimeError, ValueError) as error:
         raise CalibrationError(
             f"{folder / PREDICTORS_FILE} is not whole ({error}); run moe calibrate again"
-        ) from error
-
-
-def load_next_use(folder: Path, config: Any, num_experts: Sequence[int]) -> NextUse | None:
-    """What the cache goes by; None where the calibration has none. Raises `CalibrationError` as
-    `read_about` does."""
-    about = read_about(folder, config, num_experts)
-    if NEXT_USE_FILE not in about.files:
-        return None
-    tensors = _load(folder / NEXT_USE_FILE, about, ("",))
-    try:
-        return NextUse.restore(tensors, num_experts)
-    except (LookupError, RuntimeError, ValueError) as error:
-        raise CalibrationError(
-            f"{folder / NEXT_USE_FILE} is not whole ({error}); run moe calibrate again"
         ) from error
 
 

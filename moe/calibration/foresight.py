@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from moe.calibration.artefacts import ABOUT, FOLDER, load_calibration, load_next_use
+from moe.calibration.artefacts import ABOUT, FOLDER, load_calibration
 from moe.errors import CalibrationError, ProfileError
 from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
-from offload.policies import ForecastPolicy
 from offload.prefetch import Prefetcher
 from routing import RoutingError
 from routing.predict import Told, contexts
@@ -66,24 +65,6 @@ def look_ahead(
             raise CalibrationError(str(error)) from error
         return None, f"nobody looks ahead for experts on disk: {error}"
     return offloaded.prefetch_with(predictor), ""
-
-
-def foresee(
-    offloaded: Offloaded, path: Path, config: PreTrainedConfig, settings: OffloadSettings
-) -> str:
-    """Let the cache's policy go by `moe calibrate`, where that is wanted and there is something;
-    why not, where what is there cannot be used."""
-    folder = path / FOLDER
-    if settings.policy != ForecastPolicy.name or not (folder / ABOUT).exists():
-        return ""
-    try:
-        counts = [layer.num_experts for layer in offloaded.layers]
-        next_use = load_next_use(folder, config, counts)
-    except CalibrationError as error:
-        return f"the cache learns on the way only: {error}"
-    if next_use is not None:
-        offloaded.foresee_with(next_use)
-    return ""
 
 
 def expectation(

@@ -39,21 +39,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What routers gave to all experts, for some tokens.
-
-    Attributes:
-        tokens: ``(S,)`` int64, which of the trace, ascending, by whole passes.
-        scores: of each layer ``(S, E)`` float16.
-        read: ``(S, H)`` float16, what the last layer's experts read.
-    """
-
-    tokens: Tensor
-    scores: list[Tensor]
-    read: Tensor
-
-
-@dataclass(frozen=True)
 class Trace:
     """What was recorded.
 
@@ -63,7 +48,7 @@ class Trace:
         num_experts: E of each MoE layer.
         expert_ids: of each layer ``(N, K)`` int16, ascending, -1 for none.
         weights: of each layer ``(N, K)`` float16.
-        rows, scored: kept for calibration, never saved.
+        rows: kept for calibration, never saved.
     """
 
     token_ids: Tensor
@@ -72,7 +57,6 @@ class Trace:
     expert_ids: list[Tensor]
     weights: list[Tensor]
     rows: Rows | None = field(default=None, repr=False)
-    scored: Scored | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:

@@ -13,17 +13,14 @@ import torch
 from moe import MoE
 from moe.calibration.artefacts import (
     ABOUT,
-    NEXT_USE_FILE,
     PREDICTORS_FILE,
     load_calibration,
-    load_next_use,
     load_trace,
 )
 from moe.cli import main
 from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
 from moe.commands.calibrate.fit import ASIDE
 from moe.commands.calibrate.record import record
-from moe.describe.routers import find_selectors
 from moe.errors import CalibrationError
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
@@ -93,25 +90,17 @@ def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:
     assert calibrated.clues.keys() == calibrated.weights.keys() == {"token_table"}
 
 
-def test_next_uses_come_back(demo: MoE, folder: Path, tmp_path: Path) -> None:
-    found = load_next_use(folder, demo.config, experts(demo))
-    assert found is not None
-    assert found.down.shape[:2] == (6, 32)
-    row = torch.randn(1, found.gates.shape[-1])
-    selector = find_selectors(demo.backbone)[2].selector
-    assert selector is not None
-    theirs = torch.nn.functional.linear(row, selector.weight.float())
-    torch.testing.assert_close(
-        row @ torch.from_numpy(found.gates[2]).T, theirs, rtol=1e-2, atol=1e-2
-    )
-    shutil.copytree(folder, tmp_path / "other")
-    (tmp_path / "other" / NEXT_USE_FILE).write_bytes(b"")
-    with pytest.raises(CalibrationError, match="is not the file that"):
-        load_next_use(tmp_path / "other", demo.config, experts(demo))
-    about = json.loads((folder / ABOUT).read_text())  # of before there were any
-    del about["files"][NEXT_USE_FILE]
-    (tmp_path / "other" / ABOUT).write_text(json.dumps(about))
-    assert load_next_use(tmp_path / "other", demo.config, experts(demo)) is None
+def test_what_an_older_calibration_left_for_the_cache_is_ignored(
+    demo: MoE, folder: Path, tmp_path: Path
+) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    (older / "next_use.safetensors").write_bytes(b"not read")
+    about = json.loads((older / ABOUT).read_text())
+    about["files"]["next_use.safetensors"] = "0" * 64
+    (older / ABOUT).write_text(json.dumps(about))
+    calibrated = load_calibration(older, demo.config, experts(demo), ["token_table"])
+    assert calibrated.clues.keys() == {"token_table"}
 
 
 def test_a_calibration_of_another_model_is_refused(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe.calibration.artefacts import (
     FOLDER,
-    NEXT_USE,
     Fitted,
     check_writable,
     unavailable_before,
@@ -24,7 +23,6 @@ from moe.calibration.gates import FoundGate, find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
 from moe.commands.calibrate.fit import ASIDE, fit_predictors
-from moe.commands.calibrate.fit_next_use import fit_next_use
 from moe.commands.calibrate.record import record
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
@@ -57,7 +55,7 @@ def calibrate_model(
         CalibrationError: there is too little text, or activations are not finite.
     """
     found = find_gates(model.backbone)
-    trace = _recorded(model, text, tokens, found, on_step)
+    trace = _recorded(model, text, tokens, on_step)
     return trace, _fitted(model, trace, found, on_step)
 
 
@@ -85,7 +83,7 @@ def calibrate(
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
     found = find_gates(model.backbone)
     with step_bar() as on_step:
-        trace = _recorded(model, words, tokens, found, on_step)
+        trace = _recorded(model, words, tokens, on_step)
         unavailable = None
         if compression is not None:  # perhaps the rest of a run that was stopped
             unavailable = unavailable_before(folder, model.config, trace)
@@ -95,40 +93,32 @@ def calibrate(
             unavailable = fitted.unavailable
     if compression is not None:
         if trace.rows is not None:  # most of their memory was for the predictors
-            trace = replace(trace, rows=replace(trace.rows, entered=[]), scored=None)
+            trace = replace(trace, rows=replace(trace.rows, entered=[]))
         with step_bar() as on_step:
             notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:
             print(f"moe: {notice}", file=sys.stderr)
     for absent, reason in unavailable.items():
-        what = "next uses for the cache" if absent == NEXT_USE else f"predictor {absent}"
-        print(f"moe: no {what}: {reason}", file=sys.stderr)
+        print(f"moe: no predictor {absent}: {reason}", file=sys.stderr)
     seconds = time.perf_counter() - began
     print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
     return 0
 
 
-def _recorded(
-    model: MoE, text: str, tokens: int, found: Sequence[FoundGate], on_step: OnStep
-) -> Trace:
+def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
     read = windows(model, text, tokens)
     total = sum(map(len, read))
-    gates = [one.gate for one in found if one.gate is not None]
     return record(
         model.backbone,
         model.experts,
         read,
-        gates=gates if len(gates) == len(found) else (),
         on_tokens=lambda done: on_step("reading text", done, total),
     )
 
 
 def _fitted(model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep) -> Fitted:
     vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
-    fitted = fit_predictors(trace, found, vectors, on_step)
-    next_use, reason = fit_next_use(trace, found, on_step)
-    unavailable = fitted.unavailable | ({} if next_use else {NEXT_USE: reason})
-    return replace(fitted, next_use=next_use, unavailable=unavailable)
+    return fit_predictors(trace, found, vectors, on_step)
 
 
 @torch.inference_mode()

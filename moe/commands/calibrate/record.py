@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from moe.calibration.trace import Rows, Scored, Trace
+from moe.calibration.trace import Rows, Trace
 from moe.describe.routers import layers_with_experts
 from moe.errors import CalibrationError
 from moe.machine import memory_available
@@ -26,7 +26,7 @@ from moe.network.moe_layer import MoELayers
 from offload.layer import LayerExperts
 from routing import Routing
 from routing.predict.forecast import floats
-from routing.predict.lookahead import Gate, normed
+from routing.predict.lookahead import normed
 from routing.routing import UNUSED
 
 # ---- A compressed model reads a recorded text with its tokens sent where the original sent them.
@@ -67,9 +67,6 @@ class Forced:
 ROW_BYTES = 1 << 30
 """Memory for kept activations."""
 
-SCORE_BYTES = 1 << 29
-"""Memory for what routers gave."""
-
 PASS_TOKENS = 2048
 """Read in one pass where sequences may share one, so that experts are read once for all."""
 
@@ -81,7 +78,6 @@ def record(
     windows: Sequence[Sequence[int]],
     *,
     row_bytes: int | None = None,
-    gates: Sequence[Gate] = (),
     on_tokens: Callable[[int], object] = lambda done: None,
 ) -> Trace:
     """Read each window as a sequence of its own.
@@ -90,7 +86,6 @@ def record(
         backbone, experts: of a loaded model; `Forced` experts are sent what a trace says.
         windows: token ids; at least one, none empty.
         row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
-        gates: of each MoE layer, to keep what they give; none: that is not kept.
         on_tokens: hears how many tokens have been read.
 
     Raises:
@@ -98,7 +93,7 @@ def record(
     """
     if row_bytes is None:
         row_bytes = affordable(ROW_BYTES)
-    recorder = _Recorder(backbone, experts, sum(map(len, windows)), row_bytes, gates)
+    recorder = _Recorder(backbone, experts, sum(map(len, windows)), row_bytes)
     with recorder.watching():
         for indices in batches(windows, PASS_TOKENS if backbone.packed else 0):
             batch = [windows[index] for index in indices]
@@ -118,7 +113,6 @@ class _Recorder:
         experts: MoELayers | Forced,
         total: int,
         row_bytes: int,
-        gates: Sequence[Gate],
     ) -> None:
         self.done = 0
         self._experts = experts
@@ -126,10 +120,6 @@ class _Recorder:
         self._num_experts = [layer.num_experts for layer in experts.layers]
         self._total, self._row_bytes = total, row_bytes
         self._stride = 0
-        self._gates, self._passes, self._every = gates, 0, 1
-        self._scored: list[Tensor] = []  # tokens of each pass
-        self._scores: list[list[Tensor]] = [[] for _ in gates]
-        self._last: list[Tensor] = []
         self._entered: dict[nn.Module, Tensor] = {}
         count = len(self._layers)
         self._ids: list[list[Tensor]] = [[] for _ in range(count)]
@@ -170,8 +160,6 @@ class _Recorder:
         self._ids[layer].append(routing.expert_ids.to("cpu", torch.int16))
         self._weights[layer].append(routing.weights.to("cpu", torch.float16))
         self._keep_rows(layer, rows)
-        if self._gates:
-            self._keep_scores(layer, rows)
         return self._experts.run(layer, calls)
 
     def _keep_rows(self, layer: int, rows: Tensor) -> None:
@@ -188,21 +176,6 @@ class _Recorder:
                 _half(torch.from_numpy(normed(floats(entered.reshape(rows.shape)[kept]))))
             )
 
-    def _keep_scores(self, layer: int, rows: Tensor) -> None:
-        """Of whole passes, as what follows what matters."""
-        if layer == 0:
-            needed = self._total * 2 * (sum(self._num_experts) + rows.shape[-1])
-            if not self._passes:
-                self._every = -(-needed // affordable(SCORE_BYTES))
-            self._passes += 1
-        if (self._passes - 1) % self._every:
-            return
-        gate = self._gates[layer]
-        self._scores[layer].append(_half(torch.from_numpy(gate.logits(floats(rows)))))
-        if layer == len(self._gates) - 1:
-            self._scored.append(torch.arange(self.done, self.done + len(rows)))
-            self._last.append(_half(rows))
-
     def trace(self, windows: Sequence[Sequence[int]]) -> Trace:
         rows = None
         if self._stride > 0:
@@ -217,14 +190,7 @@ class _Recorder:
             [_stacked(parts, UNUSED) for parts in self._ids],
             [_stacked(parts, 0) for parts in self._weights],
             rows,
-            self._scored_tokens(),
         )
-
-    def _scored_tokens(self) -> Scored | None:
-        if not self._scored:
-            return None
-        scores = [torch.cat(parts) for parts in self._scores]
-        return Scored(torch.cat(self._scored), scores, torch.cat(self._last))
 
 
 def affordable(most: int) -> int:
