@@ -25,7 +25,7 @@ from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
-from moe.network.seam import backbone_dtype
+from moe.network.stored_embedding import backbone_dtype
 from offload.layer import OffloadedExperts
 
 

@@ -39,7 +39,8 @@ from moe.machine import memory_available
 from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
-from moe.network.seam import StoredEmbedding, backbone_dtype, experts_modules
+from moe.network.seam import experts_modules
+from moe.network.stored_embedding import StoredEmbedding, backbone_dtype
 from offload.layer import OffloadedExperts
 from routing import Routing, RoutingStatistics
 
@@ -153,7 +154,7 @@ class Shadow:
         copy = deepcopy(network, {id(seat): seat for seat in shared} | tensors)
         for module in copy.modules():
             if isinstance(module, StoredEmbedding):
-                module.given = torch.float32
+                module.give(torch.float32)
         backbone = Backbone(copy)
         backbone.set_packed(original.packed)
         return cls(backbone, original)

@@ -21,7 +21,7 @@ from moe.describe.description import NotDescribed
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import ExpertCall, run_lanes
-from moe.network.seam import backbone_dtype
+from moe.network.stored_embedding import backbone_dtype
 from routing import Phase, Routing
 
 PROMPT_LENGTHS = (7, 4)

@@ -22,7 +22,8 @@ from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, wave_tokens
 from moe.memory.footprint import measure_footprint
-from moe.network.seam import experts_modules, is_half, keep_embedding
+from moe.network.seam import experts_modules
+from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings.profile import Profile
 from offload.capacity import Capacity
 from offload.offloaded import HOST

@@ -1,2 +1,11 @@
-"""The transformers model with its seam taken over: lanes, packed attention, the KV cache, MoE
-layers."""
+"""A transformers model whose experts have been taken over, and its MoE layers.
+
+- `seam`: takes the weights out of the experts modules and sends their tokens to us instead.
+- `backbone.Backbone`: the model without its experts. It makes lanes of `kv_cache.Work`, new tokens
+  of sequences.
+- `lanes.Lane`: one forward pass that sleeps at MoE layers; `lanes.run_lanes` drives several of them
+  so that they meet there. What a lane waits with is an `lanes.ExpertCall`.
+- `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
+- `kv_cache.KVCache`: keys and values of one sequence; `attention` reads several of them, packed
+  into one row, for transformers' attention modules.
+"""

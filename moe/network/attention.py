@@ -1,9 +1,9 @@
-"""Attention over sequences packed into one row, registered with transformers' attention seam.
+"""Attention over sequences packed into one row, registered with transformers' attention registry.
 
 transformers builds its masks from small index functions (causal, sliding window, chunked) and hands
-the result to the attention function untouched. Ours keeps the index function itself (`MaskRule`)
-and evaluates it for each sequence with that sequence's own positions, so every masking rule that
-transformers knows is right in a packed batch without naming an architecture.
+the result to the attention function untouched. We register a mask function that keeps the index
+function itself (`MaskRule`), and evaluate it for each sequence with that sequence's own positions.
+So every masking rule of transformers is right in a packed row, without naming an architecture.
 Legend: T packed tokens, Q query heads, N key/value heads, D head size.
 """
 
@@ -24,9 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kernels.cpu import choose_kernel
 from moe.network.kv_cache import PackedCache
 
-# ---- Which keys a query may see: the index functions of transformers' masks, kept as they are.
-#
-# They say it for any positions, so one rule serves every sequence of a packed row.
+PACKED = "moe_packed"
+"""Name of this implementation in transformers' registries."""
+
+_QUERIES = 256
+"""Queries whose attention weights are in memory at a time, if attention is watched."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class MaskRule:
     def mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """``(queries, keys)`` bool for the last ``queries`` positions of a sequence of ``keys``.
 
-        None when it would be all true, or plainly causal from the start (see `is_causal`).
+        None if it is all true, or plainly causal from the start (`is_causal`).
         """
         if self.is_plain(keys) and queries in (1, keys):
             return None
@@ -49,21 +51,21 @@ class MaskRule:
         return self.is_plain(keys) and queries == keys and queries > 1
 
     def evaluate(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """The rule for the last queries and all keys, in a shape that broadcasts to both."""
+        """The rule for the last queries and all keys; the shape broadcasts to both."""
         zero = torch.zeros((), dtype=torch.long, device=device)
         positions = torch.arange(keys, device=device)
         return self.allows(zero, zero, positions[keys - queries :, None], positions[None, :])
 
     def is_plain(self, keys: int) -> bool:
-        """Whether each of so many tokens sees all up to itself."""
+        """Whether each of ``keys`` tokens sees all tokens up to itself."""
         return self.window is not None and keys <= self.window
 
 
 @lru_cache(maxsize=8)  # the layers of a pass share rules
 def first_keys(rule: MaskRule, queries: int, keys: int) -> Tensor | None:
-    """``(queries,)`` int64: each of the last queries sees all keys from there to its own.
+    """``(queries,)`` int64: the first key that each of the last queries sees.
 
-    None where the rule leaves gaps.
+    It sees all keys from there to its own; None if the rule leaves gaps.
     """
     if rule.is_plain(keys):
         return torch.zeros(queries, dtype=torch.long)
@@ -81,9 +83,10 @@ def packed_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> MaskRule:
-    """Mask interface of transformers: keep the rule instead of a tensor.
+    """Mask interface of transformers: keep the rule in place of a tensor.
 
-    ``allow_is_causal_skip`` says that the rule is plain causal up to ``local_size`` tokens.
+    Args:
+        allow_is_causal_skip: the rule is plainly causal up to ``local_size`` tokens.
     """
     window = None
     if allow_is_causal_skip:
@@ -91,21 +94,13 @@ def packed_mask(
     return MaskRule(mask_function, window)
 
 
-# ----
-
-PACKED = "moe_packed"
-"""Name of this implementation in transformers' registries."""
-
-_QUERIES = 256
-"""Whose attention is written out at a time where it is watched."""
-
 current_pass: ContextVar[PackedCache] = ContextVar("current_pass")
-"""The packed pass of the running lane; every greenlet has its own context."""
+"""The cache of the running lane's pass; every greenlet has a context of its own."""
 
 
 @contextmanager
 def packed_pass(cache: PackedCache) -> Iterator[None]:
-    """Attention reads and writes through ``cache``, which nothing keeps afterwards."""
+    """Let attention read and write through ``cache``."""
     token = current_pass.set(cache)
     try:
         yield
@@ -139,7 +134,7 @@ def packed_attention(
     keys_values = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
     queries = query.split(cache.sizes, dim=2)
-    # Arranging the keys for the compiled attention does not pay for the few queries of a step.
+    # Compiled attention first rearranges the keys, which does not pay for few queries.
     attend = _attend_steps if cache.decoding else _attend_prompt
     outputs = [attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
     if cache.watched:
@@ -170,8 +165,8 @@ def _attend_prompt(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """As `_attend`; where compiled code can, a token's bits do not depend on where a prompt is cut:
-    read whole, in chunks, or behind a known prefix."""
+    """As `_attend`; if compiled, a token's bits do not depend on how its prompt is read: whole, in
+    chunks, or behind a cached prefix."""
     native, _ = choose_kernel()
     if native is not None and native.attention.supports(query, key, value):
         first = first_keys(rule, query.shape[2], key.shape[2])
@@ -184,8 +179,8 @@ def _attend_prompt(
 
 
 def _attend_steps(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
-    """As `_attend`, a query at a time: torch attends several by other sums, and a step that reads
-    one token and a step that verifies drafts of it have to agree."""
+    """As `_attend`, one query at a time: torch sums several in another order, and a step that
+    verifies drafted tokens must give the bits of steps that read them one by one."""
     ends = range(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1)
     outputs = [
         _attend(q, key[:, :, :end], value[:, :, :end], *how)
@@ -227,7 +222,7 @@ def _probabilities(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """``(1, Q, T, L)`` float32: what each query gives to each key; sinks get the rest."""
+    """``(1, Q, T, L)`` float32 attention weights; sinks take the rest of each row."""
     scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(2, 3)
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

@@ -1,11 +1,10 @@
-"""The transformers model with its seam taken over: from work on sequences to lanes.
+"""The transformers model without its experts: from work on sequences to lanes.
 
-transformers' own ``forward`` is run as it is. Attention runs packed (several sequences in one row,
-`moe.network.attention`) where a probe at load time shows that this equals transformers' own
-attention.
-Elsewhere (recurrent or hybrid state, sparse indexers, rotary tables that depend on the longest
-sequence of a batch) each sequence is a lane of its own with transformers' own cache; the lanes
-still meet at the MoE layers. Legend: T new tokens, V vocabulary.
+transformers' own ``forward`` runs unchanged. If a probe at load time shows that packed attention
+(several sequences in one row, `moe.network.attention`) equals transformers' own, sequences share a
+pass. Otherwise (recurrent or hybrid state, sparse indexers, rotary tables that depend on the
+longest sequence of a batch) each sequence is a lane of its own with transformers' own cache; the
+lanes still meet at the MoE layers. Legend: T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from moe.network.lanes import Lane
 from routing import Phase
 
 Forward = Callable[[Sequence[Work]], list[Tensor]]
-"""A pass over some work: the logits of each piece."""
+"""A forward pass over some work: the logits of each piece."""
 
 SHORT = 16
-"""Most new tokens of a sequence that are read as single rows and not as a block."""
+"""Most new tokens of a sequence that a decode step reads; more are read as a prompt."""
 
 
 class PassReader(Protocol):
@@ -45,17 +44,16 @@ class PassReader(Protocol):
 class Backbone:
     """Runs a model whose experts have been taken over (`moe.network.seam`).
 
+    It starts with one lane a sequence; `moe.describe.probe` and `moe.decode.enable` find out
+    whether sequences can share a pass, and whether a faster decode step gives the same.
+
     Attributes:
         packed: several sequences share a pass, and a prompt may be read in several passes (with
             its own cache, an architecture's recurrent state is only right for whole prompts).
-        fused: decodes a few new tokens of each sequence instead of transformers' forward, where
-            this has been proven to be the same. Prompts never: how they are cut must not show.
-        watched: visits of packed prompts say how much attention each token gets.
-        contrast: reads each packed pass in two ways at once (`moe.speculate.contrast`).
-        cache_type: of the sequences of packed passes.
-
-    Starts with one lane a sequence; `moe.describe.probe` and `moe.fused` find out if more is
-    possible.
+        decode_forward: reads decode work in place of transformers' forward; None: nothing does.
+        watched: expert calls of packed prompts say how much attention each token gets.
+        contrast: reads each packed pass in two ways at once; None: nothing does.
+        cache_type: the class of the caches of packed sequences.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,7 +69,7 @@ class Backbone:
         self.set_packed(False)
 
     def set_packed(self, packed: bool) -> None:
-        """Choose the attention that `lanes` and `new_cache` use from now on."""
+        """Let sequences share passes from now on, or give each a lane of its own."""
         self.packed = packed
         configs = [module.config for module in self.model.modules() if hasattr(module, "config")]
         for config in {id(config): config for config in configs}.values():
@@ -95,9 +93,13 @@ class Backbone:
         return self.cache_type(capacity) if self.packed else TransformersCache()
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
-        """One lane for all of the work, or one each; ``phase`` is what the tokens are read for.
+        """One lane for all of the work if sequences are packed, else one each.
 
-        Joined in order, the results of the lanes are the float32 logits of each piece of work.
+        Joined in order, the results of the lanes are the float32 logits of each piece of work:
+        ``(1, V)`` of the last token, or ``(T, V)`` of all (`Work.all_logits`).
+
+        Args:
+            phase: what the tokens are read for.
         """
         if not self.packed:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
@@ -134,7 +136,7 @@ class Backbone:
         return logits
 
     def _forward(self, work: Sequence[Work], **inputs: Any) -> tuple[Any, list[Tensor]]:
-        """Run the model over all new tokens as one row; logits only of the rows that are wanted."""
+        """Run the model over all new tokens as one row; logits of the wanted rows only."""
         rows, start = [], 0
         for item in work:
             end = start + len(item.token_ids)

@@ -1,7 +1,8 @@
-"""Keys and values of sequences, and the view of them that one packed forward pass writes through.
+"""The KV cache of each sequence, and what one packed forward pass sees of several.
 
 Several sequences are packed into one row without padding. transformers' attention modules see a
-cache object (`PackedCache`) whose ``update`` stores each sequence's new rows in its own buffers.
+`PackedCache`, whose ``update`` stores each sequence's new rows in its own `KVCache`. Architectures
+that cannot be packed keep a cache of their own class (`TransformersCache`).
 Legend: T packed tokens, L tokens of one sequence so far, N key/value heads, D head size.
 """
 
@@ -17,21 +18,21 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-_AHEAD = 1024  # tokens; most requests end within them, and never copy their buffers
+_AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
 
 
 class KVCache:
     """Keys and values of one sequence: one buffer pair a layer, made when first written.
 
-    Buffers grow with the sequence, so one that may become long takes no memory before it is.
+    Buffers grow with the sequence: memory follows its length, not its capacity.
 
     Args:
         capacity: tokens the sequence may ever have.
 
     Attributes:
-        length: tokens whose rows are valid in every layer. A forward pass writes behind it, and
-            whoever ran the pass moves it, so a cancelled pass leaves no trace.
-        room: tokens that buffers hold, or will once their layer is written or `addresses` asked.
+        length: tokens whose rows are valid in every layer. A forward pass writes behind it and
+            moves it when all layers are done, so a cancelled pass leaves no trace.
+        room: tokens that the buffers hold, or will hold at the next `write` or `addresses`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,7 +58,7 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def reserve(self, end: int) -> None:
-        """Let buffers have room for so many tokens, and for some more so that this is rare."""
+        """Make room for ``end`` tokens, and for some more so that buffers seldom grow."""
         if end <= self.room:
             return
         assert end <= self.capacity, f"{end} tokens in buffers of {self.capacity}"
@@ -65,9 +66,9 @@ class KVCache:
         self._addresses = None
 
     def addresses(self, layers: int) -> np.ndarray:
-        """``(layers, 2)`` int64: where keys and values of each layer begin, all written before.
+        """``(layers, 2)`` int64: the addresses of each layer's keys and values, written before.
 
-        The buffers stay there until `reserve` needs more room than there is.
+        They stay valid until `reserve` needs more room than there is.
         """
         if self._addresses is None:
             for layer in range(layers):
@@ -77,7 +78,7 @@ class KVCache:
         return self._addresses
 
     def fork(self, capacity: int, length: int) -> KVCache:
-        """A sequence of its own that has read the first ``length`` tokens of this one."""
+        """A copy that has read the first ``length`` tokens."""
         assert length <= self.length
         copy = type(self)(capacity)
         for layer in self._layers:
@@ -99,16 +100,16 @@ class KVCache:
 
 @dataclass
 class TransformersCache:
-    """State of one sequence in whatever cache class its architecture makes for itself.
+    """State of one sequence in the cache class of its architecture.
 
-    transformers changes it in place, layer by layer: after a cancelled pass it is not to be used.
+    transformers changes it in place, layer by layer: do not use it after a cancelled pass.
     """
 
     length: int = 0
     state: Any = None
 
     def fork(self, capacity: int, length: int) -> TransformersCache:
-        """A sequence of its own that has read the same tokens; only all of them can be taken."""
+        """A copy that has read the same tokens, all of them: states cannot be cut."""
         assert length == self.length
         return TransformersCache(length, deepcopy(self.state))
 
@@ -134,13 +135,14 @@ class Work:
 class PackedCache(Cache):
     """The cache that transformers sees during one packed pass over several sequences.
 
-    Most attention modules use what ``update`` returns only as the keys and values to attend to; the
-    packed attention function then reads each sequence's buffers and nothing is copied. Modules that
-    compute with it first (latent attention expands it to heads) need the whole history, packed.
-    Which of the two a layer does is noticed at its first pass: see `moe.network.attention`.
+    Most attention modules only attend to what ``update`` returns; packed attention then reads each
+    sequence's buffers, and nothing is copied. Modules that compute with it first (latent attention
+    expands it to heads) need the whole history, packed. `moe.network.attention` finds out at a
+    layer's first pass which of the two it does.
 
     Attributes:
-        decoding: the new tokens are few, behind others of their sequence; else they are prompts.
+        decoding: the pass is a decode step; else it reads prompts.
+        needs_history: layers that compute with what ``update`` returns before they attend.
         watched: attention layers leave in `received` how much attention each row gets.
     """
 
@@ -191,12 +193,12 @@ class PackedCache(Cache):
         return [s.length + size for s, size in zip(self.sequences, self.sizes, strict=True)]
 
     def commit(self) -> None:
-        """Make the rows that this pass wrote part of each sequence."""
+        """Let the sequences grow by the rows that this pass has written."""
         for sequence, end in zip(self.sequences, self.ends, strict=True):
             sequence.length = end
 
     def take_received(self) -> Tensor | None:
-        """What the last attention layer has left in `received`, once."""
+        """`received` of the last attention layer, which is then forgotten."""
         received, self.received = self.received, None
         return received
 

@@ -1,4 +1,14 @@
-"""What a lane brings to an MoE layer, who serves it there, and torch's modes while it sleeps."""
+"""Lanes: forward passes that sleep at MoE layers and meet there.
+
+A lane runs a model's own ``forward`` inside a greenlet. When the forward reaches an MoE layer, it
+calls `call_experts`, which hands an `ExpertCall` to `run_lanes` and sleeps until the rows come
+back. `run_lanes` always serves the lowest layer at which a lane waits, so lanes that started late
+catch up with those ahead, and all lanes waiting at one layer share one run of its experts.
+
+A lane may stay asleep across calls of `run_lanes` (layered prefill), be cancelled (its stack is
+unwound and everything on it freed), or fail (its exception reaches `Lane.result`, the other lanes
+run on). Lanes belong to the thread that made them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +35,10 @@ class ExpertCall:
         layer: index of the MoE layer, counted over MoE layers only.
         hidden_states: ``(T, H)``, the rows to run through experts.
         routing: T rows of expert ids and weights.
-        phase: what the tokens are read for; set by the lane that brings them.
+        phase: what the tokens are read for; `call_experts` takes it from the running lane.
         received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
-            pass; None where nobody asked or it is not known.
-        lost: rows that got zeros because an expert could not be had or run, and why.
+            pass; None if no policy asked for it or it is not known.
+        lost: rows that are zeros because an expert could not be read or run, and why.
     """
 
     layer: int
@@ -40,12 +50,12 @@ class ExpertCall:
 
 
 ExpertsRunner = Callable[[int, Sequence[ExpertCall]], Sequence[Tensor | Exception]]
-"""Runs one MoE layer for all visits: ``(layer, calls) -> rows of each call, (T_i, H)``, or why
-one of several cannot be served."""
+"""Runs one MoE layer: ``(layer, calls) -> rows of each call, (T_i, H)``, or why a call of several
+has none."""
 
 
 class GradMode(NamedTuple):
-    """The thread-local modes of torch that a sleeping lane must not leak to others."""
+    """torch's thread-local modes, which a sleeping lane must not leak to others."""
 
     grad: bool
     inference: bool
@@ -60,23 +70,11 @@ class GradMode(NamedTuple):
             yield
 
 
-# ---- Lanes: forward passes that sleep at MoE layers and meet there.
-#
-# A lane runs a model's own ``forward`` inside a greenlet. When the forward reaches an MoE layer,
-# it calls `call_experts`, which hands an `ExpertCall` to `run_lanes` and sleeps until the
-# rows come back. `run_lanes` always serves the lowest layer at which somebody waits, so lanes
-# that started late catch up with those ahead, and all lanes waiting at one layer share one run of
-# its experts.
-#
-# A lane may stay asleep across calls of `run_lanes` (layered prefill), be cancelled (its stack is
-# unwound and everything on it freed), or fail (its exception reaches `Lane.result`, the other
-# lanes run on). Lanes belong to the thread that made them.
-
 Result = TypeVar("Result")
 
 
 class LaneCancelled(RuntimeError):
-    """The result of a lane was asked for after the lane had been cancelled."""
+    """The result of a cancelled lane was requested."""
 
 
 class LaneState(Enum):
@@ -88,14 +86,14 @@ class LaneState(Enum):
 
 
 class Lane(Generic[Result]):
-    """One forward pass that can sleep. Starts in the grad and inference mode it was made in.
+    """One forward pass that can sleep. It starts in the grad and inference mode it was made in.
 
     Args:
         forward: takes no arguments; its return value is the lane's result.
-        phase: what its tokens are read for; every `ExpertCall` of the lane says so.
+        phase: what its tokens are read for.
 
     Attributes:
-        lost: its rows whose numbers mean nothing, as an expert could not be had, and why.
+        lost: rows whose numbers mean nothing because an expert could not be read or run, and why.
     """
 
     def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
@@ -118,7 +116,7 @@ class Lane(Generic[Result]):
         self._enter(lambda: self._greenlet.switch())
 
     def run_alone(self, run_experts: ExpertsRunner) -> None:
-        """Run to the end where nobody else will wait at an MoE layer: no stack is changed."""
+        """Run to the end on the caller's stack, if no other lane will wait at an MoE layer."""
         assert self.state is LaneState.READY, self.state
         token = _alone.set((self, run_experts))
         try:
@@ -128,7 +126,7 @@ class Lane(Generic[Result]):
             _alone.reset(token)
 
     def resume(self, rows: Tensor) -> None:
-        """Wake with the rows of the layer waited for; run up to the next MoE layer or the end."""
+        """Wake with the rows that it waits for; run up to the next MoE layer or to the end."""
         assert self.state is LaneState.WAITING, self.state
         assert self.call is not None
         self.lost = self.call.lost | self.lost
@@ -142,7 +140,7 @@ class Lane(Generic[Result]):
         self._enter(lambda: self._greenlet.throw(error))
 
     def cancel(self) -> None:
-        """Unwind the forward where it sleeps and free all it holds; no effect once finished."""
+        """Unwind the sleeping forward and free all it holds; no effect once finished."""
         if self.finished:
             return
         self.call = None
@@ -174,7 +172,7 @@ class Lane(Generic[Result]):
 
 
 _alone: ContextVar[tuple[Lane, ExpertsRunner] | None] = ContextVar("_alone", default=None)
-"""The lane that runs on its caller's stack, and who serves it."""
+"""The lane that runs on its caller's stack, and what runs its experts."""
 
 
 class _LaneGreenlet(greenlet):
@@ -203,19 +201,19 @@ class _LaneGreenlet(greenlet):
         else:
             lane._finish(result, None)
         finally:
-            # Lane and stack would keep each other, and all tensors of the pass, until Python's
-            # collector comes, which is seldom: it counts objects and not bytes.
+            # Lane and stack refer to each other. They would keep all tensors of the pass until
+            # Python's garbage collector runs, which counts objects and not bytes.
             del self.lane
 
 
 def alone_with(run_experts: ExpertsRunner) -> Phase | None:
-    """The phase of the running lane where nobody else will wait and ``run_experts`` serves it."""
+    """The phase of the running lane, if no other lane waits and ``run_experts`` serves it."""
     alone = None if isinstance(getcurrent(), _LaneGreenlet) else _alone.get()
     return alone[0].phase if alone is not None and alone[1] == run_experts else None
 
 
 def call_experts(call: ExpertCall, run_experts: ExpertsRunner) -> Tensor:
-    """Called by a model where it needs experts: sleep in a lane, run at once outside of one.
+    """Called by a model that needs experts: sleep in a lane's greenlet, else run them at once.
 
     Returns:
         ``(T, H)`` rows, weighted and summed over the experts of each token.
@@ -246,7 +244,7 @@ def run_lanes(
 
     Args:
         lanes: started here if they are new; finished ones are skipped.
-        run_experts: runs one layer for everybody who waits there. What it raises is raised inside
+        run_experts: runs one layer for all lanes that wait there. What it raises is raised inside
             each of those lanes.
         pause_at: a lane named here stays asleep at its first MoE layer of this index or above.
     """
@@ -276,7 +274,7 @@ def run_lanes(
 
 
 def _lowest_layer(lanes: Sequence[Lane], pauses: Mapping[Lane, int]) -> list[Lane]:
-    """The lanes waiting at the lowest layer; lanes that need gradients never mix with others."""
+    """The lanes waiting at the lowest layer, all in one grad mode."""
     awake = [
         (lane.call.layer, lane)
         for lane in lanes

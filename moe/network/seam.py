@@ -1,8 +1,8 @@
-"""Taking the experts out of a transformers model.
+"""Takes the experts out of a transformers model, and sends their tokens to our MoE layers.
 
-transformers dispatches every experts module through the registry ``ALL_EXPERTS_FUNCTIONS``. One
-implementation is registered here: it wraps what the router returned in a `Routing` and visits the
-experts through the running lane. Facts about an architecture (layout, biases, gating) are the
+transformers dispatches every experts module through the registry ``ALL_EXPERTS_FUNCTIONS``. We
+register one implementation, which makes an `ExpertCall` of what the router has returned and hands
+it to the running lane. All that it knows of an architecture (layout, biases, gating) are the
 module's own declared attributes and its ``_apply_gate``; no architecture is named.
 """
 
@@ -31,14 +31,14 @@ SEAM = "moe_lanes"
 
 @dataclass
 class ExpertSeat:
-    """Where an experts module's tokens go: set on the module by `attach`."""
+    """Which MoE layer an experts module is, and what runs its experts; `attach` puts it there."""
 
     layer: int
     num_experts: int
     run_experts: ExpertsRunner
 
 
-def _visit(
+def _call_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     seat: ExpertSeat = module.expert_seat
@@ -49,7 +49,7 @@ def _visit(
     return call_experts(call, seat.run_experts)
 
 
-ALL_EXPERTS_FUNCTIONS.register(SEAM, _visit)
+ALL_EXPERTS_FUNCTIONS.register(SEAM, _call_experts)
 
 
 def experts_modules(model: nn.Module) -> list[tuple[str, Any]]:
@@ -63,8 +63,8 @@ def experts_modules(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def routing_modules(model: nn.Module) -> list[tuple[str, Any]]:
-    """Modules that choose or weigh experts: they stand beside them, and their weight has as many
-    rows as there are experts, or one."""
+    """Routers and shared experts' gates: modules beside experts whose weight has as many rows as
+    there are experts, or one. ``(name, module)``."""
     places = {
         name.rpartition(".")[0]: module.num_experts for name, module in experts_modules(model)
     }
@@ -78,19 +78,19 @@ def routing_modules(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def parents_of(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Of each module of a model but itself, the one that it is a child of."""
+    """The parent of every module of a model but the model itself."""
     return {child: parent for parent in model.modules() for child in parent.children()}
 
 
 def layer_of(module: nn.Module, parents: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """The decoder layer that a module is in; the model itself where it has no list of layers."""
+    """The decoder layer that contains a module; the model itself if it has no list of layers."""
     while module in parents and not isinstance(parents[module], nn.ModuleList):
         module = parents[module]
     return module
 
 
 def check_experts(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` where no experts dispatch through the registry."""
+    """Raise `UnsupportedModelError` if no experts dispatch through the registry."""
     if not experts_modules(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no experts that dispatch through transformers' experts "
@@ -100,7 +100,7 @@ def check_experts(model: PreTrainedModel) -> None:
 
 
 def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
-    """Take the weights out of every experts module, in canonical layout, in forward order.
+    """Take the weights out of every experts module, in canonical layout and forward order.
 
     The modules keep no parameters, so there is one copy of the weights.
 
@@ -127,14 +127,14 @@ def expert_shape(module: Any, group_size: int) -> ExpertShape:
 
 
 def take_weights(module: Any) -> ExpertWeights:
-    """The weights of one experts module, in canonical layout; it keeps none."""
+    """Take the weights out of one experts module, in canonical layout."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     parameters = {
         name: module._parameters.pop(name).detach()
         for name in (first, "down_proj", f"{first}_bias", "down_proj_bias")
         if module._parameters.get(name) is not None
     }
-    module._is_hf_initialized = True  # or transformers would fill in what it misses
+    module._is_hf_initialized = True  # or transformers would initialise what is missing
 
     def canonical(name: str) -> Tensor:
         weight = parameters.pop(name)
@@ -150,56 +150,3 @@ def take_weights(module: Any) -> ExpertWeights:
             # transformers 5.17 has no such norms, and does not declare that it has none.
             post_norm=getattr(module, "post_expert_norm", None),
         )
-
-
-# ---- An embedding table that stays as small as it came; its rows become the trunk's dtype in
-# use.
-#
-# On a CPU the trunk is float32. A table is read a row a token, so half precision costs nothing
-# there, and at a few bits a weight it is among the larger things in memory.
-
-_HALF = (torch.bfloat16, torch.float16)
-
-
-class StoredEmbedding(nn.Embedding):
-    """`torch.nn.Embedding` whose rows come out in `given`, whatever the table is kept in."""
-
-    given: torch.dtype
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(self.given)
-
-
-def keep_embedding(network: PreTrainedModel) -> str | None:
-    """Let the input embedding of a network on meta be kept in half precision.
-
-    Returns:
-        The parameter's name; None where the table is something else than a plain embedding, or
-        another layer multiplies by it.
-    """
-    embedding = network.get_input_embeddings()
-    name = next(n for n, module in network.named_modules() if module is embedding)
-    tied = network.all_tied_weights_keys
-    if type(embedding) is not nn.Embedding or f"{name}.weight" in {*tied, *tied.values()}:
-        return None
-    kept = StoredEmbedding(
-        embedding.num_embeddings,
-        embedding.embedding_dim,
-        embedding.padding_idx,
-        device="meta",
-        dtype=embedding.weight.dtype,
-    )
-    kept.given = embedding.weight.dtype
-    kept._is_hf_initialized = True  # type: ignore[assignment]  # transformers asks every module
-    network.set_submodule(name, kept)
-    return f"{name}.weight"
-
-
-def backbone_dtype(network: PreTrainedModel) -> torch.dtype:
-    """What a network computes in; transformers' `dtype` is that of its first parameter."""
-    embedding = network.get_input_embeddings()
-    return embedding.given if isinstance(embedding, StoredEmbedding) else network.dtype
-
-
-def is_half(dtype: torch.dtype) -> bool:
-    return dtype in _HALF

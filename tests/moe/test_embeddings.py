@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.models.tiny import tiny_model
 from moe import MoE
-from moe.network.seam import backbone_dtype
+from moe.network.stored_embedding import backbone_dtype
 
 IDS = list(range(3, 26))
 
