@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.compression_setup import GROUP_SIZE, WIDTHS, Bits
-from experts.compress.allocation import allocate, predicted_damage
+from experts.compress.allocation import Damage, allocate, predicted_damage
 from experts.compress.statistics import LayerCalibration
 from kernels.planes import PREFIX_BITS
 
@@ -87,9 +88,28 @@ def _allocate(
     sizes = [GROUP_SIZE * width + _SCALE_BITS * (width > 0) for width in widths]
     budget = int((GROUP_SIZE * bits + _SCALE_BITS) * sum(counts))
     choice = allocate(
-        predicted_damage(own, damage, widths), np.tile(np.array(sizes), (sum(counts), 1)), budget
+        _predicted(own, damage, widths), np.tile(np.array(sizes), (sum(counts), 1)), budget
     )
     return _by_layer(np.array(widths)[choice], counts)
+
+
+def _predicted(layers: Sequence[LayerCalibration], model: str, widths: Sequence[int]) -> Damage:
+    """``(E, W)`` damage by one of four models.
+
+    "frequency" knows only how often an expert is chosen, and that a bit halves an error. "error" is
+    the squared error of the layer's output. "paper" multiplies that by frequency and mean routing
+    weight, as PMQ does (with a = b = 1 and c = 2), although the error contains them. "measured" is
+    the product's.
+    """
+    halved_W = torch.tensor([4.0**-bits for bits in widths], dtype=torch.float64)
+    models = {
+        "frequency": lambda layer: layer.frequency_E[:, None] * halved_W,
+        "error": lambda layer: layer.error_EW,
+        "paper": lambda layer: (layer.frequency_E * layer.weight_E)[:, None] * layer.error_EW,
+    }
+    if model == "measured":
+        return predicted_damage(layers)
+    return np.concatenate([models[model](layer).double().numpy() for layer in layers])
 
 
 def _by_layer(bits: Any, counts: Sequence[int]) -> Bits:

@@ -24,7 +24,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from examples import demo_data as data
 from examples.lab import router
 from examples.lab.objectives import watched_routers
-from examples.lab.routers import Plan, sinkhorn
+from examples.lab.routers import TransportPlan, sinkhorn
 from examples.lab.train import BATCH, LENGTH, build_model, load_corpus, training_step
 from examples.lab.variants import VARIANTS
 from examples.train_demo import build_optimizer
@@ -41,7 +41,7 @@ def measure(corpus: data.Corpus, steps: int) -> dict[str, Any]:
     rounds: list[int] = []
     seconds: dict[float, list[float]] = {0.0: [], 1.0: []}
 
-    def counted(*arguments: Any) -> Plan:
+    def counted(*arguments: Any) -> TransportPlan:
         plan = sinkhorn(*arguments)
         rounds.append(plan.rounds)
         return plan

@@ -1,4 +1,4 @@
-"""A linear layer whose weight is nested bit planes: what takes the place of `torch.nn.Linear`."""
+"""`QuantizedLinear`: a linear layer whose weight is nested bit planes, in place of `nn.Linear`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kernels.planes import (
 )
 
 _PIECE_ROWS = 1 << 14
-"""Quantized at once, whole blocks: a head in float32 would take more than all else."""
+"""Rows quantized at once: a whole output head in float32 would take more memory than all else."""
 
 
 class QuantizedLinear(nn.Module):
     """``y = x W^T + b`` with the first planes of W; any leading dimensions.
 
-    Its state is ``plane0``, ``plane1``, ..., ``scales`` and ``bias``, so that a store's trunk is
-    read into it like any other parameter.
+    Its state is ``plane0``, ``plane1``, ..., ``scales`` and ``bias``, and is loaded from a store's
+    trunk like any other parameter.
 
     Attributes:
         in_features, out_features: as of `torch.nn.Linear`.
         dtype: of `weight`.
-        reads: how often something used the weight without calling the layer.
+        reads: how often `weight` was read, not the layer called.
     """
 
     scales: Tensor
@@ -90,7 +90,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def matrix(self) -> PlaneMatrix:
-        """The same object while the tensors are the same: kernels keep what they know of it."""
+        """The planes; the same object while the tensors are the same, as kernels cache by it."""
         known, buffers = self._matrix, self._buffers
         if known is None or known.scales is not buffers["scales"] or known.bias is not self.bias:
             planes = tuple(getattr(self, name) for name in self._planes)
@@ -103,7 +103,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``(N, K)`` that the planes stand for; made anew each time, so slow."""
+        """``(N, K)``: the dequantized weight, computed at each access, so slow."""
         self.reads += 1
         planes = [getattr(self, name) for name in self._planes]
         return dequantize(planes, self.scales, self.layout).to(self.dtype)
@@ -113,7 +113,7 @@ class QuantizedLinear(nn.Module):
         return rows.view(*x.shape[:-1], self.out_features)
 
     def whole(self) -> nn.Linear:
-        """An ordinary layer with the weights that the planes stand for."""
+        """An ordinary layer with the dequantized weight."""
         weight = self.weight
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)

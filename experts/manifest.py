@@ -1,7 +1,7 @@
-"""What a store says about itself: ``moe-store.json``, written last and checked before use.
+"""The manifest of a store: ``moe-store.json``, written last and checked before use.
 
 It is read as hostile text: every value has a type and a range, file names are plain, and a digest
-over all of it tells an accident from what was written.
+over all of it detects damage.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class StoreError(ValueError):
     """A store is absent, unfinished, damaged, or does not hold what is asked for."""
 
 
-class _Record(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class MoELayerRecord(_Record):
+class MoELayerRecord(_StrictModel):
     """The experts of one MoE layer, in a file of their own."""
 
     module: str
@@ -59,7 +59,7 @@ class MoELayerRecord(_Record):
     gate_up_bias: FloatDtype | None = None
     down_bias: FloatDtype | None = None
     bits: tuple[PrefixBits, ...] | None = None
-    """Of each expert's planes, where they were allotted one by one. null: the store's."""
+    """Of the planes of each expert, where they were allotted one by one. null: the store's."""
 
     @model_validator(mode="after")
     def _has_bits_of_all(self) -> MoELayerRecord:
@@ -68,15 +68,15 @@ class MoELayerRecord(_Record):
         return self
 
     def bits_of(self, expert: int, most: int) -> int:
-        """Bits of the longest prefix of an expert that has at most so many bits."""
+        """Bits of the longest prefix of an expert with at most ``most`` bits."""
         return most if self.bits is None else min(most, self.bits[expert])
 
     def shape(self, group_size: int) -> ExpertShape:
         return ExpertShape(self.hidden, self.intermediate, self.parts, group_size)
 
 
-class Manifest(_Record):
-    """Everything that a store holds, but for config.json and the tokenizer."""
+class Manifest(_StrictModel):
+    """Describes everything in a store but config.json and the tokenizer."""
 
     format: Literal["moe-store"] = "moe-store"
     version: Literal[3] = 3
@@ -109,7 +109,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def is_store(directory: Path) -> bool:
-    """Whether this is a store, or what is left of one: `read_manifest` says which."""
+    """Whether this is a store or the remains of one; `read_manifest` tells which."""
     return any((directory / name).exists() for name in (MANIFEST_NAME, TRUNK_NAME, JOURNAL_NAME))
 
 

@@ -89,7 +89,7 @@ def relu_routing(logits: Tensor, weight: Tensor) -> Routing:
     return Routing(ids.masked_fill(~used, UNUSED), weights)
 
 
-class Plan(NamedTuple):
+class TransportPlan(NamedTuple):
     """A transport plan, and the rounds it took: the most allowed if it is not exact."""
 
     shares: Tensor  # (T, E); rows sum to 1, columns to T / E
@@ -98,7 +98,7 @@ class Plan(NamedTuple):
 
 def sinkhorn(
     worth: Tensor, temperature: float, max_rounds: int = 100, tolerance: float = 1e-4
-) -> Plan:
+) -> TransportPlan:
     """The balanced plan of most worth plus ``temperature`` times its entropy.
 
     For a small share of training steps only, as a token's experts depend on its batch.
@@ -118,10 +118,10 @@ def sinkhorn(
         if float((plan.sum(0) * experts / tokens - 1).abs().max()) <= tolerance:
             break
         columns = level - (kernel + rows).logsumexp(0)
-    return Plan(plan.to(worth.dtype), rounds)
+    return TransportPlan(plan.to(worth.dtype), rounds)
 
 
-def balanced_routing(plan: Plan, top_k: int) -> Routing:
+def balanced_routing(plan: TransportPlan, top_k: int) -> Routing:
     """The ``top_k`` largest shares of each token, summing to 1. A plan in balance does not make
     these choices balanced, only nearer to it."""
     return RouterRule(top_k, renormalise=True).select(plan.shares)

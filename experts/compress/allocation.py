@@ -8,17 +8,14 @@ HiGHS solves it as an integer program. Legend: E experts of all layers, W widths
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron, vstack
-from torch import Tensor
 
 from experts.compress.statistics import LayerCalibration
-from kernels.planes import PREFIX_BITS
 
 Damage = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -133,49 +130,16 @@ def _check(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> None:
         )
 
 
-def predicted_damage(
-    layers: Sequence[LayerCalibration],
-    model: str = "measured",
-    widths: Sequence[int] = PREFIX_BITS,
-) -> Damage:
-    """``(E, W)`` predicted damage of the experts of all layers, by one of four models.
+def predicted_damage(layers: Sequence[LayerCalibration]) -> Damage:
+    """``(E, W)`` predicted damage of the experts of all layers, one layer after the other.
 
-    "frequency" knows only how often an expert is chosen, and that a bit halves an error. "error" is
-    the squared error of the layer's output. "paper" multiplies that by frequency and mean routing
-    weight, as PMQ does (with a = b = 1 and c = 2), although the error contains them. "measured"
-    divides the whole model's measured loss with one layer at those bits among the layer's experts
-    by their squared errors; only this one knows that layers differ.
-
-    Args:
-        layers: statistics of each MoE layer.
-        model: one of `DAMAGE_MODELS`.
-        widths: the widths of the statistics, ascending.
+    What the whole model was measured to lose with one layer at some bits is divided among the
+    layer's experts by their squared errors. `benchmarks.compression` compares other models of
+    damage, which do not know that layers differ.
     """
-    found = [DAMAGE_MODELS[model](layer, widths).double().numpy() for layer in layers]
+    found = []
+    for layer in layers:
+        least_W = layer.kl_W.cummin(0).values  # near 0, noise makes finer weights look worse
+        shares_EW = layer.error_EW / layer.error_EW.sum(0).clamp_min(1e-300)
+        found.append((least_W * shares_EW).double().numpy())
     return np.concatenate(found)
-
-
-def _frequency(layer: LayerCalibration, widths: Sequence[int]) -> Tensor:
-    errors = torch.tensor([4.0**-bits for bits in widths], dtype=torch.float64)
-    return layer.frequency_E[:, None] * errors
-
-
-def _error(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
-    return layer.error_EW
-
-
-def _paper(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
-    return (layer.frequency_E * layer.weight_E)[:, None] * layer.error_EW
-
-
-def _measured(layer: LayerCalibration, _: Sequence[int]) -> Tensor:
-    least_W = layer.kl_W.cummin(0).values  # near nothing, noise makes finer weights look worse
-    return least_W * layer.error_EW / layer.error_EW.sum(0).clamp_min(1e-300)
-
-
-DAMAGE_MODELS: dict[str, Callable[[LayerCalibration, Sequence[int]], Tensor]] = {
-    "frequency": _frequency,
-    "error": _error,
-    "paper": _paper,
-    "measured": _measured,
-}

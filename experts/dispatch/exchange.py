@@ -190,7 +190,7 @@ class SocketExchange:
         self.rank, self.size = rank, len(peers) + 1
         files = [peers[r].fileno() if r in peers else -1 for r in range(self.size)]
         self._sockets = PeerSockets(files, timeout_s)
-        self._peers = [_Peer(self._sockets, other, peers[other]) for other in sorted(peers)]
+        self._peers = [_PeerStream(self._sockets, other, peers[other]) for other in sorted(peers)]
         self.sockets: PeerSockets | None = self._sockets if choose_kernel()[0] is not None else None
 
     def all_to_all(
@@ -215,7 +215,7 @@ class SocketExchange:
         for peer in self._peers:
             peer.stream.close()
 
-    def _wait_for(self, late: _Peer) -> None:
+    def _wait_for(self, late: _PeerStream) -> None:
         """Move some bytes, sending and receiving at once while anything is left to send."""
         sending = [peer for peer in self._peers if peer.outgoing]
         if sending:  # a peer that does not read may be blocked on a send to this rank
@@ -234,7 +234,7 @@ class SocketExchange:
             raise self._sockets.lost(late.rank, errno.EAGAIN)
 
 
-class _Peer:
+class _PeerStream:
     """The messages in flight to and from one rank, in order.
 
     `begun`, `sent` and `received` count messages.
