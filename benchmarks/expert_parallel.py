@@ -6,10 +6,9 @@ Every launch is a fresh set of processes, one thread a rank where there are seve
 for one rank. Where the time is not enough for all launches (`--minutes`), those that matter less
 are left out and named. Tokens a second are of decode steps. "kB a token" are rows that ranks sent
 each other (there and back, all layers), beside the least that could be: each distinct (token, other
-rank) pair's row once there and once back; ids and sizes come on top. Overlap is as the profile has
-it (auto), then off and on, in turns within a launch; "halves take" is what auto has measured, as a
-share of whole steps. The cache limit leaves a quarter of all experts in each rank's memory. "Error"
-is the largest of the first tokens' log probabilities, beside one rank.
+rank) pair's row once there and once back; ids and sizes come on top. Overlap is off and on in turns
+within a launch. The cache limit leaves a quarter of all experts in each rank's memory. "Error" is
+the largest of the first tokens' log probabilities, beside one rank.
 
 Imbalance is the heaviest rank's tokens over the mean, of the shipped model's texts and of Zipf's
 law, placed linearly, by EPLB and by ours; see `benchmarks.placement`. The last line is one JSON
@@ -82,17 +81,15 @@ def show(figures: Sequence[dict[str, Any]], uneven: Sequence[dict[str, Any]]) ->
     rows = []
     for one in figures:
         if "error" in one:
-            rows.append((one["name"], one["error"][:20], *[""] * 9))
+            rows.append((one["name"], one["error"][:20], *[""] * 7))
             continue
         sent = one.get("bytes_out_a_token", 0.0) + one.get("bytes_back_a_token", 0.0)
-        halves = ", ".join(f"{way:.2f}" for way in one["halves_take"].values() if way)
         rows.append(
             (
                 one["name"],
                 _rate(one["tokens_per_s"]),
                 "" if base is None else f"{one['tokens_per_s'] / base:.2f}",
-                *(_rate(one.get(f"overlap_{way}_tokens_per_s")) for way in ("off", "on")),
-                halves,
+                _rate(one.get("overlap_on_tokens_per_s")),
                 f"{sent / 1e3:,.1f}",
                 f"{one.get('lower_bound_bytes_a_token', 0.0) / 1e3:,.1f}",
                 f"{one.get('meta_bytes_a_token', 0.0) / 1e3:,.1f}",
@@ -114,7 +111,7 @@ def _rate(tokens_per_s: float | None) -> str:
 
 WAYS = ("linear", "eplb", "ours")
 COLUMNS = (
-    *("", "tokens/s", "of 1 rank", "overlap off", "on", "halves take"),
+    *("", "tokens/s", "of 1 rank", "overlap on"),
     *("kB a token", "at least", "ids, sizes", "imbalance", "error"),
 )
 

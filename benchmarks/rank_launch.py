@@ -22,7 +22,6 @@ from typing import Any
 
 from moe import MoE, SamplingParams
 from moe.parallel.coordinator import Coordinator
-from moe.parallel.overlap import Overlap
 
 ROOT = Path(__file__).parents[1]
 PROFILE = "expert-parallel"
@@ -90,16 +89,15 @@ def decode(
     answers = _answers(model, prompts())
     _step_times(model, prompts(), min(steps, 4))  # warms up
     times: dict[str, list[float]] = {overlap: [] for overlap in overlaps}
-    ways = {overlap: Overlap(overlap) for overlap in overlaps}
     for _ in range(rounds):
         for overlap in overlaps:
             if isinstance(model._session, Coordinator):
-                model._session._overlap = ways[overlap]
+                settings = model._session._settings.model_copy(update={"overlap": overlap})
+                model._session._settings = settings
             times[overlap] += _step_times(model, prompts(), steps)
     stats = model.stats()
     return {
         "tokens_per_s": {overlap: batch / median(own) for overlap, own in times.items()},
-        "halves_take": ways[overlaps[0]].as_dict()["halves_take"],
         "answers": answers,
         "ranks": (stats["parallel"] or {}).get("ranks", []),
         "offload": stats["offload"],

@@ -20,7 +20,7 @@ LIMIT = 0.25
 """Share of all experts in a rank's memory where that is limited."""
 LIMITED_STEPS = 6
 """Decode steps where experts come from disk."""
-OVERLAPS = ("auto", "off", "on")
+OVERLAPS = ("off", "on")
 
 
 @dataclass
@@ -63,7 +63,6 @@ class Point:
         for overlap in self.job["overlaps"][1:]:
             turns = [run["tokens_per_s"][overlap] for run in self.runs]
             found[f"overlap_{overlap}_tokens_per_s"] = median(turns)
-        found["halves_take"] = self.runs[-1]["halves_take"]
         pairs = list(zip(self.runs[-1]["answers"], alone, strict=False))
         if pairs:
             found["tokens_alike"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
@@ -89,7 +88,7 @@ def points(
     """All ways of running, those first that matter most."""
     longest = job["prompt"] * job["batch"]
     free, limited = target.settings(1, longest), target.settings(LIMIT, longest)
-    whole = job | {"overlaps": ["auto"]}
+    whole = job | {"overlaps": ["off"]}
     few = whole | {"steps": min(job["steps"], LIMITED_STEPS), "rounds": 1}
     first, more, last = [], [], []
     for ranks in counts:

@@ -32,8 +32,8 @@ from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.parallel.coordinator import Coordinator
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.orders import RemoteRunner
 from moe.parallel.ranks import load_with_ranks
+from moe.parallel.remote import RemoteRunner
 from moe.parallel.worker import WorkerLoop
 from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
@@ -284,8 +284,10 @@ class MoE:
         self._check_open()
         if not isinstance(self._session, Coordinator):
             return self.engine()
-        goes_on = self.profile.profile.parallel.on_rank_loss == "continue"
-        return ParallelEngine(self._session, self._planning_engine, goes_on=goes_on)
+        continue_on_loss = self.profile.profile.parallel.on_rank_loss == "continue"
+        return ParallelEngine(
+            self._session, self._planning_engine, continue_on_loss=continue_on_loss
+        )
 
     def engine(self, *, drafts: bool = True) -> Engine:
         """The step loop of one rank, this one, whatever others there are.
@@ -314,7 +316,7 @@ class MoE:
     @property
     def rank(self) -> int:
         """Of this process among those of its launch that share the model; 0 is its user's."""
-        return self._session.team.rank if isinstance(self._session, WorkerLoop) else 0
+        return self._session.link.rank if isinstance(self._session, WorkerLoop) else 0
 
     def serve_rank(self) -> None:
         """Where `rank` is not 0: compute what rank 0 says, until it closes its model.
@@ -331,7 +333,7 @@ class MoE:
         The process ends a few seconds later.
         """
         if isinstance(self._session, Coordinator):
-            self._session.team.on_loss = tell
+            self._session.links.on_loss(tell)
 
     def request(
         self,

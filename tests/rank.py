@@ -29,7 +29,7 @@ STALL_S, SLOW_S = 1000.0, 0.05
 
 def break_steps() -> None:
     """All take a while, and one raises or never ends."""
-    from moe.parallel.rank_worker import EngineMirror
+    from moe.parallel.remote import EngineMirror
 
     steps, run = 0, EngineMirror.run
 
@@ -48,7 +48,7 @@ def break_steps() -> None:
 def run_out_of_memory() -> None:
     """When experts are run in one step of this rank, once."""
     from moe.network import moe_layer as expert_rows
-    from moe.parallel.rank_worker import EngineMirror
+    from moe.parallel.remote import EngineMirror
 
     steps, run, run_experts = 0, EngineMirror.run, expert_rows.run_experts
 

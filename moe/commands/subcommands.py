@@ -235,7 +235,7 @@ def _worked(model: str, profile: Any) -> bool:
         MoEError: the model cannot be loaded, or the ranks do not come together.
         RankLostError: rank 0 is lost.
     """
-    from moe.parallel.launch import end_with_parent, required_launch
+    from moe.parallel.launch import end_with_parent, required_launch, shield_from_launcher
 
     launch = required_launch(profile.profile)
     if launch is None:
@@ -246,7 +246,6 @@ def _worked(model: str, profile: Any) -> bool:
         return False
     with importing():
         from moe.model import MoE
-        from moe.parallel.endings import shield_from_launcher
 
     if profile.profile.parallel.on_rank_loss == "continue":
         shield_from_launcher(launch)

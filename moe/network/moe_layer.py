@@ -147,24 +147,32 @@ class MoELayers:
         return GatheredCalls(calls, no_rows, Routing(nothing.long(), nothing), local, error)
 
     @contextmanager
-    def lockstep(self, layers: Iterable[int]) -> Iterator[None]:
+    def lockstep(
+        self, layers: Iterable[int], dispatcher: Dispatcher[Any] | None = None
+    ) -> Iterator[None]:
         """A pass of all ranks: each runs some of these layers, and serves the others at the rest.
 
         Args:
             layers: the layers that any rank visits; the same on every rank.
+            dispatcher: brings rows to other ranks during the pass; None: the present one.
 
         Raises:
             ExchangeError: at the end, if the ranks have lost each other.
         """
         assert self.lockstep_pass is None, "a pass within a pass"
+        before = self.dispatcher
+        self.dispatcher = dispatcher or before
         own = LockstepPass(() if self.dispatcher.local else layers, self._serve_others)
         self.lockstep_pass = None if self.dispatcher.local else own
         try:
-            yield
+            try:
+                yield
+            finally:
+                self.lockstep_pass = None
+                own.finish()
+            self.dispatcher.check()
         finally:
-            self.lockstep_pass = None
-            own.finish()
-        self.dispatcher.check()
+            self.dispatcher = before
 
     def take_pass(self) -> list[int]:
         """The layers of the pass, ascending, for a caller that meets the others at each of them."""

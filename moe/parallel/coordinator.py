@@ -1,197 +1,349 @@
-"""Rank 0 with its model: it leads all ranks through steps, and into new groups after losses."""
+"""Rank 0: it leads all ranks through steps, and into a new group after a loss.
+
+A `Coordinator` sends every rank its orders for a step and gathers the replies. It talks over
+`WorkerLinks`: to each rank a connection for orders and replies, which only the computing thread
+uses, and another for the watchdog.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
+import select
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
-
-from torch.distributed import Store
 
 from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
 from moe.parallel.expected_load import ExpectedLoad, PlannedSteps
 from moe.parallel.group import leave_group
-from moe.parallel.overlap import Overlap
-from moe.parallel.rank_worker import RankWorker
-from moe.parallel.team import WorkerLinks
-from moe.parallel.transport import Message
-from moe.parallel.worker import join_group
+from moe.parallel.membership import CONTROL, WATCH, Membership, start_of, this_host
+from moe.parallel.transport import Message, WireError
+from moe.parallel.watchdog import Heartbeat, WakePipe, Watchdog, exit_now
+from moe.parallel.worker import RankWorker
 from moe.settings import ParallelSettings
 
+NAMED_S = 2.0
+"""How long the watchdog has to name the lost rank once an exchange has failed."""
+ANSWER_S = 5.0
+"""How long rank 0 has to tell its callers of a loss; then the process ends in any case."""
 _logger = logging.getLogger("moe")
 
 
 class Coordinator:
-    """Rank 0 and the others.
+    """Leads the ranks of a launch. Made on rank 0 once its model is loaded.
+
+    The constructor waits until every other rank has loaded, and forms the first group.
 
     Args:
-        team: the other ranks.
-        station: what rank 0 computes itself.
-        store: for process groups.
+        links: to the other ranks.
+        worker: what rank 0 computes itself.
         settings: of the profile.
+        kv_tokens: tokens of keys and values that rank 0 has room for.
+        expected_load: predicts the experts' load from planned tokens; None without a token table.
 
     Attributes:
-        arrivals: what tokens that are known let expect, where there is a table of them.
-        ended: engines that are garbage, since the last step.
-        epoch: how many groups there were before this one.
+        ended_engines: engines that were garbage-collected since the last step.
+        epoch: number of groups before this one.
         kv_tokens: tokens of keys and values that each rank has room for.
         traffic: what each rank's dispatcher has counted, after the last step.
+
+    Raises:
+        RankLostError: a rank is lost.
     """
 
     def __init__(
-        self, team: WorkerLinks, station: RankWorker, store: Store, settings: ParallelSettings
+        self,
+        links: WorkerLinks,
+        worker: RankWorker,
+        settings: ParallelSettings,
+        kv_tokens: int,
+        expected_load: ExpectedLoad | None = None,
     ) -> None:
-        self.team, self.station = team, station
-        self.arrivals: ExpectedLoad | None = None
-        self._store, self._settings = store, settings
+        self.links, self.worker = links, worker
+        self._settings, self._expected_load = settings, expected_load
         self._numbers = itertools.count(1)
         self._engines = itertools.count()
-        self.ended: deque[int] = deque()
+        self.ended_engines: deque[int] = deque()
         self._reset = False
         self._formed: list[int] = []
-        self._rebalancer: Rebalancer | None = None
-        self._overlap = Overlap(settings.overlap)
         self.epoch = 0
-        self.kv_tokens: dict[int, int] = {}
         self.traffic: dict[int, Any] = {}
-
-    def begin(self, kv_tokens: int) -> None:
-        """Wait until every rank has loaded, and form the first group. Raises `RankLostError`."""
-        others = self.team.ranks[1:]
-        ready = self.team.gather(others, 0)
+        others = links.ranks[1:]
+        ready = links.gather(others, 0)
         self.kv_tokens = {0: kv_tokens} | {rank: ready[rank]["kv_tokens"] for rank in others}
         self._form()
-        self.team.goes_on = self._settings.on_rank_loss == "continue"
-        if self._settings.rebalance == "auto":
-            self._rebalancer = self.station.rebalancer(self.arrivals)
+        if settings.on_rank_loss == "continue":
+            links.accept_losses()
+        rebalance = settings.rebalance == "auto"
+        self._rebalancer: Rebalancer | None = (
+            worker.rebalancer(expected_load) if rebalance else None
+        )
 
     def new_engine(self) -> int:
+        """The number of another `ParallelEngine`."""
         return next(self._engines)
 
     def step(
         self, message: Message, orders: Mapping[int, Message], planned: PlannedSteps
     ) -> dict[int, Message]:
-        """Let every rank compute its part of a step.
+        """Let every rank compute its part of a step; the replies by rank.
 
         Raises:
-            RankLostError: somebody is lost, and with it what was computed.
+            RankLostError: a rank is lost, and with it what was computed.
         """
-        number, others, began = next(self._numbers), self.team.ranks[1:], time.perf_counter()
-        ended = [self.ended.popleft() for _ in range(len(self.ended))]
+        number, others, began = next(self._numbers), self.links.ranks[1:], time.perf_counter()
+        ended = [self.ended_engines.popleft() for _ in range(len(self.ended_engines))]
         reset, self._reset = self._reset, False
-        if self.arrivals is not None:
-            self.arrivals.see(planned)
+        if self._expected_load is not None:
+            self._expected_load.see(planned)
         message = message | {
             "do": "step",
             "number": number,
             "ended_engines": ended,
             "moves": self._moves(),
             "reset": reset,
-            "halves": bool(others) and self._overlap.choose(_num_rows(orders)),
+            "overlap": bool(others) and self._settings.overlap == "on",
         }
         for rank in others:
-            self.team.tell(rank, message | {"order": orders[rank]})
+            self.links.send(rank, message | {"order": orders[rank]})
         try:
-            own = self.station.step(message | {"order": orders[0]})
+            own = self.worker.step(message | {"order": orders[0]})
         except ExchangeError as error:
-            raise self.team.loss(str(error)) from None
-        replies = {0: own} | self.team.gather(others, number)
-        self._whole(replies)
+            raise self.links.loss(str(error)) from None
+        replies = {0: own} | self.links.gather(others, number)
+        self._check(replies)
         seconds = time.perf_counter() - began
-        self._overlap.observe(seconds)
         self.traffic = {rank: reply.get("traffic") for rank, reply in replies.items()}
-        loads_LE = self.station.take_loads()
+        loads_LE = self.worker.take_loads()
         if self._rebalancer is not None and loads_LE is not None:
             self._rebalancer.observe(loads_LE, seconds)
         return replies
 
-    def tell(self, rank: int, message: Message) -> None:
-        """An order that has no reply; nothing where the rank is lost, which the next step sees."""
-        with suppress(RankLostError):
-            self.team.tell(rank, message)
+    def release(self, rank: int, order: Message) -> None:
+        """Let a rank free what an engine has given up, without a step.
+
+        There is no reply. If the rank is lost, nothing happens: the next step finds out.
+        """
+        if rank == 0:
+            self.worker.release(order)
+        else:
+            with suppress(RankLostError):
+                self.links.send(rank, {"do": "release", **order})
 
     def regroup(self) -> None:
-        """Go on without the lost ranks; nobody has any sequences afterwards.
+        """Go on without the lost ranks, in a new group that has no sequences yet.
 
         Raises:
-            RankLostError: more were lost meanwhile: once more, then.
+            RankLostError: another rank was lost meanwhile; call again.
         """
-        for rank in self.team.give_up():
-            _logger.warning("rank %d %s; going on without it", rank, self.team.gone[rank])
-        number, others = next(self._numbers), self.team.ranks[1:]
+        for rank in self.links.drop_lost():
+            _logger.warning("rank %d %s; going on without it", rank, self.links.dropped[rank])
+        number, others = next(self._numbers), self.links.ranks[1:]
         for rank in others:
-            self.team.tell(rank, {"do": "leave", "number": number})
-        self.team.gather(others, number)
+            self.links.send(rank, {"do": "leave", "number": number})
+        self.links.gather(others, number)
         self.epoch += 1
         self._form()
         if self._rebalancer is not None:
-            self._rebalancer.reset(self.station.placements)
-        if self.arrivals is not None:
-            self.arrivals.reset()
+            self._rebalancer.reset(self.worker.placements)
+        if self._expected_load is not None:
+            self._expected_load.reset()
 
     def status(self) -> dict[str, Any]:
         """Who takes part, for JSON; from any thread."""
-        return {"ranks": list(self.team.ranks), "epoch": self.epoch, "lost": self.team.gone}
+        return {"ranks": list(self.links.ranks), "epoch": self.epoch, "lost": self.links.dropped}
 
     def statistics(self) -> dict[str, Any]:
-        """What the ranks have sent, for JSON; from any thread."""
-        sent = [(rank, self.traffic.get(rank)) for rank in self.team.ranks]
+        """What the ranks have sent, for JSON; from any thread.
+
+        ``halves_take`` is empty: whether overlapped steps pay is no longer measured while serving.
+        """
+        sent = [(rank, self.traffic.get(rank)) for rank in self.links.ranks]
         ranks = [own and {"rank": rank, **own} for rank, own in sent]
-        return {"ranks": ranks, "overlap": self._overlap.as_dict()}
+        overlap: dict[str, Any] = {"mode": self._settings.overlap, "halves_take": {}}
+        return {"ranks": ranks, "overlap": overlap}
 
     def reset_statistics(self) -> None:
         """Count from the next step on."""
         self._reset, self.traffic = True, {}
 
     def close(self) -> None:
-        """End the other ranks, and leave."""
+        """End the other ranks, and leave the group."""
         if self._rebalancer is not None:
             self._rebalancer.close()
-        self.team.close()
+        self.links.close()
         leave_group()
 
     def _form(self) -> None:
-        ranks, number = list(self.team.ranks), next(self._numbers)
+        ranks, number = list(self.links.ranks), next(self._numbers)
         placements = [
             [list(placement.experts_P), placement.num_experts, placement.ranks]
-            for placement in self.station.placed(self._formed, ranks)
+            for placement in self.worker.next_placements(self._formed, ranks)
         ]
         order = {"do": "form", "number": number, "epoch": self.epoch, "ranks": ranks}
         order["placements"] = placements
         for rank in ranks[1:]:
-            self.team.tell(rank, order)
+            self.links.send(rank, order)
         leave_group()
         try:
-            join_group(self.station, self._store, order, self.team, self._settings)
+            self.worker.form(order)
         except LaunchError as error:
-            raise self.team.loss(str(error)) from None
+            raise self.links.loss(str(error)) from None
         self._formed = ranks
-        self._whole(self.team.gather(ranks[1:], number))
+        self._check(self.links.gather(ranks[1:], number))
 
-    def _whole(self, replies: Mapping[int, Message]) -> None:
+    def _check(self, replies: Mapping[int, Message]) -> None:
         """Raises `RankLostError` if a rank could not do its part."""
         if broken := [reply["broken"] for reply in replies.values() if "broken" in reply]:
-            raise self.team.loss("; ".join(broken))
+            raise self.links.loss("; ".join(broken))
 
     def _moves(self) -> Message | None:
         """New placements that all ranks apply before this step."""
         moves = None if self._rebalancer is None else self._rebalancer.poll()
-        if moves is None or self.station.dispatcher is None:
+        if moves is None or self.worker.dispatcher is None:
             return None
         placements = {layer: list(new.experts_P) for layer, new in moves.placements.items()}
         return {"epoch": moves.epoch, "placements": placements}
 
 
-def _num_rows(orders: Mapping[int, Message]) -> int | None:
-    """Tokens that all ranks read in a step; None while a batch goes by layer groups."""
-    batches = [order["prefill"] for order in orders.values() if order["prefill"] is not None]
-    if not all("chunks" in batch and not batch["pauses"] for batch in batches):
-        return None
-    prompts = sum(chunk["size"] for batch in batches for chunk in batch["chunks"])
-    return prompts + sum(len(order["decode"]) for order in orders.values())
+class WorkerLinks:
+    """Rank 0's connections to the other ranks, and its watchdog.
+
+    Until `accept_losses` a lost rank ends the launch: nobody goes on without it.
+
+    Args:
+        membership: the ranks of the launch.
+        timeout_s: after which a rank is lost.
+
+    Attributes:
+        rank: of this process, 0.
+        ranks: that are not lost, in order; numbers of the launch.
+        heartbeat: of this process.
+        dropped: ranks that were given up, and why each was lost.
+    """
+
+    def __init__(self, membership: Membership, timeout_s: float) -> None:
+        self.heartbeat, self.rank = Heartbeat(), 0
+        self.ranks = list(range(len(membership.members)))
+        self.dropped: dict[int, str] = {}
+        self._tell: Callable[[RankLostError], object] | None = None
+        self._accepts_losses = False
+        self._membership = membership
+        self._control = membership.connections[CONTROL]
+        self._lost: dict[int, str] = {}
+        self._named = threading.Event()
+        self._wake = WakePipe()
+        for connection in self._control.values():
+            connection.socket.settimeout(timeout_s)
+        peers = membership.connections[WATCH]
+        self._watchdog = Watchdog(
+            0, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message
+        )
+        self._watchdog.start()
+
+    def accept_losses(self) -> None:
+        """From now on the others go on without a lost rank."""
+        self._accepts_losses = True
+
+    def on_loss(self, tell: Callable[[RankLostError], object]) -> None:
+        """Call ``tell`` in the watchdog's thread if a loss ends the launch.
+
+        So callers learn of it although the computing thread may hang.
+        """
+        self._tell = tell
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send an order. Raises `RankLostError`."""
+        self._raise_if_lost()
+        try:
+            self._control[rank].send(message)
+        except WireError:
+            raise self.loss() from None
+
+    def gather(self, ranks: Iterable[int], number: int) -> dict[int, Message]:
+        """Each rank's reply to the order of a number. Raises `RankLostError`."""
+        wake = self._wake.fileno()
+        pending = {self._control[rank].fileno(): rank for rank in ranks}
+        replies: dict[int, Message] = {}
+        while pending:
+            self._raise_if_lost()
+            ready, _, _ = select.select([*pending, wake], [], [])
+            for file in (file for file in ready if file != wake):
+                rank = pending[file]
+                try:
+                    reply = self._control[rank].receive()
+                except WireError:
+                    raise self.loss() from None
+                if reply["number"] == number:  # else it answers a step that was given up
+                    replies[rank] = reply
+                    del pending[file]
+        return replies
+
+    def loss(self, noticed: str = "a rank has left a step") -> RankLostError:
+        """Which ranks are lost; ``noticed`` if the watchdog cannot name one."""
+        self._named.wait(NAMED_S)
+        reasons = [f"rank {rank} {why}" for rank, why in sorted(self._lost.items())]
+        return RankLostError("; ".join(reasons) or noticed)
+
+    def drop_lost(self) -> list[int]:
+        """Forget the lost ranks. Returns those."""
+        lost = sorted(self._lost)
+        self.ranks = [rank for rank in self.ranks if rank not in self._lost]
+        for rank in lost:
+            self._control.pop(rank).close()
+            self.dropped[rank] = self._lost.pop(rank)
+        self._named.clear()
+        self._wake.reset()
+        return lost
+
+    def close(self) -> None:
+        """Stop the other ranks, and wait until they have closed their ends."""
+        self._watchdog.close()
+        for connection in self._control.values():
+            with suppress(WireError):
+                connection.send({"do": "stop"})
+        for connection in self._control.values():
+            connection.socket.settimeout(ANSWER_S)
+            with suppress(WireError):
+                connection.receive()  # no message comes: the other end closes
+
+    def _raise_if_lost(self) -> None:
+        if self._lost:
+            raise self.loss()
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        self._on_loss(rank, f"has failed: {message['failed']}")
+
+    def _on_loss(self, rank: int, why: str) -> None:
+        self._lost.setdefault(rank, why)
+        self._named.set()
+        self._wake.wake()
+        _kill_lost_rank(self._membership, rank)
+        if self._accepts_losses and rank != 0:
+            return
+        error = self.loss()
+        for other in self.ranks[1:]:
+            self._watchdog.say(other, {"end": str(error)})
+        ending = threading.Timer(ANSWER_S, exit_now, [str(error)])
+        ending.daemon = True
+        ending.start()
+        if self._tell is not None:
+            _logger.error("%s", error)
+            self._tell(error)
+
+
+def _kill_lost_rank(membership: Membership, rank: int) -> None:
+    """Kill a lost rank on this machine: it may be stopped, or hang forever."""
+    lost = membership.members[rank]
+    same = lost.host == this_host() and lost.born == start_of(lost.pid) != ""
+    if same and lost.pid != os.getpid():
+        with suppress(OSError):
+            os.kill(lost.pid, signal.SIGKILL)

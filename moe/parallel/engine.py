@@ -1,4 +1,4 @@
-"""The step loop over several ranks: one scheduler each, planned and told by rank 0."""
+"""The step loop over several ranks: rank 0 has a scheduler for each, and sends it orders."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from moe.engine.engine import Engine, Event, is_last
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.errors import RankLostError, RequestError
 from moe.parallel.coordinator import Coordinator
-from moe.parallel.orders import OrderQueue, RankScheduler, layers_of
+from moe.parallel.remote import OrderQueue, RankScheduler, layers_of
 from moe.sequence import RunningSequence
 
 NewEngine = Callable[[int], Engine]
-"""Makes the scheduler's side of a rank, with room for so many tokens of keys and values."""
+"""Makes a planning engine for a rank with room for this many tokens of keys and values."""
 
 
 class ParallelEngine:
     """Drives sequences through a model on several ranks; used as `Engine` is, on rank 0.
 
-    A sequence stays on the rank that it was given to, which has its keys and values.
+    A sequence stays on its rank (home), which has its keys and values.
 
     Args:
-        leading: the ranks.
+        coordinator: of the ranks.
         new_engine: see `NewEngine`.
-        goes_on: where a rank is lost, the others read its sequences again.
+        continue_on_loss: if a rank is lost, the others read its sequences again.
     """
 
-    def __init__(self, leading: Coordinator, new_engine: NewEngine, *, goes_on: bool) -> None:
-        self._leading, self._new_engine, self._goes_on = leading, new_engine, goes_on
+    def __init__(
+        self, coordinator: Coordinator, new_engine: NewEngine, *, continue_on_loss: bool
+    ) -> None:
+        self._coordinator, self._new_engine, self._continue_on_loss = (
+            coordinator,
+            new_engine,
+            continue_on_loss,
+        )
         self._homes: dict[RunningSequence, int] = {}
-        self._parts: dict[int, RankScheduler] = {}
+        self._schedulers: dict[int, RankScheduler] = {}
         self._open()
 
     @property
     def idle(self) -> bool:
-        return all(part.engine.idle for part in self._parts.values())
+        return all(scheduler.engine.idle for scheduler in self._schedulers.values())
 
     @property
     def kv_tokens(self) -> float:
         """Tokens of keys and values that all ranks have room for."""
-        return sum(part.engine.kv_tokens for part in self._parts.values())
+        return sum(scheduler.engine.kv_tokens for scheduler in self._schedulers.values())
 
     def status(self) -> dict[str, Any]:
         """As `Engine.status` of the ranks together, and ``ranks``: how many there are."""
-        own = [part.engine.status() for part in self._parts.values()]
+        own = [scheduler.engine.status() for scheduler in self._schedulers.values()]
         prefixes = [status["prefixes"] for status in own]
         whole = None
         if prefixes[0] is not None:
@@ -54,19 +60,19 @@ class ParallelEngine:
 
     def occupancy(self) -> dict[str, int]:
         """As `Engine.occupancy`, of all ranks together."""
-        own = [part.engine.occupancy() for part in self._parts.values()]
+        own = [scheduler.engine.occupancy() for scheduler in self._schedulers.values()]
         return {name: sum(counts[name] for counts in own) for name in own[0]}
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue sequences on the rank with the least to do.
 
         Raises:
-            RequestError: they can never run on any rank.
+            RequestError: no rank can ever run them.
         """
         reason: RequestError | None = None
-        for rank in sorted(self._parts, key=lambda rank: self._parts[rank].cost(group)):
+        for rank in sorted(self._schedulers, key=lambda rank: self._schedulers[rank].cost(group)):
             try:
-                self._parts[rank].engine.submit(group)
+                self._schedulers[rank].engine.submit(group)
             except RequestError as error:
                 reason = reason or error
                 continue
@@ -76,13 +82,13 @@ class ParallelEngine:
         raise reason
 
     def cancel(self, group: SequenceGroup) -> None:
-        """Forget sequences between steps; what they held is freed."""
+        """Remove sequences between steps, and free their caches."""
         homes = {self._homes.pop(sequence, None) for sequence in group.sequences}
         for rank in homes - {None}:
             assert rank is not None
-            part = self._parts[rank]
-            part.engine.cancel(group)
-            part.desk.forget(group.sequences)
+            scheduler = self._schedulers[rank]
+            scheduler.engine.cancel(group)
+            scheduler.orders.end(group.sequences)
         if self.idle:
             self._flush()
 
@@ -92,27 +98,27 @@ class ParallelEngine:
         Raises:
             RankLostError: a rank is lost, and the profile says to stop then.
         """
-        if self._epoch != self._leading.epoch:
+        if self._epoch != self._coordinator.epoch:
             return self._begin_again()
         try:
             return self._step()
         except RankLostError:
-            if not self._goes_on:
+            if not self._continue_on_loss:
                 raise
         self._recover()
         return []
 
     def _step(self) -> list[Event]:
-        plans = {rank: part.plan() for rank, part in self._parts.items()}
+        plans = {rank: scheduler.schedule() for rank, scheduler in self._schedulers.items()}
         steps = [step for step, _ in plans.values()]
-        layers = layers_of(steps, self._leading.station.num_layers)
+        layers = layers_of(steps, self._coordinator.worker.num_layers)
         orders = {rank: order for rank, (_, order) in plans.items()}
         message = {"engine": self._id, "layers": layers}
-        waiting = [part.engine.scheduler.waiting for part in self._parts.values()]
-        replies = self._leading.step(message, orders, zip(steps, waiting, strict=True))
+        waiting = [scheduler.engine.scheduler.waiting for scheduler in self._schedulers.values()]
+        replies = self._coordinator.step(message, orders, zip(steps, waiting, strict=True))
         events: list[Event] = []
-        for rank, part in self._parts.items():
-            events += part.take_in(replies[rank], plans[rank][0])
+        for rank, scheduler in self._schedulers.items():
+            events += scheduler.process_reply(replies[rank], plans[rank][0])
         for sequence, event in events:
             if is_last(event):
                 self._homes.pop(sequence, None)
@@ -121,41 +127,43 @@ class ParallelEngine:
         return events
 
     def _open(self) -> None:
-        """Begin with no sequences."""
-        leading = self._leading
-        self._epoch, self._id = leading.epoch, leading.new_engine()
-        self._parts = {}
-        for rank in leading.team.ranks:
-            self._parts[rank] = RankScheduler(
-                OrderQueue(), self._new_engine(leading.kv_tokens[rank])
+        """Begin with no sequences, in the present group."""
+        coordinator = self._coordinator
+        self._epoch, self._id = coordinator.epoch, coordinator.new_engine()
+        self._schedulers = {}
+        for rank in coordinator.links.ranks:
+            self._schedulers[rank] = RankScheduler(
+                OrderQueue(), self._new_engine(coordinator.kv_tokens[rank])
             )
-        weakref.finalize(self, leading.ended.append, self._id).atexit = False
+        weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 
     def _flush(self) -> None:
-        """Let ranks free what nobody needs, as there may be no next step for long."""
-        if self._epoch != self._leading.epoch:  # a new group has nothing of ours
+        """Let ranks free what has ended now, as the next step may be far away."""
+        if self._epoch != self._coordinator.epoch:  # a new group holds nothing of this engine
             return
-        for rank, part in self._parts.items():
-            if part.desk.has_orders:
-                order = {"engine": self._id, "order": part.desk.order(ScheduledStep([], None))}
-                if rank == 0:
-                    self._leading.station.prepare(order)
-                else:
-                    self._leading.tell(rank, {"do": "prepare", **order})
+        for rank, scheduler in self._schedulers.items():
+            if scheduler.orders.has_orders:
+                order = {
+                    "engine": self._id,
+                    "order": scheduler.orders.order(ScheduledStep([], None)),
+                }
+                self._coordinator.release(rank, order)
 
     def _recover(self) -> None:
-        """Form a group of the ranks that are left."""
-        for rank in reversed(self._leading.team.ranks):
+        """Form a group of the remaining ranks."""
+        for rank in reversed(self._coordinator.links.ranks):
             try:
-                self._leading.regroup()
+                self._coordinator.regroup()
                 return
-            except RankLostError:  # more are lost, or nobody who can be named
+            except RankLostError:  # another rank is lost, or the watchdog cannot name one
                 if rank == 0:
                     raise
 
     def _begin_again(self) -> list[Event]:
-        """In a new group, read everything once more that has not ended; who can no longer run."""
-        groups = [group for part in self._parts.values() for group in part.unfinished()]
+        """In a new group, submit again what has not ended; events of groups that no longer fit."""
+        groups = [
+            group for scheduler in self._schedulers.values() for group in scheduler.unfinished()
+        ]
         self._homes.clear()
         self._open()
         refused: list[Event] = []

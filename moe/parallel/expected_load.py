@@ -1,6 +1,8 @@
-"""What the tokens that ranks read let expect of the experts of each layer, in the last steps and in
-those to come, as far as prompts that are being read or wait say what will be read: by the token
-table of `moe calibrate`, for a layer that is about to be repacked."""
+"""The load that planned tokens bring to each expert, in the last steps and in those to come.
+
+Rank 0 knows the prompts that are being read or wait, and the token table of `moe calibrate` says
+which experts a token is likely to visit. The rebalancer asks about a layer before it moves experts.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from experts.placement.placement import Floats
 from experts.placement.rebalance import LOAD_WINDOW, TokenLoads
 from moe.calibration.foresight import token_table
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
-from moe.parallel.orders import layers_of
+from moe.parallel.remote import layers_of
 from routing.predict import NO_TOKEN, contexts
 from routing.predict.token_table import TokenTable
 
 PlannedSteps = Iterable[tuple[ScheduledStep, Sequence[SequenceGroup]]]
-"""Of each rank its next step, and the prompts that wait behind it, in order."""
+"""For each rank its next step, and the prompts that wait behind it, in order."""
 
 AHEAD = 48
-"""Most steps to come that are looked at."""
+"""Most steps to come that are predicted."""
 SAMPLE = 1 << 13
-"""Most tokens that are looked up at once; of more, evenly spaced ones."""
+"""Most tokens that are looked up at once; of more, an evenly spaced sample."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +39,28 @@ class _StepTokens:
     """What all ranks read in a step, as contexts ``(T, 2)``.
 
     Attributes:
-        prompts: of each rank, and the layers that they go through.
-        decoded: the last tokens of running sequences.
-        visits: what was expected of it, of layers that were asked about.
+        prompts: contexts of each rank's prompts, and the layers that they pass in the step.
+        decoded: contexts of the last tokens of running sequences.
+        visits: expected visits ``(E,)`` of the layers asked about so far.
     """
 
     prompts: list[tuple[range, Tensor]]
     decoded: Tensor
     visits: dict[int, Floats] = field(default_factory=dict)
 
-    def comes_to(self, layer: int) -> bool:
+    def reaches(self, layer: int) -> bool:
         return len(self.decoded) > 0 or any(layer in layers for layers, _ in self.prompts)
 
-    def at(self, layer: int) -> Tensor:
-        """All that comes to a layer."""
+    def contexts_at(self, layer: int) -> Tensor:
+        """Contexts of all tokens that reach a layer."""
         return torch.cat([self.decoded, *(own for layers, own in self.prompts if layer in layers)])
 
 
 class ExpectedLoad:
-    """Of all ranks, as rank 0 plans them.
+    """The expected load of all ranks.
 
     Args:
-        table: what is expected of tokens.
+        table: predicts the experts of a token from it and the one before it.
         num_layers: MoE layers.
     """
 
@@ -67,12 +69,12 @@ class ExpectedLoad:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, for a new group of ranks."""
+        """Forget the steps of the last group of ranks."""
         self._read: deque[_StepTokens] = deque(maxlen=LOAD_WINDOW + 1)
         self._behind: list[list[tuple[SequenceGroup, int]]] = []
 
     def see(self, planned: PlannedSteps) -> None:
-        """The step that begins."""
+        """Take note of the step that begins."""
         self._behind, prompts, decoded = [], [], []
         for step, waiting in planned:
             decoded += [[NO_TOKEN, *sequence.last_tokens(2)][-2:] for sequence in step.decode]
@@ -87,15 +89,15 @@ class ExpectedLoad:
         )
 
     def of_layer(self, layer: int, ahead: float) -> TokenLoads | None:
-        """Of so many steps to come; None where none of them is known to read anything."""
+        """The load of a layer in ``ahead`` steps to come; None if no known prompt reaches it."""
         *before, now = self._read
-        past = [read for read in before if read.comes_to(layer)]
+        past = [read for read in before if read.reaches(layer)]
         coming = self._coming(int(min(ahead, AHEAD)))
         if not (past and coming):
             return None
         fresh = [read for read in past if layer not in read.visits]
-        # Running sequences go on; with which tokens nobody knows, so with such as the last ones.
-        asked = [*coming, now.decoded, *(read.at(layer) for read in fresh)]
+        # The next tokens of running sequences are unknown: assume they are like the last ones.
+        asked = [*coming, now.decoded, *(read.contexts_at(layer) for read in fresh)]
         found_SE = self._visits(asked, layer)
         for read, visits_E in zip(fresh, found_SE[len(coming) + 1 :], strict=True):
             read.visits[layer] = visits_E
@@ -103,7 +105,10 @@ class ExpectedLoad:
         return TokenLoads(past_SE, found_SE[: len(coming)] + found_SE[len(coming)])
 
     def _coming(self, ahead: int) -> list[Tensor]:
-        """What ranks are still to read of prompts, in steps as large as one of the last was."""
+        """Contexts of prompts that ranks still have to read, a step at a time.
+
+        Each rank is taken to read as many tokens a step as the largest recent one did.
+        """
         most = max((len(own) for read in self._read for _, own in read.prompts), default=0)
         parts = []
         for groups in self._behind if most else ():
@@ -118,7 +123,7 @@ class ExpectedLoad:
         return [one for step in steps if len(one := torch.cat(step))]
 
     def _visits(self, steps: Sequence[Tensor], layer: int) -> Floats:
-        """``(S, E)``: what the tokens of each step are expected to bring."""
+        """``(S, E)``: expected visits of each expert by the tokens of each step."""
         tokens = torch.cat(list(steps))
         step = torch.arange(len(steps)).repeat_interleave(torch.tensor([len(s) for s in steps]))
         each = -(-len(tokens) // SAMPLE)
@@ -129,12 +134,12 @@ class ExpectedLoad:
 def expected_load_of(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> ExpectedLoad | None:
-    """As a calibration beside the model lets expect; None where there is none."""
+    """From the calibration beside the model; None if there is none."""
     table = token_table(path, config, num_experts)
     return None if table is None else ExpectedLoad(table, len(num_experts))
 
 
 def _contexts(runs: Sequence[Sequence[int]]) -> Tensor:
-    """``(T, 2)`` of all tokens of these runs."""
+    """``(T, 2)``: for all tokens of these runs, the token before it and itself."""
     made = [contexts(torch.tensor(run, dtype=torch.int64), 2) for run in runs if len(run)]
     return torch.cat(made) if made else torch.zeros(0, 2, dtype=torch.int64)

@@ -1,7 +1,6 @@
-"""Process groups: DeepSpeed's communication over the backend of its accelerator.
+"""Process groups: DeepSpeed's communication over NCCL on CUDA, gloo on a CPU.
 
-NCCL on CUDA, gloo on a CPU. A group that has lost a rank is left behind, and the others form a new
-one over the same store.
+If a group loses a rank, the others leave it and form a new one over the same store.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from moe.parallel.watchdog import Heartbeat
 class WatchedExchange:
     """An exchange that tells the watchdog when this rank waits for others."""
 
-    def __init__(self, exchange: Exchange, pulse: Heartbeat) -> None:
-        self._exchange, self._pulse = exchange, pulse
+    def __init__(self, exchange: Exchange, heartbeat: Heartbeat) -> None:
+        self._exchange, self._heartbeat = exchange, heartbeat
         self.rank, self.size, self.device = exchange.rank, exchange.size, exchange.device
         self.same_machine, sockets = exchange.same_machine, exchange.sockets
         self.sockets = None if sockets is None else replace(sockets, run=self._run)
@@ -40,32 +39,37 @@ class WatchedExchange:
         finish = self._exchange.all_to_all(sent, received, send_rows, receive_rows)
 
         def wait() -> None:
-            self._pulse.now("waiting")
+            self._heartbeat.now("waiting")
             finish()
-            self._pulse.now("computing")
+            self._heartbeat.now("computing")
 
         return wait
 
     def _run(self, act: Callable[[], int]) -> int:
-        self._pulse.now("waiting")
+        self._heartbeat.now("waiting")
         done = act()
-        self._pulse.now("computing")
+        self._heartbeat.now("computing")
         return done
 
     def close(self) -> None:
-        """Leave the others, who need not wait then."""
+        """Close the connections, so that the others do not wait for this rank."""
         if isinstance(self._exchange, SocketExchange):
             self._exchange.close()
 
 
 def form_group(
-    store: Store, epoch: int, ranks: Sequence[int], rank: int, timeout_s: float, pulse: Heartbeat
+    store: Store,
+    epoch: int,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    heartbeat: Heartbeat,
 ) -> WatchedExchange:
-    """The group of these ranks; all of them call this.
+    """An exchange over the group of these ranks; all of them call this.
 
     Args:
         store: shared by all.
-        epoch: how many groups there were before.
+        epoch: number of groups before this one.
         rank: of this process, as the launch counts.
         timeout_s: longest wait for another rank.
 
@@ -83,20 +87,24 @@ def form_group(
         )
         comm.init_distributed(verbose=False)
         device = accelerator.current_device_name() if accelerator.is_available() else "cpu"
-        return WatchedExchange(prefer_local_sockets(GroupExchange(None, device), timeout_s), pulse)
+        return WatchedExchange(
+            prefer_local_sockets(GroupExchange(None, device), timeout_s), heartbeat
+        )
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} cannot form a group with the others: {error}") from error
 
 
 def leave_group() -> None:
-    """Forget the group, whole or broken."""
+    """Leave the group, whole or broken."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def use_interface(address: str) -> None:
-    """Let gloo and NCCL talk over the interface that has an address; by themselves they go by the
-    name of the machine, which may be another."""
+    """Let gloo and NCCL use the interface that has an address.
+
+    By themselves they take the one that the host name stands for, which may be another.
+    """
     psutil = importlib.import_module("psutil")  # comes with DeepSpeed
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
@@ -105,13 +113,13 @@ def use_interface(address: str) -> None:
 
 
 def own_address(peer: socket.socket) -> str:
-    """Of this machine, as the other end of a connection sees it."""
+    """Address of this machine, as the other end of a connection sees it."""
     return str(peer.getsockname()[0])
 
 
 def _deepspeed() -> tuple[Any, Any]:
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says at length that there is none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it prints a long warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
     try:
         comm = importlib.import_module("deepspeed.comm")

@@ -1,7 +1,12 @@
-"""What a launcher says about this process: which rank it is, of how many, and where rank 0 listens.
+"""What a launcher says about this process, the launch's secret, and how the process ends with it.
 
-DeepSpeed's launcher, torchrun and whoever sets the same variables are understood. Addresses beyond
-the machine are used only where ranks are on several machines.
+`Launch` reads the variables of DeepSpeed's launcher and torchrun: rank, number of ranks, and where
+rank 0 listens. If all ranks are on one machine, they use its loopback addresses only.
+
+The ranks prove a secret to each other, so that nobody else can join who only reaches a port. On one
+machine the secret is in a file that only the user can read, and rank 0 names the file. On several
+machines it is ``MOE_LAUNCH_SECRET``, the same text for all ranks; without that variable it is in
+the store of the launch, which torch serves to everybody who reaches its port.
 """
 
 from __future__ import annotations
@@ -21,61 +26,11 @@ from moe.errors import LaunchError, ProfileError
 from moe.parallel.transport import Message
 from moe.settings import Profile
 
-# ---- The secret that the ranks of a launch prove to each other, kept from whoever only reaches a
-# port.
-#
-# On one machine it is in a file that nobody else may read, and rank 0 says which. On several
-# machines it is in MOE_LAUNCH_SECRET, set alike by whoever starts them; without that it is in the
-# store of the launch, which torch serves to everybody who reaches its port.
-
-SECRET = "MOE_LAUNCH_SECRET"
-_BYTES = 32
-
-
-@contextmanager
-def offer_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
-    """The secret of a launch, and what rank 0 says of it; to be heard within the block."""
-    if given := os.environ.get(SECRET):
-        yield given.encode(), {}
-        return
-    secret = secrets.token_bytes(_BYTES)
-    if not on_one_machine:
-        yield secret, {"secret": secret.hex()}
-        return
-    with tempfile.NamedTemporaryFile(prefix="moe-launch-") as file:  # mode 0600
-        file.write(secret)
-        file.flush()
-        yield secret, {"secret_file": file.name}
-
-
-def read_secret(said: Message) -> bytes:
-    """The secret, from what rank 0 has said.
-
-    Raises:
-        LaunchError: this process cannot know it.
-    """
-    if given := os.environ.get(SECRET):
-        return given.encode()
-    if "secret" in said:
-        return bytes.fromhex(said["secret"])
-    path = str(said.get("secret_file", ""))
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                raise PermissionError(f"{path} is somebody else's")
-            return file.read(_BYTES)
-    except OSError as error:
-        raise LaunchError(
-            f"the secret of this launch cannot be read ({error}); set {SECRET} to the same text "
-            "for all ranks"
-        ) from error
-
-
-# ----
-
 LOOPBACK = "127.0.0.1"
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _PDEATHSIG = 1
+SECRET = "MOE_LAUNCH_SECRET"
+_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -97,7 +52,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Launch | None:
-        """None where nobody has launched several ranks. Raises `ProfileError` on nonsense."""
+        """None unless a launcher has started several ranks. Raises `ProfileError` on nonsense."""
         if not {"RANK", "WORLD_SIZE"} <= environ.keys():
             return None
         address = environ.get("MASTER_ADDR", LOOPBACK)
@@ -114,7 +69,7 @@ class Launch:
 
     @property
     def warnings(self) -> list[str]:
-        """What to tell the user about how exposed the ranks are; often nothing."""
+        """What to tell the user about how exposed the ranks are; often empty."""
         found = []
         if ipaddress.ip_address(self.address).is_global:
             found.append(
@@ -123,14 +78,14 @@ class Launch:
             )
         if not self.on_one_machine and SECRET not in os.environ:
             found.append(
-                f"whoever reaches {self.address}:{self.port} can read the secret of this launch; "
+                f"everybody who reaches {self.address}:{self.port} can read this launch's secret; "
                 f"set {SECRET} to the same text for all ranks"
             )
         return found
 
 
 def required_launch(profile: Profile) -> Launch | None:
-    """This process as one of several ranks, None where it is alone.
+    """This process as one of several ranks; None if it is alone.
 
     Raises:
         ProfileError: a launcher has started ranks that the profile does not want.
@@ -156,15 +111,57 @@ def _is_loopback(address: str) -> bool:
 
 
 def _numeric(address: str) -> str:
-    """A name as the number that it stands for, so that nobody listens on every interface."""
+    """The IP address of a name, so that rank 0 listens on one interface only."""
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ProfileError(f"MASTER_ADDR {address!r} is not known here: {error}") from None
 
 
+@contextmanager
+def offer_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
+    """The secret of a launch, and what rank 0 tells the others about it.
+
+    They must have read it (`read_secret`) before the block ends.
+    """
+    if given := os.environ.get(SECRET):
+        yield given.encode(), {}
+        return
+    secret = secrets.token_bytes(_BYTES)
+    if not on_one_machine:
+        yield secret, {"secret": secret.hex()}
+        return
+    with tempfile.NamedTemporaryFile(prefix="moe-launch-") as file:  # mode 0600
+        file.write(secret)
+        file.flush()
+        yield secret, {"secret_file": file.name}
+
+
+def read_secret(said: Message) -> bytes:
+    """The secret, from what rank 0 says about it.
+
+    Raises:
+        LaunchError: this process cannot read it.
+    """
+    if given := os.environ.get(SECRET):
+        return given.encode()
+    if "secret" in said:
+        return bytes.fromhex(said["secret"])
+    path = str(said.get("secret_file", ""))
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                raise PermissionError(f"{path} belongs to another user")
+            return file.read(_BYTES)
+    except OSError as error:
+        raise LaunchError(
+            f"the secret of this launch cannot be read ({error}); set {SECRET} to the same text "
+            "for all ranks"
+        ) from error
+
+
 def end_with_parent() -> None:
-    """Be killed when the launcher dies, however it dies. Linux; elsewhere launchers do it."""
+    """Let Linux kill this process when the launcher dies; elsewhere launchers do it."""
     parent = os.getppid()
     try:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
@@ -172,3 +169,35 @@ def end_with_parent() -> None:
         return
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shield_from_launcher(launch: Launch) -> None:
+    """Continue in a child, so that the launcher does not end all ranks when this one is lost.
+
+    DeepSpeed's launcher (and others) ends every process when one of its own fails. This process
+    waits for the child; if the child fails, it waits for rank 0 too, and then reports success.
+    Call it before any thread is started.
+    """
+    child = os.fork()
+    if child == 0:
+        end_with_parent()
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):  # launchers send them to the child, too
+        signal.signal(number, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != 0 and _outlived(launch):
+        code = 0
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _outlived(launch: Launch) -> bool:
+    """Whether rank 0 outlived the child; returns when rank 0 is gone."""
+    try:
+        with socket.create_connection((launch.address, launch.port)) as rank_0:
+            while rank_0.recv(1):
+                pass
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,4 +1,11 @@
-"""The ranks of a launch that have come together: what each has said about itself."""
+"""How the ranks of a launch find each other: within bounded time, and only if they fit together.
+
+Rank 0 listens at the launch's address and opens a store there. Every rank writes a `Member` into
+it: its process, and its `identity` (settings, versions, code, model files). Ranks that differ would
+wait for each other in different places or give different answers, so rank 0 compares them, and
+tells all ranks whether to go on and where to connect. The store listens on one address (torch by
+itself would take all of them) and serves torch's process groups later.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +30,10 @@ from moe.parallel.transport import Connection, WireError, accept, connect, liste
 from moe.settings.profile import KEYS, Profile, value_of
 from offload.hot_set import FILE_NAME
 
-# ---- What ranks must have in common before they serve: settings, versions, code and model files.
-#
-# Ranks that disagree would wait for each other in different places, or give different answers.
+CONTROL, WATCH = "control", "watch"
+"""Kinds of connections: for orders and replies, and for heartbeats."""
+KINDS = (CONTROL, WATCH)
+_HANDSHAKE_S = 10.0
 
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 ROOMS = ("moe", "offload", "experts", "routing", "kernels")
@@ -37,75 +45,15 @@ OWN_SETTINGS = ("threads",)
 Identity = dict[str, str]
 
 
-def identity(profile: Profile, model: Path) -> Identity:
-    """Everything that must be equal, by the name that an error gives it."""
-    same: Identity = {"moe": _version("moe-inference"), "python": platform.python_version()}
-    same["code"] = code_digest(ROOT)
-    same |= {name: _version(name) for name in PACKAGES}
-    for key in KEYS.leaves:
-        if key not in OWN_SETTINGS:
-            same[f"setting {key}"] = repr(value_of(profile, key))
-    return same | {f"model file {name}": what for name, what in _files(model).items()}
-
-
-def differences(identities: Mapping[int, Identity]) -> list[str]:
-    """One line for each thing in which ranks differ from rank 0: which rank has what."""
-    first = identities[0]
-    lines = []
-    for rank, other in sorted(identities.items()):
-        for name in sorted(first.keys() | other.keys()):
-            here, there = first.get(name, "absent"), other.get(name, "absent")
-            if here != there:
-                lines.append(f"{name}: {here} on rank 0, {there} on rank {rank}")
-    return lines
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
-
-
-def code_digest(root: Path) -> str:
-    """Of our own sources, compiled ones too: other kernels give other bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for room in ROOMS:
-        for file in sorted((root / room).rglob("*")):
-            if file.suffix in SOURCES:
-                digest.update(str(file.relative_to(root)).encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _files(model: Path) -> dict[str, str]:
-    """Small files of a model by their contents, large ones by their sizes."""
-    found = {}
-    for file in sorted(model.iterdir()):
-        if file.name == FILE_NAME:
-            continue  # of a run, not of the model
-        if file.suffix == ".json" and file.stat().st_size < 2**24:
-            found[file.name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        elif file.suffix in (".safetensors", ".bin", ".gguf"):
-            found[file.name] = f"{file.stat().st_size} bytes"
-    return found
-
-
-# ----
-
-CONTROL, WATCH = "control", "watch"
-"""Kinds of connections: for orders and replies, and for signs of life."""
-
-
 @dataclass(frozen=True)
 class Member:
     """What a rank says about itself.
 
     Attributes:
         identity: what must be the same on all ranks.
-        host: of its processes; the same text only on the same machine.
+        host: machine and process namespace; see `this_host`.
         pid: of its process there.
-        born: when that was started, so that no other is taken for it.
+        born: start time of the process, which tells it from a later one of the same pid.
         cores: that it may run on.
     """
 
@@ -123,12 +71,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Membership:
-    """Ranks that have come together.
+    """The ranks of a launch, connected.
 
     Attributes:
         store: for process groups.
         members: what each rank has said.
-        connections: by kind and rank; on rank 0 to everybody, elsewhere to rank 0.
+        connections: by kind and rank; on rank 0 to all other ranks, elsewhere to rank 0.
     """
 
     store: Store
@@ -136,7 +84,7 @@ class Membership:
     connections: dict[str, dict[int, Connection]]
 
     def threads(self, rank: int) -> int:
-        """How many threads a rank may have: its cores, shared with the ranks that have them too."""
+        """How many threads a rank may have: its cores, divided by the ranks that share them."""
         own = self.members[rank]
         sharers = [m for m in self.members if m.host == own.host and set(m.cores) & set(own.cores)]
         return max(1, len(own.cores) // len(sharers))
@@ -146,48 +94,21 @@ class Membership:
         return sum(member.host == self.members[rank].host for member in self.members)
 
 
-def start_of(pid: int) -> str:
-    """When a process of this machine was started; empty where that is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
-
-
-def this_host() -> str:
-    """Machine and process namespace: processes with the same text can signal each other."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    space = Path("/proc/self/ns/pid")
-    return f"{name} {os.readlink(space) if space.exists() else ''}"
-
-
-# ---- How ranks find each other: within bounded time, and only if they fit together.
-#
-# Rank 0 listens at the launch's address. Everybody leaves a word about itself in a store there;
-# rank 0 compares, and tells all whether to go on and where its control connections are. The store
-# listens on one address (torch would take all of them), and serves torch's process groups later
-# on.
-
-KINDS = (CONTROL, WATCH)
-_HANDSHAKE_S = 10.0
-
-
 def rendezvous(launch: Launch, identity: Identity, timeout_s: float) -> Membership:
     """Meet the other ranks.
 
     Raises:
-        LaunchError: who has not come, or in what the ranks differ; on every rank that is there.
+        LaunchError: ranks are missing or differ; raised on every rank that is there.
     """
     deadline = time.monotonic() + timeout_s
     if launch.rank == 0:
-        return _lead(launch, Member.here(identity), deadline, timeout_s)
-    return _join(launch, Member.here(identity), deadline, timeout_s)
+        return _collect(launch, Member.here(identity), deadline, timeout_s)
+    return _attend(launch, Member.here(identity), deadline, timeout_s)
 
 
-def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
+def _collect(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
     store = _open_store(launch, timeout_s)
-    _say(store, "member/0", own.__dict__)
+    _put(store, "member/0", own.__dict__)
     missing = _missing(store, launch, deadline)
     members = [_member(store, rank) for rank in range(launch.size) if rank not in missing]
     problem = ""
@@ -200,7 +121,7 @@ def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Mem
         listen(launch.address, 2 * launch.size) as listener,
     ):
         port = listener.getsockname()[1]
-        _say(store, "verdict", {"problem": problem, "port": port, **where})
+        _put(store, "verdict", {"problem": problem, "port": port, **where})
         if problem:
             _await_farewells(store, launch, missing)
             raise LaunchError(problem)
@@ -208,12 +129,12 @@ def _lead(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Mem
     return Membership(store, members, connections)
 
 
-def _join(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
+def _attend(launch: Launch, own: Member, deadline: float, timeout_s: float) -> Membership:
     store = _open_store(launch, timeout_s)
-    _say(store, f"member/{launch.rank}", own.__dict__)
-    verdict = _hear(store, "verdict", deadline, "rank 0 has not said whether the ranks fit")
+    _put(store, f"member/{launch.rank}", own.__dict__)
+    verdict = _get(store, "verdict", deadline, "rank 0 has not said whether the ranks fit")
     if verdict["problem"]:
-        _say(store, f"farewell/{launch.rank}", {})
+        _put(store, f"farewell/{launch.rank}", {})
         raise LaunchError(verdict["problem"])
     secret, port = read_secret(verdict), verdict["port"]
     connections: dict[str, dict[int, Connection]] = {}
@@ -257,7 +178,7 @@ def _open_store(launch: Launch, timeout_s: float) -> Store:
 
 
 def _missing(store: Store, launch: Launch, deadline: float) -> list[int]:
-    """Ranks that have not come when the time is over."""
+    """Ranks that have not come by the deadline."""
     ranks = list(range(launch.size))
     while missing := [rank for rank in ranks if not store.check([f"member/{rank}"])]:
         if time.monotonic() > deadline:
@@ -267,7 +188,7 @@ def _missing(store: Store, launch: Launch, deadline: float) -> list[int]:
 
 
 def _await_farewells(store: Store, launch: Launch, missing: list[int]) -> None:
-    """Let the others hear the verdict before the store is gone."""
+    """Let the others read the verdict before the store is gone."""
     there = [rank for rank in range(1, launch.size) if rank not in missing]
     until = time.monotonic() + _HANDSHAKE_S
     while there and time.monotonic() < until:
@@ -287,7 +208,7 @@ def _accept_all(
             missing = [r for r in range(1, size) if any(r not in connections[k] for k in KINDS)]
             raise LaunchError(_absent(missing, timeout_s)) from None
         except WireError:
-            continue  # a stranger; ours prove that they know the secret
+            continue  # not a rank of this launch: it does not know the secret
         connections[who["kind"]][who["rank"]] = connection
     return connections
 
@@ -297,11 +218,11 @@ def _absent(ranks: list[int], timeout_s: float) -> str:
     return f"{names} did not come up within {timeout_s:.0f} s (parallel.start_timeout_s)"
 
 
-def _say(store: Store, key: str, value: dict[str, Any]) -> None:
+def _put(store: Store, key: str, value: dict[str, Any]) -> None:
     store.set(key, json.dumps(value))
 
 
-def _hear(store: Store, key: str, deadline: float, or_else: str) -> dict[str, Any]:
+def _get(store: Store, key: str, deadline: float, or_else: str) -> dict[str, Any]:
     left = max(0.01, deadline - time.monotonic()) + _HANDSHAKE_S
     try:
         store.wait([key], timedelta(seconds=left))
@@ -314,3 +235,73 @@ def _hear(store: Store, key: str, deadline: float, or_else: str) -> dict[str, An
 def _member(store: Store, rank: int) -> Member:
     said = json.loads(store.get(f"member/{rank}"))
     return Member(**said | {"cores": tuple(said["cores"])})
+
+
+def identity(profile: Profile, model: Path) -> Identity:
+    """Everything that must be equal, by the name that an error gives it."""
+    same: Identity = {"moe": _version("moe-inference"), "python": platform.python_version()}
+    same["code"] = code_digest(ROOT)
+    same |= {name: _version(name) for name in PACKAGES}
+    for key in KEYS.leaves:
+        if key not in OWN_SETTINGS:
+            same[f"setting {key}"] = repr(value_of(profile, key))
+    return same | {f"model file {name}": what for name, what in _files(model).items()}
+
+
+def differences(identities: Mapping[int, Identity]) -> list[str]:
+    """One line for each thing in which ranks differ from rank 0: which rank has what."""
+    first = identities[0]
+    lines = []
+    for rank, other in sorted(identities.items()):
+        for name in sorted(first.keys() | other.keys()):
+            here, there = first.get(name, "absent"), other.get(name, "absent")
+            if here != there:
+                lines.append(f"{name}: {here} on rank 0, {there} on rank {rank}")
+    return lines
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def code_digest(root: Path) -> str:
+    """Digest of our own sources, C++ too: other kernels give other bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for room in ROOMS:
+        for file in sorted((root / room).rglob("*")):
+            if file.suffix in SOURCES:
+                digest.update(str(file.relative_to(root)).encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _files(model: Path) -> dict[str, str]:
+    """Digests of a model's small files, sizes of its large ones."""
+    found = {}
+    for file in sorted(model.iterdir()):
+        if file.name == FILE_NAME:
+            continue  # belongs to a run, not to the model
+        if file.suffix == ".json" and file.stat().st_size < 2**24:
+            found[file.name] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        elif file.suffix in (".safetensors", ".bin", ".gguf"):
+            found[file.name] = f"{file.stat().st_size} bytes"
+    return found
+
+
+def start_of(pid: int) -> str:
+    """When a process of this machine was started; empty if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def this_host() -> str:
+    """Machine and process namespace: processes with the same text can signal each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    space = Path("/proc/self/ns/pid")
+    return f"{name} {os.readlink(space) if space.exists() else ''}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,15 +18,13 @@ from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
 from moe.machine import memory_available
-from moe.parallel.coordinator import Coordinator
+from moe.parallel.coordinator import Coordinator, WorkerLinks
 from moe.parallel.expected_load import expected_load_of
 from moe.parallel.group import own_address, use_interface
 from moe.parallel.launch import LOOPBACK, Launch
 from moe.parallel.membership import WATCH, Membership, identity, rendezvous
-from moe.parallel.rank_worker import EngineMirror, RankWorker
-from moe.parallel.team import CoordinatorLink, WorkerLinks
-from moe.parallel.watchdog import Heartbeat
-from moe.parallel.worker import WorkerLoop
+from moe.parallel.remote import EngineMirror
+from moe.parallel.worker import CoordinatorLink, RankWorker, WorkerLoop
 from moe.settings.profile import Profile
 
 WHOLE = (
@@ -35,21 +33,71 @@ WHOLE = (
 )
 
 
-@dataclass
+def load_with_ranks(
+    model: str | Path, profile: Profile, load: Callable[[Profile, int], LoadedModel]
+) -> tuple[LoadedModel, Coordinator | WorkerLoop | None]:
+    """Load a model as one of the ranks of this launch; None if there is no other rank.
+
+    Args:
+        load: loads, given the profile of one rank and the number of ranks.
+
+    Raises:
+        LaunchError: ranks are missing or differ.
+        RankLostError: a rank was lost while loading.
+        ProfileError: the launcher's variables make no sense.
+    """
+    ranks = meet(model, profile)
+    if ranks is None:
+        return load(profile, 1), None
+    try:
+        loaded = load(ranks.share(profile), ranks.size)
+        whole = [] if loaded.offloaded is not None else [WHOLE]
+        loaded = replace(loaded, notices=[*loaded.notices, *ranks.launch.warnings, *whole])
+        return loaded, ranks.session(loaded, profile, resolve_model(model))
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+def meet(model: str | Path, profile: Profile) -> Ranks | None:
+    """The ranks of this launch; None if there is one, or ``parallel.enabled`` is false.
+
+    Raises:
+        LaunchError: ranks are missing or differ.
+        ProfileError: the launcher's variables make no sense.
+    """
+    settings = profile.parallel
+    launch = Launch.from_environment(os.environ) if settings.enabled else None
+    if launch is None:
+        return None
+    members = rendezvous(launch, identity(profile, resolve_model(model)), settings.start_timeout_s)
+    if launch.on_one_machine:
+        use_interface(LOOPBACK)
+    else:
+        use_interface(own_address(next(iter(members.connections[WATCH].values())).socket))
+    if _on_cuda(profile):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    links: WorkerLinks | CoordinatorLink
+    if launch.rank == 0:
+        links = WorkerLinks(members, settings.timeout_s)
+    else:
+        links = CoordinatorLink(members, launch.rank, settings.timeout_s)
+    return Ranks(launch, members, links)
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The ranks of this launch, before and while they load.
 
     Attributes:
         launch: of this process.
-        roll: who there is.
-        team: this process among them.
-        notices: what to tell the user.
+        membership: who the ranks are.
+        links: of this process to the others.
     """
 
     launch: Launch
-    roll: Membership
-    team: WorkerLinks | CoordinatorLink
-    notices: list[str]
+    membership: Membership
+    links: WorkerLinks | CoordinatorLink
 
     @property
     def size(self) -> int:
@@ -57,12 +105,12 @@ class Ranks:
 
     def share(self, profile: Profile) -> Profile:
         """The profile of one rank: its part of the machine's cores and memory."""
-        threads = self.roll.threads(self.launch.rank)
+        threads = self.membership.threads(self.launch.rank)
         threads = min(threads, profile.threads or torch.get_num_threads())
         own = profile.offload.model_copy(update={"hot_set": False})  # its share says what is hot
         changed: dict[str, object] = {"threads": threads, "offload": own}
         if not _on_cuda(profile):
-            neighbours = self.roll.neighbours(self.launch.rank)
+            neighbours = self.membership.neighbours(self.launch.rank)
             given, free = profile.memory.device_gib, memory_available()
             if given is None and free is not None:
                 memory = {"device_gib": free / neighbours / GIB}
@@ -73,86 +121,36 @@ class Ranks:
         self, loaded: LoadedModel, profile: Profile, path: Path
     ) -> Coordinator | WorkerLoop:
         """This rank with its model of a path; rank 0 waits until all others have theirs."""
-        station = _rank_worker(loaded, profile, self.team.pulse)
-        store, kv_tokens = self.roll.store, loaded.memory_plan.kv_tokens
-        if isinstance(self.team, CoordinatorLink):
-            return WorkerLoop(self.team, station, store, profile.parallel, kv_tokens)
+        worker, kv_tokens = self._worker(loaded, profile), loaded.memory_plan.kv_tokens
+        if isinstance(self.links, CoordinatorLink):
+            return WorkerLoop(self.links, worker, kv_tokens)
         counts = [layer.num_experts for layer in loaded.experts.layers]
-        leading = Coordinator(self.team, station, store, profile.parallel)
-        leading.arrivals = expected_load_of(path, loaded.backbone.model.config, counts)
-        leading.begin(kv_tokens)
-        return leading
+        expected = expected_load_of(path, loaded.backbone.model.config, counts)
+        return Coordinator(self.links, worker, profile.parallel, kv_tokens, expected)
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot load its model: tell the others."""
-        if isinstance(self.team, CoordinatorLink):
-            self.team.fail(error)
+        """This rank cannot load its model: tell rank 0."""
+        if isinstance(self.links, CoordinatorLink):
+            self.links.fail(error)
 
+    def _worker(self, loaded: LoadedModel, profile: Profile) -> RankWorker:
+        speculator, offloaded = loaded.speculation.speculator, loaded.offloaded
 
-def load_with_ranks(
-    model: str | Path, profile: Profile, load: Callable[[Profile, int], LoadedModel]
-) -> tuple[LoadedModel, Coordinator | WorkerLoop | None]:
-    """Load a model as one of the ranks of this launch; None where there is no other rank.
+        def new_mirror() -> EngineMirror:
+            borrowing = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
+            runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
+            return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowing)
 
-    Args:
-        load: loads for a rank of so many.
-
-    Raises:
-        LaunchError: the ranks do not come, or do not fit.
-        RankLostError: one was lost while loading.
-        ProfileError: the launcher's variables make no sense.
-    """
-    ranks = meet(model, profile)
-    if ranks is None:
-        return load(profile, 1), None
-    try:
-        loaded = load(ranks.share(profile), ranks.size)
-        loaded.notices += ranks.notices
-        if loaded.offloaded is None:
-            loaded.notices.append(WHOLE)
-        return loaded, ranks.session(loaded, profile, resolve_model(model))
-    except BaseException as error:
-        ranks.fail(error)
-        raise
-
-
-def meet(model: str | Path, profile: Profile) -> Ranks | None:
-    """The other ranks of this launch; None where there are none, or the profile wants none.
-
-    Raises:
-        LaunchError: they do not come, or do not fit.
-        ProfileError: the launcher's variables make no sense.
-    """
-    settings = profile.parallel
-    launch = Launch.from_environment(os.environ) if settings.enabled else None
-    if launch is None:
-        return None
-    roll = rendezvous(launch, identity(profile, resolve_model(model)), settings.start_timeout_s)
-    if launch.on_one_machine:
-        use_interface(LOOPBACK)
-    else:
-        use_interface(own_address(next(iter(roll.connections[WATCH].values())).socket))
-    if _on_cuda(profile):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    notices = launch.warnings
-    team: WorkerLinks | CoordinatorLink
-    if launch.rank == 0:
-        team = WorkerLinks(roll, settings.timeout_s)
-    else:
-        team = CoordinatorLink(roll, launch.rank, settings.timeout_s)
-    return Ranks(launch, roll, team, notices)
+        return RankWorker(
+            self.launch.rank,
+            self.membership.store,
+            loaded.experts,
+            new_mirror,
+            profile.parallel,
+            self.links.heartbeat,
+            offloaded,
+        )
 
 
 def _on_cuda(profile: Profile) -> bool:
     return profile.device != "cpu" and torch.cuda.is_available()
-
-
-def _rank_worker(loaded: LoadedModel, profile: Profile, pulse: Heartbeat) -> RankWorker:
-    speculator, offloaded = loaded.speculation.speculator, loaded.offloaded
-
-    def new_mirror() -> EngineMirror:
-        borrowed = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
-        runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
-        return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowed)
-
-    return RankWorker(loaded.experts, new_mirror, profile.parallel, pulse, offloaded)

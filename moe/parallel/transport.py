@@ -1,7 +1,7 @@
-"""Messages between ranks: JSON in frames with a length, over connections that prove a secret.
+"""Messages between ranks: JSON in length-prefixed frames, over connections that prove a secret.
 
-Nothing that arrives can do more than be refused: no objects travel, lengths are capped before
-anything is allocated, and whoever cannot answer the challenge is not listened to.
+Safe against strangers: a message is data only, its length is checked before memory is allocated,
+and a connection whose other end fails the challenge is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
-"""Of one message: a step's plan with the longest prompts is far smaller."""
+"""Most bytes of a message; an order with the longest prompts is far smaller."""
 _MAX_GREETING = 4096
 _HEADER = struct.Struct("!I")
 _CHALLENGE = 32
@@ -31,8 +31,8 @@ class Connection:
     """Sends and receives messages.
 
     Args:
-        sock: connected; ours from now on.
-        limit: bytes of the longest message that is taken.
+        sock: connected; this object owns it.
+        limit: most bytes of a received message.
     """
 
     def __init__(self, sock: socket.socket, limit: int = MAX_BYTES) -> None:
@@ -45,7 +45,7 @@ class Connection:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Raises `WireError` if the other end is gone, or takes nothing within the timeout."""
+        """Raises `WireError` if the other end is gone, or reads nothing within the timeout."""
         data = json.dumps(message, separators=(",", ":")).encode()
         assert len(data) <= MAX_BYTES, f"a message of {len(data)} bytes"
         try:
@@ -55,10 +55,10 @@ class Connection:
             raise WireError(f"cannot send: {error}") from error
 
     def receive(self) -> Message:
-        """The next message. Raises `WireError` where there will be none."""
+        """The next message. Raises `WireError` if there will be none."""
         (size,) = _HEADER.unpack(self._read(_HEADER.size))
         if size > self.limit:
-            raise WireError(f"a message of {size} bytes, and {self.limit} are the most")
+            raise WireError(f"a message of {size} bytes is longer than the limit of {self.limit}")
         data = self._read(size)
         try:
             message = json.loads(data)
@@ -91,11 +91,11 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Connection, Message]:
-    """The next connection whose other end knows the secret, and what it says about itself.
+    """The next connection, if its other end knows the secret, and what it says about itself.
 
     Raises:
-        WireError: this one does not; others may.
-        TimeoutError: nobody came.
+        WireError: it does not; the next one may.
+        TimeoutError: nobody connected.
     """
     sock, _ = listener.accept()
     sock.settimeout(timeout_s)
@@ -106,8 +106,8 @@ def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Co
         greeting = connection.receive()
         proof = _proof(secret, challenge, greeting.get("who"))
         if not hmac.compare_digest(proof, str(greeting.get("proof"))):
-            raise WireError("somebody connected who does not know the secret")
-        connection.send({"proof": _proof(secret, str(greeting.get("challenge")), "leader")})
+            raise WireError("the other end of a connection does not know the secret")
+        connection.send({"proof": _proof(secret, str(greeting.get("challenge")), "coordinator")})
     except WireError:
         connection.close()
         raise
@@ -116,7 +116,7 @@ def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Co
 
 
 def connect(address: str, port: int, secret: bytes, who: Message, timeout_s: float) -> Connection:
-    """A connection to `accept` that has shown the secret and seen that it is known there."""
+    """A connection to `accept`; both ends have proved that they know the secret."""
     try:
         sock = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as error:
@@ -126,7 +126,7 @@ def connect(address: str, port: int, secret: bytes, who: Message, timeout_s: flo
     challenge = str(connection.receive().get("challenge"))
     connection.send({"who": who, "proof": _proof(secret, challenge, who), "challenge": own})
     answer = str(connection.receive().get("proof"))
-    if not hmac.compare_digest(_proof(secret, own, "leader"), answer):
+    if not hmac.compare_digest(_proof(secret, own, "coordinator"), answer):
         raise WireError(f"what listens at {address} port {port} does not know the secret")
     return connection
 

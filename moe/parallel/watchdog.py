@@ -1,15 +1,16 @@
-"""The watchdog: a thread on every rank that says that the rank lives, and how far it is.
+"""The watchdog: a thread on every rank that sends its heartbeat and watches those of other ranks.
 
-Exchanges between ranks wait for whoever is missing, so somebody who is not in them has to look. A
-rank is lost when its connection breaks, when it is not heard of, or when it computes without
-getting anywhere; who only waits for another is not to blame. Rank 0 watches everybody, itself
-included, and everybody watches rank 0.
+An exchange blocks until every rank takes part, so another thread must notice a missing rank. A
+rank is lost if its connection breaks, if its heartbeat stays away, or if it computes without
+progress; a rank that only waits for another is not lost. Rank 0 watches all ranks including
+itself; the others watch rank 0.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,15 +20,19 @@ from typing import Literal
 from moe.parallel.transport import Connection, Message, WireError
 
 BEATS = 8
-"""Signs of life within the timeout."""
+"""Heartbeats within the timeout."""
 SOONER = 0.75
-"""Of the timeout, after which a rank is lost: before exchanges time out, which cannot name it."""
+"""Share of the timeout after which a rank is lost: sooner than exchanges time out, which name no
+rank."""
+
+LOST = 1
+"""Exit code of a rank that ends because another is lost."""
 
 State = Literal["idle", "computing", "waiting"]
 
 
 class Heartbeat:
-    """How far this process is; set by the thread that computes."""
+    """Progress of this process; the computing thread updates it."""
 
     def __init__(self) -> None:
         self.state: State = "idle"
@@ -42,7 +47,7 @@ class Heartbeat:
 
 
 class _Peer:
-    """What is known of another rank."""
+    """What the watchdog knows of a rank."""
 
     def __init__(self, now: float) -> None:
         self.heard = self.moved = now
@@ -56,7 +61,7 @@ class _Peer:
         self.state = message["state"]
 
     def fault(self, now: float, limit: float) -> str:
-        """Why it counts as lost; empty as long as it does not."""
+        """Why the rank counts as lost; empty if it does not."""
         if now - self.heard > limit:
             return f"has not been heard of for {now - self.heard:.1f} s"
         if self.state == "computing" and now - self.moved > limit:
@@ -65,28 +70,28 @@ class _Peer:
 
 
 class Watchdog(threading.Thread):
-    """Looks after other ranks until it is closed.
+    """Watches other ranks until it is closed.
 
     Args:
         rank: of this process.
-        peers: connections for nothing but signs of life, by rank.
-        pulse: of this process.
+        peers: connections for heartbeats only, by rank.
+        heartbeat: of this process.
         timeout_s: see ``parallel.timeout_s``.
-        on_loss: called in this thread with a rank and what became of it, once for each.
-        on_message: called with what a peer says besides its pulse.
+        on_loss: called in this thread, once for each lost rank, with the reason.
+        on_message: called with each message of a peer that is no heartbeat.
     """
 
     def __init__(
         self,
         rank: int,
         peers: Mapping[int, Connection],
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         timeout_s: float,
         on_loss: Callable[[int, str], None],
         on_message: Callable[[int, Message], None],
     ) -> None:
         super().__init__(name="moe-watch", daemon=True)
-        self._rank, self._connections, self._pulse = rank, dict(peers), pulse
+        self._rank, self._connections, self._heartbeat = rank, dict(peers), heartbeat
         self._limit, self._interval = SOONER * timeout_s, timeout_s / BEATS
         self._on_loss, self._on_message = on_loss, on_message
         self._closing = threading.Event()
@@ -99,20 +104,20 @@ class Watchdog(threading.Thread):
         beat = time.monotonic()
         while not self._closing.is_set():
             late = time.monotonic() - beat - self._interval
-            if late > self._interval:  # this thread was held up: nobody else is to blame for it
+            if late > self._interval:  # this thread was held up: the peers are not late
                 for peer in self._peers.values():
                     peer.heard += late
                     peer.moved += late
             beat = time.monotonic()
             for rank in list(self._connections):
-                self.say(rank, self._pulse.message())
+                self.say(rank, self._heartbeat.message())
             self._listen(beat + self._interval)
             self._judge()
 
     def say(self, rank: int, message: Message) -> None:
-        """Tell a peer something, if it still listens; may be called from any thread."""
+        """Send a message to a peer if it still listens; any thread may call this."""
         if connection := self._connections.get(rank):
-            with suppress(WireError):  # it may have said why, which is yet to be read
+            with suppress(WireError):  # `_hear` reports the loss, with the peer's last words if any
                 connection.send(message)
 
     def close(self) -> None:
@@ -142,7 +147,7 @@ class Watchdog(threading.Thread):
     def _judge(self) -> None:
         now = time.monotonic()
         if own := self._peers.get(self._rank):
-            own.take(self._pulse.message(), now)
+            own.take(self._heartbeat.message(), now)
         for rank, peer in list(self._peers.items()):
             if fault := peer.fault(now, self._limit):
                 self._lose(rank, fault)
@@ -164,9 +169,15 @@ class WakePipe:
     def fileno(self) -> int:
         return self._read
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         os.write(self._write, b"!")
 
     def reset(self) -> None:
         while select.select([self._read], [], [], 0)[0]:
             os.read(self._read, 1)
+
+
+def exit_now(why: str) -> None:
+    """End this process from any thread, without waiting for anything that may hang."""
+    print(f"moe: {why}", file=sys.stderr, flush=True)
+    os._exit(LOST)

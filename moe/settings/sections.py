@@ -189,8 +189,8 @@ class ParallelSettings(Settings):
     between processes of one machine."""
 
     overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
-    """Steps in two halves, of which one computes while rows of the other travel. auto: where that
-    was measured to be faster."""
+    """on: steps in two halves, of which one computes while rows of the other travel. Measure it: it
+    pays only over slow links. auto: off."""
 
 
 # ---- How requests are answered, and within which limits.

@@ -29,7 +29,7 @@ class Clock:
         self.launched.append(ranks)
         if ranks > 2:
             raise rank_points.LaunchError("ended")
-        return {"tokens_per_s": {"auto": 100.0 * ranks}, "halves_take": {}, "answers": [[5, -1.0]]}
+        return {"tokens_per_s": {"off": 100.0 * ranks}, "answers": [[5, -1.0]]}
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def ways() -> list[Point]:
     return [
-        Point(f"{ranks} ranks", ranks, {}, {"overlaps": ["auto"]}, launches=2)
-        for ranks in (1, 2, 3)
+        Point(f"{ranks} ranks", ranks, {}, {"overlaps": ["off"]}, launches=2) for ranks in (1, 2, 3)
     ]
 
 

@@ -88,12 +88,12 @@ class Restless:
 
 def moved(model: MoE) -> dict[str, Any]:
     """What is said while experts move all the time. They are read where they go between steps."""
-    leading = model._session
-    assert isinstance(leading, Coordinator)
-    assert leading._rebalancer is not None
-    leading._rebalancer.close()
-    restless = Restless(list(leading.station.placements))
-    leading._rebalancer = restless  # type: ignore[assignment]
+    coordinator = model._session
+    assert isinstance(coordinator, Coordinator)
+    assert coordinator._rebalancer is not None
+    coordinator._rebalancer.close()
+    restless = Restless(list(coordinator.worker.placements))
+    coordinator._rebalancer = restless  # type: ignore[assignment]
     before = (model.stats()["offload"] or {}).get("misses")
     found = {name: said(model, PROMPTS, PARAMS[name]) for name in ("greedy", "seeded")}
     assert (model.stats()["offload"] or {}).get("misses") == before

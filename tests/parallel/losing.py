@@ -55,7 +55,7 @@ def main() -> None:
         return model.close()
     found = [say(model)]
     for rank, number in LOSSES:
-        pid = model._session.team._roll.members[rank].pid  # type: ignore[union-attr]
+        pid = model._session.links._membership.members[rank].pid  # type: ignore[union-attr]
         found.append(say(model, lambda pid=pid, number=number: os.kill(pid, number)))
         found.append(say(model))
     status = model.status()["parallel"]

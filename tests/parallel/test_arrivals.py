@@ -84,7 +84,7 @@ def test_prompts_of_all_ranks_come_in_their_order_and_who_runs_goes_on(
     arrivals = ExpectedLoad(table, LAYERS)
     first, second, running = group([0] * 8), group([1] * 2 + [2] * 4), group([3, 3])
     for _ in range(2):
-        step = ScheduledStep(running.sequences, read(first, 3)[0].batch)
+        step = ScheduledStep(running.sequences, read(first, 3)[0].prefill)
         arrivals.see([(step, [second]), (ScheduledStep([], None), [group([3])])])
         first.num_read += 3
     found = arrivals.of_layer(0, AHEAD)
@@ -154,7 +154,7 @@ def test_arrivals_are_what_ranks_are_told_to_read(tiny_moe: Callable[[str], MoE]
     model = tiny_moe("qwen3_moe")
     loopback, whole = Seen(model, 2), model.profile
     model.profile = load_profile(whole, MODES["chunked"])
-    engine = ParallelEngine(loopback, model._planning_engine, goes_on=True)  # type: ignore[arg-type]
+    engine = ParallelEngine(loopback, model._planning_engine, continue_on_loss=True)  # type: ignore[arg-type]
     model.profile = whole
     tokens_of(engine, model, PARAMS)
     assert loopback.read == sum(map(len, PROMPTS))

@@ -17,8 +17,9 @@ from moe import MoE, SamplingParams, Structure
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.rank_worker import EngineMirror, RankWorker
+from moe.parallel.remote import EngineMirror
 from moe.parallel.watchdog import Heartbeat
+from moe.parallel.worker import RankWorker
 from moe.sampling.sampler import LogitsError, Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
@@ -27,7 +28,7 @@ KV_TOKENS = 400
 
 
 class Loopback:
-    """Stands for `Leading`: every rank is a station of this process, with all experts."""
+    """Stands for `Coordinator`: every rank is a worker of this process, with all experts."""
 
     def __init__(self, model: MoE, ranks: int) -> None:
         def new_mirror() -> EngineMirror:
@@ -35,14 +36,15 @@ class Loopback:
             runner = ModelRunner(loaded.backbone, loaded.experts)
             return EngineMirror(runner, loaded.logits_size, loaded.structures)
 
-        def new_station() -> RankWorker:
-            return RankWorker(model.experts, new_mirror, ParallelSettings(), Heartbeat())
+        def new_worker(rank: int) -> RankWorker:
+            settings = ParallelSettings()
+            return RankWorker(rank, None, model.experts, new_mirror, settings, Heartbeat())
 
-        self.team = SimpleNamespace(ranks=list(range(ranks)))
-        self.stations = {rank: new_station() for rank in range(ranks)}
-        self.station = self.stations[0]
+        self.links = SimpleNamespace(ranks=list(range(ranks)))
+        self.workers = {rank: new_worker(rank) for rank in range(ranks)}
+        self.worker = self.workers[0]
         self.kv_tokens = dict.fromkeys(range(ranks), KV_TOKENS)
-        self.ended: deque[int] = deque()
+        self.ended_engines: deque[int] = deque()
         self.epoch = self._engines = self.steps = self.most_waiting = 0
         self.lost_at: dict[int, int] = {}
         self.worked: Counter[int] = Counter()
@@ -62,29 +64,29 @@ class Loopback:
             "ended_engines": [],
             "moves": None,
             "reset": False,
-            "halves": False,
+            "overlap": False,
         }
         message = still | message
         replies = {}
-        for rank in self.team.ranks:
+        for rank in self.links.ranks:
             order = json.loads(json.dumps(message | {"order": orders[rank]}))
-            replies[rank] = json.loads(json.dumps(self.stations[rank].step(order)))
+            replies[rank] = json.loads(json.dumps(self.workers[rank].step(order)))
         return replies
 
-    def tell(self, rank: int, message: Any) -> None:
-        self.stations[rank].prepare(json.loads(json.dumps(message)))
+    def release(self, rank: int, message: Any) -> None:
+        self.workers[rank].release(json.loads(json.dumps(message)))
 
     def regroup(self) -> None:
-        self.team.ranks.remove(self.lost_at[self.steps])
+        self.links.ranks.remove(self.lost_at[self.steps])
         self.epoch += 1
-        for rank in self.team.ranks:
-            self.stations[rank].join(None, [])
+        for rank in self.links.ranks:
+            self.workers[rank].join(None, [])
 
 
 def parallel(model: MoE, ranks: int = 2, **how: Any) -> tuple[ParallelEngine, Loopback]:
     loopback = Loopback(model, ranks)
     new_engine = how.pop("new_engine", model._planning_engine)
-    engine = ParallelEngine(loopback, new_engine, goes_on=True)  # type: ignore[arg-type]
+    engine = ParallelEngine(loopback, new_engine, continue_on_loss=True)  # type: ignore[arg-type]
     return engine, loopback
 
 
@@ -116,8 +118,8 @@ def test_ranks_say_what_one_engine_says(
     engine, loopback = parallel(model, ranks)
     assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
     assert loopback.worked.keys() == set(range(ranks))
-    for station in loopback.stations.values():
-        for mirror in station._mirrors.values():
+    for worker in loopback.workers.values():
+        for mirror in worker._mirrors.values():
             held = mirror._sequences, mirror._caches, mirror._groups, mirror._numbers
             assert not any(held), "left behind"
 
@@ -127,7 +129,7 @@ def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], M
     engine, loopback = parallel(model, 3)
     loopback.lost_at = {2: 1, 6: 2}
     assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
-    assert loopback.team.ranks == [0]
+    assert loopback.links.ranks == [0]
 
 
 def test_structures_are_followed_on_ranks_and_by_those_that_take_over() -> None:
@@ -142,7 +144,7 @@ def test_structures_are_followed_on_ranks_and_by_those_that_take_over() -> None:
     engine, loopback = parallel(model, 3)
     loopback.lost_at = {4: 1}
     assert tokens_of(engine, model, params) == tokens_of(model.engine(), model, params)
-    assert loopback.team.ranks == [0, 2]
+    assert loopback.links.ranks == [0, 2]
 
 
 def test_what_fails_on_a_rank_ends_its_own_sequence_only(
@@ -204,7 +206,7 @@ def test_prompts_that_wait_are_told_of(tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("qwen3_moe")
     _, loopback = parallel(model, 1)
     loopback.kv_tokens = {0: 150}
-    engine = ParallelEngine(loopback, model._planning_engine, goes_on=True)  # type: ignore[arg-type]
+    engine = ParallelEngine(loopback, model._planning_engine, continue_on_loss=True)  # type: ignore[arg-type]
     assert all(tokens_of(engine, model, PARAMS))
     assert loopback.most_waiting > 0
 
@@ -213,7 +215,7 @@ def test_what_no_rank_has_room_for_is_refused(tiny_moe: Callable[[str], MoE]) ->
     model = tiny_moe("qwen3_moe")
     engine, loopback = parallel(model, 2)
     loopback.kv_tokens = {0: 20, 1: 60}
-    engine, _ = ParallelEngine(loopback, model._planning_engine, goes_on=True), None  # type: ignore[arg-type]
+    engine, _ = ParallelEngine(loopback, model._planning_engine, continue_on_loss=True), None  # type: ignore[arg-type]
     group = model.request([5] * 40, SamplingParams(max_new_tokens=5))
     engine.submit(group)
     assert engine._homes[group.sequences[0]] == 1

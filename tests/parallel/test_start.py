@@ -47,9 +47,9 @@ def meet(identities: list[dict[str, str]], size: int | None = None) -> list[Memb
 
 
 def test_ranks_that_fit_are_connected() -> None:
-    rolls = meet([SAME] * 3)
-    assert all(isinstance(roll, Membership) for roll in rolls), rolls
-    first, second, third = rolls
+    memberships = meet([SAME] * 3)
+    assert all(isinstance(membership, Membership) for membership in memberships), memberships
+    first, second, third = memberships
     assert isinstance(first, Membership)
     assert isinstance(second, Membership)
     assert isinstance(third, Membership)

@@ -22,13 +22,13 @@ class Watched:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.peer, self.pulse = Connection(theirs), Heartbeat()
+        self.peer, self.heartbeat = Connection(theirs), Heartbeat()
         self.lost: dict[int, str] = {}
         self.heard: list[dict[str, Any]] = []
         self.watch = Watchdog(
             0,
             {1: Connection(ours)},
-            self.pulse,
+            self.heartbeat,
             TIMEOUT_S,
             self.lost.__setitem__,
             lambda _, message: self.heard.append(message),
@@ -88,7 +88,7 @@ def test_who_computes_without_getting_anywhere_is_lost() -> None:
 
     def lost(how: tuple[State, State, bool]) -> dict[int, str]:
         watched, (own, state, moves) = Watched(), how
-        watched.pulse.now(own)
+        watched.heartbeat.now(own)
         watched.play(2.5 * TIMEOUT_S, state, moves=moves)
         watched.close()
         return watched.lost

@@ -1,4 +1,4 @@
-"""Steps in halves: the same bits, every rank in step, and only where it was measured to pay."""
+"""Overlapped steps: the same bits as whole ones, and every rank in step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kernels import experts_forward
 from moe.engine.overlap import run_overlapped
 from moe.network.lanes import ExpertCall, Lane, LaneState, call_experts
 from moe.network.moe_layer import MoELayers
-from moe.parallel.overlap import AGAIN, TRIALS, Overlap
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
 
@@ -103,46 +102,3 @@ def test_a_lost_rank_ends_the_lanes_of_both_halves() -> None:
 def halved(experts: MoELayers, lanes: list[Lane[Tensor]]) -> None:
     with experts.lockstep(range(2)):
         run_overlapped((lanes[:1], lanes[1:]), experts)
-
-
-@pytest.mark.parametrize(("ratio", "kept"), [(0.8, True), (0.99, False), (1.5, False)])
-def test_auto_keeps_what_was_faster(ratio: float, kept: bool) -> None:
-    overlap = Overlap("auto")
-    tried = []
-    for _ in range(2 * TRIALS):
-        tried.append(overlap.choose(16))
-        overlap.observe(ratio if tried[-1] else 1.0)
-    assert sum(tried) == TRIALS
-    assert overlap.as_dict() == {"mode": "auto", "halves_take": {"31": ratio}}
-    later = []
-    for _ in range(AGAIN):
-        later.append(overlap.choose(17))
-        overlap.observe(1.0)
-    assert set(later) == {kept}
-    again = [overlap.choose(16)]
-    overlap.observe(1.0)
-    again.append(overlap.choose(16))
-    assert sorted(again) == [False, True]
-
-
-def test_steps_of_another_size_are_tried_for_themselves() -> None:
-    overlap = Overlap("auto")
-    for _ in range(2 * TRIALS):
-        overlap.observe(2.0 if overlap.choose(4) else 1.0)
-    assert not overlap.choose(5)
-    tried = []
-    for _ in range(2 * TRIALS):
-        tried.append(overlap.choose(2000))
-        overlap.observe(0.5 if tried[-1] else 1.0)
-    assert sum(tried) == TRIALS
-    assert overlap.choose(1500)
-    assert not overlap.choose(5)
-
-
-@pytest.mark.parametrize("mode", ["on", "off"])
-def test_nothing_is_measured_where_it_was_decided(mode: str) -> None:
-    overlap = Overlap(mode)
-    for _ in range(3 * TRIALS):
-        assert overlap.choose(8) is (mode == "on")
-        overlap.observe(1.0)
-    assert overlap.as_dict() == {"mode": mode, "halves_take": {}}
