@@ -189,8 +189,8 @@ class ParallelSettings(Settings):
     between processes of one machine."""
 
     overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
-    """on: steps in two halves, of which one computes while rows of the other travel. Measure it: it
-    pays only over slow links. auto: off."""
+    """on: steps in two halves, of which one computes while rows of the other travel. auto: off, as
+    halves lost wherever they were measured."""
 
 
 # ---- How requests are answered, and within which limits.

@@ -43,5 +43,5 @@ def test_a_file_that_cannot_be_trusted_is_refused(
         with pytest.raises(LaunchError, match=f"cannot be read .* set {SECRET}"):
             read_secret(said)
     monkeypatch.setattr(os, "getuid", lambda: -1)
-    with pytest.raises(LaunchError, match="is somebody else's"):
+    with pytest.raises(LaunchError, match="belongs to another user"):
         read_secret({"secret_file": str(tmp_path / "secret")})
