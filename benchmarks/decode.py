@@ -42,7 +42,7 @@ from benchmarks.common import (
 from benchmarks.decode_contenders import Ours, contenders, model_folder
 from benchmarks.decode_peers import Contender
 from experts.manifest import is_store
-from moe.loader import give_back_freed_memory
+from moe.machine import give_back_freed_memory
 
 BATCHES = (1, 4, 16)
 PROMPTS = (512, 2048)

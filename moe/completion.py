@@ -1,4 +1,4 @@
-"""What a caller gets back: events while tokens come, and whole completions."""
+"""What a caller gets: a `StreamEvent` for each new token, or whole `Completion` objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def collect(events: Iterable[StreamEvent]) -> list[Completion]:
 
 
 def places_of(groups: Sequence[SequenceGroup]) -> dict[RunningSequence, tuple[int, int]]:
-    """Of every sequence, the index of its prompt and its own among those of the prompt."""
+    """Of every sequence, the index of its prompt and its index among the samples of that prompt."""
     return {
         sequence: (prompt, sample)
         for prompt, group in enumerate(groups)
@@ -94,8 +94,8 @@ def stream_events(
 
     Args:
         lock: taken for each step.
-        check_open: raises where the model was closed; it also keeps the model, whose files close
-            with it, for as long as there is a stream.
+        check_open: raises if the model was closed. The reference also keeps the model, and so the
+            files of its experts, open for as long as there is a stream.
     """
     places = places_of(groups)
     try:
@@ -107,7 +107,7 @@ def stream_events(
                 if isinstance(outcome, Exception):
                     raise outcome
                 yield StreamEvent(*places[sequence], outcome, sequence.prompt_token_ids)
-    finally:  # a pass that sleeps would never be garbage
+    finally:  # greenlets of a sleeping prefill are not garbage-collected
         if not sys.is_finalizing():  # when the program ends, torch is half gone
             with lock():
                 for group in groups:

@@ -1,7 +1,7 @@
 """Errors a user can cause, each a ``ValueError`` that names the rule, the value and the remedy.
 
-They are raised before anything is changed or served, but for faults of ranks, which come while a
-model runs and are no ``MoEError``. Invariants of our own code are ``assert`` statements instead.
+They are raised before anything is changed or served. Faults of ranks come while a model runs and
+are no ``MoEError``. Invariants of our own code are ``assert`` statements instead.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class RequestError(MoEError):
 
 
 class StructureError(RequestError):
-    """What a text has to be like became too complex to follow while the text was generated."""
+    """A structured output became too complex to constrain while the text was generated."""
 
 
 class ContextError(RequestError):
-    """A prompt, with what is to follow, is longer than the model's context."""
+    """A prompt and its new tokens are longer than the model's context."""
 
 
 class CalibrationError(MoEError):
-    """A text cannot be calibrated on, or what an earlier calibration left cannot be used."""
+    """A text cannot be calibrated on, or the files of an earlier calibration cannot be used."""
 
 
 class LaunchError(MoEError):
-    """The processes of a launch have not come together, or do not fit together."""
+    """Ranks of a launch are missing, or differ."""
 
 
 class RankError(RuntimeError):
-    """A fault on a rank that computes or serves a sequence, which ends there."""
+    """A fault on a rank that computes or serves a sequence; the sequence ends with it."""
 
 
 class RankLostError(RuntimeError):
-    """A process of the launch is gone, or no longer does its part; says which one and why."""
+    """A rank of the launch is gone or makes no progress; the message names it and the reason."""

@@ -1,10 +1,12 @@
-"""From a name and a profile to a model that is ready to run."""
+"""From a name and a profile to a model that is ready to run.
+
+`load_model` plans the memory, reads the weights, puts the experts behind the MoE seam, and finds
+out by probes which faster ways the model can go. The result is a `LoadedModel`.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes
 from moe.loading.takeover import mend_linears, precision_notices
+from moe.machine import keep_freed_memory
 from moe.memory.planning import check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
@@ -42,10 +45,8 @@ from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
 
-# ---- A loaded model, as a value: what `moe.loader` makes and the rest of `moe` runs.
 
-
-@dataclass
+@dataclass(frozen=True)
 class LoadedModel:
     """Everything that belongs to one loaded model.
 
@@ -54,16 +55,16 @@ class LoadedModel:
         experts: its MoE layers.
         backend: what runs them.
         codec: tokenizer and vocabulary rules.
-        structures: what a request may want its text to be like.
+        structures: compiles the constraints that requests ask for.
         packing: whether sequences share a forward pass, and why.
         fused: whether decode steps bypass transformers' forward, and why.
-        speculation: what drafts tokens for the model to verify, if anything does.
+        speculation: what drafts tokens for the model to verify, or why nothing does.
         memory_plan: what was planned before loading.
         weight_bytes: memory of all weights.
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
-        context_length: most tokens of a sequence, None where nothing limits it.
-        offloaded: the experts that are not all in memory; None where they are.
-        expect: what a prompt needs, where requests may be grouped by it.
+        context_length: most tokens of a sequence; None without a limit.
+        offloaded: the cache of experts on disk; None if all experts are in memory.
+        expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
         notices: what fell back or was turned off, one sentence each.
     """
@@ -86,82 +87,6 @@ class LoadedModel:
     notices: list[str] = field(default_factory=list)
 
 
-# ---- What fell back or changes nothing, and why: one sentence each, for whoever loads a model.
-
-
-def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
-    bits = profile.offload.late_bits
-    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
-        return []
-    if offloaded is None:
-        return ["offload.late: prefix changes nothing: all experts are in memory"]
-    return [
-        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
-        "(offload.late_bits)"
-    ]
-
-
-def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
-    made = []
-    if not packing.enabled:
-        made.append(
-            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
-            f"others that begin alike: {packing.reason}"
-        )
-    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
-        made.append(f"decode steps run through transformers' own layers: {fused.reason}")
-    if codec.tokenizer is None:
-        made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
-    for names, what in (
-        (report.ignored, "in the checkpoint are not used by this architecture"),
-        (
-            report.computed,
-            "are not in the checkpoint and were filled by the architecture's own rule",
-        ),
-    ):
-        if names:
-            made.append(f"{len(names)} tensors {what} (the first: {names[0]})")
-    return made
-
-
-# ---- Telling glibc to keep what is freed for the next who asks.
-#
-# By itself it gives every large block back to the system when it is freed. A pass over thousands
-# of tokens makes and drops blocks of tens of megabytes in every layer, and then takes a page
-# fault for each of their pages again: a tenth of the processor time of reading a long prompt
-# (docs/results/2026-11-21-prefill.md).
-
-KEPT = 2**30
-"""Bytes at the end of the heap that may stay with the process while nobody uses them."""
-_STEP = 2**28
-"""Bytes by which the heap grows at least."""
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # names of mallopt(3), from malloc.h
-
-
-def keep_freed_memory() -> bool:
-    """Take large blocks from the heap of this process from now on; False without glibc.
-
-    Concerns every allocation of the process. What was allocated before stays where it is.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # no such function, or no such library
-        return False
-    return all(
-        mallopt(option, value) == 1
-        for option, value in ((_TRIM_THRESHOLD, KEPT), (_TOP_PAD, _STEP), (_MMAP_MAX, 0))
-    )
-
-
-def give_back_freed_memory() -> None:
-    """Let the system have what is kept, also between blocks in use; nothing without glibc."""
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-# ----
-
-
 def load_model(
     path_or_hub_id: str | Path,
     profile: Profile,
@@ -170,12 +95,12 @@ def load_model(
     progress: bool | Report = False,
     on_plan: Callable[[MemoryPlan], object] = lambda _: None,
 ) -> LoadedModel:
-    """Load, take the experts over, and find out how the rest may run.
+    """Load a model, and find out by probes how fast it may run.
 
     Args:
-        ranks: how many share the experts; each has room for its part of them.
+        ranks: number of processes that share the experts; each has room for its part of them.
         progress: see `moe.loading.progress.reporting`.
-        on_plan: hears of the memory plan before it is checked and anything is read.
+        on_plan: called with the memory plan before it is checked and anything is read.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
@@ -198,101 +123,126 @@ def _load(
     policies = _policies(profile)
     device = use_device(profile)
     path = resolve_model(path_or_hub_id)
-    backend = _backend(profile, device)  # compiles kernels on their first use: no request waits
+    backend = _backend(profile, device)  # compiles kernels now, and not in the first request
     with planning(path, profile, device, report, ranks) as planned:
         network, weights, plan = planned.network, planned.weights, planned.memory
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
-        # before the weights: what is wrong with small files is not to be heard of minutes later
+        # Small files first: a fault in them must not show up minutes later, after the weights.
         codec = TextCodec.from_directory(path, planned.config)
         sampling = OwnSampling.from_directory(path)
-        made, loaded = planned.source.load(weights, device, report, planned.room)
+        made, read = planned.source.load(weights, device, report, planned.room)
     offloaded = made if isinstance(made, Offloaded) else None
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
         keep_freed_memory()
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
-    prefetcher, expect, blind = _look_ahead(offloaded, layers, path, planned.config, profile)
-    experts = MoELayers(layers, backend.forward, prefetcher)
+    forecasts = _forecasts(offloaded, layers, path, planned.config, profile)
+    experts = MoELayers(layers, backend.forward, forecasts.prefetcher)
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
     make_row_wise(backbone)
-    ready = _make_ready(backbone, experts, policies, profile)
-    if offloaded is not None and profile.offload.late == "prefix":
-        offloaded.serve_prefixes(profile.offload.late_share)  # as policies: after the probes
+    found = _probe(backbone, experts, profile)
+    _alter(backbone, experts, offloaded, policies, profile)
     return LoadedModel(
-        backbone=ready.backbone,
+        backbone=backbone,
         experts=experts,
         backend=backend,
         codec=codec,
         structures=Structures(codec, planned.logits_size),
-        packing=ready.packing,
-        fused=ready.fused,
-        speculation=ready.speculation,
+        packing=found.packing,
+        fused=found.fused,
+        speculation=found.speculation,
         memory_plan=plan,
         weight_bytes=total_bytes(network, layers),
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,
-        expect=expect,
+        expect=forecasts.expect,
         sampling=sampling,
         notices=[
             *sampling.notices,
-            *load_notices(ready.packing, ready.fused, codec, loaded),
-            *ready.speculation.notices,
+            *load_notices(found.packing, found.fused, codec, read),
+            *found.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits),
-            *precision_notices(network, layers, ready.mended),
-            *filter(None, [*blind, borrowing_notice(offloaded, profile)]),
+            *precision_notices(network, layers, found.mended),
+            *filter(None, [*forecasts.notices, borrowing_notice(offloaded, profile)]),
             *low_bit_notices(offloaded, profile),
         ],
     )
 
 
-def _look_ahead(
+@dataclass(frozen=True)
+class _Forecasts:
+    """What predicts the need for experts.
+
+    Attributes:
+        prefetcher: reads experts on disk before they are needed.
+        expect: which experts a prompt needs, to order requests by it.
+        notices: why something is absent although the profile asks for it; may have empty ones.
+    """
+
+    prefetcher: Prefetcher | None
+    expect: Expect | None
+    notices: list[str]
+
+
+def _forecasts(
     offloaded: Offloaded | None,
     layers: Sequence[LayerExperts],
     path: Path,
     config: PreTrainedConfig,
     profile: Profile,
-) -> tuple[Prefetcher | None, Expect | None, list[str]]:
-    """To read experts that will be needed, and to group requests by what they will need; why not,
-    where that is wanted."""
-    prefetcher, why_not = None, ""
+) -> _Forecasts:
+    prefetcher, no_prefetcher = None, ""
     if offloaded is not None:
         for layer in offloaded.layers:
             layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
-        prefetcher, why_not = look_ahead(offloaded, path, config, profile.offload, drafts=drafts)
-    expect, apart = None, ""
+        prefetcher, no_prefetcher = look_ahead(
+            offloaded, path, config, profile.offload, drafts=drafts
+        )
+    expect, no_order = None, ""
     if profile.engine.overlap_patience:
-        expect, apart = expectation(path, config, [layer.num_experts for layer in layers])
-    return prefetcher, expect, [why_not, apart]
+        expect, no_order = expectation(path, config, [layer.num_experts for layer in layers])
+    return _Forecasts(prefetcher, expect, [no_prefetcher, no_order])
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """How a loaded model runs; ``mended``: see `moe.loading.takeover.mend_linears`."""
+class _Found:
+    """Faster ways that a model can go; ``mended``: see `moe.loading.takeover.mend_linears`."""
 
-    backbone: Backbone
     packing: Packing
     mended: list[str]
     fused: Fused
     speculation: Speculation
 
 
-def _make_ready(
-    backbone: Backbone, experts: MoELayers, policies: PolicyChain, profile: Profile
-) -> _Ready:
-    """Find out which faster ways the model can go, and let its policies decide from then on."""
+def _probe(backbone: Backbone, experts: MoELayers, profile: Profile) -> _Found:
+    """Find out which faster ways give the same results as the model's own code."""
     packing = enable_packing(backbone)
     mended = mend_linears(backbone.model)
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
-    # Policies come after the probes, which compare ways to compute the model as it is.
+    return _Found(packing, mended, fused, speculation)
+
+
+def _alter(
+    backbone: Backbone,
+    experts: MoELayers,
+    offloaded: Offloaded | None,
+    policies: PolicyChain,
+    profile: Profile,
+) -> None:
+    """Enable what changes the model's results, as the profile asks.
+
+    Probes compare ways to compute the unaltered model, so they cannot run after this.
+    """
     enable_policies(policies, backbone, experts)
     enable_contrast(profile.speculation, backbone, experts)
-    return _Ready(backbone, packing, mended, fused, speculation)
+    if offloaded is not None and profile.offload.late == "prefix":
+        offloaded.serve_prefixes(profile.offload.late_share)
 
 
 def _policies(profile: Profile) -> PolicyChain:
@@ -314,3 +264,40 @@ def _check_backend(backend: Backend, layers: Sequence[LayerExperts]) -> None:
         backend.check([held_experts(layer) for layer in layers])
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}") from error
+
+
+def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
+    """Why ``offload.late: prefix`` changes nothing; empty if it does, or is not asked for."""
+    bits = profile.offload.late_bits
+    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
+        return []
+    if offloaded is None:
+        return ["offload.late: prefix changes nothing: all experts are in memory"]
+    return [
+        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
+        "(offload.late_bits)"
+    ]
+
+
+def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
+    """What fell back or was ignored, and why: one sentence each."""
+    made = []
+    if not packing.enabled:
+        made.append(
+            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"others that begin alike: {packing.reason}"
+        )
+    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
+        made.append(f"decode steps run through transformers' own layers: {fused.reason}")
+    if codec.tokenizer is None:
+        made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
+    for names, what in (
+        (report.ignored, "in the checkpoint are not used by this architecture"),
+        (
+            report.computed,
+            "are not in the checkpoint and were filled by the architecture's own rule",
+        ),
+    ):
+        if names:
+            made.append(f"{len(names)} tensors {what} (the first: {names[0]})")
+    return made

@@ -41,85 +41,27 @@ from moe.settings.profile import LoadedProfile, Profile, load_profile
 from moe.text.tokenizer import Prompt
 from routing import READERS
 
-# ---- What a loaded model has done and what runs how, ready for JSON.
-
 Session = Coordinator | WorkerLoop | None
 """The ranks of a launch, if this process is one of them."""
-
-
-def model_stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
-    """See `MoE.stats`."""
-    experts = loaded.experts
-    bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
-    offloaded, speculator = loaded.offloaded, loaded.speculation.speculator
-    return {
-        "weight_bytes": loaded.weight_bytes,
-        "expert_bytes": experts.expert_bytes,
-        "expert_bytes_read": sum(bytes_by.values()),
-        "expert_bytes_read_by": bytes_by,
-        "expert_loads_by": {
-            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in READERS
-        },
-        "layers": layers,
-        "offload": None if offloaded is None else offloaded.statistics(),
-        "speculation": None if speculator is None else speculator.figures(),
-        "parallel": session.statistics() if isinstance(session, Coordinator) else None,
-    }
-
-
-def reset(loaded: LoadedModel, session: Session) -> None:
-    """Count from here on."""
-    loaded.experts.statistics.reset()
-    if loaded.offloaded is not None:
-        loaded.offloaded.reset_statistics()
-    if isinstance(session, Coordinator):
-        session.reset_statistics()
-    if loaded.speculation.speculator is not None:
-        loaded.speculation.speculator.report.reset()
-
-
-def model_status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
-    """See `MoE.status`."""
-    offloaded, speculation = loaded.offloaded, loaded.speculation
-    return {
-        "architecture": type(loaded.backbone.model).__name__,
-        "device": str(loaded.backbone.device),
-        "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
-        "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
-        "speculation": {
-            "enabled": speculation.speculator is not None,
-            "why": speculation.reason,
-        },
-        "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
-        "offload": None if offloaded is None else offloaded.status(),
-        "parallel": session.status() if isinstance(session, Coordinator) else None,
-        "tools": loaded.codec.tools.as_dict(),
-        "reasoning": loaded.codec.reasoning.as_dict(),
-        "notices": list(loaded.notices),
-    }
-
-
-# ----
-
 ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 
 
 class MoE:
-    """A loaded model. Made by `from_pretrained`. Threads may share it: their steps take turns.
+    """A loaded model, made by `from_pretrained`. Threads may share it: one runs a step at a time.
 
     Attributes:
         profile: the settings in force, with the origin of each.
         codec: the model's tokenizer and vocabulary rules.
-        defaults: what a request gets where it does not say.
+        defaults: parameters that a request does not give.
         notices: what fell back or was turned off while loading, and why; one sentence each.
-        backbone, experts: what runs: the model without its experts, and its MoE layers.
+        backbone, experts: the model without its experts, and its MoE layers.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         profile: LoadedProfile,
-        session: Coordinator | WorkerLoop | None = None,
+        session: Session = None,
     ) -> None:
         self.profile = profile
         self.codec = loaded.codec
@@ -218,7 +160,7 @@ class MoE:
         Prompts are checked before this returns. Closing the iterator cancels what still runs.
 
         Args:
-            shown: special tokens that are part of texts (see `TextCodec.decoder`).
+            shown: special tokens that stay in the text (see `TextCodec.decoder`).
         """
         engine = self.loop()
         batch = as_batch(prompts, SamplingParams() if params is None else params)
@@ -262,17 +204,17 @@ class MoE:
         return self.params(len(self.codec.encode(prompt)), chat=is_chat(prompt))
 
     def params(self, num_prompt: int, *, chat: bool, **said: Any) -> SamplingParams:
-        """The parameters of a request that says ``said``, and for the rest takes the defaults.
+        """The parameters of a request: ``said``, and the defaults for the rest.
 
         Args:
             num_prompt: tokens of the prompt.
             chat: the prompt is a conversation.
-            **said: fields of `SamplingParams`; None: not said.
+            **said: fields of `SamplingParams`; None: take the default.
         """
         return self.defaults.params(chat=chat, room=self.room_for(num_prompt), **said)
 
     def room_for(self, num_prompt: int) -> int:
-        """New tokens that context and memory have room for behind a prompt, at least 1."""
+        """New tokens that context and memory have room for after a prompt, at least 1."""
         kv_tokens = self._loaded.memory_plan.kv_tokens
         if isinstance(self._session, Coordinator):
             kv_tokens = max(self._session.kv_tokens.values())
@@ -280,7 +222,7 @@ class MoE:
         return max(min(limit for limit in limits if limit is not None) - num_prompt, 1)
 
     def loop(self) -> StepLoop:
-        """A step loop of its own over this model and all its ranks, for callers that drive it."""
+        """A new step loop over this model and all its ranks, for callers that drive it."""
         self._check_open()
         if not isinstance(self._session, Coordinator):
             return self.engine()
@@ -290,7 +232,7 @@ class MoE:
         )
 
     def engine(self, *, drafts: bool = True) -> Engine:
-        """The step loop of one rank, this one, whatever others there are.
+        """A step loop over this rank only.
 
         Args:
             drafts: False: without speculation, whatever the profile says.
@@ -308,29 +250,29 @@ class MoE:
         )
 
     def _planning_engine(self, kv_tokens: int) -> Engine:
-        """The part of an engine that plans, for a rank that computes elsewhere."""
+        """An engine that only plans, for another rank or this one (`RankScheduler`)."""
         profile = _with_pool(self.profile.profile, kv_tokens)
         expect = self._loaded.expect
         return Engine(self.backbone, self.experts, profile, expect=expect, runner=RemoteRunner())
 
     @property
     def rank(self) -> int:
-        """Of this process among those of its launch that share the model; 0 is its user's."""
+        """This process among those of its launch that share the model; the user talks to rank 0."""
         return self._session.link.rank if isinstance(self._session, WorkerLoop) else 0
 
     def serve_rank(self) -> None:
-        """Where `rank` is not 0: compute what rank 0 says, until it closes its model.
+        """Unless `rank` is 0: do what rank 0 orders, until it closes its model.
 
         Raises:
             RankLostError: rank 0 is lost.
         """
-        assert isinstance(self._session, WorkerLoop), "rank 0 is served by the others"
+        assert isinstance(self._session, WorkerLoop), "only ranks other than 0 are workers"
         self._session.serve()
 
     def on_rank_loss(self, tell: Callable[[RankLostError], object]) -> None:
-        """Be told, in another thread, when a rank is lost that nobody goes on without.
+        """Call ``tell``, in another thread, if a lost rank ends the launch.
 
-        The process ends a few seconds later.
+        The process exits a few seconds later.
         """
         if isinstance(self._session, Coordinator):
             self._session.links.on_loss(tell)
@@ -350,10 +292,10 @@ class MoE:
         Args:
             salt: requests with different salts never share known prefixes
                 (``memory.prefix_tokens``).
-            priority: in [-100, 100]; lower numbers go first, and waiting makes up for higher ones
+            priority: in [-100, 100]; lower numbers go first, and a waiting request moves forward
                 (``engine.priority_steps``).
-            shown: special tokens that are part of the text (see `TextCodec.decoder`).
-            chat: token ids of a conversation: the text is an answer, and does not continue them.
+            shown: special tokens that stay in the text (see `TextCodec.decoder`).
+            chat: the prompt is a conversation, so the text is an answer and does not continue it.
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
@@ -365,22 +307,22 @@ class MoE:
     def stats(self) -> dict[str, Any]:
         """Counters since loading or `reset_stats`, ready for JSON: bytes, and routing by layer.
 
-        An expert that a step reads is counted once a layer, and ``..._by`` says for whom: for
+        An expert that a step reads is counted once a layer, and ``..._by`` says for what: for
         ``prefill`` (tokens of prompts), for ``decode`` (running sequences) or for ``both``.
-        ``offload`` is what the cache of experts did, null where all of them are in memory.
-        ``speculation`` is what drafts came to, null where none are made.
-        ``parallel`` is what every rank has sent, null where there is one; the rest is of this rank.
+        ``offload``: what the cache of experts did; null if all of them are in memory.
+        ``speculation``: how many drafts were accepted; null without drafts.
+        ``parallel``: what every rank has sent; null on one rank. The rest is of this rank.
         """
-        return model_stats(self._loaded, self._session)
+        return _stats(self._loaded, self._session)
 
     def reset_stats(self) -> None:
-        reset(self._loaded, self._session)
+        _reset_stats(self._loaded, self._session)
 
     def close(self) -> None:
-        """Close the files of experts that are on disk, and note which ones were worth keeping.
+        """Close the files of experts on disk, and save the hot set (``offload.hot_set``).
 
         Also done at the end of a ``with`` block, when the model is garbage, and at the end of the
-        program. Afterwards it cannot run.
+        program. A closed model cannot run.
         """
         self._close()
 
@@ -391,13 +333,65 @@ class MoE:
         self.close()
 
     def status(self) -> dict[str, Any]:
-        """What runs how, and what does not and why, ready for JSON."""
+        """What runs how, what is off and why; ready for JSON."""
         sampling = {"sampling": self.defaults.origins}
-        return model_status(self._loaded, self._session) | sampling
+        return _status(self._loaded, self._session) | sampling
+
+
+def _stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+    """See `MoE.stats`."""
+    experts = loaded.experts
+    bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
+    offloaded, speculator = loaded.offloaded, loaded.speculation.speculator
+    return {
+        "weight_bytes": loaded.weight_bytes,
+        "expert_bytes": experts.expert_bytes,
+        "expert_bytes_read": sum(bytes_by.values()),
+        "expert_bytes_read_by": bytes_by,
+        "expert_loads_by": {
+            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in READERS
+        },
+        "layers": layers,
+        "offload": None if offloaded is None else offloaded.statistics(),
+        "speculation": None if speculator is None else speculator.figures(),
+        "parallel": session.statistics() if isinstance(session, Coordinator) else None,
+    }
+
+
+def _reset_stats(loaded: LoadedModel, session: Session) -> None:
+    """Count from here on."""
+    loaded.experts.statistics.reset()
+    if loaded.offloaded is not None:
+        loaded.offloaded.reset_statistics()
+    if isinstance(session, Coordinator):
+        session.reset_statistics()
+    if loaded.speculation.speculator is not None:
+        loaded.speculation.speculator.report.reset()
+
+
+def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
+    """See `MoE.status`."""
+    offloaded, speculation = loaded.offloaded, loaded.speculation
+    return {
+        "architecture": type(loaded.backbone.model).__name__,
+        "device": str(loaded.backbone.device),
+        "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
+        "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
+        "speculation": {
+            "enabled": speculation.speculator is not None,
+            "why": speculation.reason,
+        },
+        "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
+        "offload": None if offloaded is None else offloaded.status(),
+        "parallel": session.status() if isinstance(session, Coordinator) else None,
+        "tools": loaded.codec.tools.as_dict(),
+        "reasoning": loaded.codec.reasoning.as_dict(),
+        "notices": list(loaded.notices),
+    }
 
 
 def _pool(profile: Profile, kv_tokens: int) -> int:
-    """Tokens of sequences that memory for so many tokens holds: contrast reads each twice."""
+    """Tokens of sequences that fit; contrast keeps keys and values of each token twice."""
     return max(kv_tokens // (2 if profile.speculation.contrast else 1), 1)
 
 

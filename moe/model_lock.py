@@ -1,4 +1,4 @@
-"""Whose turn it is to run the model, and what torch does meanwhile where nobody says otherwise."""
+"""One thread runs the model at a time, with torch's own defaults whatever the caller has set."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """torch's own default dtype and device and no autocast, whatever the caller has chosen.
+    """torch's own default dtype and device, and no autocast, inside the block.
 
-    transformers' code leaves float32 and the CPU out where it means them, and compiled kernels are
-    handed addresses: tensors half the size would be written beyond their end.
+    transformers' code relies on the defaults where it means float32 and the CPU, and compiled
+    kernels get addresses: they would write beyond the end of tensors half the size.
     """
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -31,7 +31,7 @@ def plain_torch() -> Iterator[None]:
 
 
 class ModelLock:
-    """Called for each step: threads take turns, as they use the model's one cache of experts."""
+    """Called for each step: threads share the model's one expert cache, so one steps at a time."""
 
     def __init__(self) -> None:
         # Reentrant: a step may collect a stream as garbage, which cancels its groups.

@@ -1,4 +1,4 @@
-"""From prompts and parameters to sequences for an engine, checked against the model first."""
+"""From prompts and parameters to sequences for an engine, and the defaults of parameters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from moe.settings import GenerationSettings
 from moe.text.detokenize import StopStrings
 from moe.text.generation_config import FILE, OwnSampling
 from moe.text.tokenizer import Prompt
+
+CONTINUATION = 128
+"""Most new tokens that continue a text under ``max_new_tokens: auto``."""
+_NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def make_group(
@@ -86,7 +90,7 @@ def as_batch(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Every prompt with its parameters. Raises `RequestError` where there are not as many."""
+    """Every prompt with its parameters. Raises `RequestError` if their numbers differ."""
     batch = _prompts(prompts)
     if isinstance(params, SamplingParams):
         params = [params] * len(batch)
@@ -100,41 +104,17 @@ def as_batch(
     return list(zip(batch, params, strict=True))
 
 
-def _check_token_ids(loaded: LoadedModel, name: str, token_ids: Iterable[int]) -> None:
-    size = loaded.logits_size
-    if (largest := max(token_ids, default=0)) >= size:
-        raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a batch of one; a batch is a sequence of strings or of sequences."""
-    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes, bytearray)):
-        if len(prompts) == 0:
-            raise RequestError("no prompts were given; give at least one")
-        if all(isinstance(prompt, Sequence) for prompt in prompts):
-            return list(prompts)  # type: ignore[arg-type]
-    return [prompts]  # type: ignore[list-item]
-
-
-# ---- What a request gets where it does not say: the profile, else the model itself, else
-# neutral.
-#
-# One place for the command line, `MoE.generate`, batches and the server.
-
-CONTINUATION = 128
-"""Most new tokens of a text's continuation under ``max_new_tokens: auto``."""
-_NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
 class Defaults:
-    """The defaults of one model under one profile.
+    """Parameters that a request does not give: the profile's, else the model's own, else neutral.
+
+    The one place for the command line, `MoE.generate`, batches and the server.
 
     Args:
         settings: the profile's ``generation`` section; null leaves the choice to the model.
         own: what the model's generation_config.json says about sampling.
 
     Attributes:
-        origins: of each sampling parameter its value and who said it, ready for JSON.
+        origins: each sampling parameter's value and where it comes from, ready for JSON.
     """
 
     def __init__(self, settings: GenerationSettings, own: OwnSampling) -> None:
@@ -152,9 +132,9 @@ class Defaults:
         """The parameters of a request.
 
         Args:
-            chat: it goes through the chat template, so the model ends its answer by itself.
-            room: new tokens that its context and memory have room for; a default is cut to that.
-            **said: fields of `SamplingParams`; None: the request does not say.
+            chat: the prompt is a conversation, so the model ends its answer by itself.
+            room: new tokens that context and memory have room for; a default is cut to that.
+            **said: fields of `SamplingParams`; None: the request does not give it.
 
         Raises:
             RequestError: a value is not valid.
@@ -171,3 +151,19 @@ class Defaults:
         if most == "auto":
             most = None if chat else CONTINUATION
         return room if most is None else min(most, room)
+
+
+def _check_token_ids(loaded: LoadedModel, name: str, token_ids: Iterable[int]) -> None:
+    size = loaded.logits_size
+    if (largest := max(token_ids, default=0)) >= size:
+        raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a batch of one; a batch is a sequence of strings or of sequences."""
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes, bytearray)):
+        if len(prompts) == 0:
+            raise RequestError("no prompts were given; give at least one")
+        if all(isinstance(prompt, Sequence) for prompt in prompts):
+            return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]

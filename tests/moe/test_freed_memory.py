@@ -6,7 +6,7 @@ import pytest
 FAULTS = """
 import os, resource, sys
 import torch
-from moe.loader import give_back_freed_memory, keep_freed_memory
+from moe.machine import give_back_freed_memory, keep_freed_memory
 
 def faults(how):
     if how != "given back":
