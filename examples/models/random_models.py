@@ -1,4 +1,4 @@
-"""A random Qwen3-MoE of 1.7 billion parameters, on which time means something.
+"""A random Qwen3-MoE of 1.7 billion parameters: large enough to measure speed.
 
     python -m examples.models.random_models
 
@@ -40,11 +40,11 @@ SHAPE: dict[str, Any] = {
 }
 PARAMETERS = 1_720_749_056
 MEMORY = 2.2 * 4 * PARAMETERS
-"""Bytes that making the checkpoint takes; more than what serving it does."""
+"""Bytes of memory needed to make the checkpoint; more than to serve it."""
 
 
 def bench_dir() -> Path:
-    """Where benchmarks keep what is large or made."""
+    """The folder where benchmarks keep large and generated files."""
     own = os.environ.get("BENCHMARKS_DIR")
     folder = Path(own) if own else Path(tempfile.gettempdir()) / "moe-benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,8 @@ def bench_dir() -> Path:
 
 
 def random_2b() -> Path | None:
-    """Folder of the checkpoint, made where it is not there yet; None, and why, if it cannot be."""
+    """Folder of the checkpoint, made at the first call. None, and the reason printed, if memory or
+    disk are short."""
     folder = bench_dir() / "random-2b"
     if (folder / "config.json").exists():
         return folder

@@ -59,17 +59,18 @@ NBYTES = 17_200_000_000
 BITS: Final = 4
 GROUP_SIZE: Final = 64
 POOL = 4
-"""Experts that are drawn and quantised."""
+"""Experts that are drawn and quantized."""
 STD = 0.02
 SMALL = 0.1
-"""What attention adds is smaller, and embeddings are larger, than transformers would make them:
-else it drowns the token after some layers, and all tokens of a text go to the same experts."""
+"""Attention outputs are scaled down by this, and embeddings have variance 1: otherwise attention
+drowns the token after some layers, and all tokens of a text go to the same experts."""
 VECTOR = 64
-"""Bytes of a plane that the kernels read together: in any order they are planes again."""
+"""Bytes of a plane that kernels read together; planes stay valid in any order of these."""
 
 
 def random_30b() -> Path | None:
-    """Directory of the store, made where it is not there yet; None, and why, if it cannot be."""
+    """Directory of the store, made at the first call. None, and the reason printed, if the disk is
+    short."""
     folder = bench_dir() / "random-30b-4bit"
     if is_readable(folder):
         return folder
@@ -81,7 +82,7 @@ def random_30b() -> Path | None:
 
 
 def is_readable(store: Path) -> bool:
-    """Whether there is a store that this version reads; one in an older format is taken away."""
+    """Whether there is a store that this version reads; one that it cannot read is removed."""
     try:
         read_manifest(store)
     except StoreError:
@@ -131,7 +132,7 @@ def _write_layers(
 
 @dataclass(frozen=True)
 class _Pool:
-    """A few quantised experts, and as many others as are wanted made of them."""
+    """A few quantized experts, from which all others are made."""
 
     experts: QuantizedExperts
 
@@ -144,7 +145,7 @@ class _Pool:
         return cls(quantize_experts(whole, GROUP_SIZE, BITS))
 
     def layer(self, count: int) -> QuantizedExperts:
-        """So many experts, each with the vectors of one of the pool in an order of its own."""
+        """``count`` experts, each one of the pool with its vectors in another order."""
         own = self.experts
         planes, scales = [], []
         for _ in range(count):

@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 8,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Values for every configuration that has the name; whatever an architecture lacks is left out.
+"""Values for every configuration that has the name; others are left out.
 
 Eight indexer heads, because scores of fewer are often all zero: which of equal scores a sparse
 indexer takes differs between one long pass and steps, in transformers itself.

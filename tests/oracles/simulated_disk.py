@@ -1,4 +1,4 @@
-"""A disk, a clock and memory that are simulated, for the real cache and prefetcher around them."""
+"""A simulated disk, clock and memory, for the real cache and prefetcher around them."""
 
 from __future__ import annotations
 
