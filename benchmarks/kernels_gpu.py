@@ -22,8 +22,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from kernels import BackendError, ExpertWeights, experts_forward, reference
 from kernels.megablocks import MegaBlocksExperts
 from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes
-from kernels.quantized import QuantizedExperts
-from kernels.reference import AnyExperts
+from kernels.reference import AnyExperts, QuantizedExperts
 
 TOKENS = (1, 4, 16, 512, 2048)
 ROUTINGS = 8

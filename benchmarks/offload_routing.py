@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from routing import Policy, Routing, RoutingContext
+from routing import Routing, RoutingContext, RoutingPolicy
 
 SPREAD = 1.35
 """Standard deviation of the logarithm of popularity."""
@@ -69,7 +69,7 @@ def locality(trace: Trace, experts: int, seed: int = 0) -> dict[str, float]:
 
 
 @dataclass
-class Replay(Policy):
+class Replay(RoutingPolicy):
     """A routing policy that sends tokens where a trace says; from its start again at its end.
 
     What the model says then means nothing; the router's weights are kept, so that all is computed.
@@ -95,7 +95,7 @@ class Replay(Policy):
 
 
 @dataclass
-class Record(Policy):
+class Record(RoutingPolicy):
     """A routing policy that changes nothing and remembers all; `trace` is what it has seen."""
 
     spec: str = "record"

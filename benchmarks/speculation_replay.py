@@ -29,13 +29,13 @@ from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round
 from moe.speculate.elastic import DraftLayers, ElasticDrafts, GoesOn, _Pending
 from moe.speculate.ngram import ModelFree
 from moe.speculate.speculator import Speculator
-from routing import Policy, Routing, RoutingContext
+from routing import Routing, RoutingContext, RoutingPolicy
 
 SPAN = 512
 """Tokens of the trace that a sequence has for itself."""
 
 
-class Replayed(Policy):
+class Replayed(RoutingPolicy):
     """A routing policy: rows go where the trace sends their tokens.
 
     Attributes:

@@ -1,8 +1,11 @@
-"""The experts' arithmetic: one entry point over the compiled CPU kernel, Triton and the reference.
+"""The experts' arithmetic: entry points over the compiled CPU kernels, Triton and the reference.
 
-The reference (plain torch) serves what the others do not: gradients, unusual dtypes or layouts,
-other devices. `backend_status()` says what the CPU uses and why,
-`choose_backend` what a model uses.
+`ExpertWeights` (reference.py) and `QuantizedExperts` (planes.py) hold one MoE layer's experts, and
+`PlaneMatrix` one quantised matrix. `experts_forward` computes each token's weighted sum of expert
+outputs; `linear_forward`, `row_linear` and `weighted_sum` compute the parts around it. Each call
+takes the fastest kernel that supports its arguments: kernels/cpu in C++, kernels/triton on CUDA,
+else kernels/reference.py in plain torch (gradients, unusual dtypes, other devices).
+`choose_backend` chooses a model's kernels, `backend_status` says what the CPU uses and why.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels import quantized, reference
-from kernels.backends import Backend, Forward, choose_backend, triton_kernels, weighted_sum
+from kernels import reference
+from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError
 from kernels.planes import PlaneMatrix, QuantizedExperts
@@ -49,7 +52,7 @@ def experts_forward(
         expert_ids_TK: (T, K) int64 in [0, E), -1 for an unused slot.
         weights_TK: (T, K) float32 routing weights.
         experts: the layer's weights, on hidden's device.
-        add_to_TH: (T, H) float32, contiguous: what other experts' slots have given so far.
+        add_to_TH: (T, H) float32, contiguous: the sum over other experts' slots so far.
 
     Returns:
         (T, H) in hidden's dtype; or ``add_to_TH``, to which the sum was added in place.
@@ -72,13 +75,13 @@ def experts_forward(
 
 
 def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
-    """Whether `experts_forward` of these leaves the host out, so that a graph can record it."""
+    """Whether `experts_forward` of these never waits for the GPU: a CUDA graph can capture it."""
     triton = triton_kernels() if hidden_TH.device.type == "cuda" else None
     return triton is not None and triton.supports(hidden_TH, experts)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
-    """``x W^T + bias``: (T, N) in x's dtype; see kernels/quantized.py for the arithmetic.
+    """``x W^T + bias``: (T, N) in x's dtype; see kernels/reference.py for the arithmetic.
 
     Raises:
         ValueError: x is not (T, K).
@@ -92,18 +95,60 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
         if triton is not None and triton.supports_matrix(x_TK, matrix):
             output_TN: Tensor = triton.linear_forward(x_TK, matrix)
             return output_TN
-    return quantized.linear_forward(x_TK, matrix)
+    return reference.linear_forward(x_TK, matrix)
 
 
 def row_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, whose bits for a row depend on the other rows; ours do not.
+    """`torch.nn.functional.linear`, but a row's bits do not depend on the other rows.
 
-    On a CPU, without gradients, of float32 and bfloat16 rows; torch's own otherwise.
+    That holds on a CPU, without gradients, for float32 and bfloat16 rows; else this is torch's own.
     """
     native = choose_kernel()[0] if x.device.type == "cpu" else None
     if native is not None and native.linear.supports(x, weight_NK):
         return native.linear.linear(x, weight_NK, bias_N)
     return linear(x, weight_NK, bias_N)
+
+
+def weighted_sum(
+    row_AH: Tensor,
+    position_TK: Tensor,
+    weights_TK: Tensor,
+    dtype: torch.dtype,
+    more_BH: Tensor | None = None,
+) -> Tensor:
+    """``(T, H)`` in ``dtype``: `sum_k weights[t, k] * row[position[t, k]]`, on any kernel.
+
+    Products are rounded, then added in slot order, in the rows' dtype. So expert outputs that other
+    ranks computed give the bits of `experts_forward` with all experts on one rank.
+
+    Args:
+        row_AH: (A, H) experts' outputs before their weights, in the dtype of the sum.
+        position_TK: integer row of each slot, negative for an unused one.
+        weights_TK: float32.
+        dtype: of the result, rounded once at the end.
+        more_BH: (B, H) rows with positions A to A + B - 1, in memory of their own.
+    """
+    more_BH = row_AH[:0] if more_BH is None else more_BH
+    native = None
+    if (
+        row_AH.device.type == "cpu"
+        and row_AH.dtype == torch.float32
+        and dtype in (torch.float32, torch.bfloat16)
+    ):
+        native, _ = choose_kernel()
+    if native is not None:
+        position_TK, weights_TK = position_TK.int().contiguous(), weights_TK.contiguous()
+        rows = row_AH.contiguous(), more_BH.contiguous()
+        return native.whole.weighted_sum(rows[0], position_TK, weights_TK, dtype, rows[1])
+    row_AH = torch.cat([row_AH, more_BH])
+    output_TH = row_AH.new_zeros(position_TK.shape[0], row_AH.shape[1])
+    if len(row_AH):
+        weights_TK = weights_TK.to(row_AH.dtype).masked_fill(position_TK < 0, 0)
+        for k, position_T in enumerate(position_TK.clamp(min=0).unbind(1)):
+            used_T1 = (position_TK[:, k, None] >= 0).to(row_AH.device)
+            product_TH = weights_TK[:, k, None] * row_AH[position_T]
+            output_TH += product_TH.where(used_T1, product_TH.new_zeros(()))
+    return output_TH.to(dtype)
 
 
 def _needs_grad(hidden_TH: Tensor, weights_TK: Tensor, experts: AnyExperts) -> bool:

@@ -1,7 +1,7 @@
-"""What runs a model's experts: found out from a name and a device, once, while loading.
+"""The choice of a model's expert kernels, from the profile's name and the device, while loading.
 
-CUDA tensors go to Triton where it can be used, and to the reference, with a notice, where it
-cannot. MegaBlocks runs only where it was asked for.
+CUDA tensors go to Triton, or to the reference with a warning where Triton cannot run. MegaBlocks
+runs only on request.
 
 Shape legend as in kernels/reference.py.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import backend_status, choose_kernel
+from kernels.cpu import backend_status
 from kernels.megablocks import BackendError, MegaBlocksExperts
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
@@ -28,7 +28,7 @@ _logger = logging.getLogger("moe")
 
 
 class Forward(Protocol):
-    """What `kernels.experts_forward` is."""
+    """The signature of `kernels.experts_forward`."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """Who runs the experts (`name`), why (`reason`), and how (`forward`)."""
+    """What runs the experts (`name`), why (`reason`), and the function (`forward`)."""
 
     name: str
     reason: str
@@ -59,7 +59,7 @@ def choose_backend(wanted: str, device: torch.device, auto: Forward) -> Backend:
 
     Args:
         device: where the model is.
-        auto: what decides for each call; `kernels.experts_forward`.
+        auto: `kernels.experts_forward`, which chooses a kernel for each call.
 
     Raises:
         BackendError: triton or megablocks was wanted and cannot run here.
@@ -78,7 +78,7 @@ def choose_backend(wanted: str, device: torch.device, auto: Forward) -> Backend:
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """The kernels for CUDA tensors, or None (said once) where Triton cannot run them."""
+    """The module of kernels for CUDA tensors; None, with one warning, where Triton cannot run."""
     status = triton_status()
     if status["name"] != "triton":
         _logger.warning("CUDA experts run on the slow reference kernel: %s", status["reason"])
@@ -86,49 +86,3 @@ def triton_kernels() -> ModuleType | None:
     from kernels.triton import experts
 
     return experts
-
-
-# ---- The weighted sum of rows that experts gave, wherever they were computed.
-#
-# One definition for all kernels: products are rounded, then added in slot order, in the rows'
-# dtype. So rows that come back from other processes give the bits that `experts_forward` gives
-# where all experts are at hand.
-#
-# Shape legend as in kernels/reference.py; A is the number of rows.
-
-_NATIVE = (torch.float32, torch.bfloat16)
-
-
-def weighted_sum(
-    row_AH: Tensor,
-    position_TK: Tensor,
-    weights_TK: Tensor,
-    dtype: torch.dtype,
-    more_BH: Tensor | None = None,
-) -> Tensor:
-    """``(T, H)`` in ``dtype``: `sum_k weights[t, k] * row[position[t, k]]`.
-
-    Args:
-        row_AH: experts' outputs before their weights, in the dtype of the sum.
-        position_TK: integer row of each slot, negative for an unused one.
-        weights_TK: float32.
-        dtype: of the result, rounded once at the end.
-        more_BH: rows that are counted on from those, wherever they lie.
-    """
-    more_BH = row_AH[:0] if more_BH is None else more_BH
-    native = None
-    if row_AH.device.type == "cpu" and row_AH.dtype == torch.float32 and dtype in _NATIVE:
-        native, _ = choose_kernel()
-    if native is not None:
-        position_TK, weights_TK = position_TK.int().contiguous(), weights_TK.contiguous()
-        rows = row_AH.contiguous(), more_BH.contiguous()
-        return native.whole.weighted_sum(rows[0], position_TK, weights_TK, dtype, rows[1])
-    row_AH = torch.cat([row_AH, more_BH])
-    output_TH = row_AH.new_zeros(position_TK.shape[0], row_AH.shape[1])
-    if len(row_AH):
-        weights_TK = weights_TK.to(row_AH.dtype).masked_fill(position_TK < 0, 0)
-        for k, position_T in enumerate(position_TK.clamp(min=0).unbind(1)):
-            used_T1 = (position_TK[:, k, None] >= 0).to(row_AH.device)
-            product_TH = weights_TK[:, k, None] * row_AH[position_T]
-            output_TH += product_TH.where(used_T1, product_TH.new_zeros(()))
-    return output_TH.to(dtype)

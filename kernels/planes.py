@@ -1,5 +1,8 @@
 """Weights as nested bit planes: 8-bit codes whose first bits alone are a coarser weight.
 
+`PlaneMatrix` and `QuantizedExperts` hold matrices and layers in this format; `quantize` and `pack`
+make it, `dequantize` reads it back. kernels/reference.py has the arithmetic on it.
+
 A weight is ``scale * (code - 136)`` with an unsigned code of 8 bits and one scale, of either sign,
 for each group of 32 or 64 weights of a row (round to nearest). The code is cut into planes of 2, 1,
 1 and 4 bits, highest first: the first one to four planes are a weight of 2, 3, 4 or 8 bits. A
@@ -9,10 +12,10 @@ augmentation): truncation would bias every weight downwards.
 136 is such a middle for 4 bits, which therefore are a signed integer of their own, ``16 * scale *
 i`` with i from -8 to 7: rounded to nearest, with an exact zero. The scale makes the largest weight
 of a group exact in 4 bits, as -8, by its sign where the weight is positive; or as 7, where -8 would
-push the opposite extreme off the grid. That costs a little of the mean error, and is the better for
-the model (`python -m benchmarks.quality`): the largest weights matter most.
+push the opposite extreme off the grid. That costs a little mean error and improves the model
+(`python -m benchmarks.quality`): the largest weights matter most.
 
-Layout, the one that the kernels read without moving anything: blocks of 16 rows; within a block,
+The kernels read the layout as it is: blocks of 16 rows; within a block,
 *steps* of 4 columns, each 64 codes (row by row, 4 columns of a row side by side): the operand of a
 vector dot product that gives 16 rows at once. A 64-byte vector of the 2-bit plane holds 4 steps,
 the first in the highest bits; one of the 4-bit plane holds 2, the first in the low half. One of a
@@ -20,7 +23,8 @@ the first in the highest bits; one of the 4-bit plane holds 2, the first in the 
 between: two such planes are 2 bits a step again after one selection. Rows are padded to 16 and
 columns to whole groups, with code 136 and scale 0.
 
-Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row.
+Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row; E, F, G,
+H and S as in kernels/reference.py.
 """
 
 from __future__ import annotations
@@ -202,11 +206,6 @@ def _next_float16(values: Tensor) -> Tensor:
     return torch.where(nearest.float().abs() < values.abs(), larger, nearest)
 
 
-# ---- Matrices and experts as nested bit planes: which blobs hold what.
-#
-# Shape legend as in kernels/reference.py; N rows and K columns of a matrix.
-
-
 @dataclass(frozen=True, eq=False)
 class PlaneMatrix:
     """An (N, K) matrix at the precision of its first planes; compared by identity.
@@ -326,6 +325,13 @@ class QuantizedExperts:
     @property
     def _layouts(self) -> tuple[PlaneLayout, ...]:
         return (self.first,) * self.parts + (self.second,)
+
+
+def join_matrices(matrices: Sequence[PlaneMatrix]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The blobs of one expert's planes, and of its scales, from its matrices in order."""
+    planes = zip(*(matrix.planes for matrix in matrices), strict=True)
+    scales = torch.cat([matrix.scales for matrix in matrices])
+    return tuple(torch.cat(blobs) for blobs in planes), scales
 
 
 def _check_blobs(

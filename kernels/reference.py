@@ -1,11 +1,19 @@
 """One MoE layer's experts in plain torch: the layout of the weights and the oracle of every kernel.
 
 Clarity before speed: a loop over the experts that were chosen, two matrix products each, and a
-weighted sum whose order is fixed, so that a row's result does not depend on its neighbours.
-Differentiable, any device.
+weighted sum in a fixed order, so that a row's result does not depend on its neighbours.
+Differentiable, on any device.
+
+The arithmetic on bit planes is part of their format: every CPU kernel gives the same numbers.
+Activations are quantised to 8 bits row by row and group by group: with ``a`` the largest magnitude
+of a group, ``scale = a / 127`` and ``q = rint(x * (127 / a))``; below `TINY` a group is zero.
+A group's dot product, ``q * (code - 136)``, is a sum of integers and therefore exact. The products
+``(weight scale * activation scale) * dot`` are added in float32 in the order of the groups. The
+activation's output is quantised in the same way for the second projection.
 
 Shape legend: T tokens, H hidden, K slots a token (top_k), E experts, F expert intermediate width,
-G = 2F for gated experts and F otherwise, S = T*K slots, R the rows of one expert.
+G = 2F for gated experts and F otherwise, S = T*K slots, R the rows of one expert; N rows, K columns
+and D groups a row of one matrix.
 """
 
 from __future__ import annotations
@@ -15,10 +23,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
-from kernels import quantized
-from kernels.planes import QuantizedExperts
+from kernels import planes
+from kernels.planes import ZERO_CODE, PlaneMatrix, QuantizedExperts
+
+TINY = 2.0**-100
+_MAX_CODE = 127
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +107,10 @@ def experts_forward(
     Returns:
         (T, H) in hidden's dtype, zero where a token uses no slot. Projections run in the weights'
         dtype, except for half precision on the CPU, where each expert is upcast to float32 (half
-        arithmetic is slow there), and for quantised experts (see kernels/quantized.py). The sum
-        runs in float32 (float64 for float64 weights), in slot order. With ``add_to_TH``, that, to
-        which the sum was added in place: where the slots of a token are in ascending order, calls
-        for ascending ranges of experts, the first of them with zeros, give the bits of one call.
+        arithmetic is slow there), and for quantised experts (see above). The sum
+        runs in float32 (float64 for float64 weights), in slot order. With ``add_to_TH``, the sum is
+        added to it in place, and it is returned: calls for ascending ranges of experts, the first
+        with zeros, then give the bits of one call, if each token's slots are in ascending order.
 
     Raises:
         ValueError: an expert id outside [-1, E) or shapes that do not fit.
@@ -133,6 +144,16 @@ def experts_forward(
     return output_TH if add_to_TH is not None else output_TH.to(hidden_TH.dtype)
 
 
+def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
+    """``x W^T + bias`` of bit planes: (T, N) in x's dtype.
+
+    Raises:
+        ValueError: x is not (T, K).
+    """
+    check_rows(x_TK, matrix)
+    return _project_planes(x_TK, matrix, matrix.bias).to(x_TK.dtype)
+
+
 def check_shapes(
     hidden_TH: Tensor,
     expert_ids_TK: Tensor,
@@ -140,7 +161,7 @@ def check_shapes(
     experts: AnyExperts,
     add_to_TH: Tensor | None = None,
 ) -> None:
-    """Raise ValueError where hidden, ids, weights and sum do not belong together."""
+    """Raise ValueError where the shapes of hidden, ids, weights and sum do not fit each other."""
     if hidden_TH.dim() != 2 or hidden_TH.shape[1] != experts.hidden_size:
         raise ValueError(
             f"hidden must be (T, {experts.hidden_size}) for these experts, "
@@ -164,8 +185,26 @@ def check_shapes(
         )
 
 
+def check_rows(x_TK: Tensor, matrix: PlaneMatrix) -> None:
+    """Raise ValueError where x is not (T, K)."""
+    if x_TK.dim() != 2 or x_TK.shape[1] != matrix.layout.columns:
+        raise ValueError(f"x must be (T, {matrix.layout.columns}), got {tuple(x_TK.shape)}")
+
+
+def quantize_rows(x_TK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Activations as (T, D, group_size) whole numbers in float32 and (T, D) float32 scales."""
+    x_TDG = pad(x_TK.float(), (0, -x_TK.shape[1] % group_size)).unflatten(1, (-1, group_size))
+    largest_TD = x_TDG.abs().amax(-1)
+    tiny_TD = largest_TD < TINY
+    largest_TD = largest_TD.masked_fill(tiny_TD, 0.0)
+    # Kernels round one division and one multiplication; torch would compute `127 / tensor` as a
+    # reciprocal and a product.
+    inverse_TD = (largest_TD.new_tensor(_MAX_CODE) / largest_TD).masked_fill(tiny_TD, 0.0)
+    return torch.round(x_TDG * inverse_TD[..., None]), largest_TD / _MAX_CODE
+
+
 def sum_dtype(experts: AnyExperts) -> torch.dtype:
-    """In which a token's slots are summed."""
+    """The dtype of the sum over a token's slots."""
     return _dtypes(experts)[1]
 
 
@@ -179,7 +218,7 @@ def id_error(experts: AnyExperts) -> ValueError:
 
 def _one_expert(row_RH: Tensor, expert: int, experts: AnyExperts) -> Tensor:
     if isinstance(experts, QuantizedExperts):
-        return quantized.one_expert(row_RH, expert, experts)
+        return _quantized_expert(row_RH, expert, experts)
 
     def project(row_RX: Tensor, weight_EYX: Tensor, bias_EY: Tensor | None) -> Tensor:
         bias_Y = None if bias_EY is None else bias_EY[expert].to(row_RX.dtype)
@@ -188,6 +227,34 @@ def _one_expert(row_RH: Tensor, expert: int, experts: AnyExperts) -> Tensor:
     inner_RF = experts.activation(project(row_RH, experts.gate_up_EGH, experts.gate_up_bias_EG))
     output_RH = project(inner_RF, experts.down_EHF, experts.down_bias_EH)
     return output_RH if experts.post_norm is None else experts.post_norm(output_RH)
+
+
+def _quantized_expert(row_RH: Tensor, expert: int, experts: QuantizedExperts) -> Tensor:
+    """(R, H) float32: the expert's output for each row, before routing weights."""
+    *first, second = experts.matrices(expert)
+    projected = [_project_planes(row_RH, matrix, None) for matrix in first]
+    own = torch.stack(projected, -1).flatten(1) if experts.interleaved else torch.cat(projected, 1)
+    if experts.gate_up_bias_EG is not None:
+        own = own + experts.gate_up_bias_EG[expert].float()
+    bias = None if experts.down_bias_EH is None else experts.down_bias_EH[expert]
+    output_RH = _project_planes(experts.activation(own), second, bias)
+    return output_RH if experts.post_norm is None else experts.post_norm(output_RH)
+
+
+def _project_planes(x_TK: Tensor, matrix: PlaneMatrix, bias: Tensor | None) -> Tensor:
+    """(T, N) float32."""
+    layout, size = matrix.layout, matrix.layout.group_size
+    q_TDG, scale_TD = quantize_rows(x_TK, size)
+    codes = planes.unpack(matrix.planes, layout)
+    padding = (0, layout.padded_columns - layout.columns)
+    codes_NDG = pad(codes, padding, value=ZERO_CODE).unflatten(1, (-1, size)).float() - ZERO_CODE
+    # Whole numbers below 2^24: exact in float32 in any order.
+    dot_DTN = torch.bmm(q_TDG.transpose(0, 1), codes_NDG.permute(1, 2, 0))
+    weight_ND = planes.unpack_scales(matrix.scales, layout).float()
+    output_TN = dot_DTN.new_zeros(dot_DTN.shape[1:])
+    for group, dot_TN in enumerate(dot_DTN):
+        output_TN += (scale_TD[:, group, None] * weight_ND[:, group]) * dot_TN
+    return output_TN if bias is None else output_TN + bias.float()
 
 
 def _dtypes(experts: AnyExperts) -> tuple[torch.dtype, torch.dtype]:

@@ -39,7 +39,7 @@ from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
 from moe.settings.profile import LoadedProfile, Profile, load_profile
 from moe.text.tokenizer import Prompt
-from routing import READERS
+from routing import LOADED_FOR
 
 Session = Coordinator | WorkerLoop | None
 """The ranks of a launch, if this process is one of them."""
@@ -349,7 +349,7 @@ def _stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "expert_bytes_read": sum(bytes_by.values()),
         "expert_bytes_read_by": bytes_by,
         "expert_loads_by": {
-            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in READERS
+            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in LOADED_FOR
         },
         "layers": layers,
         "offload": None if offloaded is None else offloaded.statistics(),

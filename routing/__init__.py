@@ -1,23 +1,26 @@
-"""Who goes where: routing decisions as values, and pure functions on them.
+"""Routing: which experts each token visits, as values and pure functions on them.
 
-Ground floor: imports nothing of ours.
+`RouterRule` turns a router's logits into a `Routing`: expert ids and weights of each token's slots.
+A `RoutingPolicy` maps a `Routing` to a `Routing`; `parse_policies` makes the `PolicyChain` that a
+profile lists. `RoutingStatistics` counts what the routers chose. routing/balance.py spreads tokens
+over the ranks that hold copies of an expert; routing/predict guesses routings ahead of time.
 """
 
-from routing.policies import Need, Policy, PolicyChain, RoutingContext, parse_policies
+from routing.policies import Need, PolicyChain, RoutingContext, RoutingPolicy, parse_policies
 from routing.routing import Routing, RoutingError
-from routing.statistics import PHASES, READERS, Phase, Reader, RoutingStatistics
+from routing.statistics import LOADED_FOR, PHASES, LoadedFor, Phase, RoutingStatistics
 
 __all__ = [
+    "LOADED_FOR",
     "PHASES",
-    "READERS",
+    "LoadedFor",
     "Need",
     "Phase",
-    "Policy",
     "PolicyChain",
-    "Reader",
     "Routing",
     "RoutingContext",
     "RoutingError",
+    "RoutingPolicy",
     "RoutingStatistics",
     "parse_policies",
 ]

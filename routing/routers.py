@@ -1,7 +1,7 @@
-"""The rule of a router: from the logits of all experts to those that are chosen, and their weights.
+"""The rule of a router: from the logits of all experts to the chosen ones and their weights.
 
-Softmax, sigmoid with a selection bias (auxiliary-loss-free balancing), groups
-(DeepSeek) and SparseMixer, with or without renormalisation, are one rule with different settings.
+Softmax, sigmoid with a selection bias (auxiliary-loss-free balancing), groups (DeepSeek) and
+SparseMixer, with or without renormalisation, are settings of one rule.
 Legend: T rows, E experts, K experts a row.
 """
 
@@ -25,10 +25,10 @@ _NEVER = -float("inf")
 class RouterRule:
     """Scores of experts, the choice among them, and the weights of the chosen.
 
-    Chosen are the ``top_k`` largest of score + correction, within the ``groups_kept`` best groups
-    (by their largest, or the sum of their two largest). Weights are scores without correction,
-    divided by their sum if renormalised, times ``scale``. A mixer (`_mix`) goes by the logits
-    themselves; only ``top_k``, ``scale`` and its threshold concern it.
+    The rule chooses the ``top_k`` largest of score + correction within the ``groups_kept`` best
+    groups (ranked by their largest score, or by the sum of their two largest). Weights are scores
+    without correction, divided by their sum if ``renormalise``, times ``scale``. A mixer (`_mix`)
+    uses the logits themselves, and of the settings only ``top_k``, ``scale`` and its threshold.
     """
 
     top_k: int
@@ -43,18 +43,18 @@ class RouterRule:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether those with the largest logits are chosen."""
+        """Whether the rule always chooses the experts with the largest logits."""
         return self.correction is None and self.groups == 1
 
     def scores(self, logits: Tensor) -> Tensor:
-        """``(T, E)`` float32 of logits ``(T, E)``: what weights are made of."""
+        """``(T, E)`` float32 scores of logits ``(T, E)``; weights are made of them."""
         logits = logits.float()
         if self.score == "mixer":
             return logits
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def ranking(self, scores: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """``(T, E)`` numbers whose largest are chosen; -inf for those out of reach."""
+        """``(T, E)`` numbers of which `select` takes the largest; -inf for excluded experts."""
         ranking = scores if self.correction is None else scores + self.correction
         if allowed is not None:
             ranking = ranking.masked_fill(~allowed, _NEVER)
@@ -74,9 +74,9 @@ class RouterRule:
 
         Args:
             scores: ``(T, E)`` of `scores`.
-            allowed: bool ``(E,)`` or ``(T, E)``: experts that may be chosen; None for all. The rest
-                is as if it were not there: groups are compared by who is left, scores stay as
-                they are. Where fewer than ``top_k`` are left, slots stay unused.
+            allowed: bool ``(E,)`` or ``(T, E)``: experts that may be chosen; None for all. Groups
+                are ranked by their allowed experts; scores do not change. Where fewer than
+                ``top_k`` experts are left, slots stay unused.
             top_k: experts a row instead of the rule's own number.
         """
         count = min(self.top_k if top_k is None else top_k, scores.shape[-1])
@@ -92,8 +92,8 @@ class RouterRule:
         return Routing(ids.masked_fill(unused, UNUSED), weights * self.scale).ascending()
 
     def _mix(self, logits: Tensor, allowed: Tensor | None, count: int) -> Routing:
-        """SparseMixer (arXiv 2409.12136): one after the other, the largest logit is taken and
-        weighted by a softmax over those logits left that come near it."""
+        """SparseMixer (arXiv 2409.12136): take the largest logit left, ``count`` times; its weight is
+        a softmax over the logits left that are within the threshold of it."""
         left = logits if allowed is None else logits.masked_fill(~allowed, _NEVER)
         ids, weights = [], []
         for _ in range(count):

@@ -1,7 +1,7 @@
-"""A routing decision is a value.
+"""`Routing`: a routing decision as a value.
 
-Routers produce a `Routing`; policies map a `Routing` to a `Routing`; nothing downstream knows which
-router or policy ran. Legend: T tokens, K slots a token (top_k), E experts of the layer.
+Routers produce one, policies map one to another, and nothing downstream knows which router or
+policy ran. Legend: T tokens, K slots a token (top_k), E experts of the layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 class RoutingError(ValueError):
-    """A routing decision or a routing policy breaks a rule of this room."""
+    """A routing or a routing policy is invalid; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,8 @@ class Routing:
 
     Attributes:
         expert_ids: ``(T, K)`` int64 in ``[0, E)``, ascending in each row: the order in which the
-            experts' outputs are summed. ``UNUSED`` (-1) marks an unused slot, after those in use.
-        weights: ``(T, K)`` float32; 0 in unused slots. Not renormalised here: the router's own
-            normalisation and scaling are already inside.
+            experts' outputs are summed. Unused slots hold ``UNUSED`` (-1) and come last.
+        weights: ``(T, K)`` float32, with the router's normalisation and scaling; 0 in unused slots.
     """
 
     expert_ids: Tensor
@@ -36,7 +35,7 @@ class Routing:
 
     @classmethod
     def from_router(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> Routing:
-        """Take over what a transformers router returned.
+        """The routing that a transformers router returned.
 
         Ids outside ``[0, num_experts)`` are transformers' sentinels for "no expert here" and become
         unused slots.
@@ -54,7 +53,7 @@ class Routing:
         ).ascending()
 
     def ascending(self) -> Routing:
-        """The same decision with its slots in their order."""
+        """The same decision with each row's slots in ascending order."""
         keys = self.expert_ids.where(self.expert_ids != UNUSED, _LAST)
         order = keys.argsort(dim=1)
         return Routing(self.expert_ids.gather(1, order), self.weights.gather(1, order))
@@ -71,7 +70,7 @@ class Routing:
     def validate(self, num_experts: int) -> Routing:
         """Return self, or raise `RoutingError` naming the invariant that does not hold.
 
-        For code that builds routings (policies, predictors, tests); the step loop does not pay it.
+        For code that builds routings (policies, predictors, tests); the step loop does not call it.
         """
         if self.expert_ids.ndim != 2 or self.expert_ids.shape != self.weights.shape:
             raise RoutingError(

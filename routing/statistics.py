@@ -1,7 +1,7 @@
-"""What the routers decided, counted per layer: the numbers behind balance, caching and prediction.
+"""Counts of what the routers chose, by layer: the numbers behind balance, caching and prediction.
 
-A step of a layer only keeps its expert ids; they are counted many steps at a time, or when someone
-asks. Counting synchronises nothing with the host: totals stay on the device of the routing.
+`record` only keeps a step's expert ids; they are counted many steps at a time, or on a query.
+Counting never waits for the GPU: totals stay on the device of the routing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from routing.routing import Routing
 
 Phase = Literal["prefill", "decode"]
-"""What a token is read for: the prompt it belongs to, or the next token of a running sequence."""
+"""Of a token: it belongs to a prompt, or it is the next token of a running sequence."""
 
-Reader = Literal["prefill", "decode", "both"]
-"""Whose tokens visited an expert in one step of a layer; each read expert has exactly one."""
+LoadedFor = Literal["prefill", "decode", "both"]
+"""Which phases' tokens visited an expert in one step of a layer."""
 
 _MAX_STEPS, _MAX_SLOTS = 256, 1 << 14
-"""Most steps of a layer, and most ids of them, that wait to be counted."""
+"""Steps of a layer, and expert ids in them, that may wait to be counted."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-READERS: tuple[Reader, ...] = get_args(Reader)
+LOADED_FOR: tuple[LoadedFor, ...] = get_args(LoadedFor)
 
 
 class RoutingStatistics:
     """Running totals of one model.
 
-    A *step* of a layer is one run of its experts, whatever number of lanes met there. Distinct
-    experts a step is the number that costs bytes (unique experts per forward).
+    A *step* of a layer is one run of its experts, for any number of sequences. The distinct experts
+    of a step are what costs bytes (unique experts per forward).
 
     Attributes:
         steps: of each layer.
@@ -42,7 +42,7 @@ class RoutingStatistics:
 
     def __init__(self, experts_per_layer: list[int]) -> None:
         self.num_experts = experts_per_layer
-        self._counting = Lock()  # whoever asks may be another thread than the one that records
+        self._counting = Lock()  # queries may come from another thread than `record`
         self.reset()
 
     def reset(self) -> None:
@@ -51,8 +51,8 @@ class RoutingStatistics:
         self._tokens_by = [dict.fromkeys(PHASES, 0) for _ in self.num_experts]
         self._tokens_per_expert = [torch.zeros(e, dtype=torch.int64) for e in self.num_experts]
         zero = torch.zeros((), dtype=torch.int64)
-        self._loads = [dict.fromkeys(READERS, zero) for _ in self.num_experts]
-        # Taken out one by one: a step that is recorded meanwhile stays in.
+        self._loads = [dict.fromkeys(LOADED_FOR, zero) for _ in self.num_experts]
+        # `_count` takes steps out one by one, so a step recorded meanwhile stays in.
         self._waiting: list[deque[dict[Phase, Tensor]]] = [deque() for _ in self.num_experts]
         self._slots = [0] * len(self.num_experts)
 
@@ -69,7 +69,7 @@ class RoutingStatistics:
             self._count(layer)
 
     def _count(self, layer: int) -> None:
-        """Add the steps that wait to the totals."""
+        """Add the waiting steps to the totals."""
         with self._counting:
             waiting = self._waiting[layer]
             steps = [waiting.popleft() for _ in range(len(waiting))]
@@ -98,11 +98,11 @@ class RoutingStatistics:
         counts = torch.bincount(slots, minlength=len(steps) * (num_experts + 1))
         return counts.view(len(steps), -1)[:, 1:]
 
-    def _add_loads(self, layer: int, reader: Reader, touched: Tensor) -> None:
-        self._loads[layer][reader] = self._loads[layer][reader].to(touched.device) + touched.sum()
+    def _add_loads(self, layer: int, phases: LoadedFor, touched: Tensor) -> None:
+        self._loads[layer][phases] = self._loads[layer][phases].to(touched.device) + touched.sum()
 
     def tokens_by(self, layer: int) -> dict[Phase, int]:
-        """Tokens of the layer by what they were read for; they add up to ``tokens``."""
+        """Tokens of the layer by phase; they add up to ``tokens``."""
         return dict(self._tokens_by[layer])
 
     def tokens_per_expert(self, layer: int) -> Tensor:
@@ -110,10 +110,10 @@ class RoutingStatistics:
         self._count(layer)
         return self._tokens_per_expert[layer].cpu().clone()
 
-    def expert_loads_by(self, layer: int) -> dict[Reader, int]:
-        """`expert_loads` by who needed them; an expert is counted once a step, under one reader."""
+    def expert_loads_by(self, layer: int) -> dict[LoadedFor, int]:
+        """`expert_loads` by the phases that needed them; an expert counts once a step."""
         self._count(layer)
-        return {reader: int(loads) for reader, loads in self._loads[layer].items()}
+        return {phases: int(loads) for phases, loads in self._loads[layer].items()}
 
     def expert_loads(self, layer: int) -> int:
         """Distinct experts summed over the layer's steps: how often an expert had to be read."""
@@ -125,7 +125,7 @@ class RoutingStatistics:
         return float(counts.max() / counts.mean() - 1) if bool(counts.sum()) else 0.0
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """One plain dictionary a layer, ready for JSON."""
+        """A dictionary for each layer, ready for JSON."""
         return [
             {
                 "layer": layer,

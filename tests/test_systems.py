@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from routing.policies.registry import POLICIES
+from routing.policies import POLICIES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/systems.md").read_text()

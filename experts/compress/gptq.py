@@ -33,8 +33,15 @@ from experts.weights import (
     split_parts,
 )
 from kernels import ExpertWeights, QuantizedExperts, planes
-from kernels.planes import PREFIX_BITS, PlaneLayout, PlaneMatrix, num_planes, pack, pack_scales
-from kernels.quantized import join_matrices
+from kernels.planes import (
+    PREFIX_BITS,
+    PlaneLayout,
+    PlaneMatrix,
+    join_matrices,
+    num_planes,
+    pack,
+    pack_scales,
+)
 
 MIN_ROWS = 128
 """Experts with fewer calibration rows are rounded plainly."""

@@ -36,8 +36,7 @@ from kernels.cpu.interface import (
     sizes,
 )
 from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts
-from kernels.quantized import check_rows
-from kernels.reference import ExpertWeights, check_shapes, id_error
+from kernels.reference import ExpertWeights, check_rows, check_shapes, id_error
 
 Weights = TypeVar("Weights", ExpertWeights, QuantizedExperts)
 
@@ -357,7 +356,7 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
         return x.device.type == scales.device.type == "cpu" and x.dtype in DTYPES
 
     def linear(self, x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
-        """As kernels.quantized.linear_forward; a row's bits depend on its own inputs only."""
+        """As kernels.reference.linear_forward; a row's bits depend on its own inputs only."""
         check_rows(x_TK, matrix)
         if x_TK.dtype == torch.float16:
             return self.linear(x_TK.float(), matrix).to(torch.float16)

@@ -1,5 +1,5 @@
 // The inner kernels on nested bit planes; kernels/planes.py says how the codes lie and
-// kernels/quantized.py what is computed. A vector of a plane holds a few steps of 4 columns of 16
+// kernels/reference.py what is computed. A vector of a plane holds a few steps of 4 columns of 16
 // rows: shifted and masked it is the operand of a dot product that adds 4 columns of each row, so
 // no sum ever crosses lanes. Planes are unpacked in registers, and an unpacked vector serves all
 // activation rows of a tile; for many rows the codes are unpacked to memory first.

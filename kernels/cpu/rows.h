@@ -1,5 +1,5 @@
 // Activation rows of int8 codes with a float scale for each group of columns, as the plane kernels
-// take them; kernels/quantized.py, quantize_rows, is the definition.
+// take them; kernels/reference.py, quantize_rows, is the definition.
 #pragma once
 #include "plane_tiles.h"
 

@@ -1,7 +1,7 @@
-"""What the kernels share: data types, the rows of a block, and whether Triton is interpreting.
+"""What the Triton kernels share: data types, the rows of a block, and activations.
 
-`TRITON_INTERPRET=1` runs the kernels on CPU tensors. bf16 arithmetic is silently wrong there
-(numpy has no such type), so that everything is computed in float32 right after the load.
+`TRITON_INTERPRET=1` runs the kernels on CPU tensors. numpy has no bf16, and its arithmetic is
+silently wrong there, so interpreted kernels convert to float32 right after each load.
 
 A program of a grouped kernel works on a block: `ROWS` slots of one expert. The grid has as many
 blocks as any routing of so many slots could need (see routing.py); those without work return.
@@ -28,8 +28,8 @@ _TYPES: dict[torch.dtype, Any] = {
 DTYPES = frozenset(_TYPES)
 
 
-class Gate(NamedTuple):
-    """How the outputs of a first projection lie, and what becomes of them.
+class Epilogue(NamedTuple):
+    """The activation fused into a first projection, and how the projection's outputs lie.
 
     Attributes:
         parts: 2 for gate and up, 1 for a matrix without a gate.

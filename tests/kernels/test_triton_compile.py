@@ -13,9 +13,9 @@ from triton.compiler import ASTSource
 from kernels.triton.attention import OPTIONS
 from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
 from kernels.triton.experts import combine_kernel
-from kernels.triton.planes import planes_kernel
+from kernels.triton.grouped import planes_kernel
 from kernels.triton.tiles import DECODE, PREFILL
-from kernels.triton.whole import whole_kernel
+from kernels.triton.grouped import whole_kernel
 
 POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
 POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}

@@ -23,7 +23,7 @@ from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import decide
 from moe.settings import ModelSettings
-from routing import Need, Phase, Policy, PolicyChain, Routing, RoutingContext
+from routing import Need, Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
 from routing.policies.pruning import TopK
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 
 
 @dataclass(eq=False)
-class Told(Policy):
+class Told(RoutingPolicy):
     """Remembers what it is told."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"select", "importance", "resident"})
@@ -157,7 +157,7 @@ def test_residents_save_reads(tiny_checkpoint: Callable[[str], Path], tmp_path: 
 
 
 @dataclass(frozen=True)
-class Heaviest(Policy):
+class Heaviest(RoutingPolicy):
     """Prompts visit one expert."""
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.commands.evaluate.scoring import Score, WindowReading, read
 from moe.model import MoE
 from moe.speculate.contrast import uncontrasted
-from routing import PHASES, Phase, Policy, PolicyChain, Routing, RoutingContext
+from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
 
 WINDOW = 8
 """Tokens whose distinct experts are counted: a verified draft, or a small batch."""
@@ -171,7 +171,7 @@ def cost_table(costs: Sequence[PolicyCost]) -> Table:
 
 
 @dataclass(eq=False)
-class Visited(Policy):
+class Visited(RoutingPolicy):
     """Changes nothing, and remembers where the tokens of each layer went."""
 
     spec: str = "visited"

@@ -1,12 +1,15 @@
-"""Grouped projections with weights as nested bit planes, each expert at a precision of its own.
+"""Grouped projections ``output[slot] = x[slot // share] W[expert]^T``, whole or as bit planes.
 
-Codes become whole numbers in registers, ``code - 136``, which bf16 and float16 hold exactly; the
-products of one scale group are summed first and multiplied by their scale then, in float32, so that
-no weight is rounded. Activations keep their own dtype on the GPU (on the CPU they are quantised
-too, see kernels/quantized.py): a result differs from the CPU's by that rounding.
+Sums run along K in steps of a fixed depth and are never split between programs, so a row's bits
+depend on its own input only. A known activation is fused (`Epilogue`): the gate and up rows of a
+unit are summed side by side, and only the activation's output is written.
 
-A plane is read as 32-bit words: word ``(block * vectors + vector) * 16 + row`` holds one row's bits
-of a 64-byte vector, 4 columns of each of its steps. Neighbouring threads read neighbouring words.
+Bit planes: each expert has a precision of its own. Codes become integers in registers,
+``code - 136``, which bf16 and float16 hold exactly; each scale group is summed and then multiplied
+by its scale in float32, so no weight is rounded. Activations keep their dtype on the GPU, while the
+CPU quantises them (kernels/reference.py): the results differ by that rounding. A plane is read as
+32-bit words: word ``(block * vectors + vector) * 16 + row`` holds one row's bits of a 64-byte
+vector, 4 columns of each of its steps; neighbouring threads read neighbouring words.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from kernels.planes import PLANE_BITS, ZERO_CODE, PlaneLayout
 from kernels.triton.language import (
-    Gate,
+    Epilogue,
     activate,
     add_bias,
     block_slots,
@@ -30,10 +33,88 @@ from kernels.triton.language import (
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import Tile
 
+_DEPTH = 64
 _ALIGNMENT = 16  # bytes
 _WORD_CODES = 16  # of a 2-bit plane
-_NO_GATE = Gate()
+_NO_EPILOGUE = Epilogue()
 _ZERO = tl.constexpr(ZERO_CODE)
+
+
+@triton.jit
+def whole_kernel(
+    x, weight, bias, output, order, offsets, block_expert, block_first,
+    share, unit_stride, part_stride, width, N, K, slope, limit, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    expert = tl.load(block_expert + block)
+    if expert < 0:
+        return
+    slots, used = block_slots(order, offsets, expert, tl.load(block_first + block), ROWS)
+    units = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = units < N
+    rows = units * unit_stride
+    depth = tl.arange(0, DEPTH)
+    from_x = x + (slots // share).to(tl.int64)[:, None] * K + depth[None, :]
+    row = expert.to(tl.int64) * width + rows
+    from_gate = weight + row[None, :] * K + depth[:, None]
+    from_up = weight + (row + part_stride)[None, :] * K + depth[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up = sums
+    for k in range(0, K, DEPTH):
+        rest = depth < K - k
+        x_tile = tl.load(from_x + k, mask=used[:, None] & rest[None, :], other=0.0).to(COMPUTE)
+        mask = rest[:, None] & inside[None, :]
+        tile = tl.load(from_gate + k, mask=mask, other=0.0).to(COMPUTE)
+        sums = tl.dot(x_tile, tile, sums, input_precision="ieee")
+        if GATED:
+            tile = tl.load(from_up + k, mask=mask, other=0.0).to(COMPUTE)
+            up = tl.dot(x_tile, tile, up, input_precision="ieee")
+    sums = add_bias(sums, bias, expert, rows, width, inside, HAS_BIAS)
+    if GATED:
+        up = add_bias(up, bias, expert, rows + part_stride, width, inside, HAS_BIAS)
+    if CURVE >= 0:
+        sums = activate(sums, up, slope, limit, offset, CURVE, GATED)
+    to = output + slots.to(tl.int64)[:, None] * N + units[None, :]
+    tl.store(to, sums.to(output.dtype.element_ty), mask=used[:, None] & inside[None, :])
+
+
+def project_whole(
+    x_XK: Tensor,
+    weight_EWK: Tensor,
+    bias_EW: Tensor | None,
+    blocks: Blocks,
+    tile: Tile,
+    *,
+    share: int = 1,
+    epilogue: Epilogue | None = None,
+) -> Tensor:
+    """Rows of all slots in x's dtype: (S, W), or (S, W / parts) of a known activation.
+
+    Rows of unused slots hold junk.
+
+    Args:
+        x_XK: contiguous rows; slot s reads row ``s // share``.
+        weight_EWK: contiguous.
+        bias_EW: contiguous, or None.
+        blocks: from `routing`, with blocks of ``tile.rows``.
+        epilogue: for a first projection.
+    """
+    width, size = weight_EWK.shape[1:]
+    if epilogue is None or epilogue.activation is None:
+        epilogue = _NO_EPILOGUE
+    units = width // epilogue.parts
+    output_SN = torch.empty(blocks.order_S.shape[0], units, dtype=x_XK.dtype, device=x_XK.device)
+    whole_kernel[blocks.count, triton.cdiv(units, tile.columns)](
+        x_XK, weight_EWK, bias_EW, output_SN,
+        blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B,
+        share, *epilogue.strides(units), width, units, size, *epilogue.numbers,
+        CURVE=epilogue.curve, GATED=epilogue.gated, HAS_BIAS=bias_EW is not None,
+        COMPUTE=compute_type(x_XK.dtype, weight_EWK.dtype),
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=_DEPTH, **tile.options,
+    )  # fmt: skip
+    return output_SN
 
 
 @triton.jit
@@ -131,7 +212,7 @@ def planes_kernel(
     tl.store(to, sums.to(output.dtype.element_ty), mask=used[:, None] & inside[None, :])
 
 
-def project(
+def project_planes(
     x_XK: Tensor,
     table_E5: Tensor,
     bias_EW: Tensor | None,
@@ -141,7 +222,7 @@ def project(
     *,
     share: int = 1,
     before: int = 0,
-    gate: Gate = _NO_GATE,
+    epilogue: Epilogue = _NO_EPILOGUE,
 ) -> Tensor:
     """Rows of all slots in x's dtype: (S, parts * N), or (S, N) of a known activation.
 
@@ -154,20 +235,21 @@ def project(
         layout: of one part; each expert's parts lie one after the other.
         blocks: from `routing`, with blocks of ``tile.rows``.
         before: codes of an expert that lie before its first part.
-        gate: for a first projection.
+        epilogue: for a first projection.
     """
-    width, units = gate.parts * layout.rows, layout.rows
-    known = gate.activation is not None
+    width, units = epilogue.parts * layout.rows, layout.rows
+    known = epilogue.activation is not None
     output_SN = torch.empty(
         blocks.order_S.shape[0], units if known else width, dtype=x_XK.dtype, device=x_XK.device
     )
-    grid = blocks.count, triton.cdiv(units, tile.columns), 1 if known else gate.parts
+    grid = blocks.count, triton.cdiv(units, tile.columns), 1 if known else epilogue.parts
     planes_kernel[grid](
         x_XK, table_E5, bias_EW, output_SN,
         blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B,
         share, before // _WORD_CODES, layout.padded_rows * layout.padded_columns // _WORD_CODES,
-        *gate.strides(units), width, units, layout.columns, layout.num_groups, *gate.numbers,
-        CURVE=gate.curve, GATED=gate.gated, HAS_BIAS=bias_EW is not None,
+        *epilogue.strides(units), width, units, layout.columns, layout.num_groups,
+        *epilogue.numbers,
+        CURVE=epilogue.curve, GATED=epilogue.gated, HAS_BIAS=bias_EW is not None,
         COMPUTE=compute_type(x_XK.dtype),
         ROWS=tile.rows, COLUMNS=tile.columns, GROUP=layout.group_size, **tile.options,
     )  # fmt: skip
