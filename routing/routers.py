@@ -92,8 +92,8 @@ class RouterRule:
         return Routing(ids.masked_fill(unused, UNUSED), weights * self.scale).ascending()
 
     def _mix(self, logits: Tensor, allowed: Tensor | None, count: int) -> Routing:
-        """SparseMixer (arXiv 2409.12136): take the largest logit left, ``count`` times; its weight is
-        a softmax over the logits left that are within the threshold of it."""
+        """SparseMixer (arXiv 2409.12136): take the largest logit left, ``count`` times; its weight
+        is a softmax over the logits left that are within the threshold of it."""
         left = logits if allowed is None else logits.masked_fill(~allowed, _NEVER)
         ids, weights = [], []
         for _ in range(count):

@@ -1,6 +1,18 @@
-"""``top_k:N`` and ``top_k:N:keep``: visit only the N experts with the largest weights (lossy).
+"""Policies by which tokens visit fewer experts; all are lossy.
 
-The plainest pruning rule, and the baseline that every cleverer one has to beat.
+``top_k:N[:keep]`` keeps the N heaviest experts of each token: the baseline for the others.
+
+``top_p:P`` keeps the heaviest experts whose weights together reach the share P. A token sure
+of one expert visits few, an undecided one all: at equal numbers of visits it loses less weight.
+
+``odp:RATIO[:PROTECTED]`` (online dynamic pruning) drops weak experts of unimportant tokens. RATIO
+is one number, or one for each MoE layer, separated by commas; the paper takes each layer's median
+of second over first weight, which `moe trace` prints in this form. The paper is about two experts a
+token; with more, every expert is compared with the heaviest, which is known to cost much quality on
+fine-grained models: measure before use.
+
+``pesf:SHARE`` (prefill-time expert skipping by frequency, EAC-MoE) skips experts that few tokens of
+the prompts want.
 """
 
 from __future__ import annotations
@@ -20,13 +32,16 @@ from routing.policies.base import (
 from routing.routing import UNUSED, Routing, RoutingError, select_top_k
 from routing.statistics import Phase
 
+PROTECTED = 0.02
+"""Share of tokens that keep all experts; the paper's."""
+
 
 @dataclass(frozen=True)
 class TopK(RoutingPolicy):
     """Keep the ``top_k`` heaviest slots of each token.
 
-    With ``renormalise`` the kept weights are scaled so that their sum is that of all slots before;
-    without it the dropped mass is simply missing, which is what skipping an expert does.
+    With ``renormalise`` the kept weights are scaled to the old sum of all slots; without it the
+    dropped weight is missing, as if the experts' outputs were zero.
     """
 
     top_k: int
@@ -58,13 +73,6 @@ class TopK(RoutingPolicy):
         return Routing(routing.expert_ids.gather(1, kept), weights).ascending()
 
 
-# ---- ``top_p:P``: visit only the heaviest experts whose weights together make the share P
-# (lossy).
-#
-# A token that is sure of one expert visits few, an undecided one visits all: at equal numbers of
-# visits less weight is lost than by `top_k`.
-
-
 @dataclass(frozen=True)
 class TopP(RoutingPolicy):
     """Keep each token's heaviest slots, up to the one with which their sum reaches ``share`` of all
@@ -90,25 +98,13 @@ class TopP(RoutingPolicy):
         return keep(routing, needed.new_zeros(needed.shape).scatter(1, heaviest.indices, needed))
 
 
-# ---- ``odp:RATIO[:PROTECTED]``: unimportant tokens do without their weak experts (online dynamic
-# pruning; lossy).
-#
-# RATIO is one number, or one for each MoE layer with commas between; the paper takes each layer's
-# median of second over first weight, which `moe trace` prints in this form. The paper is about
-# models with two experts a token; with more, every expert is measured against the heaviest. On
-# fine-grained models that is known to cost much: measure before use.
-
-PROTECTED = 0.02
-"""Share of tokens that keep all experts; the paper's."""
-
-
 @dataclass(frozen=True)
 class OnlineDynamicPruning(RoutingPolicy):
     """Drop slots that weigh less than ``ratio`` of the token's heaviest, and scale the others to
-    the sum of all; not for the ``protected`` share of the tokens of a step that matter most.
+    the old sum; the most important tokens of a step, the share ``protected``, keep all slots.
 
-    Only tokens of prompts are protected: later tokens say which matter. (So does the published
-    code; and of fewer than 50 tokens, 2 % are none.)
+    Only prompt tokens are protected, as in the published code: importance is the attention from
+    later tokens. With 2 %, a prompt of fewer than 50 tokens has no protected token.
     """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"importance"})
@@ -140,16 +136,12 @@ class OnlineDynamicPruning(RoutingPolicy):
         return keep(routing, kept)
 
 
-# ---- ``pesf:SHARE``: prompts do without experts that few of their tokens want (prefill-time
-# expert skipping by frequency, EAC-MoE; lossy).
-
-
 @dataclass(frozen=True)
 class PrefillSkipping(RoutingPolicy):
     """Skip experts with fewer than ``share`` of their equal part of the visits, ``T K / E``.
 
-    Weights that are left to a token are scaled to the sum of all. A token of which every expert is
-    skipped goes without. What is skipped depends on the prompts that are read together.
+    A token's remaining weights are scaled to the old sum; a token whose experts are all skipped
+    gets no expert output. What is skipped depends on the prompts that are read together.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)

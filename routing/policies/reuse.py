@@ -1,7 +1,7 @@
-"""Policies that make tokens reuse experts: those that tokens read together share, or that are in memory.
+"""Policies that make tokens reuse experts: those of tokens read together, or those in memory.
 
-``des_vote:SHARE:TOKENS[:POWER]`` and ``des_seq:K:TOKENS`` (dynamic expert sharing, arXiv 2602.00879;
-lossy): a run of tokens, of a decoded batch or of a verified window, costs the union of its experts.
+``des_vote:SHARE:TOKENS[:POWER]``, ``des_seq:K:TOKENS`` (dynamic expert sharing, arXiv 2602.00879,
+lossy): a run of tokens, of a decoded batch or a verified window, costs the union of its experts.
 The policies bound the union to a core set, and each token chooses again, as many experts as ever,
 within it; that second choice keeps the quality, without it this is `top_k`. In a window, rejected
 drafts take part too, so the output depends on the drafts.
