@@ -1,9 +1,9 @@
 """MegaBlocks' grouped matrix products as a backend for bf16 experts on CUDA.
 
-Optional and imported late: none of MegaBlocks' modules import without its CUDA extension, and its
-pins (torch 2.7.0, numpy < 2.1) conflict with ours, so that it is installed with ``--no-deps``. We
-call what its dropless experts call, ``grouped_gemm_util.ops.gmm``, between our own gather and sum.
-The sizes of the groups are given on the host, so every layer waits for the GPU once.
+Optional and imported late: MegaBlocks does not import without its CUDA extension, and its pins
+(torch 2.7.0, numpy < 2.1) conflict with ours, so it is installed with ``--no-deps``. Between our
+own gather and sum we call what its dropless experts call, ``grouped_gemm_util.ops.gmm``. It takes the
+sizes of the groups on the host, so every layer waits for the GPU once.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use.
 """
@@ -28,15 +28,15 @@ _INSTALL = (
 
 
 class BackendError(ValueError):
-    """What was asked to run the experts cannot; the message says why and what to do."""
+    """The chosen backend cannot run the experts; the message says why and what to do."""
 
 
 class MegaBlocksExperts:
     """`experts_forward` with MegaBlocks' grouped matrix products.
 
     Raises:
-        BackendError: the package, its CUDA extension or grouped_gemm is absent, or the version
-            is one that this was not written for.
+        BackendError: the package, its CUDA extension or grouped_gemm is absent, or its version is
+            not supported.
     """
 
     def __init__(self) -> None:

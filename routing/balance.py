@@ -1,9 +1,10 @@
-"""Which copy of an expert serves which token, so that this step's real load is level on all ranks.
+"""The copy of an expert that serves each token, chosen so that this step's loads are level.
 
-Copies of an expert hold the same weights, so the choice changes no output. Tokens flow from heavy
-ranks to light ones along experts that have copies on both: where no way leads further, the heaviest
-rank is as light as any choice can make it (`experts.placement.packing` is the
-same with divisible loads and many steps at once).
+Copies of an expert hold the same weights, so the choice changes no output. Tokens move from heavy
+ranks to light ones along chains of experts that have copies on both; when no chain is left, the
+heaviest rank is as light as any choice can make it. (`experts.placement.packing` does the same with
+divisible loads, over many steps.) This is the oracle of kernels/cpu/assign.cpp, which gives the
+same integers, and what a machine without a compiler runs.
 
 Legend: E experts, R ranks.
 """
@@ -23,7 +24,7 @@ def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
     """``(E, R)``: how many of an expert's tokens each rank takes in this step.
 
     Args:
-        tokens_E: of this step, as routed.
+        tokens_E: tokens of this step that are routed to each expert.
         copies_ER: copies of each expert on each rank.
     """
     held_ER = copies_ER > 0
@@ -41,18 +42,17 @@ def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
 def share(
     ranks_of: Iterable[Sequence[int]], tokens_of: Sequence[int], loads: list[int], reads: list[int]
 ) -> list[dict[int, int]]:
-    """Of each expert with several copies, the tokens that each of its ranks takes in this step.
+    """For each expert with several copies, the tokens that each of its ranks takes in this step.
 
-    The heaviest rank is as light as it can be with whole tokens, and few experts are computed on
-    more than one rank: each that is costs a second reading of its weights. Where that leaves a
-    choice, ranks read equally many experts. `kernels/cpu/assign.cpp` does the same, to the integer,
-    as this runs at every layer of every step.
+    The heaviest rank is as light as whole tokens allow, and few experts are computed on more than
+    one rank, because each further rank reads the weights once more. Where that leaves a choice, all
+    ranks read about equally many experts.
 
     Args:
-        ranks_of: those with a copy.
-        tokens_of: of this step, as routed.
-        loads: of each rank without these tokens; with them, afterwards.
-        reads: experts that each rank reads without these; with them, afterwards.
+        ranks_of: the ranks with a copy of each of these experts.
+        tokens_of: the tokens routed to each of them.
+        loads: tokens of each rank without these experts; updated.
+        reads: experts that each rank reads, without these; updated.
     """
     parts = [dict.fromkeys(ranks, 0) for ranks in ranks_of]
     order = sorted(range(len(parts)), key=tokens_of.__getitem__, reverse=True)
@@ -74,8 +74,8 @@ def deal(part: Mapping[int, int], source_N: Ints) -> Ints:
 
     Args:
         part: tokens that each rank takes, N in all.
-        source_N: the rank that each token is on, ascending: a rank first takes tokens of its own,
-            which need not travel.
+        source_N: the rank that each token is on, ascending. A rank first takes its own tokens,
+            which need no transfer.
     """
     chosen, left = np.full(len(source_N), -1), {}
     for rank, count in part.items():
@@ -88,7 +88,7 @@ def deal(part: Mapping[int, int], source_N: Ints) -> Ints:
 
 
 def _pour(part: dict[int, int], tokens: int, loads: list[int]) -> None:
-    """Give an expert's tokens to its ranks, the lightest first, so that they end up level."""
+    """Give an expert's tokens to its ranks, the lightest first, to level the loads."""
     ranks = sorted(part, key=loads.__getitem__)
     filled, under = 1, loads[ranks[0]]
     while filled < len(ranks) and tokens + under > filled * loads[ranks[filled]]:
@@ -101,7 +101,7 @@ def _pour(part: dict[int, int], tokens: int, loads: list[int]) -> None:
 
 
 def _level(parts: list[dict[int, int]], loads: list[int]) -> None:
-    """Move tokens along chains of copies until none leads from a heaviest rank to one 2 below."""
+    """Move tokens along chains until none leads from a heaviest rank to one at least 2 lighter."""
     while (heaviest := max(loads)) - min(loads) > 1:
         for start in [rank for rank, load in enumerate(loads) if load == heaviest]:
             chain = _chain(parts, loads, start)
@@ -121,7 +121,7 @@ def _level(parts: list[dict[int, int]], loads: list[int]) -> None:
 def _chain(parts: list[dict[int, int]], loads: list[int], start: int) -> list[tuple[int, int, int]]:
     """Shortest ``(expert, from, to)`` moves to a rank at least 2 lighter; empty if there is none.
 
-    No expert moves twice: going on from where its tokens can go needs another's.
+    No expert occurs twice: its tokens reach all its ranks in one move.
     """
     came: dict[int, tuple[int, int, int] | None] = {start: None}
     queue = [start]
@@ -143,7 +143,7 @@ def _chain(parts: list[dict[int, int]], loads: list[int], start: int) -> list[tu
 
 
 def _gather(parts: list[dict[int, int]]) -> None:
-    """Split fewer experts at the same loads: two that share a pair of ranks trade tokens."""
+    """Split fewer experts at equal loads: two split over the same two ranks trade tokens."""
     open_by: dict[tuple[int, int], int] = {}
     for expert, part in enumerate(parts):
         if sum(map(bool, part.values())) < 2:
@@ -156,7 +156,7 @@ def _gather(parts: list[dict[int, int]]) -> None:
                     if other == expert or not (theirs[a] and theirs[b]):
                         open_by[a, b] = expert
                         break
-                    # Either way round keeps the loads; the one that moves fewer ends a split.
+                    # Both directions keep the loads; the one that moves fewer tokens ends a split.
                     to_a, to_b = min(part[b], theirs[a]), min(part[a], theirs[b])
                     moved = to_a if to_a <= to_b else -to_b
                     part[a] += moved
@@ -166,7 +166,7 @@ def _gather(parts: list[dict[int, int]]) -> None:
 
 
 def _trade(parts: list[dict[int, int]], reads: list[int]) -> bool:
-    """A rank that reads many experts gives two for one with as many tokens; False: nobody can."""
+    """Trade two experts of a rank that reads many for one with as many tokens; False: no trade."""
     ranks = sorted(range(len(reads)), key=reads.__getitem__)
     for a in sorted(ranks, key=lambda rank: (-reads[rank], rank)):
         for b in ranks:

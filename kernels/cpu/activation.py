@@ -1,8 +1,8 @@
-"""The architecture's own activation beside the compiled kernels: recognised, or run in torch.
+"""The architecture's activation in the compiled kernels: recognised by C++, or run in torch.
 
-The usual curves, gated or not, are computed in C++ (kernels/cpu/curves.h); a callable is recognised
-by trying it, not by its name. Anything else (and a post norm) runs in torch, cut into blocks that
-keep a row's bits the same whatever other rows are in the call.
+C++ computes the usual curves, gated or not (kernels/cpu/curves.h); `recognise` finds the curve by
+trying the callable, not by its name. Any other activation (and a post norm) runs in torch, in
+blocks (`by_blocks`), so that a row's bits do not depend on the other rows of the call.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use.
 """
@@ -19,14 +19,14 @@ from torch.nn.functional import gelu
 
 from kernels.cpu.interface import Record, floats, numbers
 
-# torch runs an elementwise operation of fewer elements than this on one thread, and whole vectors
-# of up to 64 elements at a time: blocks cut so give a row the same bits in any company.
+# torch runs an elementwise operation of fewer elements than this on one thread, in vectors of up to
+# 64 elements: blocks within these limits give a row the same bits whatever the other rows are.
 _TORCH_GRAIN = 32768
 _TORCH_VECTOR = 64
 
 _Function = Callable[[Tensor], Tensor]
 _HUGE = 1e6  # larger than any clamp
-# Said in full: the defaults may be another dtype or device just now.
+# Explicit, because torch's defaults may be another dtype or device.
 _PLACE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
@@ -55,13 +55,13 @@ def recognise(
 ) -> Activation | None:
     """The activation that `function` computes to 1e-6, or None for one that C++ does not know.
 
-    Its numbers are read off single points; random rows from small to huge confirm them, so that
-    anything else about it shows.
+    Single points give the candidate's slope, limit and offset; random rows from small to huge then
+    confirm each curve with them.
 
     Args:
         function: (S, parts * width) -> (S, width).
         parts: 2 for gate and up, 1 for the gate alone.
-        interleaved: gate and up take turns, instead of one after the other.
+        interleaved: gate and up alternate, instead of one after the other.
     """
 
     def call(gate: Tensor, up: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def recognise(
     clamped = gate.clamp(max=limit)
     for index, curve in enumerate(_curves(slope)):
         expected = factor * curve(clamped)
-        # A curve's tail, the small difference of large numbers, is right to its argument only.
+        # A curve's tail is a small difference of large numbers: exact to its argument only.
         error = (actual - expected).abs()
         scale = torch.maximum(expected.abs(), (factor * clamped).abs())
         if bool((error <= 1e-6 * scale + 1e-30).all()):
@@ -94,7 +94,7 @@ def recognise(
 
 
 def _numbers(at: Callable[[float, float], float], parts: int) -> tuple[float, float, float]:
-    """Slope, limit and offset, if the function of (gate, up) is of our kind at all."""
+    """Slope, limit and offset of the function of (gate, up), supposing that C++ knows it."""
     limit, offset, curve = math.inf, 0.0, at(0.5, 0.25)
     if parts == 2:
         curve = (at(0.5, 0.25) - at(0.5, 0.0)) / 0.25
@@ -109,22 +109,22 @@ def _numbers(at: Callable[[float, float], float], parts: int) -> tuple[float, fl
 
 
 def _rounded(value: float) -> float:
-    """Without the last digits, which float32 arithmetic blurs."""
+    """Rounded to 5 digits: float32 arithmetic blurs the others."""
     return float(f"{value:.5g}") if abs(value) > 1e-5 else 0.0
 
 
 def empty_rows(count: int, width: int) -> Tensor:
-    """Uninitialised float32 rows for C++ to fill, whatever torch's defaults are."""
+    """Uninitialised float32 rows on the CPU, whatever torch's defaults are."""
     return torch.empty(count, width, **_PLACE)
 
 
 def by_blocks(function: _Function, rows: Tensor, width: int) -> Tensor:
-    """`function(rows)` in float32, in blocks that keep a row's bits free of its company."""
+    """`function(rows)` in float32, in blocks, so that a row's bits do not depend on other rows."""
     block = max(1, (_TORCH_GRAIN - 1) // rows.shape[1]) if width % _TORCH_VECTOR == 0 else 1
     output = empty_rows(rows.shape[0], width)
     for begin in range(0, rows.shape[0], block):
         part = rows[begin : begin + block]
-        if part.shape[0] == 1 < block:  # views of one row count as contiguous, of several not
+        if part.shape[0] == 1 < block:  # a view of one row is contiguous, of several it is not
             part = part.repeat(2, 1)
         output[begin : begin + block] = function(part)[: rows.shape[0] - begin]
     return output

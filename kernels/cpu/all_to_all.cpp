@@ -1,6 +1,6 @@
-// A dispatch and a combine of ranks of one machine that bring what they brought to the layer before,
-// a call each. `experts.dispatch.all_to_all` is the definition, and sends the same bytes; there, some
-// 200 small calls a layer find their code gone from the caches after the experts have passed.
+// Dispatch and combine between ranks of one machine whose shapes have not changed, one call each.
+// `experts.dispatch.all_to_all` defines the exchange and sends the same bytes. It makes some 200 small
+// Python calls a layer, whose code the experts' weights have just evicted from the CPU's caches.
 #include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
@@ -21,11 +21,11 @@ LAYOUT(AllToAllLayer, holders, experts, assigned)
 
 namespace {
 
-// A core of a virtual machine that sleeps takes long to wake, and others wait for it then: as long as
-// ranks mostly wait for each other, it looks instead, and lets whoever else is ready run.
+// How long to poll before sleeping. A sleeping core of a virtual machine takes long to wake while other
+// ranks wait for it; while polling, this thread yields to any other that is ready.
 constexpr std::chrono::microseconds AWAKE{1000};
 
-constexpr int64_t PLACE = 16, HEAD = 40;  // bytes: layer and epoch; what a rank says of its tokens
+constexpr int64_t PLACE = 16, HEAD = 40;  // bytes of a message: layer and epoch; header
 
 struct Part {
   char* at;
@@ -33,7 +33,8 @@ struct Part {
   void moved(ssize_t bytes) { at += bytes, left -= bytes; }
 };
 
-// All parts to and from the others; as `SocketExchange`, which says why it sleeps where.
+// Sends and receives one part to and from each other rank, like the sockets of
+// `experts.dispatch.exchange`.
 class Exchange {
  public:
   std::vector<Part> going, coming;  // (R)
@@ -41,7 +42,7 @@ class Exchange {
   explicit Exchange(AllToAll& all_to_all)
       : going(all_to_all.ranks), coming(all_to_all.ranks), all_to_all_(all_to_all) {}
 
-  // False: a rank is lost, now or before.
+  // False: a rank is lost, in this call or before.
   bool run() {
     using clock = std::chrono::steady_clock;
     const auto begun = clock::now();
@@ -170,8 +171,8 @@ int32_t moe_dispatch(AllToAll* m, int64_t layer, const int64_t* ids, const void*
 }
 
 // out (T, H) of `dtype` = sum over k, in order, of weight[t, k] * row[position[t, k]]; negative
-// positions are left out. Rows 0 to `count - 1` lie at `rows`, the others at `more`. Products are
-// rounded before they are added, as in `combine` of grouped.h: the bits are those of a whole layer.
+// positions are skipped. Rows 0 to `count - 1` lie at `rows`, the others at `more`. Products are
+// rounded before they are added, as in `combine` of grouped.h, so the bits are those of one whole layer.
 void moe_weighted_sum(const float* rows, int64_t count, const float* more, const int32_t* position,
                       const float* weights, int64_t tokens, int64_t slots, int64_t hidden,
                       void* out, int32_t dtype, int32_t threads) {

@@ -1,4 +1,5 @@
-// What ranks of one machine exchange at a layer as long as all bring what they brought before.
+// The exchange between ranks of one machine at a layer, while all bring the shapes that they brought
+// to the step before.
 //
 // Letters: R ranks, T tokens of all ranks, K slots, W bytes of a row, H hidden, L layers.
 #pragma once
@@ -7,41 +8,41 @@
 extern "C" {
 
 struct AllToAllLayer {
-  const int64_t* holders;  // as `moe_assign` takes them
+  const int64_t* holders;  // see `moe_assign`
   int64_t experts;
-  int64_t* assigned;  // what `moe_assign` writes
+  int64_t* assigned;       // output of `moe_assign`
 };
 
-// What of a layer the ranks have exchanged before the call that does: where a walk over layers had
-// to leave one to its caller, who calls for it once more.
+// How much of a layer is exchanged already when a call begins: `moe_decode_model` may leave a layer
+// to its caller after the dispatch or after the return.
 enum Had : int64_t { NOTHING = 0, TOLD = 1, RETURNED = 2 };
 
 struct AllToAll {
   int64_t ranks, rank, slots, width, hidden, timeout_ms;
-  int64_t rows_at;            // where rows begin in a message; ids begin behind the head
-  int64_t epoch;              // of the placements
-  const int32_t* files;       // (R) sockets; the own is not used
+  int64_t rows_at;            // offset of the rows in a message; ids follow the header
+  int64_t epoch;              // version of the placements
+  const int32_t* files;       // (R) sockets; this rank's own is not used
   const int64_t *tokens, *slots_R, *message_bytes;  // (R)
-  char* const* messages;      // (R) what each rank tells; ids that are not used are zeros
-  const char* heads;          // (R, HEAD) what they are expected to say
+  char* const* messages;      // (R) message of each rank; unused ids are zeros
+  const char* heads;          // (R, HEAD) the headers that are expected
   const AllToAllLayer* layers;  // (L)
   char *served, *returned;    // rows (T K, W) and (own T K, H) float32
-  float *results, *ones;      // (T K, H) and (T K): of a walk, what it serves, and their weights
-  int64_t* chosen;            // (T K): and their slots
-  int64_t layer, had;         // of the last dispatch; see `Had`
+  float *results, *ones;      // (T K, H) and (T K): results of compiled callers; weights 1
+  int64_t* chosen;            // (T K): slots of the experts served
+  int64_t layer, had;         // of the last dispatch, and a `Had`
   int64_t lost, error;        // the rank that an exchange failed with or -1; errno, 0: it has left
   double seconds;             // spent in exchanges
 };
 
 enum : int32_t { LOST = -2, BAD_ID = -1, DONE = 0, OTHERWISE = 1 };
 
-// Tells the others a layer and an epoch, ids (own T, K) and rows (own T, W), hears theirs, and leaves
-// in `assigned` and `served` what this rank serves. OTHERWISE: somebody is elsewhere or brings
-// something else, see `messages`.
+// Sends layer, epoch, header, ids (own T, K) and rows (own T, W) to the other ranks, receives theirs,
+// and leaves in `assigned` and `served` what this rank serves. OTHERWISE: a rank is at another layer
+// or sent another header, see `messages`.
 int32_t moe_dispatch(AllToAll* m, int64_t layer, const int64_t* ids, const void* rows);
 
-// Brings results (served, H) back to those whose they are, and sums this rank's: out (own T, H) of
-// `dtype`, FP32 or BF16. OTHERWISE: one of them begins with NaN, as rows do that have failed.
+// Sends results (served, H) back to the ranks of their tokens, and sums this rank's own into out
+// (own T, H) of `dtype`, FP32 or BF16. OTHERWISE: a row begins with NaN, which marks a failed rank.
 int32_t moe_return(AllToAll* m, float* rows, const float* weights, void* out, int32_t dtype,
                    int32_t threads);
 
@@ -51,7 +52,7 @@ int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const in
 
 }  // extern "C"
 
-// What `moe_assign` has written of the slots that this rank serves.
+// The parts of `moe_assign`'s output about the slots that this rank serves.
 struct Serving {
   const int64_t *token, *experts, *served_R, *returned_R;
   const int32_t* position;

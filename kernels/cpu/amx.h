@@ -1,4 +1,4 @@
-// AMX: registers of 16 rows of 64 bytes, where the CPU has them and the system lends them.
+// AMX: tile registers of 16 rows of 64 bytes, where the CPU has them and the kernel grants them.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -23,14 +23,14 @@ struct Shape {
   long rows, bytes;  // of a row
 };
 
-// The registers' shapes, while it lives.
+// Sets the shapes of the registers for its lifetime.
 struct alignas(64) Shapes {
   static constexpr int REGISTERS = 8;
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t bytes[16] = {};  // of a row
   uint8_t rows[16] = {};
 
-  // The first ones `some`, the others whole.
+  // The first registers get the shapes `some`, the others their full size.
   explicit Shapes(std::initializer_list<Shape> some = {}) {
     for (int i = 0; i < REGISTERS; ++i) rows[i] = ROWS, bytes[i] = ROW_BYTES;
     int i = 0;
@@ -40,7 +40,7 @@ struct alignas(64) Shapes {
   ~Shapes() { __asm__ volatile("tilerelease"); }
 };
 
-// Compilers' own intrinsics take literal registers only, and GCC 12's do not say what they read.
+// The compilers' intrinsics take literal registers only, and GCC 12's do not declare what they read.
 template <int R>
 static inline void load_tile(const void* from, long stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(R) : "memory");
@@ -63,7 +63,7 @@ static inline void multiply_bf16() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
 }
 
-// As many products as the registers make of what they hold.
+// `rounds` products of whatever the registers hold, for limits.cpp.
 static inline void multiply_only(long rounds) {
   const Shapes shapes;
   for (long round = 0; round < rounds; round += 2) multiply_codes<0, 2, 3>(), multiply_codes<1, 2, 3>();

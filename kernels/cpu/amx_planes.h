@@ -1,6 +1,5 @@
-// Tiles of quantised rows times blocks of unpacked codes by AMX. The sums of a group are whole numbers,
-// and what follows them is the arithmetic of plane_tiles.h in its order, so the bits are those of
-// plane_tiles.h.
+// Tiles of quantised rows times blocks of unpacked codes by AMX. The sums of a group are integers, and
+// the float arithmetic after them is that of plane_tiles.h in the same order, so the bits are the same.
 #pragma once
 #include "amx.h"
 #include "plane_tiles.h"
@@ -8,25 +7,25 @@
 namespace amx {
 
 #if defined(USES_AMX)
-constexpr long MOST_GROUPS = 64;  // whose scales lie in L1 while the blocks pass
+constexpr long MOST_GROUPS = 64;  // their scales stay in L1 while all blocks use them
 static_assert(BLOCK_ROWS == LANES && BLOCK_ROWS == ROWS, "sums of a block fill a register");
 
 enum Register { SUMS, OTHER_SUMS, ACTIVATIONS, CODES };
 
-// Of a group: the rows' scales, and what their sums are to be lessened by.
+// A group's scales of the rows, and the zero points to subtract from their sums.
 struct alignas(64) Scales {
   float scale[ROWS];
   int32_t zero[ROWS];
 
   void take(const QuantizedRows& x, long count, long group) {
-    for (long i = 0; i < ROWS; ++i) {  // what is not there is the last one again
+    for (long i = 0; i < ROWS; ++i) {  // repeats the last row beyond the count
       const QuantizedRows::Scale own = x.scale(group, i < count ? i : count - 1);
       scale[i] = own.scale, zero[i] = Unpacked::ZERO * own.sum;
     }
   }
 
   static void add(const Scales* x, vf weights, const int32_t (*sums)[BLOCK_ROWS], vf* total) {
-    // In one register: an operand whose address is a sum of two is no longer part of its instruction.
+    // Keeps x in one register: an address of two registers would need an instruction of its own.
     __asm__("" : "+r"(x));
     UNROLL for (int i = 0; i < ROWS; ++i) {
       const vi all = load<vi>(sums[i]) - x->zero[i];
@@ -35,8 +34,8 @@ struct alignas(64) Scales {
   }
 };
 
-// Products of up to ROWS rows with blocks, group by group in two registers in turn: the sums of one
-// are made while those of the other are scaled.
+// Products of up to ROWS rows with blocks, group by group, alternating between two registers: one
+// accumulates while the sums of the other are scaled.
 class Products {
  public:
   Products(long count, const QuantizedRows& x, const Unpacked& w) : count_(count), x_(x), w_(w) {}
@@ -54,7 +53,7 @@ class Products {
   }
 
  private:
-  // out (count, BLOCK_ROWS) (+)= what a block's groups from first_ to end_ come to.
+  // out (count, BLOCK_ROWS) (+)= the sum over a block's groups from first_ to end_.
   void add(long block, float* out, long stride) {
     const uint8_t* codes = w_.codes + block * w_.chunks * CHUNK * BLOCK_ROWS;
     vf total[ROWS];

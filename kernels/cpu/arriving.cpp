@@ -1,5 +1,5 @@
-// A layer whose experts come while it is computed: each is run as soon as it and those before it are
-// there, so that the bits are those of one call. Letters as in grouped.h.
+// A layer whose experts are still being read: an expert runs as soon as it and all before it are in
+// memory. Experts run in order, so the bits are those of one call. Letters as in grouped.h.
 #include <chrono>
 
 #include "calls.h"
@@ -9,9 +9,9 @@
 
 extern "C" {
 
-struct Coming {  // an expert that a call asks for
+struct Coming {  // an expert that the call needs
   int64_t expert, slot;
-  files::Job* job;  // what brings it; null: it is there
+  files::Job* job;  // reads it; null: it is in memory
 };
 
 struct ArrivingCall {  // filled by arriving.py
@@ -25,19 +25,19 @@ struct ArrivingCall {  // filled by arriving.py
   const float* weights;  // (T, K)
   float* out;            // (T, H)
   int64_t tokens, slots, width;  // T, K, H
-  const Coming* coming;  // (count,) all experts of the ids, ascending
+  const Coming* coming;  // (count,) all experts among the ids, ascending
   int64_t count;
   void* reader;
-  double patience, waited;  // seconds: of a wait at most, and of all
-  int64_t begun, waves;     // experts that have been run, and in how many calls
+  double patience, waited;  // seconds: longest wait for one expert, and sum of all waits
+  int64_t begun, calls;     // experts that ran so far, and in how many calls of `forward`
   int32_t threads;
 };
 
 static_assert(sizeof(Coming) == 3 * sizeof(int64_t), "Python writes them as numbers");
 
-enum : int32_t { FAILED = 2, LATER = 3 };  // of expert `begun`; beside what `forward` says
+enum : int32_t { FAILED = 2, LATER = 3 };  // expert `begun` failed or is late; else as `forward`
 
-// From `begun` on.
+// Runs the experts from `begun` on.
 int32_t moe_forward_arriving(ArrivingCall* call) {
   thread_local std::vector<int64_t> places;
   const Coming* const all = call->coming;
@@ -69,11 +69,11 @@ int32_t moe_forward_arriving(ArrivingCall* call) {
                                        call->out, call->out, call->threads);
     if (said != 1) return said;
     call->begun = end;
-    ++call->waves;
+    ++call->calls;
   }
   return 1;
 }
 }
 
 LAYOUT(ArrivingCall, forward, layer, activation, hidden, ids, weights, out, tokens, slots, width, coming,
-       count, reader, patience, waited, begun, waves, threads)
+       count, reader, patience, waited, begun, calls, threads)

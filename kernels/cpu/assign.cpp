@@ -1,7 +1,7 @@
-// Which rank serves which slot of a layer, for all ranks alike; every step of every layer waits for
-// it, and in Python it takes longer than reading three experts. The same as `routing.balance` and
-// `experts.dispatch.assignment`, which say why, to the last integer: ranks with and without a
-// compiler must agree.
+// The rank that serves each slot of a layer; every rank computes the same assignment. Every layer of
+// every step waits for it, and in Python it takes longer than reading three experts. `routing.balance`
+// and `experts.dispatch.assignment` explain the algorithm and give the same integers, because ranks
+// with and without a compiler must agree.
 //
 // Letters: R ranks, T tokens of all ranks, K slots, E experts, S experts that several ranks hold.
 #include <algorithm>
@@ -16,11 +16,11 @@ using Ints = std::vector<int64_t>;
 // The tokens of shared experts on the ranks that hold them.
 struct Sharing {
   int64_t ranks;
-  Ints load, reads;          // of each rank: tokens; experts that it reads
+  Ints load, reads;          // (R) tokens of each rank; experts that it reads
   Ints tokens;               // (S)
-  Ints count;                // (S, R) tokens that a rank takes
+  Ints count;                // (S, R) tokens of an expert that a rank takes
   std::vector<char> held{};  // (S, R)
-  Ints poured{};             // those with tokens, the most first
+  Ints poured{};             // experts with tokens, most tokens first
 
   int64_t& at(int64_t expert, int64_t rank) { return count[expert * ranks + rank]; }
   bool has(int64_t expert, int64_t rank) const { return held[expert * ranks + rank]; }
@@ -91,7 +91,7 @@ struct Sharing {
     return false;
   }
 
-  // Moves from their end to `start`.
+  // The chain of moves, from its end back to `start`.
   std::vector<Move> chain(int64_t start) {
     std::vector<Move> came(ranks, Move{-1, -1, -1}), moves;
     std::vector<char> seen(ranks, 0);
@@ -170,7 +170,7 @@ struct Sharing {
   }
 };
 
-// The slots of one expert on several ranks: each rank first takes those of its own tokens.
+// Deals one expert's slots to its ranks: each rank first takes the slots of its own tokens.
 void deal(const Ints& places, const Ints& source, const int64_t* part, int64_t ranks,
           int64_t* serving) {
   Ints left(part, part + ranks), rest;
@@ -196,11 +196,14 @@ void deal(const Ints& places, const Ints& source, const int64_t* part, int64_t r
 extern "C" {
 
 // Each rank r brings `tokens[r]` tokens with `width[r]` ids each, `tables[r]`; -1: an unused slot.
-// Ranks `holders[begin[e]:begin[e + 1]]` hold expert e. Writes, one after the other: ids of the tokens
-// of all ranks and who serves each slot (T, K; K the largest width), its own slots' token and expert
-// (T K each, as many as it serves), how many of them are of each rank's tokens (R), slots of its own
-// tokens on each rank (R), pairs and served; in 32 bits where the results of its own slots are (its
-// tokens, K); and tokens of each expert (E), last, so that all else is at one place in all layers.
+// Ranks `holders[begin[e]:begin[e + 1]]` hold expert e. Writes to `out`, one after the other:
+//   ids of all ranks' tokens, and the rank that serves each slot (T, K each; K the largest width)
+//   token and expert of each slot that this rank serves (T K each, `served` of them used)
+//   how many of those slots are of each rank's tokens (R)
+//   how many slots of this rank's tokens each rank serves (R)
+//   the numbers of pairs and of served slots
+//   in 32 bits, the position of the result of each of this rank's slots (own tokens, K)
+//   tokens of each expert (E); last, so that the rest is at the same place in all layers
 // See `experts.dispatch.assignment`. 0: done, -1: an id outside [-1, E).
 int32_t moe_assign(const int16_t* const* tables, const int64_t* tokens, const int64_t* width,
                    const int64_t* begin, int64_t ranks, int64_t slots, int64_t experts,

@@ -43,7 +43,7 @@ bool attend(const Attend& a, int threads) {
 
 extern "C" {
 
-// Query i is at position keys - queries + i and sees what lies between begin[i] and itself.
+// Query i is at position keys - queries + i and sees the keys from begin[i] to its own.
 // 0: no memory.
 int32_t moe_attend(const Attend* a, int32_t threads) {
   threads = team(a->queries * a->heads * a->keys * a->key_size, threads);

@@ -1,13 +1,13 @@
-// Query rows of one key head through all splits of its keys, with a running softmax. How they meet
-// keys and values is said by `Products` (attention_floats.h, attention_parts.h):
+// Query rows of one key head over all splits of its keys, with a running softmax. The matrix products
+// are those of a class `Products` (attention_floats.h, attention_parts.h):
 //
 //   TILE                             rows that share every load
-//   unit_bytes(a)                    of PANEL_KEYS keys and values as they are packed,
-//   pack(a, kv_head, first, to)      and how; zeros lie beyond the last
+//   unit_bytes(a)                    bytes of PANEL_KEYS packed keys and values
+//   pack(a, kv_head, first, to)      packs them, with zeros beyond the last
 //   task_bytes(a)                    memory for the rows of a task
-//   take(i, row)                     row i of the task is this query
-//   scores(i, split, count, score)   of the tile that begins at row i, for `count` keys
-//   weigh(i, count, score)           row i of the tile has these weights
+//   take(i, row)                     sets row i of the task
+//   scores(i, split, count, score)   q . k of the tile that begins at row i, for `count` keys
+//   weigh(i, count, score)           sets the softmax weights of row i of the tile
 //   sums(used, split, count, score, join)   join(row, column, sum) for all columns of the values
 //
 // Splits begin at multiples of KEYS_A_SPLIT in the sequence, so a row's bits depend neither on which
@@ -19,7 +19,7 @@
 extern "C" struct Attend {
   const float *q, *k, *v;
   float* out;            // (queries, heads, V)
-  const int64_t* begin;  // (queries,) the first key that each sees
+  const int64_t* begin;  // (queries,) the first key that each query sees
   const float* sinks;    // (heads,) or null
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // elements from one to the next
   int64_t heads, kv_heads, key_size, value_size, queries, keys;
@@ -33,7 +33,7 @@ struct alignas(64) Score {  // of a row: exponents fill their last vector
   float key[KEYS_A_SPLIT + LANES];
 };
 
-// Query rows `first` to `end` of a key head, counted with its group's heads in turn.
+// Query rows `first` to `end` of a key head; row m is head m % group of query m / group.
 template <class Products>
 class Rows {
  public:
@@ -91,7 +91,7 @@ class Rows {
       high[i] = part.high, total[i] = part.sum;
       products_.weigh(i, count, score_[i]);
     }
-    for (long i = 0; i < WHOLE; i += LANES) {  // how they join what came before
+    for (long i = 0; i < WHOLE; i += LANES) {  // rescales the sums so far and the new ones
       const vf so_far = load<vf>(high_ + first + i), own = load<vf>(high + i);
       const vf both = own > so_far ? own : so_far;
       const vf k = exp_lanes(so_far - both), a = exp_lanes(own - both);
@@ -106,7 +106,7 @@ class Rows {
     });
   }
 
-  // A row's scores to weights, 0 for what it does not see.
+  // Turns a row's scores into weights; 0 for keys that it does not see.
   decode::Partial exponents(long m, long split, long count, float* score) const {
     const long first = begin(m) > split ? begin(m) - split : 0;
     const long end = length(m) - split < count ? length(m) - split : count;

@@ -1,4 +1,4 @@
-// Query rows times keys and values in float32, as any CPU can; attention.h says what for.
+// `Products` of attention.h in float32, for any CPU.
 #pragma once
 #include "attention.h"
 
@@ -10,7 +10,7 @@ class Floats {
   static constexpr int TILE = 4;
 #endif
 
-  // Keys side by side: PANEL_KEYS of them for each of their D numbers in turn.
+  // Keys lie side by side: number d of PANEL_KEYS keys, for each d of D.
   static long unit_bytes(const Attend& a) { return PANEL_KEYS * a.key_size * long(sizeof(float)); }
   static void pack(const Attend& a, long kv_head, long first, char* to) {
     const float* from = a.k + kv_head * a.k_head + first * a.k_row;
@@ -20,8 +20,7 @@ class Floats {
             first + t < a.keys ? from[t * a.k_row + d] : 0;
   }
 
-  // The queries of a tile side by side, too: with a pointer each they are more than the registers
-  // for addresses hold.
+  // The queries of a tile lie side by side: a pointer for each would need too many registers.
   static long task_bytes(const Attend& a) {
     return ROWS_A_TASK * a.key_size * long(sizeof(float));
   }

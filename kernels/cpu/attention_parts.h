@@ -1,6 +1,6 @@
-// Query rows times keys and values by AMX's registers of bf16; attention.h says what for. A float is
-// the sum of three bf16 numbers, 8 bits of its 24 each. Of the nine products of two such sums six are
-// made, and added in float32; the other three come to less than float32 rounds off.
+// `Products` of attention.h with AMX's bf16 tiles. A float is split into three bf16 numbers of 8 bits
+// of its 24 each. Of the nine products of two such sums, six are computed and added in float32; the
+// other three are smaller than float32's rounding error.
 #pragma once
 #include "amx.h"
 #include "attention_floats.h"
@@ -68,8 +68,8 @@ class Parts {
   static constexpr int STEP = 2 * LANES, SIDE = 2 * LANES, PARTS = 3;
   static_assert(LANES == amx::ROWS && STEP == PANEL_KEYS && SIDE <= VALUE_STEP, "whole registers");
 
-  // STEP numbers of TILE rows or SIDE columns, part by part; the numbers i and i + LANES are a pair.
-  // Rows lie one after the other; of columns, the same pair side by side.
+  // STEP numbers of TILE rows or SIDE columns, part by part; numbers i and i + LANES form a pair.
+  // Rows lie one after the other; columns have the same pair side by side.
   struct alignas(64) Operand {
     uint16_t number[PARTS][2][amx::ROWS][STEP];
   };
@@ -80,7 +80,7 @@ class Parts {
   }
   const Operand* unit(long key) const { return packed_ + key / PANEL_KEYS * unit_operands(a_); }
 
-  // What is next of x as bf16 in the upper halves, rounded to nearest; x keeps the rest.
+  // The leading bf16 part of x in the upper halves, rounded to nearest; x keeps the rest.
   static vu next_part(vf& x) {
     const vu part = (bits<vu>(x) + 0x8000) & 0xffff0000;
     x -= bits<vf>(part);
@@ -117,7 +117,7 @@ class Parts {
     UNROLL for (int p = 0; p < PARTS; ++p) store(to.number[p][half][i], pair[p]);
   }
 
-  // out (TILE, SIDE) = the sum of `steps` products, of which the least are added first.
+  // out (TILE, SIDE) = the sum of `steps` products; the smallest parts are added first.
   __attribute__((noinline)) static void multiply(long steps, const Operand* left,
                                                  const Operand* right, long right_stride,
                                                  float* out, long stride) {

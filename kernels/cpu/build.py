@@ -1,12 +1,12 @@
 """Compile the C++ kernels once and keep the library in the user's cache.
 
-Plain C++ (no torch headers, no build system; a compiler call a source, on all cores, half a minute
-of a processor in all) makes `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or ~/.cache. The
-key hashes everything that the machine code depends on: sources, flags, compiler, CPU, torch.
-Processes that start together wait for the one of them that compiles. A build happens in a
-directory of its own and is renamed into place when complete, and the lock is the system's, so a
-killed one leaves neither a lock nor half a library behind. Each build drops the libraries that
-were not used for longest; processes that run them keep their file open.
+`load_library` compiles plain C++ (no torch headers, no build system; one compiler call for each
+source, on all cores, half a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in
+$XDG_CACHE_HOME or ~/.cache. The key hashes what the machine code depends on: sources, flags,
+compiler, CPU, torch. Processes that start together wait for the one that compiles. A build runs in
+a temporary directory and is renamed into place when complete, under a file lock that ends with the
+process, so a killed build leaves neither a lock nor half a library. Each build deletes the
+libraries that were unused for longest; processes that run them keep their file open.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BuildError(RuntimeError):
 
 
 def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
-    """The compiled experts for this machine, built on the first call and cached on disk.
+    """The compiled kernels for this machine, built on the first call and cached on disk.
 
     Args:
         target: compiler flags that choose the instruction set.
@@ -51,7 +51,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
             does not load.
-        LayoutError: a record is not the library's (kernels/cpu/interface.py).
+        LayoutError: the library's structs differ from Python's records.
     """
     compiler = _compiler()
     try:
@@ -67,7 +67,7 @@ def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
     check_layouts(compiled_layouts(loaded))
-    with suppress(OSError):  # a cache that is only read
+    with suppress(OSError):  # a read-only cache
         os.utime(directory)
     return loaded
 
@@ -110,7 +110,7 @@ def _key(compiler: list[str], target: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What tells this CPU's instruction set from another's that shares the cache directory."""
+    """Identifies the instruction set, as machines may share the cache directory."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
@@ -123,7 +123,7 @@ def _cache_root() -> Path:
 
 
 def _private_directory(path: Path) -> Path:
-    """Make `path` ours alone: code is loaded from it."""
+    """Make `path`, private to this user, because code is loaded from it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -141,7 +141,7 @@ def _private_directory(path: Path) -> Path:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """While no other process does the same; where the file system has no locks, beside it."""
+    """Hold the directory's lock; without effect where the file system has no locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -152,8 +152,8 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _prune(root: Path) -> None:
-    """Keep the libraries used last: every version of sources, compiler or torch makes another."""
-    with suppress(OSError):  # another process drops the same
+    """Keep the libraries used last: each version of sources, compiler or torch adds another."""
+    with suppress(OSError):  # another process may delete the same
         found = [library.parent for library in root.glob("*/kernels.so")]
         for directory in sorted(found, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(directory, ignore_errors=True)

@@ -13,7 +13,7 @@ enum Dtype : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 constexpr long THREAD_WORK = 1 << 17;  // fewer products a thread do not pay for waking it
 
-// How many of `threads` have enough to do.
+// How many of `threads` threads have enough work.
 static inline int32_t team(long products, int32_t threads) {
   const long useful = 1 + products / THREAD_WORK;
   return useful < threads ? useful : threads;
@@ -29,7 +29,7 @@ static inline void with_rows(Void* rows, int32_t dtype, const Body& body) {
     body(static_cast<std::conditional_t<is_const, const uint16_t, uint16_t>*>(rows));
 }
 
-// Memory that outlives a call, so that a call pays no page faults; a huge call's is freed.
+// Memory that outlives a call, to avoid page faults in the next one; `trim` frees a huge one.
 class Scratch {
  public:
   char* reserve(size_t bytes) {  // aligned, contents unspecified; null where there is none

@@ -1,4 +1,4 @@
-// The choice of experts from a router's logits, one row at a time; kernels of moe/fused/router.py.
+// The choice of experts from a router's logits, one row at a time: routing/routers.py in C++.
 #pragma once
 #include <cfloat>
 
@@ -15,10 +15,10 @@ struct Rule {
   float scale, threshold;
 };
 
-// Whether a comes before b: the larger, and a NaN before anything else.
+// Whether a ranks before b: the larger first, NaN before all numbers.
 static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
 
-// Index of the largest of n values; the first of equals.
+// Index of the largest of n values; of equal ones the first.
 static inline long largest(const float* values, long n) {
   long best = 0;
   for (long e = 1; e < n; ++e)
@@ -48,7 +48,7 @@ static inline void keep_groups(const Rule& rule, float* choice) {
     if (!kept[e / size]) choice[e] = -INFINITY;
 }
 
-// One after the other, the largest logit left, weighted by a softmax over those left near it.
+// SparseMixer: takes the largest logit left, top_k times, weighted by a softmax over those near it.
 static inline void mix(const Rule& rule, const float* logits, float* left, int64_t* ids,
                        float* weights) {
   memcpy(left, logits, rule.experts * sizeof(float));
@@ -95,7 +95,7 @@ static inline void choose_experts(const Rule& rule, float* logits, float* choice
   for (long k = 0; k < rule.top_k; ++k) weights[k] *= scale;
 }
 
-// By ascending expert: the order of a routing's slots, in which outputs are summed.
+// Sorts by expert: the order of a routing's slots, in which outputs are summed.
 static inline void sort_choice(long top_k, int64_t* ids, float* weights) {
   for (long k = 1; k < top_k; ++k) {
     const int64_t id = ids[k];

@@ -1,6 +1,6 @@
 // The activations between an expert's projections: (min(up, limit) + offset) * curve(gate), which
 // covers SwiGLU, GeGLU, gpt-oss's clamped variant and plain curves without a gate.
-// kernels/cpu/activation.py finds out which one a Python callable is.
+// kernels/cpu/activation.py recognises the one that a Python callable computes.
 #pragma once
 #include "vec.h"
 
@@ -43,7 +43,7 @@ static inline vf curve(const Activation& a, vf x) {
   }
 }
 
-// Curves side by side, where that is faster: see exp_each.
+// N curves interleaved, where that is faster; see exp_each.
 template <int N>
 static inline void curve_each(const Activation& a, vf (&x)[N]) {
   if (a.curve != SILU) {
@@ -60,7 +60,7 @@ static inline vf limited(const Activation& a, vf gate) {
   return gate > a.limit ? splat(a.limit) : gate;
 }
 
-// What the gate's curve is multiplied by.
+// The factor of the gate's curve.
 static inline vf factor(const Activation& a, vf up) {
   up = up > a.limit ? splat(a.limit) : up;
   up = up < -a.limit ? splat(-a.limit) : up;
@@ -71,7 +71,7 @@ static inline vf activate(const Activation& a, vf gate, vf up) {
   return factor(a, up) * curve(a, limited(a, gate));
 }
 
-// Of an activation with a gate and an up, or (without `gated`) of a curve alone.
+// Applies an activation to gate and up, or (without `gated`) its curve alone.
 template <int N>
 static inline void activate_each(const Activation& a, bool gated, vf (&gate)[N], const vf (&up)[N]) {
   if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = limited(a, gate[i]);

@@ -63,7 +63,7 @@ void Pass::place(Arena& arena) {
   choice = arena.take(B * l.router.rows());
 }
 
-// Products to be made, about.
+// About how many products the pass computes; decides the number of threads.
 long Pass::work() const {
   if (!layer) return B * head->size();
   const Layer& l = *layer;
@@ -92,7 +92,7 @@ bool Pass::go() {
   return true;
 }
 
-// The row that comes first: what the layer before gave is added to the residual, and normed.
+// The first stage: adds the output of the layer before to the residual, and norms the row.
 void Pass::begin(long b) {
   float *x = step.x + b * H, *h = step.h + b * H, *given = step.beside + b * H;
   if (before) {
@@ -172,9 +172,9 @@ void Pass::run() {
 
 extern "C" {
 
-// `layer` for the step's rows, once `before`'s feed-forward (`routed` of its experts) has been
-// added. Leaves in step->h the rows for its experts, whose ids and weights it gives if it has a
-// router. 0: no memory.
+// Adds the feed-forward of the layer `before` (`routed`: its experts' output), and runs `layer` up to
+// its experts. Leaves their input rows in step->h, and their ids and weights if C++ knows the router.
+// 0: no memory.
 int32_t moe_decode_layer(const decode::Step* step, const decode::Layer* before,
                          const decode::Layer* layer, const float* routed, int64_t* ids,
                          float* weights) {

@@ -1,7 +1,7 @@
-// One decoder layer for one new token of each of B sequences: from the routed experts' rows of the
-// layer before to the rows that this layer's experts read, their ids and their weights.
-// Stages follow each other in one parallel region; a stage's tasks are rows, heads or panels of
-// weights. Sums of a row never depend on another row or on the number of threads.
+// One decoder layer for one new token of each of B sequences. It starts with the output of the routed
+// experts of the layer before, and ends with the rows that this layer's experts read, and their ids
+// and weights. Stages follow each other in one parallel region; a stage's tasks are rows, heads or
+// panels of weights. A row's sums never depend on another row or on the number of threads.
 #pragma once
 #include "choice.h"
 #include "curves.h"
@@ -34,21 +34,21 @@ struct Layer {
 
 struct Step {
   int64_t rows, hidden, layers;  // B; H; layers that have a cache
-  float *x, *h, *beside;         // (B, H) residual; what a block reads; what `down` gave
+  float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
   const int64_t* position;       // (B,) of the new token
   const int64_t* capacity;       // (B,) rows of its caches
   float* const* cache;           // (B, layers, 2) keys and values, or latents and rotated keys
   int32_t threads;
 };
 
-// A layer's routed experts: moe_forward or moe_quantized_forward, and what it takes.
+// A layer's routed experts: moe_forward or moe_quantized_forward, and its arguments.
 struct Experts {
   int32_t (*forward)(const void* layer, const Activation*, const void* hidden, int32_t dtype,
                      const int64_t* ids, const float* weights, int64_t tokens, int64_t slots,
                      void* out, float* so_far, int32_t threads);  // null: the caller runs them
   const void* layer;
   const Activation* activation;
-  const int64_t* slots;  // of each expert that is in memory now, else -1; null: itself, and all are
+  const int64_t* slots;  // slot of each expert in memory, else -1; null: all are, in order
   int64_t index;  // counted over MoE layers; -1: the layer has none
 };
 
@@ -61,7 +61,7 @@ struct Model {
   double patience;  // seconds after which a call returns between two layers
 };
 
-// A call's scratch memory, handed out in order; with null memory it only counts.
+// A call's scratch memory, handed out in order; with null memory it only counts bytes.
 struct Arena {
   char* memory;
   size_t used = 0;
@@ -75,10 +75,10 @@ struct Arena {
 
 struct Pass {
   const Step& step;
-  const Layer* before;  // whose feed-forward is still to be added; null at the first layer
-  const Layer* layer;   // null behind the last
+  const Layer* before;  // its feed-forward is yet to be added; null at the first layer
+  const Layer* layer;   // null after the last
   const float* routed;  // (B, H) of `before`'s experts, or null
-  const Norm& norm;     // of the rows that come first
+  const Norm& norm;     // norm of the first stage's rows
   int64_t* ids;         // (B, top_k)
   float* weights;       // (B, top_k)
   const Matrix* head = nullptr;

@@ -4,7 +4,7 @@
 
 namespace decode {
 
-constexpr long KEYS = 32;           // that stay in the nearest cache while queries pass
+constexpr long KEYS = 32;           // keys that stay in L1 while all queries read them
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
 void Pass::turn_queries(long b) {
@@ -126,7 +126,7 @@ void Pass::attend_latent(long b, long first, long split) {
   }
 }
 
-// One head's sum of latents to its values.
+// Projects one head's sum of latents to its values.
 void Pass::outward_head(long head) {
   const long R = a().latent, V = a().value_dim;
   const float* w = a().expansion + (head * (a().plain_dim + V) + a().plain_dim) * R;

@@ -1,6 +1,6 @@
 // The C interface of the CPU experts, called through ctypes (which releases the GIL): raw pointers,
-// contiguous arrays. `forward` runs a whole layer whose gate is known here; the three steps beside it
-// leave room for an activation or norm of Python's between them. Letters as in grouped.h.
+// contiguous arrays. `forward` runs a whole layer whose activation C++ knows; for the others Python
+// calls the three steps, with its own activation or norm between them. Letters as in grouped.h.
 #include "calls.h"
 #include "grouped.h"
 #include "layouts.h"
@@ -74,7 +74,8 @@ void moe_combine(const Routing* routing, const float* rows, const float* weights
   });
 }
 
-// The whole layer, gate and up in halves; see `combine` for so_far. 1: done, -1: an id outside [-1, E), 0: no memory.
+// The whole layer, gate and up in halves; see `combine` for so_far. 1: done, -1: an id outside
+// [-1, E), 0: no memory.
 int32_t moe_forward(const WholeLayer* layer, const Activation* activation, const void* hidden,
                     int32_t dtype, const int64_t* ids, const float* weights, int64_t tokens,
                     int64_t slots, void* out, float* so_far, int32_t threads) {

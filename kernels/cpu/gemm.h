@@ -1,13 +1,13 @@
 // The inner product kernels: a few activation rows times a panel of weight rows, both contiguous
 // along the summed direction K ("NT"). Accumulators are vectors along K, added up at the end, so an
-// output's order of sums depends on K alone: a row gets the same bits alone and in company.
-// One weight element is loaded once for all rows of a tile: with few rows the kernel streams
-// weights at memory speed, with many it runs at the multipliers' speed, without any repacking.
+// output's order of sums depends on K alone: a row's bits do not depend on other rows.
+// One weight element is loaded once for all rows of a tile: with few rows the kernel runs at the
+// speed of memory, with many at that of the multipliers, without repacking weights.
 #pragma once
 #include "calls.h"
 #include "vec.h"
 
-// How activations (X) meet weights (W). STEP elements of K a vector.
+// Dtypes of activations (X) and weights (W), and their product. A vector has STEP elements of K.
 struct Fp32 {
   typedef float X, W;
   typedef vf XV, WV;
@@ -42,8 +42,8 @@ struct Bf16Pairs {  // bf16 activations too: the CPU's own dot product of pairs,
 };
 #endif
 
-// Runs `body(mode)` with the arithmetic for these dtypes: bf16 meets bf16 in the CPU's own pair
-// products where it has them, everything else is widened to fp32 first.
+// Runs `body(mode)` with the arithmetic for these dtypes: bf16 times bf16 uses the CPU's dot products
+// of pairs where it has them, everything else is widened to fp32 first.
 template <class Body>
 static void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& body) {
   if (weight_dtype == FP32) return body(Fp32{});
@@ -54,7 +54,7 @@ static void with_mode(int32_t weight_dtype, int32_t hidden_dtype, const Body& bo
   body(Bf16{});
 }
 
-// As many sums as the registers hold beside the operands: 16 on plain x86, 32 elsewhere.
+// As many sums as the registers hold besides the operands: 16 on plain x86, 32 elsewhere.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int MAX_ROWS = 6;
 #else
@@ -65,7 +65,7 @@ constexpr int MAX_PANEL = 128;      // weight rows a task
 constexpr long BLOCK_BYTES = 4096;  // of an activation row at a time: a tile's rows stay in L1
 
 
-// Activation rows as memory has them: element [begin, end) of row i at rows[i].
+// Activation rows in place: elements [begin, end) of row i at rows[i].
 template <class From>
 static inline vf load_as_fp32(const From* from, long n) {
   if constexpr (sizeof(From) == sizeof(float))
@@ -145,7 +145,7 @@ __attribute__((noinline)) static void multiply(const From* const* rows, const ty
       const typename M::W* from = w + p * part * width + begin;
       long g = 0;
       for (; g + QUAD <= panel; g += QUAD)
-        // What follows a panel may be another thread's: fetch ahead within it only.
+        // The next panel may be another thread's: prefetch within this one only.
         tile<M, ROWS, QUAD>(x, from + g * width, width, g + 2 * QUAD <= panel ? QUAD * width : 0,
                             length, begin == 0, sums[p] + g);
       for (; g < panel; ++g)

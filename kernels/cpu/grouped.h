@@ -17,12 +17,12 @@ struct Routing {             // views of one int32 buffer, see route()
   int64_t rows, num_active;  // A; how many experts have rows
 };
 
-constexpr long PANEL_BYTES = 256 << 10;  // weights a task keeps in L2 while its rows pass
+constexpr long PANEL_BYTES = 256 << 10;  // weights that stay in L2 while a task's rows use them
 constexpr long MIN_PANEL = 16;
 constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
 
-// One stage's tasks, taken in turn. A stage is over when its tasks are done, not when all threads
-// have come by: one that the system has not scheduled yet holds nobody up.
+// Hands one stage's tasks to the threads. A stage ends when its tasks are done, not when all threads
+// arrive: a thread that the system has not scheduled yet delays nobody.
 class Turns {
  public:
   template <class Task>
@@ -34,7 +34,7 @@ class Turns {
     wait(count);
   }
 
-  // The same, with task(i, next): the thread's next task, `count` or more for none.
+  // The same with task(i, next), where `next` is the thread's next task; >= count: none.
   template <class Task>
   void run_ahead(long count, const Task& task) {
     for (long i = take(), next; i < count; i = next) {
@@ -151,9 +151,9 @@ static inline bool uses_any(const Routing& routing, long slot, long count) {
   return false;
 }
 
-// out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]]. Where there is a sum so
-// far, (T, H), that is continued in place and out is left alone. Products are rounded before they
-// are added, so that whoever sums rows in this order, wherever they come from, gets these bits.
+// out (T, H) = sum over k, in order, of weight[t, k] * row[position[t, k]]. If so_far (T, H) is given,
+// the sum is added to it in place instead. Products are rounded before they are added, so that summing
+// the rows of several ranks in this order gives the same bits.
 template <class X>
 void combine(const Routing& routing, const float* row, const float* weights, long tokens,
              long slots, long hidden, X* out, float* so_far, Turns& turns) {

@@ -1,6 +1,6 @@
 // Attention of one new token over a sequence's cache, in float32: `GROUP` queries that share keys at
-// a time, a split of at most SPLIT keys at a time. Splits are as long whatever the threads or the
-// other sequences, so a row's bits do not depend on them; `merge` joins their partial sums.
+// a time, a split of at most SPLIT keys at a time. The splits depend neither on the threads nor on the
+// other sequences, so a row's bits do not either; `merge` joins their partial sums.
 // Letters: D key size, V value size.
 #pragma once
 #include <cfloat>
@@ -43,7 +43,7 @@ static inline void scores_of(const float* q, const float* k, long stride, long c
   }
 }
 
-// Scores to e^(score - high), after scale and soft cap (0: none).
+// Turns scores into e^(score - high), after scale and soft cap (0: none).
 static inline Partial exponents(float* score, long count, float scale, float softcap) {
   constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // as many as the registers hold
   vf highest = splat(-FLT_MAX);
@@ -113,8 +113,8 @@ static inline void weighted_group(int queries, const float (*weight)[SPLIT], con
   }
 }
 
-// The splits of one query, sums `stride` floats apart, to its output; a sink is a
-// key without a value.
+// Merges the splits of one query, whose sums are `stride` floats apart, into its output; a sink is
+// the score of a key without a value.
 static inline void merge(const Partial* partial, const float* sums, long splits, long stride,
                          long size, const float* sink, float* out) {
   float high = sink ? *sink : -FLT_MAX;

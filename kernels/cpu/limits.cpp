@@ -1,4 +1,4 @@
-// What this CPU can multiply at most: the yardstick beside a benchmark's figures.
+// The most products a second that this CPU can compute: the yardstick of the benchmarks.
 #include "amx.h"
 #include "planes.h"
 
@@ -6,8 +6,8 @@ extern "C" {
 
 int32_t moe_uses_amx() { return amx::ready; }
 
-// 8-bit products made by `threads` threads in `rounds` rounds on registers alone; into `sink` goes
-// what keeps the compiler from leaving them out.
+// Number of 8-bit products that `threads` threads compute in `rounds` rounds, on registers alone; the
+// write to `sink` keeps the compiler from removing them.
 int64_t moe_dot_products(int64_t rounds, int32_t threads, int32_t* sink) {
   constexpr int CHAINS = 8;  // more than an instruction's latency
   if (amx::ready) {

@@ -1,6 +1,6 @@
 // A linear layer of whole weights, called through ctypes (which releases the GIL). A row's bits
-// depend neither on the other rows of the call nor on the number of threads: torch's own products
-// are made in other orders for few rows than for many.
+// depend neither on the other rows of the call nor on the number of threads, unlike torch's, which
+// sums in another order for few rows than for many.
 #include "calls.h"
 #include "grouped.h"
 
@@ -10,7 +10,7 @@ constexpr long TASK_ROWS = 16 * MAX_ROWS;  // at least: fewer do not pay for fet
 
 constexpr long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
-// How a product is shared out: tasks are a panel of weight rows with a part of the rows.
+// How a product is divided: a task is a panel of weight rows and a part of the input rows.
 struct Tasks {
   long panel, panels, part, parts;
 

@@ -6,7 +6,7 @@
 //   #pragma omp parallel num_threads(threads)
 //   plane_linear(w, bias, x, rows, out, w.rows, memory, threads, turns);
 //
-// A result depends on its own row alone, neither on other rows nor on the number of threads.
+// A row's result depends neither on other rows nor on the number of threads.
 #pragma once
 #include "grouped.h"
 #include "panel.h"
@@ -15,7 +15,7 @@
 constexpr long MAX_PANEL_BLOCKS = 8;
 constexpr long UNPACKED_PANEL = 256 << 10;  // bytes that stay in L2 while all rows pass
 
-// Blocks a task: enough tasks to balance, and codes that fit the cache.
+// Blocks of a task: enough tasks to balance the threads, and codes that fit the cache.
 static inline long panel_blocks(const PlaneMatrix& w, long matrices, int threads) {
   const long share = w.blocks() * matrices / (threads * TASKS_A_THREAD);
   const long fit = UNPACKED_PANEL / (BLOCK_ROWS * CHUNK * w.chunks());
@@ -28,7 +28,7 @@ static inline long linear_unpack_bytes(const PlaneMatrix& w, long rows) {
   return unpacks(rows) ? Panel::unpacked_bytes(w, MAX_PANEL_BLOCKS) : 0;
 }
 
-// The `count` first sums as `To` (float or bf16), with the bias added. Streamed: see can_stream.
+// Stores the first `count` sums as `To` (float or bf16), with the bias. Streamed: see can_stream.
 template <class To>
 static inline void store_sums(const float* sums, const float* bias, long count, To* to,
                               bool streamed = false) {
@@ -45,7 +45,7 @@ static inline void store_sums(const float* sums, const float* bias, long count, 
 
 constexpr long STREAMED_BYTES = 8 << 20;  // and more would not be in the cache when they are read
 
-// Whether sums of so many rows in all may go past the caches: whole vectors, none of them cut.
+// Whether outputs may bypass the caches (streaming stores): all vectors must be whole.
 static inline bool can_stream(const float* out, long rows, long stride) {
   return rows * stride * long(sizeof(float)) >= STREAMED_BYTES && stride % BLOCK_ROWS == 0 &&
          reinterpret_cast<uintptr_t>(out) % (LANES * sizeof(float)) == 0;

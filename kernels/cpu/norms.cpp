@@ -1,4 +1,4 @@
-// What happens to a prompt's rows between products, by the functions of a decode step (norms.h), called
+// Norms and rotary positions of a prompt's rows, by the functions of a decode step (norms.h), called
 // through ctypes (which releases the GIL).
 #include "grouped.h"
 #include "norms.h"
@@ -7,7 +7,7 @@ namespace {
 
 constexpr long TASK_FLOATS = 1 << 14;
 
-// task(row) for all rows of `width` floats.
+// Runs task(row) for all rows of `width` floats.
 template <class Task>
 void each_row(long rows, long width, int threads, const Task& task) {
   const long some = width < TASK_FLOATS ? TASK_FLOATS / width : 1;
@@ -30,7 +30,7 @@ void moe_norm(const decode::Norm* norm, const float* from, int64_t rows, int64_t
            [&](long row) { normalise(*norm, from + row * width, width, to + row * width); });
 }
 
-// Rows (count, heads) of heads, each to its own position, in place.
+// Norms and rotates rows (count, heads, size), each to its own position, in place.
 void moe_turn(const decode::Heads* heads, float* rows, const int64_t* position, int64_t count,
               int32_t threads) {
   const long width = heads->count * heads->size;

@@ -1,5 +1,4 @@
-// What happens to single rows between products: norms and rotary positions, in float32. Every sum
-// over a row has one fixed order.
+// Norms and rotary positions of single rows, in float32. Every sum over a row has one fixed order.
 #pragma once
 #include <cmath>
 
@@ -10,14 +9,14 @@ namespace decode {
 struct Norm {  // x / sqrt(mean(x^2) + eps) * weight (+ bias); absent where weight is null
   const float *weight, *bias;
   float eps;
-  int32_t centered;  // the mean is taken off first
+  int32_t centered;  // subtract the mean first
 };
 
 struct Rotation {
   const float *cos, *sin;  // (positions, size / 2)
-  int64_t begin, size;     // dimensions of a head that turn; size 0: none
-  int32_t pairs_in;        // (2i, 2i + 1) turn together, not (i, i + size / 2)
-  int32_t pairs_out;       // and stay side by side
+  int64_t begin, size;     // dimensions of a head that are rotated; size 0: none
+  int32_t pairs_in;        // pairs are (2i, 2i + 1), not (i, i + size / 2)
+  int32_t pairs_out;       // and are written side by side again
 };
 
 constexpr long MAX_ROTATED = 1024;
@@ -55,7 +54,7 @@ static inline void add_scaled(const float* from, float scale, long n, float* to)
                   n - c);
 }
 
-// Turns one head at a position, in place.
+// Rotates one head to a position, in place.
 static inline void rotate(const Rotation& r, long position, float* head) {
   const long half = r.size / 2;
   const float *cos = r.cos + position * half, *sin = r.sin + position * half;
@@ -79,12 +78,12 @@ static inline void rotate(const Rotation& r, long position, float* head) {
   memcpy(x, turned, r.size * sizeof(float));
 }
 
-// How a row of queries or keys comes to its position: normed, all of it or head by head, and turned.
+// Norm (of the whole row or head by head) and rotation of a row of queries or keys.
 struct Heads {
   Norm norm;
   Rotation rotation;
   int64_t count, size;
-  int32_t per_head, after_rotation;  // where the norm is: of each head, and behind its rotation
+  int32_t per_head, after_rotation;  // the norm is of each head; it follows the rotation
 
   void turn(long position, float* row) const {
     const bool each = norm.weight && per_head;

@@ -1,5 +1,5 @@
-// A matrix of bit planes, and a panel of it: blocks that a thread multiplies by all rows, from codes
-// that are unpacked once where there are many rows.
+// A matrix of bit planes, and a panel of it: blocks that one thread multiplies by all rows. For many
+// rows it unpacks the codes to memory once.
 #pragma once
 #include "amx_planes.h"
 
@@ -25,14 +25,14 @@ extern "C" struct PlaneMatrix {
   }
 };
 
-// Whether so many rows pay for unpacking to memory first.
+// Whether unpacking to memory first pays for so many rows.
 static inline bool unpacks(long rows) { return rows > (amx::ready ? TILE_ROWS : 3 * TILE_ROWS); }
 
-// Whether what is next is fetched by the products of unpacked codes. AMX's leave no time for that:
-// there it is fetched while codes are unpacked.
+// Whether the products of unpacked codes prefetch the thread's next panel. With AMX they leave no time
+// for that, and unpacking prefetches it.
 static inline bool fetches_late(long rows) { return unpacks(rows) && !amx::ready; }
 
-// Some of the rows that a panel is multiplied by.
+// A tile: some of the rows that a panel is multiplied by.
 struct Tile {
   long begin, rows, index;
 };
@@ -42,8 +42,8 @@ class Panel {
  public:
   static constexpr int MOST_TILE_ROWS = amx::ROWS > TILE_ROWS ? amx::ROWS : TILE_ROWS;
 
-  // `next` is what the thread needs after this panel, or `w` again where that is not known.
-  // `memory` holds unpacked_bytes(blocks) where `unpacks(rows)`, or is null: they are not, then.
+  // `next` is the thread's next panel, or `w` again if unknown. `memory` has unpacked_bytes(blocks)
+  // where `unpacks(rows)`; null: the panel is not unpacked.
   Panel(const PlaneMatrix& w, const PlaneMatrix& next, long blocks, long rows, uint8_t* memory)
       : w_(w), next_(next), blocks_(blocks), rows_(rows), codes_(unpacks(rows) ? memory : nullptr) {
     if (codes_)
@@ -55,7 +55,7 @@ class Panel {
     return blocks * BLOCK_ROWS * w.chunks() * CHUNK;
   }
 
-  // run(tile) for all rows in as few tiles as can be, of nearly one size.
+  // Calls run(tile) for all rows, in as few tiles as possible, of nearly equal sizes.
   template <class Run>
   void each_tile(const Run& run) const {
     Tile tile{0, 0, 0};
@@ -82,7 +82,7 @@ class Panel {
     return (rows_ + most - 1) / most;
   }
 
-  // The first tiles of a panel fetch all of the next one: `unpacks` sees to four at least.
+  // The first four tiles of a panel prefetch all of the next one; `unpacks` ensures that there are four.
   Ahead ahead(long tile) const {
     Ahead ahead{{codes_, codes_}, {0, 0}, next_.scales};  // nothing new
     long index = -2 * tile;

@@ -2,15 +2,15 @@
 #pragma once
 #include "planes.h"
 
-// Activation rows of a tile: as many sums as the registers hold beside the codes.
+// Activation rows of a tile: as many sums as the registers hold besides the codes.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int TILE_ROWS = 8;
 #else
 constexpr int TILE_ROWS = 4;
 #endif
 
-// Quantised activation rows, each at a cache line's beginning: the codes of all groups, and behind
-// them their scales and sums.
+// Quantised activation rows, each aligned to a cache line: the codes of all groups, then their scales
+// and sums.
 struct QuantizedRows {
   struct Scale {
     float scale;
@@ -40,7 +40,7 @@ static inline void plane_tile(const QuantizedRows& x, const Source& source, long
   vf total[ROWS][WIDE] = {};
   for (long group = first; group < first + x.groups; ++group) {
     vi sum[CHAINS][ROWS][WIDE] = {};
-    // Not unrolled: requests to memory that come in bursts hold up the reads between them.
+    // Not unrolled: bursts of prefetches delay the reads between them.
     _Pragma("GCC unroll 1") for (long chunk = 0; chunk < chunks; ++chunk, p += CHUNK)
       UNROLL for (int half = 0; half < 2; ++half) {
         vu code[WIDE][STEPS];

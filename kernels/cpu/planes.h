@@ -28,7 +28,7 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-  // |w| <= 128 and |x| <= 127: no pair of products reaches the limit at which maddubs saturates.
+  // |w| <= 128 and |x| <= 127, so no pair of products reaches the limit where maddubs saturates.
   const __m256i w = (__m256i)(codes ^ 0x80808080u);
   const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(x), w);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_x);
@@ -40,7 +40,7 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 #endif
 }
 
-// Bits of `a` where the mask, the same for each byte, has ones, and bits of `b` elsewhere.
+// Bits of `a` where the mask (one byte, repeated) has ones, and bits of `b` elsewhere.
 static inline vu choose(uint8_t mask, vu a, vu b) {
   const uint32_t wide = mask * 0x01010101u;
 #if defined(__AVX512F__)
@@ -51,15 +51,14 @@ static inline vu choose(uint8_t mask, vu a, vu b) {
 }
 
 // Consecutive blocks of a matrix at the precision of its first PLANES planes; chunks and groups are
-// counted on from block to block. While they are read, those that the same thread needs next are
-// fetched into L2: an expert's planes are many short streams, and a core that waits for each one's
-// beginning reads at half of memory's speed.
+// numbered across blocks. Reading them prefetches the thread's next blocks into L2: an expert's planes
+// are many short streams, and a core that waits for the start of each reads at half of memory's speed.
 template <int PLANES>
 struct Nested {
   static constexpr int BLOCKS = 1;  // at a time: a plane is read as one stream
   static constexpr bool PREFIX = PLANES < ALL_PLANES;
-  // What a prefix lacks is added to the sums, not to codes: the middle of a code's range for missing
-  // bits, and for steps 2 and 3, whose codes come LOW bits too low, a shift.
+  // A prefix's missing bits are corrected in the sums, not in the codes: by the middle of the range
+  // that the bits stand for, and by a shift for steps 2 and 3, whose codes are LOW bits too low.
   static constexpr int CENTRE = PREFIX ? 0x40 >> PLANES : 0, LOW = PREFIX && !BELOW ? 4 : 0;
   static constexpr int ZERO = ZERO_CODE - CENTRE - BELOW;
   const uint8_t *plane[PLANES], *next[PLANES];
@@ -109,15 +108,15 @@ struct Nested {
   }
 };
 
-// What is fetched while codes are multiplied: two vectors of each chunk of the planes needed next. One
-// at a time, as some CPUs leave out what they cannot take at once: Zen 4 most of a burst.
+// Prefetches the thread's next planes while codes are multiplied: two vectors of each chunk, one at a
+// time, because some CPUs drop prefetches that come in a burst (Zen 4 most of them).
 struct Ahead {
   const uint8_t* vector[2];
   long step[2];  // bytes to that of the next chunk
   const uint16_t* scales;
 };
 
-// Consecutive blocks of codes unpacked before, a byte each.
+// Consecutive blocks of unpacked codes, one byte each.
 struct Unpacked {
   static constexpr int BLOCKS = LANES == BLOCK_ROWS ? 2 : 1;  // an activation serves both
   static constexpr int LOW = 0, ZERO = ZERO_CODE - BELOW;

@@ -1,5 +1,5 @@
-// Products of a few rows with several matrices at once, dense or as nested bit planes, shared out
-// over the threads of a parallel region.
+// Products of a few rows with several matrices at once, dense or bit planes, divided over the threads
+// of a parallel region.
 #pragma once
 #include "calls.h"
 #include "linear.h"
@@ -9,7 +9,7 @@ namespace decode {
 constexpr int32_t ABSENT = -1, BIT_PLANES = 8;  // beside Dtype, the element types of dense ones
 
 struct Matrix {
-  PlaneMatrix planes;  // rows and columns are said here for dense matrices too
+  PlaneMatrix planes;  // dense matrices use its rows and columns
   const void* weight;  // dense: (rows, columns)
   const float* bias;
   int32_t format;
@@ -20,11 +20,11 @@ struct Matrix {
   long size() const { return rows() * planes.columns; }
 };
 
-// Rows that products read, and what their quantised matrices read instead.
+// Input rows of products, and the quantised copy that quantised matrices read.
 struct Rows {
   float* x;  // (rows, width)
   long width, group;
-  QuantizedRows codes;  // null where nothing quantised reads them
+  QuantizedRows codes;  // null where no quantised matrix reads them
 
   void prepare(long row) const {
     if (group) quantize_row(x + row * width, width, group, codes.from(row));
@@ -58,7 +58,7 @@ static void dense_panel(const Product& p, long rows, long g, long count) {
   }
 }
 
-// The weight rows of a product from `begin` on; a product that is null has none.
+// The weight rows of a product from `begin` on; a null product has none.
 struct Piece {
   const Product* product;
   long begin;
@@ -67,7 +67,7 @@ struct Piece {
   PlaneMatrix planes() const { return product->matrix->planes.from(begin / BLOCK_ROWS); }
 };
 
-// `count` weight rows of a piece, while those of the thread's next one are fetched.
+// Multiplies `count` weight rows of a piece, and prefetches those of the thread's next piece.
 static void panel(const Piece& piece, const Piece& next, long rows, long count) {
   const Product& p = *piece.product;
   const Matrix& m = *p.matrix;
@@ -85,7 +85,7 @@ static void panel(const Piece& piece, const Piece& next, long rows, long count) 
   }
 }
 
-// Weight rows a task takes, such that the tasks balance over the threads.
+// Weight rows of a task, so that the tasks balance over the threads.
 static long panel_rows(const Product* list, int count, int threads) {
   long rows = 0;
   for (int i = 0; i < count; ++i) rows += list[i].matrix->rows();
@@ -93,7 +93,7 @@ static long panel_rows(const Product* list, int count, int threads) {
   return share < BLOCK_ROWS ? BLOCK_ROWS : share > WIDEST ? WIDEST : share;
 }
 
-// Every product of the list whose matrix is there. A stage of a parallel region.
+// Computes every product whose matrix is not absent. A stage of a parallel region.
 static void products(const Product* list, int count, long rows, int threads, Turns& turns) {
   const long step = panel_rows(list, count, threads);
   long tasks = 0;

@@ -1,6 +1,6 @@
 // The C interface of the kernels on bit planes, called through ctypes (which releases the GIL): raw
-// pointers, contiguous arrays. `moe_quantized_forward` runs a whole layer whose activation is known
-// here; `first` and `second` leave room for one of Python's between them. Letters as in grouped.h.
+// pointers, contiguous arrays. `moe_quantized_forward` runs a whole layer whose activation C++ knows;
+// for the others Python calls `first` and `second`, with its own between them. Letters as in grouped.h.
 #include <omp.h>
 
 #include "calls.h"

@@ -86,7 +86,7 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
     const long rows = routing.begin[e + 1] - begin;
     const long count = gate.blocks() < blocks ? gate.blocks() : blocks;
     if (count < blocks) memset(sums, 0, sizeof sums);
-    // One part is read behind the other, or both at the beginning of a task.
+    // Reads one part after the other, or both at the beginning of a task.
     const bool in_turn = layer.parts == 2 && !fetches_late(rows);
     const auto after = [&](int part) { return weights(next < tasks ? next : task, part); };
     const Panel a(gate, in_turn ? up : after(0), count, rows, memory);
@@ -101,7 +101,7 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
   });
 }
 
-// Inner rows (A, F) of int8: the activation of the first projection, quantised by the way.
+// Inner rows (A, F) of int8: the activation of the first projection, quantised at once.
 static inline void project_first(const QuantizedLayer& layer, const Activation& activation,
                                  const Routing& routing, const QuantizedRows& x,
                                  const QuantizedRows& inner, uint8_t* memory, Turns& turns) {
@@ -125,7 +125,7 @@ static inline void project_first(const QuantizedLayer& layer, const Activation& 
   });
 }
 
-// out (A, parts, F) = the first projection itself, for an activation of Python's.
+// out (A, parts, F) = the first projection itself, for an activation in Python.
 static inline void project_first_only(const QuantizedLayer& layer, const Routing& routing,
                                       const QuantizedRows& x, float* out, uint8_t* memory,
                                       Turns& turns) {

@@ -1,5 +1,5 @@
-// Files read in the background, urgent reads first, by threads that Python's lock never holds up:
-// what `offload/readers/threads.py` and `meter.py` do, which say why.
+// Background reads of files, urgent ones first, by threads that never wait for Python's lock: the
+// compiled version of `offload/readers/threads.py`.
 #include <sys/mman.h>
 
 #include <chrono>
@@ -65,7 +65,7 @@ class Reader {
     return ended.wait_for(lock, patience, [&] { return bool(job->done); });
   }
 
-  // Whether no thread is left that uses this.
+  // Waits up to `seconds`; true: no thread uses this reader any more.
   bool close(double seconds) {
     std::unique_lock<std::mutex> lock(mutex);
     closed = true;
@@ -90,7 +90,7 @@ class Reader {
     if (at != queue.end()) queue.erase(at);
   }
 
-  // What has not begun of a job never will.
+  // Drops the pieces of a job that have not begun.
   void fail(Job* job, int32_t error) {
     if (!job->error) job->error = error;
     if (job->waiting) take_out(job);
@@ -153,7 +153,7 @@ class Reader {
     ended.notify_all();
   }
 
-  // Where the next piece is; null when the reader is closed.
+  // Waits for work; the queue of the next piece, or null once the reader is closed.
   std::deque<Job*>* await(std::unique_lock<std::mutex>& lock) {
     for (;;) {
       if (auto* queue = next_queue()) return queue;
@@ -193,8 +193,8 @@ class Reader {
 
 extern "C" {
 
-// Begins no more while `most` bytes are being read. Lives as long as the process: whoever has asked
-// it for something may look for that at any time.
+// Begins no further read while `most` bytes are in flight. Lives as long as the process: a caller may
+// look at one of its jobs at any time.
 void* moe_reader(int64_t most) { return new Reader(most); }
 void moe_reader_start(void* reader, int32_t threads) {
   static_cast<Reader*>(reader)->start(threads);
@@ -211,7 +211,7 @@ void moe_read_hasten(void* reader, void* job) {
 }
 double moe_read_throughput(void* reader) { return static_cast<Reader*>(reader)->throughput(); }
 
-// Whether all threads have ended, after so many seconds at most.
+// Waits up to `seconds`; true: all threads have ended.
 int32_t moe_reader_close(void* reader, double seconds) {
   return static_cast<Reader*>(reader)->close(seconds);
 }

@@ -1,4 +1,4 @@
-// Reads of files, and one request to a file: what `offload/readers/ways.py` does, which says why.
+// Reads of one piece of a file, with O_DIRECT or through the page cache.
 #pragma once
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -18,25 +18,25 @@ constexpr int64_t BLOCK = 4096, BOUNCE_BYTES = (4 << 20) + 2 * BLOCK;
 enum : int32_t { TRUNCATED = -1, CHANGED = -2, CLOSED = -3, CANCELLED = -4 };  // beside errno's
 
 struct Piece {  // one request
-  int64_t fd, direct;        // the second with O_DIRECT, or -1
+  int64_t fd, direct;        // the file; the same opened with O_DIRECT, or -1
   int64_t offset, bytes;
-  int64_t size, changed_ns;  // of the file when it was opened; size -1: not to be looked at
-  int64_t count;             // of the views, which follow: address and size each
+  int64_t size, changed_ns;  // of the file when it was opened; size -1: not checked
+  int64_t count;             // number of views, which follow: address and size each
   const iovec* views() const { return reinterpret_cast<const iovec*>(this + 1); }
   const Piece* next() const { return reinterpret_cast<const Piece*>(views() + count); }
 };
 
-struct Job {  // made by reading.py, which keeps it and its pieces until it is done
-  const Piece* piece;            // the first that nobody reads yet
-  int64_t waiting, taken;        // pieces from there on, and before
-  int64_t failed;                // number of the piece that did
-  int32_t urgent, reading, error, refused;  // refused: O_DIRECT, by a file that had taken it
+struct Job {  // made by streaming.py, which keeps it and its pieces until it is done
+  const Piece* piece;            // the first that no thread has taken
+  int64_t waiting, taken;        // numbers of pieces from there on, and before
+  int64_t failed;                // index of the piece that failed
+  int32_t urgent, reading, error, refused;  // refused: opened with O_DIRECT, but not read
   std::atomic<int32_t> done;
 };
 
 static inline int64_t round_up(int64_t offset) { return (offset + BLOCK - 1) / BLOCK * BLOCK; }
 
-// The views without their first `done` bytes; whether blocks can be read into them.
+// Sets `rest` to the views without their first `done` bytes; true: they are aligned to blocks.
 static inline bool remaining(const Piece& piece, int64_t done, std::vector<iovec>& rest) {
   rest.clear();
   bool aligned = (piece.offset + done) % BLOCK == 0;
@@ -51,7 +51,7 @@ static inline bool remaining(const Piece& piece, int64_t done, std::vector<iovec
   return aligned;
 }
 
-// Some of the bytes behind the first `done`; through `bounce` where something is not aligned.
+// Reads some of the bytes after the first `done`, through `bounce` where they are not aligned.
 static inline int64_t read_some(const Piece& piece, int64_t done, std::vector<iovec>& rest,
                                 char* bounce) {
   const bool aligned = remaining(piece, done, rest);
@@ -74,7 +74,8 @@ static inline int64_t read_some(const Piece& piece, int64_t done, std::vector<io
   return copied;
 }
 
-// 0, an errno, or `TRUNCATED`; with no `bounce` through the page cache, which forgets them at once.
+// Reads a piece; 0, an errno, or `TRUNCATED`. Without `bounce` it reads through the page cache, and
+// drops the pages at once.
 static inline int32_t read_all(const Piece& piece, std::vector<iovec>& rest, char* bounce) {
   int64_t done = 0;
   while (done < piece.bytes) {
@@ -100,5 +101,5 @@ static inline bool is_changed(const Piece& piece) {
 
 }  // namespace files
 
-// Whether a job is done, after so many seconds at most.
+// Waits up to `seconds`; true: the job is done.
 extern "C" int32_t moe_read_wait(void* reader, void* job, double seconds);

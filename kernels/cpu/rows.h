@@ -1,5 +1,5 @@
-// Activation rows of int8 codes with a float scale for each group of columns, as the plane kernels
-// take them; kernels/reference.py, quantize_rows, is the definition.
+// Activation rows of int8 codes with a float scale for each group of columns, for the plane kernels;
+// `quantize_rows` of kernels/reference.py is the definition.
 #pragma once
 #include "plane_tiles.h"
 
@@ -8,8 +8,8 @@ typedef int8_t vb __attribute__((vector_size(LANES)));
 constexpr int MAX_GROUP = 64;
 constexpr float MAX_CODE = 127, TINY = 0x1p-100f;
 
-// Bytes between rows. A line more than they take: rows a power of two apart would share the few
-// places that a cache has for them.
+// Bytes between rows: one cache line more than they need, because rows a power of two apart would
+// share the same few sets of the cache.
 constexpr long row_stride(long columns, long group_size) {
   const long groups = (columns + group_size - 1) / group_size;
   return aligned(groups * (group_size + long(sizeof(QuantizedRows::Scale)))) + 64;

@@ -134,7 +134,7 @@ class _ArrivingCallRecord(Record, struct="ArrivingCall"):
         *sizes("count"),
         *pointers("reader"),
         *doubles("patience", "waited"),
-        *sizes("begun", "waves"),
+        *sizes("begun", "calls"),
         *numbers("threads"),
     )
 
@@ -222,6 +222,6 @@ class ArrivingCall:
         return float(self._record.waited)
 
     @property
-    def waves(self) -> int:
+    def calls(self) -> int:
         """C++ calls so far, each for the experts that were in memory together."""
-        return int(self._record.waves)
+        return int(self._record.calls)

@@ -1,7 +1,7 @@
-"""Slots sorted by expert and cut into blocks, on the device: nothing is read back to the host.
+"""Slots sorted by expert and cut into blocks, on the device, without reading anything back.
 
-Every shape depends on the number of slots only, so that the calls can be captured in a CUDA graph
-and replayed with other routings.
+Every shape depends on the number of slots only, so that a CUDA graph can capture the calls and
+replay them with other routings.
 
 Shape legend: T tokens, K slots a token, S = T*K slots, E experts, B blocks.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which slots each program works on.
+    """The slots that each program works on.
 
     Attributes:
-        order_S: slots sorted by expert, in their own order within an expert; unused ones last.
+        order_S: slots sorted by expert (a stable sort); unused ones last.
         offsets_E1: (E + 1,) where each expert's slots begin in ``order_S``; the last is their end.
         expert_B: expert of each block, -1 for a block without work.
-        first_B: place in ``order_S`` of each block's first slot.
-        rows: most slots of a block.
+        first_B: index in ``order_S`` of each block's first slot.
+        rows: slots of a full block.
     """
 
     order_S: Tensor
@@ -38,7 +38,7 @@ class Blocks:
 
 
 def most_blocks(slots: int, experts: int, rows: int) -> int:
-    """The number of blocks that the worst routing needs: every expert ends in a broken block."""
+    """Blocks that the worst routing needs, where every expert's last block is partly empty."""
     begun = min(slots, experts)
     return begun + (slots - begun) // rows
 
@@ -49,7 +49,7 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
     Args:
         expert_ids_TK: (T, K) integers, at least one slot; outside [0, experts) a slot is unused.
         experts: E.
-        rows: most slots of a block.
+        rows: slots of a full block.
     """
     ids_S = expert_ids_TK.reshape(-1)
     ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
@@ -75,7 +75,7 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
 
 
 def one_group(count: int, rows: int, device: torch.device) -> Blocks:
-    """`count` rows of one matrix, in order: what a linear layer needs."""
+    """The blocks of `count` rows of one matrix, for a linear layer."""
     place: dict[str, object] = {"device": device, "dtype": torch.int32}
     first_B = torch.arange(0, count, rows, **place)  # type: ignore[call-overload]
     offsets = torch.arange(0, 2 * count, count, **place)  # type: ignore[call-overload]

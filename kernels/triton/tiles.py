@@ -1,9 +1,9 @@
-"""How large a block each program computes: measured on the GPU, once for each shape and regime.
+"""The size of the block that each program computes, measured on the GPU for each shape.
 
-Choices are made outside the kernels (Triton's own autotuner fails in its interpreter). The first
-decode tile is the yardstick: another one is taken only if it gives the very same bits on the call
-at hand, since matrix instructions of different sizes may round differently, and a row must not
-depend on how many others came with it.
+This happens outside the kernels, as Triton's own autotuner fails in its interpreter. The first
+decode tile is the reference: another tile is taken only if it gives the same bits on the call at hand,
+because matrix instructions of different sizes may round differently, and a row's bits must not
+depend on the number of other rows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.triton.language import INTERPRETED
 
-# Slots an expert from which a taller tile pays.
+# Slots of an expert from which on taller tiles pay.
 _MANY_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Slots and outputs of one program; its warps; loads in flight."""
+    """Slots and outputs of one program, its warps, and its loads in flight."""
 
     rows: int
     columns: int
@@ -37,7 +37,7 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
-# The first one is small enough for the shared memory of any GPU, at any dtype.
+# The first one fits the shared memory of any GPU, at any dtype.
 DECODE = (
     Tile(16, 64, stages=2),
     Tile(16, 64),
@@ -74,7 +74,7 @@ def fastest(
     run: Callable[[Tile], Tensor],
     measure: Callable[[Callable[[], Tensor]], float],
 ) -> Tile:
-    """The quickest of the candidates whose result has the bits of the first decode tile's."""
+    """The fastest of the candidates whose result has the bits of the first decode tile's."""
     expected = run(DECODE[0])
     times: dict[Tile, float] = {}
     for tile in dict.fromkeys((DECODE[0], *candidates)):

@@ -84,7 +84,7 @@ def test_experts_that_come_late_give_the_same_bits(
     call = native.arriving(how, slots, rows, told, reader.reads, 0.0)
     first = wanted.index(min(late)) if late else None
     assert call.run() == first  # which is late
-    assert call.waves == (first is None or first > 0)
+    assert call.calls == (first is None or first > 0)
     reader.reads.start(2)
     for job in asked.values():
         while not job.done:
