@@ -2,8 +2,8 @@
 
 Optional and imported late: MegaBlocks does not import without its CUDA extension, and its pins
 (torch 2.7.0, numpy < 2.1) conflict with ours, so it is installed with ``--no-deps``. Between our
-own gather and sum we call what its dropless experts call, ``grouped_gemm_util.ops.gmm``. It takes the
-sizes of the groups on the host, so every layer waits for the GPU once.
+own gather and sum we call what its dropless experts call, ``grouped_gemm_util.ops.gmm``. It takes
+the sizes of the groups on the host, so every layer waits for the GPU once.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use.
 """

@@ -1,9 +1,9 @@
 """The size of the block that each program computes, measured on the GPU for each shape.
 
 This happens outside the kernels, as Triton's own autotuner fails in its interpreter. The first
-decode tile is the reference: another tile is taken only if it gives the same bits on the call at hand,
-because matrix instructions of different sizes may round differently, and a row's bits must not
-depend on the number of other rows.
+decode tile is the reference: another tile is taken only if it gives the same bits on the call at
+hand, because matrix instructions of different sizes may round differently, and a row's bits must
+not depend on the number of other rows.
 """
 
 from __future__ import annotations
