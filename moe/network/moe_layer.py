@@ -40,9 +40,9 @@ from offload.prefetch import Prefetcher
 from routing import (
     LOADED_FOR,
     PHASES,
+    LoadedFor,
     Phase,
     PolicyChain,
-    Reader,
     Routing,
     RoutingContext,
     RoutingStatistics,
@@ -230,7 +230,7 @@ class MoELayers:
         return sum(layer.expert_bytes * layer.num_experts for layer in self.layers)
 
     @property
-    def expert_bytes_read_by(self) -> dict[Reader, int]:
+    def expert_bytes_read_by(self) -> dict[LoadedFor, int]:
         """Expert bytes read since the statistics were reset, by whose tokens needed the expert."""
         loads = [self.statistics.expert_loads_by(index) for index in range(len(self.layers))]
         return {
