@@ -349,7 +349,8 @@ def _stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "expert_bytes_read": sum(bytes_by.values()),
         "expert_bytes_read_by": bytes_by,
         "expert_loads_by": {
-            reader: sum(layer["expert_loads_by"][reader] for layer in layers) for reader in LOADED_FOR
+            reader: sum(layer["expert_loads_by"][reader] for layer in layers)
+            for reader in LOADED_FOR
         },
         "layers": layers,
         "offload": None if offloaded is None else offloaded.statistics(),
