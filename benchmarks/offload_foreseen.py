@@ -54,9 +54,6 @@ class Foreseen:
     def start(self, tokens: Tensor) -> None:
         """Nothing to learn: the trace knows the token."""
 
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        """Nothing to learn."""
-
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
         """Nothing to learn."""
 

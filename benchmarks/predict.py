@@ -130,16 +130,15 @@ class Score:
 
 
 class Setting:
-    """A predictor, and when it is asked about a layer.
+    """A predictor, and how many layers before a layer it is asked about it.
 
     Args:
-        ahead: that many layers before it, or `START`; 0 is as late as can be, when the layer's
-            attention begins.
+        ahead: layers, or `START` for before the first.
     """
 
-    def __init__(self, predictor: Ensemble, ahead: int = 0) -> None:
+    def __init__(self, predictor: Ensemble, ahead: int = 1) -> None:
         self.predictor, self.ahead = predictor, ahead
-        when = {0: "", START: ", at the start"}.get(ahead, f", {ahead} ahead")
+        when = {1: "", START: ", at the start"}.get(ahead, f", {ahead} ahead")
         self.name = f"{predictor.name}{when}"
         self.seconds = 0.0
         self.events = 0
@@ -147,7 +146,7 @@ class Setting:
 
 def settings(calibrated: Calibrated) -> list[Setting]:
     found = [Setting(calibrated.predictor(name)) for name in calibrated.weights]
-    return [*found, *(Setting(calibrated.predictor("ensemble"), ahead) for ahead in (1, 2, START))]
+    return [*found, *(Setting(calibrated.predictor("ensemble"), ahead) for ahead in (2, START))]
 
 
 class Held:
@@ -172,19 +171,15 @@ def follow(held: Held, setting: Setting, rows: Tensor, scores: Sequence[Score]) 
     layers = len(held.trace.num_experts)
     began = time.thread_time()
     predictor.start(held.contexts[rows])
-    forecasts = [predictor.forecast(-1, ahead)] * min(ahead, layers) if ahead else []
+    forecasts = [predictor.forecast(-1, ahead)] * min(ahead, layers)
     setting.seconds += time.thread_time() - began
     for layer in range(layers):
-        read, entered = held.rows.read[layer][rows].float(), held.rows.entered[layer][rows].float()
+        read = held.rows.read[layer][rows].float()
         ids, weights = held.trace.expert_ids[layer][rows], held.trace.weights[layer][rows]
         routing = Routing(ids.long(), weights.float())
         began = time.thread_time()
-        if not ahead:
-            predictor.enter(layer, entered)
-            forecasts.append(predictor.forecast(layer - 1, 1))
         if ahead < START:
             predictor.observe(layer, read, routing)
-        if 0 < ahead < START:
             forecasts.append(predictor.forecast(layer, ahead))
         setting.seconds += time.thread_time() - began
         visited = torch.zeros(held.trace.num_experts[layer], dtype=torch.bool)

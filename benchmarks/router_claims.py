@@ -128,9 +128,7 @@ FORETOLD = [
     Foretold("5", "recall_token_table", "recall_popular", "the token's id decides the expert"),
     Foretold("1.5", "recall_path", "recall_token_table", "a path predictor is worth its training"),
     Foretold("6", "recall_lookahead", "recall_popular", "a later gate foresees from earlier rows"),
-    Foretold("6", "recall_pre_attention", "recall_lookahead", "better the nearer, fitted"),
-    Foretold("6", "recall_pre_attention_raw", "recall_lookahead_raw", "better the nearer, raw"),
     Foretold("7", "recall_lookahead", "recall_lookahead_raw", "an adapted residual foresees more"),
     Foretold("1", "recall_ensemble", "recall_token_table", "together more than the free table"),
-    Foretold("1", "recall_ensemble", "recall_pre_attention", "together more than the best alone"),
+    Foretold("1", "recall_ensemble", "recall_lookahead", "together more than the best alone"),
 ]

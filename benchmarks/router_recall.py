@@ -1,7 +1,7 @@
 """How much of a model's routing each predictor foretells, for `benchmarks.routers`.
 
-The predictors of ``moe calibrate``, learnt from one text and asked about another as late as they
-can be, when a layer's attention begins. Each token gets as many guesses as it visits experts, so
+The predictors of ``moe calibrate`` learn from one text and are asked about another, one layer
+ahead as the engine does. Each token gets as many guesses as it visits experts, so
 that recall means the same where a router takes any number: what is named needlessly is as much as
 what is missed. The first MoE layer is left out, of which look-ahead has nothing to say.
 Legend: T tokens, K slots, E experts.
@@ -24,9 +24,6 @@ from moe.commands.calibrate.record import record
 from routing import Routing
 from routing.predict.calibrated import Calibrated
 from routing.predict.path import CONTEXT, VECTOR
-
-AHEAD = "ensemble_ahead"
-"""The ensemble asked one layer earlier, from what the layer before has read: as the engine does."""
 
 
 def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[str, float]:
@@ -54,23 +51,16 @@ def _follow(calibrated: Calibrated, asked: Trace) -> dict[str, list[float]]:
     """Recall by predictor and layer, all tokens shown as one step."""
     assert asked.rows is not None
     predictors = {name: calibrated.predictor(name) for name in calibrated.weights}
-    found: dict[str, list[float]] = {name: [] for name in (*predictors, AHEAD)}
-
-    def ask(column: str, name: str, layer: int) -> None:
-        named = predictors[name].rows(layer - 1, layer)
-        if named is not None:
-            found[column].append(recall_at_used(torch.from_numpy(named), asked.expert_ids[layer]))
+    found: dict[str, list[float]] = {name: [] for name in predictors}
 
     contexts = asked.contexts(CONTEXT)
     for predictor in predictors.values():
         predictor.start(contexts)
     for layer, ids in enumerate(asked.expert_ids):
-        if layer:
-            ask(AHEAD, "ensemble", layer)
-        for predictor in predictors.values():
-            predictor.enter(layer, asked.rows.entered[layer])
         for name in predictors if layer else ():
-            ask(name, name, layer)
+            named = predictors[name].rows(layer - 1, layer)
+            if named is not None:
+                found[name].append(recall_at_used(torch.from_numpy(named), ids))
         routing = Routing(ids.long(), asked.weights[layer].float())
         for predictor in predictors.values():
             predictor.observe(layer, asked.rows.read[layer], routing)

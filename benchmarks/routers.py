@@ -42,10 +42,7 @@ RECALLS = {
     "recall_path": "path",
     "recall_lookahead_raw": "look-ahead, raw",
     "recall_lookahead": "look-ahead",
-    "recall_pre_attention_raw": "pre-attention, raw",
-    "recall_pre_attention": "pre-attention",
     "recall_ensemble": "ensemble",
-    "recall_ensemble_ahead": "a layer ahead",
 }
 COLUMNS = {
     "experts_a_token": "experts",

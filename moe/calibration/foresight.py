@@ -18,7 +18,7 @@ from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import RoutingError
 from routing.predict import Told, contexts
-from routing.predict.calibrated import ON_ENTERING, PREDICTORS
+from routing.predict.calibrated import PREDICTORS
 from routing.predict.forecast import Floats
 from routing.predict.token_table import TokenTable
 
@@ -47,8 +47,8 @@ def look_ahead(
         CalibrationError: a predictor was named, and the calibration is absent or not whole.
     """
     wanted, folder = settings.predictor, path / FOLDER
-    if wanted not in (*OFF, *PREDICTORS) or wanted in ON_ENTERING:
-        names = ", ".join((*OFF, *(name for name in PREDICTORS if name not in ON_ENTERING)))
+    if wanted not in (*OFF, *PREDICTORS):
+        names = ", ".join((*OFF, *PREDICTORS))
         raise ProfileError(f"offload.predictor must be one of {names}, got '{wanted}'")
     if wanted == "off" or not settings.prefetch:
         return None, ""

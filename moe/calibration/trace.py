@@ -29,13 +29,10 @@ class Rows:
     Attributes:
         tokens: ``(R,)`` int64, which tokens of the trace, ascending.
         read: of each layer ``(R, H)`` float16, what its experts read.
-        entered: of each layer ``(R, H)`` float16, what came into its block, normed to a root mean
-            square of 1; empty where blocks could not be watched.
     """
 
     tokens: Tensor
     read: list[Tensor]
-    entered: list[Tensor]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routing.predict.forecast import Clue, Floats, Forecast
-from routing.predict.lookahead import Gate, Lookahead, PreAttention, sigmoid
+from routing.predict.lookahead import Gate, Lookahead, sigmoid
 from routing.predict.path import Path
 from routing.predict.token_table import TokenTable
 from routing.routers import RouterRule
@@ -57,10 +57,6 @@ class Ensemble:
     def start(self, tokens: Tensor) -> None:
         for clue in self._clues:
             clue.start(tokens)
-
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        for clue in self._clues:
-            clue.enter(layer, hidden_states)
 
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
         for clue in self._clues:
@@ -135,16 +131,9 @@ PREDICTORS: dict[str, tuple[str, ...]] = {
     "path": ("path",),
     "lookahead_raw": ("lookahead_raw",),
     "lookahead": ("lookahead",),
-    "pre_attention_raw": ("pre_attention_raw",),
-    "pre_attention": ("pre_attention",),
-    "ensemble": ("token_table", "path", "lookahead", "pre_attention"),
+    "ensemble": ("token_table", "path", "lookahead"),
 }
 """Clues of each predictor."""
-
-ON_ENTERING = ("pre_attention_raw", "pre_attention")
-"""Predictors that say nothing but of the rows that enter a block, which a running engine does not
-show them: the next layer's experts are forecast before that, from this layer's rows. They are
-calibrated and measured (`benchmarks.predict`), and cannot be chosen."""
 
 
 @dataclass(frozen=True)
@@ -263,19 +252,9 @@ def _lookahead(name: str) -> Callable[[Mapping[str, Tensor], Model], Clue]:
     return restore
 
 
-def _pre_attention(name: str) -> Callable[[Mapping[str, Tensor], Model], Clue]:
-    def restore(parts: Mapping[str, Tensor], model: Model) -> Clue:
-        gates = _gates(parts, model)
-        return PreAttention(name, {int(key): gate for key, gate in gates.items()})
-
-    return restore
-
-
 _CLUES: dict[str, Callable[[Mapping[str, Tensor], Model], Clue]] = {
     "token_table": _token_table,
     "path": lambda parts, model: Path.restore(parts, model.num_experts),
     "lookahead_raw": _lookahead("lookahead_raw"),
     "lookahead": _lookahead("lookahead"),
-    "pre_attention_raw": _pre_attention("pre_attention_raw"),
-    "pre_attention": _pre_attention("pre_attention"),
 }

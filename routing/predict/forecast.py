@@ -41,8 +41,6 @@ class Clue(Protocol):
 
     def start(self, tokens: Tensor) -> None: ...
 
-    def enter(self, layer: int, hidden_states: Tensor) -> None: ...
-
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None: ...
 
     def evidence(self, layer: int, target: int) -> Floats | None:
@@ -63,9 +61,6 @@ class ClueBase:
 
     def start(self, tokens: Tensor) -> None:
         del tokens
-
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        del layer, hidden_states
 
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
         del layer, hidden_states, routing
@@ -182,13 +177,6 @@ class Predictor(Protocol):
         """
         ...
 
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        """Rows ``(T, H)`` as they come into the block of this MoE layer, before its attention.
-
-        Not every caller can tell; predictors do without it.
-        """
-        ...
-
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
         """Rows ``(T, H)`` that this layer's experts read, and what its router decided."""
         ...
@@ -232,9 +220,6 @@ class Told:
         return len(self.told) == 0
 
     def start(self, tokens: Tensor) -> None:
-        return None
-
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
         return None
 
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.router_recall import AHEAD, recall_at_used, recalls
+from benchmarks.router_recall import recall_at_used, recalls
 from examples.lab import LabConfig, LabForCausalLM
 from moe import MoE
 from moe.commands.calibrate.record import record
@@ -44,7 +44,7 @@ def test_every_predictor_but_raw_gates_foretells_ragged_routing(
     model = MoE.from_pretrained(tmp_path)
     windows = torch.randint(1, 64, (60, 32), generator=torch.Generator().manual_seed(1)).tolist()
     found = recalls(model, windows[:50], record(model.backbone, model.experts, windows[50:]))
-    named = {name for name in PREDICTORS if not name.endswith("_raw")} | {"popular", AHEAD}
+    named = {name for name in PREDICTORS if not name.endswith("_raw")} | {"popular"}
     assert found.keys() == {f"recall_{name}" for name in named}
     better = named - {"popular", "path"}  # a network needs more than 1,600 tokens
     assert all(found[f"recall_{name}"] > found["recall_popular"] for name in better)

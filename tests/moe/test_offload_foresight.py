@@ -70,9 +70,6 @@ class Liar:
         assert tokens.shape[1] == self.context
         self.rows = tokens.shape[0]
 
-    def enter(self, layer: int, hidden_states: Tensor) -> None:
-        raise AssertionError("nobody tells")
-
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
         assert len(hidden_states) == routing.num_tokens == self.rows
         self.last = routing.expert_ids

@@ -18,10 +18,8 @@ from routing.predict.lookahead import (
     ANY_DISTANCE,
     Gate,
     Lookahead,
-    PreAttention,
     fit_gate,
     margins,
-    normed,
     sigmoid,
 )
 from routing.predict.path import CONTEXT, Path, PathNetwork, fit_path
@@ -186,20 +184,6 @@ def test_lookahead_is_the_later_gate_on_earlier_rows() -> None:
     assert clue.evidence(0, 3) is None, "beyond its reach"
     clue.start(torch.zeros(4, 1, dtype=torch.int64))
     assert clue.evidence(0, 3) is None, "rows of the last step"
-
-
-def test_pre_attention_is_exact_where_a_model_routes_before_attention() -> None:
-    generator = torch.Generator().manual_seed(3)
-    router = Gate(torch.randn(E, H, generator=generator), RouterRule(K))
-    entered = 5 * torch.randn(800, H, generator=generator)
-    read = torch.from_numpy(normed(floats(entered)))
-    logits = torch.from_numpy(router.logits(floats(read)))
-    fitted = fit_gate(read[:600], logits[:600], router.rule, None)
-    clue = PreAttention("pre_attention", {1: fitted})
-    clue.enter(1, entered[600:])
-    assert best(clue, 0, 1) == router.choose(floats(read[600:])).tolist()
-    assert clue.evidence(1, 1) is None
-    assert clue.evidence(1, 2) is None
 
 
 @pytest.mark.parametrize("experts", [E, 48])

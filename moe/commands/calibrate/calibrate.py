@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,8 +91,6 @@ def calibrate(
             write(folder, model.config, text.name, trace, fitted)
             unavailable = fitted.unavailable
     if compression is not None:
-        if trace.rows is not None:  # most of their memory was for the predictors
-            trace = replace(trace, rows=replace(trace.rows, entered=[]))
         with step_bar() as on_step:
             notices = analyse(model, trace, folder, on_step, read_tokens=compression)
         for notice in notices:

@@ -17,7 +17,7 @@ from moe.calibration.trace import Rows, Trace
 from moe.commands.console import OnStep
 from routing.predict.calibrated import PREDICTORS, Calibrated, Model, Situation, fit_situation
 from routing.predict.forecast import Clue, floats
-from routing.predict.lookahead import ANY_DISTANCE, REACH, Gate, Lookahead, PreAttention, fit_gate
+from routing.predict.lookahead import ANY_DISTANCE, REACH, Gate, Lookahead, fit_gate
 from routing.predict.path import CONTEXT, fit_path
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
@@ -45,7 +45,6 @@ class GateFitter:
         assert trace.rows is not None
         self._rows: Rows = trace.rows
         self._learn = learn
-        self._norms = [one.norm for one in found]
         self.unavailable: dict[str, str] = {}
         chosen = [ids[self._rows.tokens] for ids in trace.expert_ids]
         self._gates = [
@@ -74,15 +73,11 @@ class GateFitter:
                 "its gate, given what its experts read, chooses as the router did for "
                 f"{share:.0%} of tokens only"
             )
-        for name in ("lookahead_raw", "pre_attention_raw"):
-            self.unavailable.setdefault(name, f"MoE layer {layer}: {reason}")
+        self.unavailable.setdefault("lookahead_raw", f"MoE layer {layer}: {reason}")
         return None
 
     def clues(self, on_step: OnStep) -> list[Clue]:
         """Those that can be had."""
-        return [*self._lookahead(on_step), *self._pre_attention(on_step)]
-
-    def _lookahead(self, on_step: OnStep) -> list[Clue]:
         layers = len(self._gates)
         jobs = [(t, d) for t in range(layers) for d in range(1, REACH + 1) if t >= d]
         raw, fitted = {}, {}
@@ -101,26 +96,6 @@ class GateFitter:
             self.unavailable |= dict.fromkeys(("lookahead", "lookahead_raw"), reason)
         found = {"lookahead": fitted, "lookahead_raw": raw}
         return [Lookahead(name, gates) for name, gates in found.items() if gates]
-
-    def _pre_attention(self, on_step: OnStep) -> list[Clue]:
-        raw, fitted = {}, {}
-        for layer, entered in enumerate(self._rows.entered):
-            on_step("pre-attention", layer, len(self._gates))
-            gate, norm = self._gates[layer], self._norms[layer]
-            start = None
-            if gate is not None:
-                start = gate.weight if norm is None else gate.weight * norm
-                if norm is not None:
-                    raw[layer] = Gate(start, gate.rule, gate.bias)
-            fitted[layer] = self._fit(layer, entered, start)
-        if not fitted:
-            reason = "what comes into the model's blocks cannot be watched"
-            self.unavailable |= dict.fromkeys(("pre_attention", "pre_attention_raw"), reason)
-        elif not raw:
-            reason = "no norm makes what its experts read"
-            self.unavailable.setdefault("pre_attention_raw", reason)
-        found = {"pre_attention": fitted, "pre_attention_raw": raw}
-        return [PreAttention(name, gates) for name, gates in found.items() if gates]
 
     def _fit(self, target: int, rows: Tensor, start: Tensor | None) -> Gate:
         logits = self._targets[target][self._learn]
@@ -213,10 +188,6 @@ def _weigh(
     fit(-1, layers)
     for layer in range(layers):
         on_step("weights", layer, layers)
-        if kept.entered:
-            for clue in clues.values():
-                clue.enter(layer, kept.entered[layer][rows])
-            fit(layer - 1, 1)
         routing = Routing(
             trace.expert_ids[layer][tokens].long(), trace.weights[layer][tokens].float()
         )

@@ -7,16 +7,13 @@ text, as a budget allows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from moe.calibration.trace import Rows, Trace
-from moe.describe.routers import layers_with_experts
 from moe.errors import CalibrationError
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
@@ -25,8 +22,6 @@ from moe.network.lanes import ExpertCall, ExpertsRunner, run_lanes
 from moe.network.moe_layer import MoELayers
 from offload.layer import LayerExperts
 from routing import Routing
-from routing.predict.forecast import floats
-from routing.predict.lookahead import normed
 from routing.routing import UNUSED
 
 # ---- A compressed model reads a recorded text with its tokens sent where the original sent them.
@@ -93,59 +88,29 @@ def record(
     """
     if row_bytes is None:
         row_bytes = affordable(ROW_BYTES)
-    recorder = _Recorder(backbone, experts, sum(map(len, windows)), row_bytes)
-    with recorder.watching():
-        for indices in batches(windows, PASS_TOKENS if backbone.packed else 0):
-            batch = [windows[index] for index in indices]
-            lanes = backbone.lanes([Work(list(ids), backbone.new_cache(len(ids))) for ids in batch])
-            run_lanes(lanes, recorder.run)
-            for lane in lanes:
-                lane.result()
-            recorder.done += sum(map(len, batch))
-            on_tokens(recorder.done)
+    recorder = _Recorder(experts, sum(map(len, windows)), row_bytes)
+    for indices in batches(windows, PASS_TOKENS if backbone.packed else 0):
+        batch = [windows[index] for index in indices]
+        lanes = backbone.lanes([Work(list(ids), backbone.new_cache(len(ids))) for ids in batch])
+        run_lanes(lanes, recorder.run)
+        for lane in lanes:
+            lane.result()
+        recorder.done += sum(map(len, batch))
+        on_tokens(recorder.done)
     return recorder.trace(windows)
 
 
 class _Recorder:
-    def __init__(
-        self,
-        backbone: Backbone,
-        experts: MoELayers | Forced,
-        total: int,
-        row_bytes: int,
-    ) -> None:
+    def __init__(self, experts: MoELayers | Forced, total: int, row_bytes: int) -> None:
         self.done = 0
         self._experts = experts
-        self._layers = layers_with_experts(backbone.model)
         self._num_experts = [layer.num_experts for layer in experts.layers]
         self._total, self._row_bytes = total, row_bytes
         self._stride = 0
-        self._entered: dict[nn.Module, Tensor] = {}
-        count = len(self._layers)
+        count = len(self._num_experts)
         self._ids: list[list[Tensor]] = [[] for _ in range(count)]
         self._weights: list[list[Tensor]] = [[] for _ in range(count)]
         self._read: list[list[Tensor]] = [[] for _ in range(count)]
-        self._blocks: list[list[Tensor]] = [[] for _ in range(count)]
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Keep what comes into blocks."""
-
-        def keep(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            values = (*inputs, kwargs.get("hidden_states"))
-            states = next((value for value in values if isinstance(value, Tensor)), None)
-            if states is not None:
-                self._entered[module] = states
-
-        hooks = [
-            layer.register_forward_pre_hook(keep, with_kwargs=True)
-            for layer in dict.fromkeys(self._layers)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         (call,) = calls  # one lane a pass
@@ -164,25 +129,18 @@ class _Recorder:
 
     def _keep_rows(self, layer: int, rows: Tensor) -> None:
         if not self._stride:  # hidden size is known only now
-            needed = self._total * len(self._layers) * rows.shape[-1] * 4
+            needed = self._total * len(self._num_experts) * rows.shape[-1] * 2
             self._stride = max(-(-needed // self._row_bytes), 1) if self._row_bytes else -1
         if self._stride < 0:
             return
         kept = slice(-self.done % self._stride, None, self._stride)
-        entered = self._entered.pop(self._layers[layer], None)
         self._read[layer].append(_half(rows[kept]))
-        if entered is not None and entered.numel() == rows.numel():
-            self._blocks[layer].append(
-                _half(torch.from_numpy(normed(floats(entered.reshape(rows.shape)[kept]))))
-            )
 
     def trace(self, windows: Sequence[Sequence[int]]) -> Trace:
         rows = None
         if self._stride > 0:
             tokens = torch.arange(0, self._total, self._stride)
-            whole = all(sum(map(len, parts)) == len(tokens) for parts in self._blocks)
-            entered = [torch.cat(parts) for parts in self._blocks] if whole else []
-            rows = Rows(tokens, [torch.cat(parts) for parts in self._read], entered)
+            rows = Rows(tokens, [torch.cat(parts) for parts in self._read])
         return Trace(
             torch.tensor([token for window in windows for token in window], dtype=torch.int32),
             [len(window) for window in windows],
