@@ -142,6 +142,29 @@ def test_a_calibration_comes_back_from_its_tensors() -> None:
         assert torch.equal(forecasts[0].probability, forecasts[1].probability)
 
 
+def test_pre_attention_gates_of_an_older_calibration_are_ignored() -> None:
+    now = calibrated()
+    older = now.tensors()
+    for key in [key for key in older if key.startswith("weights.lookahead.")]:
+        older[key.replace("lookahead", "pre_attention")] = older[key]
+    older["pre_attention.1.weight"] = torch.randn(E, 8)
+    (spoken,) = older["weights.ensemble.values"]
+    widened = torch.stack([spoken[0], spoken[1], torch.zeros(()), spoken[2]])
+    older["weights.ensemble.situations"] = torch.tensor([(1, 1, 3), (1, 1, 7)])
+    older["weights.ensemble.values"] = torch.stack([widened, torch.rand(4)])
+    restored = Calibrated.restore(older, now.model)
+    assert restored.weights.keys() == now.weights.keys()
+    rows, tokens = torch.randn(3, 8), torch.tensor([[1, 2], [3, 4], [-1, 8]])
+    said = []
+    for one in (now, restored):
+        predictor = one.predictor("ensemble")
+        predictor.start(tokens)
+        predictor.observe(0, rows, Routing(torch.zeros(3, 1).long(), torch.ones(3, 1)))
+        said.append(predictor.forecast(0))
+    assert len(said[0]) > 0
+    assert torch.equal(said[0].probability, said[1].probability)
+
+
 def test_a_predictor_that_is_not_there() -> None:
     with pytest.raises(RoutingError, match="no predictor 'path' for this model; there are ensem"):
         calibrated().predictor("path")
