@@ -61,6 +61,8 @@ class RunningSequence:
         max_new_tokens: tokens to generate at most.
         salt: prompts share known prefixes within one salt only.
         priority: lower numbers go first.
+        token_ids: tokens generated so far, if another rank began the sequence; this object owns
+            the list.
 
     Attributes:
         sampler: as given.
@@ -82,6 +84,7 @@ class RunningSequence:
         max_new_tokens: int,
         salt: str = "",
         priority: int = 0,
+        token_ids: list[int] | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.max_new_tokens = max_new_tokens
@@ -90,7 +93,7 @@ class RunningSequence:
         self.queue_key = (0, 0)
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[Token | None] | None = None
-        self.token_ids: list[int] = []
+        self.token_ids = [] if token_ids is None else token_ids
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
         self.cancelled = False

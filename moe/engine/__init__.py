@@ -1,1 +1,12 @@
-"""The step loop, who takes part in a step, and what it is computed on."""
+"""The engine: the step loop that drives sequences through a model.
+
+- `Engine` (engine): submits, steps and cancels; start reading here.
+- `Scheduler` (scheduler): admission, priority and preemption; plans a `ScheduledStep`.
+- `SequenceGroup`, `PromptChunk`, `PrefillBatch` (prefill_batch): what a step reads.
+- `PrefillPlanner` (prefill_mode): which mode reads prompts, and where a layered batch sleeps.
+- `ModelRunner` (runner): the forward pass of a step and its new tokens; `run_overlapped` (overlap)
+  hides the exchange between ranks behind the other half of a step.
+- `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
+- `ExpertAwareOrder` (expert_aware_order): requests that share experts go first.
+- `KVBorrowing` (borrowing): unused memory of keys and values holds experts meanwhile.
+"""

@@ -165,6 +165,11 @@ class PrefillBatch:
     def is_last_layer_group(self) -> bool:
         return self.layer_group == self.num_layer_groups - 1
 
+    def layers(self, num_layers: int) -> range:
+        """The MoE layers of the current layer group, of ``num_layers`` in all."""
+        edges = (0, *self.pauses, num_layers)
+        return range(edges[self.layer_group], edges[self.layer_group + 1])
+
 
 class PrefillBatchBuilder:
     """Fills a batch with prompts.

@@ -217,7 +217,7 @@ class Coordinator:
 class WorkerLinks:
     """Rank 0's connections to the other ranks, and its watchdog.
 
-    Until `accept_losses` a lost rank ends the launch: nobody goes on without it.
+    Until `accept_losses` a lost rank ends the launch.
 
     Args:
         membership: the ranks of the launch.

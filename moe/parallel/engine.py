@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe.engine.engine import Engine, Event, is_last
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from moe.errors import RankLostError, RequestError
 from moe.parallel.coordinator import Coordinator
-from moe.parallel.remote import OrderQueue, RankScheduler, layers_of
+from moe.parallel.remote import OrderQueue, RankScheduler
 from moe.sequence import RunningSequence
 
 NewEngine = Callable[[int], Engine]
@@ -111,7 +111,7 @@ class ParallelEngine:
     def _step(self) -> list[Event]:
         plans = {rank: scheduler.schedule() for rank, scheduler in self._schedulers.items()}
         steps = [step for step, _ in plans.values()]
-        layers = layers_of(steps, self._coordinator.worker.num_layers)
+        layers = _layers_of(steps, self._coordinator.worker.num_layers)
         orders = {rank: order for rank, (_, order) in plans.items()}
         message = {"engine": self._id, "layers": layers}
         waiting = [scheduler.engine.scheduler.waiting for scheduler in self._schedulers.values()]
@@ -173,3 +173,11 @@ class ParallelEngine:
             except RequestError as error:
                 refused += [(sequence, error) for sequence in group.sequences]
         return refused
+
+
+def _layers_of(steps: Sequence[ScheduledStep], num_layers: int) -> tuple[int, int]:
+    """First MoE layer that any rank visits in a step, and the one after the last."""
+    visited = [range(num_layers) for step in steps if step.decode]
+    visited += [step.prefill.layers(num_layers) for step in steps if step.prefill is not None]
+    begin = min((layers.start for layers in visited), default=0)
+    return begin, max((layers.stop for layers in visited), default=0)

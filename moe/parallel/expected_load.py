@@ -21,7 +21,6 @@ from experts.placement.placement import Floats
 from experts.placement.rebalance import LOAD_WINDOW, TokenLoads
 from moe.calibration.foresight import token_table
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
-from moe.parallel.remote import layers_of
 from routing.predict import NO_TOKEN, contexts
 from routing.predict.token_table import TokenTable
 
@@ -79,8 +78,8 @@ class ExpectedLoad:
         for step, waiting in planned:
             decoded += [[NO_TOKEN, *sequence.last_tokens(2)][-2:] for sequence in step.decode]
             chunks = step.prefill.chunks if step.prefill is not None else []
-            if chunks:
-                layers = range(*layers_of([ScheduledStep([], step.prefill)], self._num_layers))
+            if step.prefill is not None:
+                layers = step.prefill.layers(self._num_layers)
                 prompts.append((layers, _contexts([chunk.token_ids for chunk in chunks])))
             begun = [(chunk.group, chunk.span.stop) for chunk in chunks]
             self._behind.append([*begun, *((group, group.num_read) for group in waiting)])

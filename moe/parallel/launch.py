@@ -3,7 +3,7 @@
 `Launch` reads the variables of DeepSpeed's launcher and torchrun: rank, number of ranks, and where
 rank 0 listens. If all ranks are on one machine, they use its loopback addresses only.
 
-The ranks prove a secret to each other, so that nobody else can join who only reaches a port. On one
+The ranks prove a secret to each other, so that no stranger who reaches a port can join. On one
 machine the secret is in a file that only the user can read, and rank 0 names the file. On several
 machines it is ``MOE_LAUNCH_SECRET``, the same text for all ranks; without that variable it is in
 the store of the launch, which torch serves to everybody who reaches its port.

@@ -75,7 +75,7 @@ class Membership:
 
     Attributes:
         store: for process groups.
-        members: what each rank has said.
+        members: what each rank says about itself.
         connections: by kind and rank; on rank 0 to all other ranks, elsewhere to rank 0.
     """
 

@@ -6,8 +6,8 @@ rank the coordinator has a `RankScheduler`: an `Engine` that only plans, and an 
 writes its steps as orders and turns replies into outcomes. A `RemoteCache` stands for keys and
 values on the rank.
 
-An order is JSON: ``new`` sequences, ``caches`` to copy or to free, ``ended`` sequences, who
-decodes, and the prefill batch.
+An order is JSON: ``new`` sequences, ``caches`` to copy or to free, ``ended`` sequences,
+sequences to ``decode``, and the ``prefill`` batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -281,24 +281,6 @@ class EngineMirror:
         self._batch: PrefillBatch | None = None
         self._batch_caches: list[list[int]] = []
 
-    def _apply(self, order: Message) -> None:
-        """Add new sequences, copy and free caches, remove ended sequences."""
-        for fields in order["new"]:
-            sequence = self._new_sequence(fields)
-            self._sequences[fields["id"]] = sequence
-            self._numbers[sequence] = fields["id"]
-        for what, number, *source in order["caches"]:
-            if what == "copy":
-                origin, capacity, length = source
-                self._caches[number] = self._caches[origin].fork(capacity, length)
-            else:
-                self._caches.pop(number, None)
-        for number in order["ended"]:
-            sequence = self._sequences.pop(number)
-            sequence.cancelled = True
-            del self._numbers[sequence]
-            self._groups.pop(number, None)
-
     def release(self, order: Message) -> None:
         """Apply an order that no step follows."""
         self._apply(order)
@@ -321,6 +303,24 @@ class EngineMirror:
             sequence.cache = None  # `_caches` holds it until rank 0 frees it
         return {"outcomes": [self._reply(outcome) for outcome in outcomes]}
 
+    def _apply(self, order: Message) -> None:
+        """Add new sequences, copy and free caches, remove ended sequences."""
+        for fields in order["new"]:
+            sequence = self._new_sequence(fields)
+            self._sequences[fields["id"]] = sequence
+            self._numbers[sequence] = fields["id"]
+        for what, number, *source in order["caches"]:
+            if what == "copy":
+                origin, capacity, length = source
+                self._caches[number] = self._caches[origin].fork(capacity, length)
+            else:
+                self._caches.pop(number, None)
+        for number in order["ended"]:
+            sequence = self._sequences.pop(number)
+            sequence.cancelled = True
+            del self._numbers[sequence]
+            self._groups.pop(number, None)
+
     def _new_sequence(self, fields: Message) -> RunningSequence:
         given = fields["params"]
         given["logit_bias"] = {int(number): bias for number, bias in given["logit_bias"].items()}
@@ -329,12 +329,16 @@ class EngineMirror:
         params = SamplingParams(**given)
         constraint = self._structures.constraint(params)
         sampler = Sampler(params, fields["prompt"], self._logits_size, fields["index"], constraint)
-        sequence = RunningSequence(
-            fields["prompt"], sampler, None, StopStrings(()), (), fields["max_new_tokens"]
-        )
         sampler.replay(fields["tokens"])
-        sequence.token_ids = fields["tokens"]
-        return sequence
+        return RunningSequence(
+            fields["prompt"],
+            sampler,
+            None,
+            StopStrings(()),
+            (),
+            fields["max_new_tokens"],
+            token_ids=fields["tokens"],
+        )
 
     def _ordered_batch(self, order: Message | None) -> PrefillBatch | None:
         if order is None:
@@ -389,20 +393,3 @@ class EngineMirror:
 
 def _token_fields(token: Token) -> list[Any]:
     return [token.id, token.logprob, token.top, token.is_last]
-
-
-def layers_of(steps: Iterable[ScheduledStep], num_layers: int) -> tuple[int, int]:
-    """First MoE layer that any rank visits in a step, and the one after the last."""
-    spans = []
-    for step in steps:
-        if step.decode:
-            return 0, num_layers
-        if (batch := step.prefill) is not None:
-            ends = (*batch.pauses, num_layers)
-            spans.append(
-                (
-                    batch.pauses[batch.layer_group - 1] if batch.layer_group else 0,
-                    ends[batch.layer_group],
-                )
-            )
-    return (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else (0, 0)
