@@ -59,7 +59,7 @@ class HeadsRecord(Record, struct="decode::Heads"):
     )
 
 
-class RuleRecord(Record, struct="decode::Rule"):
+class RouterRuleRecord(Record, struct="decode::Rule"):
     _fields_ = (
         *pointers("correction"),
         *sizes("experts", "top_k", "groups", "groups_kept"),
@@ -90,7 +90,7 @@ class DecoderLayerRecord(Record, struct="decode::Layer"):
         ("attention", AttentionRecord),
         *((name, MatrixRecord) for name in ("router", "shared_gate", "gate", "up", "down")),
         ("activation", Activation),
-        ("rule", RuleRecord),
+        ("rule", RouterRuleRecord),
         *floats("attention_scale", "feed_scale", "routed_scale"),
     )
 

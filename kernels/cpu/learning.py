@@ -26,7 +26,7 @@ _ARRAYS = (
 )
 
 
-class _Record(Record, struct="Learner"):
+class _LearnerRecord(Record, struct="Learner"):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_double) for name in _STEPS),
@@ -94,7 +94,7 @@ class NativeLearner:
         }
         sizes = layers, width, len(keep), heads, reach, depth
         steps = cycle, rate_step, habit_step, forget, margin
-        self._record = _Record(
+        self._record = _LearnerRecord(
             *sizes, *steps, **{name: address(array) for name, array in self._held.items()}
         )
         self._places = ctypes.addressof(self._record), address(self._values)

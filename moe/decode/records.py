@@ -150,10 +150,10 @@ class DescriptionRecords:
         point_to_table(record, rotation)
         return record
 
-    def _rule(self, rule: RouterRule, num_experts: int) -> native.RuleRecord:
+    def _rule(self, rule: RouterRule, num_experts: int) -> native.RouterRuleRecord:
         if rule.groups > _MAX_GROUPS:
             raise NotDescribed(f"experts come in {rule.groups} groups")
-        return native.RuleRecord(
+        return native.RouterRuleRecord(
             self._floats(rule.correction), num_experts, rule.top_k, rule.groups, rule.groups_kept,
             native.SCORES.index(rule.score), rule.group_score == "top2", rule.renormalise,
             rule.scale, rule.mixer_threshold,
