@@ -1,8 +1,8 @@
-"""Prompts through transformers' layers, with what lies between their products compiled.
+"""Prompts through transformers' layers, with norms, rotations and attention compiled.
 
-Modules of norms, and attention modules where queries share keys, are run as the description of the
-decode step says: by the same functions of single rows. Products, routers, experts and residuals
-stay as they are. Legend: T new tokens, Q query heads, N key/value heads, D head size.
+Norm modules, and attention modules with grouped queries, are replaced by the compiled functions of
+the decode step, which compute each row by itself. Matrix products, routers, experts and residuals
+stay transformers'. Legend: T new tokens, Q query heads, N key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Forward = Callable[..., Any]
 
 @torch.inference_mode()
 def fuse_prompts(backbone: Backbone, description: Description, native: NativeNorms) -> str:
-    """Read prompts so from now on, if that gives what they gave before; which it is, for people."""
+    """Compile norms and attention of prompts if that gives the same; says what was done."""
     expected, records = _read(backbone), DescriptionRecords()
     own = {module: vars(module).get("forward") for module in backbone.model.modules()}
     changed = [
@@ -42,7 +42,7 @@ def fuse_prompts(backbone: Backbone, description: Description, native: NativeNor
         for module, forward in changed:
             module.forward = partial(forward, module.forward)
         compare(expected, _read(backbone), caches_of(description), tolerance_of(description))
-    except Exception as error:  # as of `enable_fused`: an architecture may do anything
+    except Exception as error:  # as in `enable_fused`: an architecture may do anything
         for module, _ in changed:
             vars(module).pop("forward", None)
             if own[module] is not None:
@@ -52,7 +52,7 @@ def fuse_prompts(backbone: Backbone, description: Description, native: NativeNor
 
 
 def _read(backbone: Backbone) -> ComparedRun:
-    """Prompts, and then more of them."""
+    """Read prompts, and then more tokens of each."""
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
     run = ComparedRun([kv_of(backbone.new_cache(2 * len(ids))) for ids in prompts])
     for tokens in (prompts, [ids[::-1] for ids in prompts]):
@@ -86,10 +86,10 @@ def _attentions(
 
 
 class PromptAttention:
-    """In place of an attention module's forward, where prompts are read packed.
+    """Replaces an attention module's forward for packed prompts.
 
     Args:
-        module: which asks transformers' attention interface.
+        module: one that dispatches through transformers' attention interface.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PromptAttention:
         return self._attend(given.hidden, rules[0], cache), None
 
     def _attend(self, hidden: Tensor, rule: MaskRule, cache: PackedCache) -> Tensor:
-        """``(1, T, H)``, the same of all that each token sees."""
+        """``(1, T, H)``: what the module would return."""
         a = self._attention
         q, k, v = (p.leaf(hidden) for p in (a.q, a.k, a.v))
         self._turn(q, k, cache)

@@ -1,13 +1,11 @@
-"""Is a fused decode step right for a model? Decided by trying it beside transformers' forward.
+"""Proves a decode step for a model by trying it beside transformers' own forward.
 
-Sequences of different lengths are read by transformers; then both read the same further tokens.
+transformers reads sequences of different lengths; then both ways read the same further tokens.
 Logits, expert choices, their weights and the caches must agree. The tolerance allows for another
-order of sums. Where weights are quantized, activations are rounded to 8 bits inside, so that tiny
-differences become larger ones: what is compared then is coarser, and still far from what a wrong
-description gives.
+order of sums. Quantized layers round their input to 8 bits, so tiny differences become larger: the
+tolerance is then wider, and still far below the error of a wrong description.
 
-On a GPU the description is proven on a float32 copy (`moe.decode.recorded`). The recorded step must
-then be about as near to that copy as transformers' own forward on the GPU is.
+On a GPU the description is proven on a float32 copy (`moe.decode.recorded`).
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
 Part = TypeVar("Part")
 
 TRIES = 2
-"""A choice between two equal experts may fall either way; it will not do so twice."""
+"""Attempts: between two equal experts either may be chosen, but that will not happen twice."""
 
 
 @torch.inference_mode()
@@ -46,7 +44,7 @@ def prove(backbone: Backbone, description: Description, step: StepFunction) -> s
     """How well the step agrees with transformers' forward, for people.
 
     Raises:
-        NotDescribed: it does not; the message says where.
+        NotDescribed: it disagrees; the message says where.
     """
     with _whole_expansions(backbone, description):
         return _prove(backbone, description, step)
@@ -68,7 +66,7 @@ def _prove(backbone: Backbone, description: Description, step: StepFunction) -> 
 
 @contextmanager
 def _whole_expansions(backbone: Backbone, description: Description) -> Iterator[None]:
-    """Let transformers expand latents as the step does: unquantized, whatever its leaf is."""
+    """Let transformers expand latents as the step does: unquantized."""
     attentions = [layer.attention for layer in description.layers]
     whole = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
     places = [
@@ -148,17 +146,17 @@ def kv_of(cache: SequenceCache) -> KVCache:
 
 
 def tolerance_of(description: Description) -> Tolerance:
-    """How far from transformers' forward a way to compute the same may be."""
+    """How far a step by this description may be from transformers' forward."""
     return QUANTIZED if any(True for _ in parts_of(description, PlaneMatrix)) else EXACT
 
 
 def caches_of(description: Description) -> list[int]:
-    """Of each layer, which cache it writes."""
+    """The index of each layer's cache."""
     return [layer.attention.layer for layer in description.layers]
 
 
 def parts_of(part: object, kind: type[Part]) -> Iterator[Part]:
-    """Everything of a kind in a description; what is inside of such a part is not looked for."""
+    """All parts of a kind in a description; parts inside such a part are not searched."""
     if isinstance(part, kind):
         yield part
     elif isinstance(part, tuple):

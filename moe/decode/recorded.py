@@ -85,13 +85,13 @@ def recorded_step(
 
 @torch.inference_mode()
 def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction) -> str:
-    """How near the step on the device of the original comes to the copy, for people.
+    """How near the step on the GPU comes to the float32 copy, for people.
 
     Args:
         description: proven on the copy.
 
     Raises:
-        NotDescribed: transformers' own forward there comes clearly nearer.
+        NotDescribed: transformers' own forward on the GPU comes clearly nearer.
     """
     layers = [layer.attention.layer for layer in description.layers]
     for attempt in range(TRIES):
@@ -130,11 +130,11 @@ def _prove_inside(
 
 @dataclass(frozen=True)
 class Shadow:
-    """A float32 copy of a trunk on the CPU, whose experts are left out.
+    """A float32 copy of a backbone on the CPU, for the time of the proof.
 
     Attributes:
         backbone: the copy.
-        original: what it is a copy of.
+        original: the backbone on the GPU.
     """
 
     backbone: Backbone
@@ -142,13 +142,13 @@ class Shadow:
 
     @classmethod
     def of(cls, original: Backbone) -> Shadow:
-        """Raises `NotDescribed` where the copy does not fit into memory."""
+        """Copy a backbone; raises `NotDescribed` if the copy does not fit into memory."""
         network = original.model
         size = sum(4 * parameter.numel() for parameter in network.parameters())
         free = memory_available()
         if free is not None and size > free:
             raise NotDescribed(f"a float32 copy of the trunk takes {size} of {free} bytes left")
-        # Whoever serves the experts is no part of the copy: found here, it is not copied.
+        # Seats lead to the experts, which are no part of the copy: given here, they are not copied.
         shared = [module.expert_seat for _, module in experts_modules(network)]
         tensors = {id(t): _copied(t) for t in chain(network.parameters(), network.buffers())}
         copy = deepcopy(network, {id(seat): seat for seat in shared} | tensors)
@@ -160,10 +160,11 @@ class Shadow:
         return cls(backbone, original)
 
     def cast(self, description: Description) -> Description:
-        """A description of the copy as one of the original.
+        """Turn a description of the copy into one of the original: views of copied tensors become
+        the same views of the original's.
 
         Raises:
-            NotDescribed: a router is called itself, and might read from the device.
+            NotDescribed: a router has no known rule; calling its module might read from the device.
         """
         for layer in description.layers:
             if isinstance(getattr(layer.feed, "router", None), OwnRouter):
@@ -197,8 +198,8 @@ def moved(
 
     Args:
         modules: what takes the place of each.
-        homes: by the address of their memory, tensors and those whose views take their place.
-        device: of all tensors.
+        homes: by storage address, a copied tensor and its original, whose views replace its views.
+        device: where all tensors go.
     """
     if isinstance(part, nn.Module):
         return modules[part]
@@ -215,7 +216,7 @@ def moved(
 
 
 def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """The same view of the original of a copied tensor; vectors, and anything else, themselves."""
+    """The same view of a copied tensor's original; vectors and other tensors stay themselves."""
     copied, original = homes.get(view.untyped_storage().data_ptr(), (None, view))
     if copied is None or view.ndim < 2 or copied.stride() != original.stride():
         return view

@@ -36,7 +36,7 @@ class DescriptionRecords:
         self._kept: list[Any] = []
 
     def layer(self, layer: d.Layer) -> native.DecoderLayerRecord:
-        """Raises `NotDescribed` for sizes or dtypes that the compiled step does not take."""
+        """A layer's record; raises `NotDescribed` for sizes or dtypes that C++ does not take."""
         record = native.DecoderLayerRecord(
             attention_norm=self.norm(layer.attention_norm),
             attention_post=self.norm(layer.attention_post_norm),
@@ -118,7 +118,7 @@ class DescriptionRecords:
         )  # fmt: skip
 
     def heads(self, a: d.Attention) -> tuple[native.HeadsRecord, native.HeadsRecord]:
-        """How queries and keys come to their positions."""
+        """The norms and rotations of queries and of keys."""
 
         def of(head_norm: d.HeadNorm | None, count: int) -> native.HeadsRecord:
             norm = self.norm(None if head_norm is None else head_norm.norm)
@@ -160,7 +160,7 @@ class DescriptionRecords:
         )  # fmt: skip
 
     def _floats(self, tensor: Tensor | None) -> int | None:
-        """Address of a float32 copy, or of the tensor itself where it is one."""
+        """Address of a float32 copy, or of the tensor itself if it is float32."""
         if tensor is None:
             return None
         tensor = tensor.detach().float().contiguous()
@@ -169,7 +169,7 @@ class DescriptionRecords:
 
 
 def point_to_table(record: native.RotationRecord, rotation: d.Rotation) -> None:
-    """Tell a record where the rotation's table lies, again after the table has grown."""
+    """Write the addresses of a rotation's table into its record; again after it has grown."""
     record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
 
 

@@ -1,8 +1,10 @@
-"""A step through a described model, written once: what multiplies, turns and attends is given.
+"""A decode step through a described model, written once, and its slow and obvious form.
 
-The walk stops where routed experts are needed and goes on with their rows, so that whoever drives
-it decides who runs them: the plain step of `reference`, or the recorded one of `graphs`.
-Legend: B rows, H hidden, Q query heads, N key/value heads, D head size, R latent size.
+`walk` computes the layers with the `StepOperations` that it is given. It stops where routed experts
+are needed and goes on with their rows, so its caller decides what runs them. `reference_step` walks
+in plain torch, which the other steps must equal; `moe.decode.cuda_graph` records a walk on a GPU.
+Legend: B rows, each one new token (a sequence may have several, at successive positions), H hidden,
+Q query heads, N key/value heads, D head size, R latent size, V vocabulary, L keys.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Walk = Generator[Halt, Tensor, Tensor]
 
 
 class StepOperations(Protocol):
-    """What a walk computes with; all rows in and out are float32."""
+    """The operations of a walk; all rows in and out are float32."""
 
     def project(self, projection: Projection, rows: Tensor) -> Tensor: ...
 
@@ -57,12 +59,12 @@ class StepOperations(Protocol):
         """Rotate ``(B, heads, D)`` to the rows' positions."""
 
     def attend(self, a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the rows' keys and values; ``(B, Q, D_v)`` of all that each row then sees."""
+        """Store the rows' keys and values; ``(B, Q, D_v)`` attention over what each row sees."""
 
     def attend_latent(
         self, a: LatentAttention, inward: Tensor, turned: Tensor, latent: Tensor, key: Tensor
     ) -> Tensor:
-        """Likewise from queries ``(B, Q, R)`` and rotated ones: ``(B, Q, R)`` sums of latents."""
+        """The same with queries ``(B, Q, R)`` and rotated ones: ``(B, Q, R)`` sums of latents."""
 
 
 def walk(
@@ -74,7 +76,7 @@ def walk(
     """Read ``(B,)`` tokens.
 
     Args:
-        watch: hears of each layer's output.
+        watch: called with each layer's index and output.
     """
     x = description.embedding(tokens).float() * description.embedding_scale
     for index, layer in enumerate(description.layers):
@@ -164,12 +166,6 @@ def _normed(norm: Norm | None, rows: Tensor) -> Tensor:
     return rows if norm is None else apply_norm(norm, rows)
 
 
-# ---- A decode step by description in plain torch: slow, obvious, and what the others must equal.
-#
-# Legend: B rows, each one new token; a sequence may have several, at successive positions. H
-# hidden, Q query heads, N key/value heads, D head size.
-
-
 def reference_step(
     description: Description,
     work: Sequence[Work],
@@ -179,7 +175,7 @@ def reference_step(
     """Logits as of `moe.network.backbone.Backbone.lanes`; the sequences grow by the tokens read.
 
     Args:
-        watch: hears of each layer's output.
+        watch: called with each layer's index and output.
     """
     tokens = torch.tensor([token for item in work for token in item.token_ids])
     steps, answer = walk(description, tokens, _Plain(work), watch), None
@@ -227,7 +223,7 @@ class _Plain:
         return torch.stack(outputs)
 
     def _seen(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Store rows ``(B, N, D)``; then ``(N, L, D)`` keys and values that each of them sees."""
+        """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values that each row sees."""
         sizes = [len(item.token_ids) for item in self._work]
         for item, k, v in zip(self._work, keys.split(sizes), values.split(sizes), strict=True):
             cache = item.cache

@@ -1,4 +1,9 @@
-"""What an attention module does, from its leaves' names and what one observed pass made of them."""
+"""Describes attention modules, from their leaves' names and one observed pass.
+
+Two kinds are known: grouped queries, and latent attention (MLA). Steps by a description never
+expand a latent cache to heads: queries go to the latent space instead, and the sum of latents comes
+back (both halves of ``kv_b`` absorbed; DeepSeek-V2, arXiv 2405.04434).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ _K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
 def describe_attention(
     call: AttentionCall, seen: Observation, rotaries: RotaryModules
 ) -> Attention:
-    """Raises `NotDescribed` where the module does something that descriptions have no words for."""
+    """Raises `NotDescribed` if the module does something that a description cannot express."""
     module = call.module
     heads, head_dim = call.query.shape[1], call.query.shape[3]
     kv_heads, value_dim = call.value.shape[1], call.value.shape[3]
@@ -59,7 +64,7 @@ def describe_attention(
 
 
 def describe_output(call: AttentionCall, seen: Observation) -> Projection:
-    """The projection of the heads' outputs, which must be all that comes behind them."""
+    """The output projection; nothing else may lie between the heads and the layer."""
     leaf = child_of(call.module, OUTPUTS)
     if leaf is None:
         raise NotDescribed(f"no output projection among {', '.join(OUTPUTS)}")
@@ -70,7 +75,7 @@ def describe_output(call: AttentionCall, seen: Observation) -> Projection:
 
 
 def describe_view(call: AttentionCall) -> View:
-    """Scale, caps and sinks as handed over; the mask's rule, asked at far positions."""
+    """Scale, cap and sinks as passed to attention; the window by evaluating the mask's rule."""
     sinks, softcap = call.options.get("s_aux"), call.options.get("softcap")
     scale = call.options.get("scaling")
     view = View(
@@ -88,7 +93,7 @@ def describe_view(call: AttentionCall) -> View:
 
 
 def position_embeddings(seen: Observation, module: nn.Module) -> Any:
-    """What the attention module was given beside the hidden state."""
+    """The position embeddings that an attention module was called with."""
     call = seen.only(module)
     return call.kwargs.get("position_embeddings", call.inputs[1] if len(call.inputs) > 1 else None)
 
@@ -155,13 +160,6 @@ def _as_rows(states: Tensor, final: Tensor) -> Tensor:
     return _rows(states) if heads_first else states.reshape(final.shape)
 
 
-# ---- What a latent attention module (MLA) does: as `moe.describe.attention`, for keys from latent
-# rows.
-#
-# Decoding never expands the cache to heads: queries go to the latent space instead, and the sum
-# of latents comes back (the two halves of ``kv_b`` absorbed, DeepSeek-V2, arXiv 2405.04434).
-
-
 def is_latent(module: nn.Module) -> bool:
     """Whether an attention module has leaves of latent attention."""
     return child_of(module, ("kv_b_proj",)) is not None
@@ -170,7 +168,7 @@ def is_latent(module: nn.Module) -> bool:
 def describe_latent(
     call: AttentionCall, seen: Observation, rotaries: RotaryModules
 ) -> LatentAttention:
-    """Raises `NotDescribed` where the module does something that descriptions have no words for."""
+    """Raises `NotDescribed` if the module does something that a description cannot express."""
     module = call.module
     heads, value_dim = call.query.shape[1], call.value.shape[3]
     layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What a decoder model is, in parts that a compiled step can run: values without behaviour.
+"""A decoder model as values that a compiled step can run.
 
-A description is filled from the modules' own attributes and from what was observed of one pass of
-transformers' forward (`moe.describe.decoder`), and it is believed only when steps by it reproduce
-that forward (`moe.decode.proof`). No part knows an architecture's name.
+`moe.describe.decoder` fills a description from the modules' own attributes and one observed pass of
+transformers' forward. It is used only if steps by it reproduce that forward (`moe.decode.proof`).
+No part knows an architecture's name.
 Legend: H hidden, Q query heads, N key/value heads, D head size, E experts, R latent size.
 """
 
@@ -18,64 +18,13 @@ from torch import Tensor, nn
 from kernels import PlaneMatrix
 from routing.routers import RouterRule
 
-# ---- Cosines and sines by position, taken from a model's own rotary module.
-
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Style = Literal["half", "pairs", "pairs_to_halves"]
 _FIRST_POSITIONS = 1024
 
 
-def cos_sin(output: Any) -> tuple[Tensor, Tensor]:
-    """``(P, size / 2)`` float32 cosines and sines of what a rotary module returned for P positions.
-
-    Modules return complex numbers, or cosines and sines of each angle once or twice.
-    Raises ValueError for anything else.
-    """
-    if isinstance(output, Tensor) and output.is_complex():
-        table = output.reshape(-1, output.shape[-1])
-        return table.real.float().contiguous(), table.imag.float().contiguous()
-    if not isinstance(output, (tuple, list)) or len(output) != 2:
-        raise ValueError("the rotary module returns neither complex numbers nor a pair")
-    cos, sin = (part.reshape(-1, part.shape[-1]).float() for part in output)
-    half = cos.shape[-1] // 2
-    if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
-        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
-    if torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
-        return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
-    return cos.contiguous(), sin.contiguous()
-
-
-class RotaryTable:
-    """Cosines and sines of all positions so far, made by the module and grown by doubling.
-
-    What was there before stays where it is: others may have its address, and read it so far.
-
-    Args:
-        rotate: what the module returns for ``(1, P)`` int64 positions.
-    """
-
-    def __init__(self, rotate: Callable[[Tensor], Any]) -> None:
-        self._rotate = rotate
-        self._before: list[tuple[Tensor, Tensor]] = []
-        self.cos, self.sin = cos_sin(rotate(torch.arange(_FIRST_POSITIONS)[None]))
-
-    def reserve(self, positions: int) -> None:
-        """Make the tables hold at least so many positions."""
-        have = self.cos.shape[0]
-        if positions <= have:
-            return
-        more = torch.arange(have, max(positions, 2 * have))[None]
-        cos, sin = cos_sin(self._rotate(more))
-        self._before.append((self.cos, self.sin))
-        self.cos, self.sin = torch.cat([self.cos, cos]), torch.cat([self.sin, sin])
-
-
-# ----
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Style = Literal["half", "pairs", "pairs_to_halves"]
-
-
 class NotDescribed(Exception):
-    """A module does something that descriptions have no words for; the message says what."""
+    """A module does something that a description cannot express; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +63,10 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions of ``size`` dimensions of a head from ``begin`` on.
+    """Rotary position embedding of ``size`` dimensions of a head from ``begin`` on.
 
-    half: (i, i + size/2) turn together, pairs: (2i, 2i + 1) do; pairs_to_halves turns pairs and
-    leaves them as halves.
+    Rotated together are (i, i + size/2) by ``half``, (2i, 2i + 1) by ``pairs``; ``pairs_to_halves``
+    rotates pairs and leaves them as halves.
     """
 
     style: Style
@@ -128,10 +77,10 @@ class Rotation:
 
 @dataclass(frozen=True)
 class View:
-    """How queries meet keys: ``softmax(softcap(q k scale))`` over the keys that may be seen."""
+    """``softmax(softcap(q k scale))`` over the visible keys."""
 
     scale: float
-    window: int | None = None  # only the last so many keys may be seen
+    window: int | None = None  # number of last keys that are visible; None: all
     softcap: float | None = None
     sinks: Tensor | None = None  # (Q,) float32
 
@@ -195,14 +144,14 @@ class Router:
 
 @dataclass(frozen=True)
 class OwnRouter:
-    """A rule without words here: the architecture's own module, called for each step."""
+    """A router whose rule is not known: the architecture's own module, called in each step."""
 
     forward: Callable[[Tensor], tuple[Tensor, Tensor]]  # (B, H) -> (B, K) ids and weights
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed experts, run by whoever serves the MoE layer, and what runs beside them."""
+    """Routed experts, which the MoE layer runs, and the shared expert beside them."""
 
     layer: int  # counted over MoE layers
     num_experts: int
@@ -237,3 +186,48 @@ class Description:
     head: Projection
     logit_scale: float
     logit_softcap: float | None
+
+
+class RotaryTable:
+    """Cosines and sines by position, made by a model's own rotary module; grows by doubling.
+
+    Former tables stay in memory, as compiled records may hold their addresses.
+
+    Args:
+        rotate: what the module returns for ``(1, P)`` int64 positions.
+    """
+
+    def __init__(self, rotate: Callable[[Tensor], Any]) -> None:
+        self._rotate = rotate
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self.cos, self.sin = cos_sin(rotate(torch.arange(_FIRST_POSITIONS)[None]))
+
+    def reserve(self, positions: int) -> None:
+        """Make the tables hold at least so many positions."""
+        have = self.cos.shape[0]
+        if positions <= have:
+            return
+        more = torch.arange(have, max(positions, 2 * have))[None]
+        cos, sin = cos_sin(self._rotate(more))
+        self._before.append((self.cos, self.sin))
+        self.cos, self.sin = torch.cat([self.cos, cos]), torch.cat([self.sin, sin])
+
+
+def cos_sin(output: Any) -> tuple[Tensor, Tensor]:
+    """``(P, size / 2)`` float32 cosines and sines of what a rotary module returned for P positions.
+
+    Modules return complex numbers, or cosines and sines of each angle once or twice.
+    Raises ValueError for anything else.
+    """
+    if isinstance(output, Tensor) and output.is_complex():
+        table = output.reshape(-1, output.shape[-1])
+        return table.real.float().contiguous(), table.imag.float().contiguous()
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        raise ValueError("the rotary module returns neither complex numbers nor a pair")
+    cos, sin = (part.reshape(-1, part.shape[-1]).float() for part in output)
+    half = cos.shape[-1] // 2
+    if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
+        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
+    if torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
+        return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
+    return cos.contiguous(), sin.contiguous()

@@ -1,6 +1,6 @@
-"""One pass of transformers' forward, watched: what went into and came out of every module.
+"""One observed pass of transformers' forward: every module's inputs and outputs.
 
-The experts are replaced by a cheap stand-in, so that watching a large model reads its trunk only.
+Experts are replaced by `stand_in`, so observing a large model reads its backbone only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WATCHED = "moe_watched"
 
 @dataclass(frozen=True)
 class ObservedCall:
-    """One call of a module; tensors as they were then."""
+    """One call of a module, with copies of its tensors."""
 
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -37,7 +37,7 @@ class ObservedCall:
 
     @classmethod
     def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> ObservedCall:
-        """As a forward hook is told."""
+        """From a forward hook's arguments."""
         flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         return cls(
             tuple(_copy(value) for value in inputs),
@@ -57,7 +57,7 @@ class ObservedCall:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that went in."""
+        """All tensors that went in."""
         values = (*self.inputs, *self.kwargs.values())
         return [value for value in values if isinstance(value, Tensor)]
 
@@ -77,7 +77,7 @@ class AttentionCall:
 
 @dataclass
 class Observation:
-    """What one pass over all sequences did; attention and sequences of packed passes only."""
+    """What one pass over all sequences did; attention and sequences: of packed passes only."""
 
     calls: dict[nn.Module, list[ObservedCall]] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Observation:
         return calls[0] if len(calls) == 1 else None
 
     def only(self, module: nn.Module) -> ObservedCall:
-        """The same; raises `NotDescribed` where there is not one."""
+        """The same; raises `NotDescribed` if there is none."""
         call = self.call(module)
         if call is None:
             raise NotDescribed(f"{type(module).__name__} is not called once a pass")
@@ -99,7 +99,7 @@ class Observation:
 
 
 def observe(backbone: Backbone, prompts: Sequence[list[int]]) -> Observation:
-    """Read prompts, one where they do not share a pass; keep what every module took and gave."""
+    """Read prompts (one if sequences do not share a pass) and keep every module's calls."""
     seen = Observation()
     with torch.inference_mode(), _watched(backbone, seen):
         work = [
@@ -119,7 +119,7 @@ def observe_random(backbone: Backbone) -> Observation:
 
 
 _watcher: ContextVar[Observation] = ContextVar("_watcher")
-"""What the running pass is seen by; transformers' registry would keep it for ever."""
+"""The observation of the running pass; transformers' registry would keep it for ever."""
 
 
 def _watched_attention(
@@ -167,11 +167,8 @@ def _copy(value: Any) -> Any:
     return value
 
 
-# ---- Which rotary module made the position embeddings that a layer was given.
-
-
 class RotaryModules:
-    """The rotary modules of a model: tables by the embeddings that one observed pass made."""
+    """The rotary modules of a model: finds the one that made a layer's position embeddings."""
 
     def __init__(self, seen: Observation) -> None:
         self._made = []

@@ -1,7 +1,7 @@
-"""Norms, projections, activations and rotations: what a module computes, found by trying it.
+"""Describes norms, projections, activations and rotations by trying them.
 
-Attributes only say where to look (a weight, a small number that may be an epsilon); what is kept
-is the candidate that reproduces the module.
+Attributes only suggest candidates (a weight, a small number that may be an epsilon); the one that
+reproduces the module's output is kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe.describe.description import (
 )
 
 _CLOSE = 2e-5
-_ROUGHLY = 1e-4  # of sums whose order is not ours
+_ROUGHLY = 1e-4  # for sums in another order
 _ROWS = 6
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -60,7 +60,7 @@ def child_of(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
 
 
 def describe_norm(module: nn.Module, size: int) -> Norm:
-    """The norm that a module is; weights fold in constants (``1 + weight``)."""
+    """The norm that a module computes; constants (``1 + weight``) are folded into the weight."""
     generator = torch.Generator().manual_seed(0)
     scales = torch.logspace(-4, 1, _ROWS)[:, None]  # small rows, so that epsilon shows
     rows = (torch.randn(_ROWS, size, generator=generator) + 0.3) * scales
@@ -88,7 +88,7 @@ def apply_norm(norm: Norm, rows: Tensor) -> Tensor:
 
 
 def describe_projection(module: nn.Module) -> Projection:
-    """A leaf that multiplies by a matrix; a dense one is checked on random rows."""
+    """A linear layer; a dense one is checked on random rows."""
     own = getattr(module, "bias", None)
     bias = None if own is None else own.detach().float().clone()
     if isinstance(module, QuantizedLinear):
@@ -106,7 +106,7 @@ def describe_projection(module: nn.Module) -> Projection:
 
 
 def halves(both: Projection) -> tuple[Projection, Projection]:
-    """A projection whose rows are those of two, one after the other."""
+    """Split a projection that is two, one after the other."""
     biases = (None, None) if both.bias is None else both.bias.chunk(2)
     if isinstance(both.weight, Tensor):
         weights: Sequence[Tensor | PlaneMatrix] = both.weight.chunk(2)
@@ -136,7 +136,7 @@ def describe_activation(gate: Tensor, up: Tensor, inner: Tensor) -> Activation:
 def describe_rotation(
     before: Tensor, after: Tensor, table: RotaryTable, positions: Tensor
 ) -> Rotation | None:
-    """What turned heads ``(T, heads, D)`` into ``after``; None for nothing."""
+    """The rotation that turned heads ``(T, heads, D)`` into ``after``; None if they are equal."""
     if same(before, after):
         return None
     size = 2 * table.cos.shape[1]
@@ -150,7 +150,7 @@ def describe_rotation(
 
 
 def rotate(rotation: Rotation, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``(T, heads, D)`` by ``(T, size / 2)`` cosines and sines."""
+    """Rotate ``(T, heads, D)`` by ``(T, size / 2)`` cosines and sines."""
     begin, end = rotation.begin, rotation.begin + rotation.size
     cos, sin = cos[:, None], sin[:, None]
     part = heads[..., begin:end]

@@ -1,8 +1,9 @@
-"""Choosing experts again: a model's own router, so that policies and drafts can restrict it.
+"""Describes routers, so that decode steps can run them, and policies and drafts restrict them.
 
-What a router multiplies by and chooses by is found by watching one pass and trying
-(`moe.describe.routers`), whatever the architecture. It is believed where it gives the decisions of
-that pass from the rows that reach the experts; elsewhere the layer has no `Selector`, and a reason.
+A router's matrix and rule are found by trying what a block's own tensors and numbers could mean on
+rows that the router has decided, whatever the architecture. A `Selector` is used only if it gives
+the decisions of an observed pass from the rows that reach the experts. If no rule fits, decode
+steps call the router's own module, if it returns ids and weights by itself.
 Legend: T rows, H hidden, E experts.
 """
 
@@ -26,14 +27,102 @@ from moe.network.seam import experts_modules, layer_of, parents_of
 from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
 
-# ---- The rule by which a router chooses experts, found by trying rules on rows it has routed.
-#
-# Where no rule fits, the router's own module is called for each step, provided that there is one
-# that returns ids and weights by itself.
-
 _ROWS = 256
 _TOLERANCE = 1e-4
 _SAME_SCALE = 1e-5
+_SAME_WEIGHTS = 1e-4
+
+
+def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[FoundSelector]:
+    """One entry for each MoE layer.
+
+    Args:
+        seen: of `observe_random`; None: make one. No expert is read.
+    """
+    seen = seen or observe_random(backbone)
+    parents = parents_of(backbone.model)
+    layers = zip(experts_modules(backbone.model), layers_with_experts(backbone.model), strict=True)
+    with torch.inference_mode():
+        return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
+
+
+def enable_policies(chain: PolicyChain, backbone: Backbone, experts: MoELayers) -> None:
+    """Let a chain of policies change routings from now on.
+
+    Raises:
+        ProfileError: a policy is not made for this model, or cannot choose again in it.
+    """
+    for policy in chain.policies:
+        try:
+            policy.check(len(experts_modules(backbone.model)))
+        except RoutingError as error:
+            raise ProfileError(f"routing.policies: {error}") from error
+    selectors = _selectors(chain, backbone) if "select" in chain.needs else []
+    backbone.watch_attention("importance" in chain.needs)
+    experts.set_policies(chain, selectors)
+
+
+def _selectors(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
+    """The selector of each MoE layer; raises `ProfileError` where one is missing."""
+    name = type(backbone.model).__name__
+    found = find_selectors(backbone)
+    selectors = [layer.selector for layer in found if layer.selector is not None]
+    if len(selectors) < len(found):
+        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
+        index = next(at for at, layer in enumerate(found) if layer.selector is None)
+        raise ProfileError(
+            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
+            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
+        )
+    return selectors
+
+
+def layers_with_experts(model: nn.Module) -> list[nn.Module]:
+    """The decoder layer of each MoE layer; the model itself if it has no list of layers."""
+    parents = parents_of(model)
+    return [layer_of(experts, parents) for _, experts in experts_modules(model)]
+
+
+def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:
+    call = seen.call(experts)
+    if call is None or len(call.tensors) != 3:
+        return FoundSelector(None, "its experts are not called once with rows, ids and weights")
+    rows, ids, weights = call.tensors
+    reason = ""
+    for place in dict.fromkeys(places):
+        try:
+            router = describe_router(place, experts, ids, weights, seen)
+        except NotDescribed as error:
+            reason = str(error)
+        except Exception as error:
+            # A probe of an unknown architecture may fail in any way, which must not stop loading.
+            reason = f"probing raised {type(error).__name__}: {error}"
+        else:
+            if isinstance(router, OwnRouter):
+                reason = "its router follows no rule that is known here"
+                continue
+            selector = _selector(router)
+            made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
+            if _agrees(selector, rows, made):
+                return FoundSelector(selector)
+            return FoundSelector(None, "its router reads other rows than its experts")
+    return FoundSelector(None, reason)
+
+
+def _selector(router: Router) -> Selector:
+    weight = router.weight.weight
+    assert isinstance(weight, Tensor)
+    return Selector(weight, router.weight.bias, router.rule)
+
+
+def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
+    rows = rows.reshape(-1, rows.shape[-1])
+    if rows.shape[1] != selector.weight.shape[1]:
+        return False
+    ours = selector.select(selector.scores(rows))
+    return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
+        ours.weights, made.weights, rtol=_SAME_WEIGHTS
+    )
 
 
 def describe_router(
@@ -67,7 +156,7 @@ def route(router: Router, rows: Tensor) -> Routing:
 
 
 def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:
-    """What to multiply weights by, if the router then gives these decisions; else None."""
+    """The factor of the weights with which the router gives these decisions; None if none does."""
     actual = route(router, rows)
     if not torch.equal(actual.expert_ids, expected.expert_ids):
         return None
@@ -79,7 +168,7 @@ def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:
 
 
 def _exact(scale: float, block: nn.Module) -> float:
-    """The number that a fitted scale stands for: 1, or one of the modules' own."""
+    """The exact value of a fitted scale: 1, or a number of the modules."""
     own = [v for m in block.modules() for v in vars(m).values() if isinstance(v, float)]
     return next((v for v in (1.0, *own) if abs(scale - v) <= _SAME_SCALE * abs(v)), scale)
 
@@ -87,7 +176,7 @@ def _exact(scale: float, block: nn.Module) -> float:
 def _routers(
     block: nn.Module, experts: nn.Module, num_experts: int, top_k: int
 ) -> Iterator[Router]:
-    """Everything that the block's own tensors and numbers could mean, the likely first."""
+    """All routers that the block's own tensors and numbers could be, likely ones first."""
     inside = set(experts.modules())
     modules = [module for module in block.modules() if module not in inside]
     tensors = [
@@ -117,7 +206,7 @@ def _routers(
 
 
 def _groupings(modules: list[nn.Module], num_experts: int) -> list[tuple[int, int, GroupScore]]:
-    """Numbers of groups, of those kept, and how groups are compared, by what attributes say."""
+    """Number of groups, groups kept and how groups are scored, from the modules' attributes."""
     counts = {
         value
         for module in modules
@@ -162,100 +251,3 @@ def _own_module(
 
         return forward
     return None
-
-
-# ----
-
-_SAME_WEIGHTS = 1e-4
-
-
-def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[FoundSelector]:
-    """One entry for each MoE layer.
-
-    Args:
-        seen: of `observe_random`; None for a pass of its own. Neither reads any expert.
-    """
-    seen = seen or observe_random(backbone)
-    parents = parents_of(backbone.model)
-    layers = zip(experts_modules(backbone.model), layers_with_experts(backbone.model), strict=True)
-    with torch.inference_mode():
-        return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
-
-
-def enable_policies(chain: PolicyChain, backbone: Backbone, experts: MoELayers) -> None:
-    """Let a chain of policies change routings from now on.
-
-    Raises:
-        ProfileError: a policy is not made for this model, or cannot choose again in it.
-    """
-    for policy in chain.policies:
-        try:
-            policy.check(len(experts_modules(backbone.model)))
-        except RoutingError as error:
-            raise ProfileError(f"routing.policies: {error}") from error
-    selectors = _selectors(chain, backbone) if "select" in chain.needs else []
-    backbone.watch_attention("importance" in chain.needs)
-    experts.set_policies(chain, selectors)
-
-
-def _selectors(chain: PolicyChain, backbone: Backbone) -> list[Selector]:
-    """The selector of each MoE layer; raises `ProfileError` where one is missing."""
-    name = type(backbone.model).__name__
-    found = find_selectors(backbone)
-    selectors = [layer.selector for layer in found if layer.selector is not None]
-    if len(selectors) < len(found):
-        spec = next(policy.spec for policy in chain.policies if "select" in policy.needs)
-        index = next(at for at, layer in enumerate(found) if layer.selector is None)
-        raise ProfileError(
-            f"routing.policies: '{spec}' chooses experts again by the router's own rule, and that "
-            f"is not known for {name} (MoE layer {index}: {found[index].reason}); remove the policy"
-        )
-    return selectors
-
-
-def layers_with_experts(model: nn.Module) -> list[nn.Module]:
-    """The decoder layer of each MoE layer; the model itself where it has no list of layers."""
-    parents = parents_of(model)
-    return [layer_of(experts, parents) for _, experts in experts_modules(model)]
-
-
-def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:
-    call = seen.call(experts)
-    if call is None or len(call.tensors) != 3:
-        return FoundSelector(None, "its experts are not called once with rows, ids and weights")
-    rows, ids, weights = call.tensors
-    reason = ""
-    for place in dict.fromkeys(places):
-        try:
-            router = describe_router(place, experts, ids, weights, seen)
-        except NotDescribed as error:
-            reason = str(error)
-        except Exception as error:
-            # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
-            reason = f"probing raised {type(error).__name__}: {error}"
-        else:
-            if isinstance(router, OwnRouter):
-                reason = "its router follows no rule that is known here"
-                continue
-            selector = _selector(router)
-            made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
-            if _agrees(selector, rows, made):
-                return FoundSelector(selector)
-            return FoundSelector(None, "its router reads other rows than its experts")
-    return FoundSelector(None, reason)
-
-
-def _selector(router: Router) -> Selector:
-    weight = router.weight.weight
-    assert isinstance(weight, Tensor)
-    return Selector(weight, router.weight.bias, router.rule)
-
-
-def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
-    rows = rows.reshape(-1, rows.shape[-1])
-    if rows.shape[1] != selector.weight.shape[1]:
-        return False
-    ours = selector.select(selector.scores(rows))
-    return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
-        ours.weights, made.weights, rtol=_SAME_WEIGHTS
-    )

@@ -1,17 +1,18 @@
-"""Where torch computes few rows otherwise than many, so that a token gets the same bits in company.
+"""Gives a token the same bits whatever other tokens are in its pass.
 
-The last bits of a router's logits decide between experts that are nearly equally good, the head's
-between tokens, and 8-bit activations make more of them still: an answer could depend on what else
-was read in the same pass.
+torch computes few rows otherwise than many. The last bits of a router's logits decide between
+nearly equal experts, those of the head between tokens, and 8-bit activations amplify them: without
+this, an answer could depend on what else was read in the same pass.
 
-Products of few rows have another order of sums. Routers and the head get ours; layers that are bit
-planes (`QuantizedLinear`) are row-wise anyway; other whole layers of the trunk are left to torch,
-which is up to twice as fast for long prompts: their float32 bits may differ.
+Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`;
+quantized layers (`QuantizedLinear`) are row-wise anyway; other layers are left to torch, which is
+up to twice as fast for long prompts: their float32 bits may differ.
 
-Curves (SiLU, sigmoid, ...) of what is left behind the last whole vector of a thread's share are
-computed by other code, so where a token stands among others shows. Modules that compute some are
-found by watching a pass, and have torch compute them in blocks that leave nothing. Around experts,
-where lanes sleep, nothing can be watched over; what comes there from a router is no vector at all.
+torch computes activations (SiLU, sigmoid, ...) of the elements after the last whole SIMD vector of
+a thread's share by other code, so the bits depend on where a token stands. Modules that compute
+activations are found by observing a pass; they compute in blocks of whole vectors. Modules with
+experts inside are left out, as a torch mode must not stay active while their lane sleeps; a
+router's output is laid out so that torch never vectorises it.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from moe.network.lanes import run_lanes
 from moe.network.seam import experts_modules, routing_modules
 
 _GRAIN, _VECTOR = 16384, 64
-"""torch runs an elementwise operation of fewer elements on one thread, whole vectors at a time (of
-32,768 most, of 20,000 GELU)."""
+"""torch runs an elementwise operation of fewer than `_GRAIN` elements on one thread (most operations
+of fewer than 32,768, GELU 20,000), `_VECTOR` or fewer at a time."""
 
 _NAMES = ("sigmoid", "tanh", "exp", "sin", "cos")
-_CURVES = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}
+_ACTIVATIONS = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}
 
 
 def make_row_wise(backbone: Backbone) -> None:
-    """Mend routers, the head and curves of a model on a CPU."""
+    """Make routers, the head and activations of a model on a CPU row-wise."""
     if backbone.device.type != "cpu":
         return
     model = backbone.model
-    for module in _with_curves(backbone):
+    for module in _with_activations(backbone):
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):
         module.forward = partial(_route, module.forward)
@@ -55,11 +56,11 @@ def make_row_wise(backbone: Backbone) -> None:
 
 
 class RowWise(TorchFunctionMode):
-    """While it is active, an element's curve is the same bits wherever it stands.
+    """While it is active, activations give an element the same bits wherever it stands.
 
     Args:
-        products: `kernels.row_linear` makes products. Most routers of transformers are no
-            `nn.Linear`, but call `linear` themselves.
+        products: `kernels.row_linear` computes matrix products, too. Most routers of transformers
+            are no `nn.Linear`, but call `linear` themselves.
     """
 
     def __init__(self, *, products: bool = False) -> None:
@@ -74,13 +75,13 @@ class RowWise(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _CURVES and args and not kwargs.get("inplace") and "out" not in kwargs:
+        if func in _ACTIVATIONS and args and not kwargs.get("inplace") and "out" not in kwargs:
             return _in_blocks(partial(func, **kwargs), *args)
         return (row_linear if self._products and func is linear else func)(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the innermost running module for each curve."""
+    """Records the innermost running module for each activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +101,13 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _CURVES and self.running:
+        if func in _ACTIVATIONS and self.running:
             self.found[self.running[-1]] = None
         return func(*args, **(kwargs or {}))
 
 
-def _with_curves(backbone: Backbone) -> list[nn.Module]:
-    """Modules that compute curves themselves, and have no experts inside."""
+def _with_activations(backbone: Backbone) -> list[nn.Module]:
+    """Modules that compute activations themselves, and have no experts inside."""
     watch, work = _Watch(), Work(random_prompts(backbone, (3,))[0], backbone.new_cache(3))
     hooks = []
     for module in backbone.model.modules():
@@ -128,7 +129,7 @@ def _run(mode: RowWise, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a router or a gate gives; torch computes curves of every second element one by one."""
+    """A router's or gate's output with a stride of 2, whose activations torch never vectorises."""
     routed = _run(RowWise(products=True), forward, *args, **kwargs)
     if not isinstance(routed, Tensor):
         return routed
@@ -136,12 +137,12 @@ def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return apart.copy_(routed)
 
 
-def _in_blocks(curve: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """``curve(x, *args)``, by whole vectors, and no more at a time than one thread gets."""
+def _in_blocks(activation: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """``activation(x, *args)`` by whole vectors, and no more at a time than one thread gets."""
     flat = x.reshape(-1).contiguous()
     if over := flat.numel() % _VECTOR:
         flat = pad(flat, (0, _VECTOR - over))
     blocks = flat.split(_GRAIN - _VECTOR)
-    found = [curve(block, *args) for block in blocks]
+    found = [activation(block, *args) for block in blocks]
     whole = found[0] if len(found) == 1 else torch.cat(found)
     return whole[: x.numel()].view(x.shape)
