@@ -306,7 +306,7 @@ class DeviceOperations:
 
     Attributes:
         inputs: of the rows at hand.
-        dtype: of the trunk, and of keys and values.
+        dtype: of the backbone, and of keys and values.
     """
 
     inputs: GraphInputs

@@ -488,7 +488,7 @@ class LockstepPass:
 
 
 def _by_phase(routing: Routing, calls: Sequence[ExpertCall]) -> dict[Phase, Routing]:
-    """The joint routing of the visits, taken apart again by phase."""
+    """The joint routing of the calls, split by phase."""
     if len(calls) == 1 or len({call.phase for call in calls}) == 1:
         return {calls[0].phase: routing}
     parts = routing.split([call.hidden_states.shape[0] for call in calls])
