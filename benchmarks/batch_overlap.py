@@ -24,7 +24,7 @@ from benchmarks.predict import ROOT, TEXTS, calibration_text, heldout
 from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.engine.expert_aware_order import choose_batch
 from routing.predict.calibrated import Calibrated
 from routing.predict.forecast import Floats
@@ -132,7 +132,7 @@ def main() -> None:
         ids = model.codec.encode(heldout(name))
         size, count = PROMPT + ANSWER, 40 if options.quick else 160
         windows += [ids[at * size : (at + 1) * size] for at in range(min(count, len(ids) // size))]
-    trace = record(model.backbone, model.experts, windows, row_bytes=0)
+    trace = record_trace(model.backbone, model.experts, windows, row_bytes=0)
     visits = visits_of(trace)
     ways: dict[str, Floats | None] = {
         "in order": None,

@@ -14,7 +14,7 @@ import torch
 from benchmarks.predict import TEXTS, WINDOW, heldout, other_texts
 from moe import MoE
 from moe.calibration.trace import Trace
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from offload.replay import calls_of
 
 SUBJECT_TOKENS = 128
@@ -63,7 +63,7 @@ def other_recordings(model: MoE, tokens: int, count: int) -> Iterator[Recorded]:
 def record_text(model: MoE, name: str, ids: Sequence[int]) -> Recorded:
     """One text's way, read in windows."""
     windows = list(_pieces(ids, WINDOW))
-    trace = record(model.backbone, model.experts, windows, row_bytes=0)
+    trace = record_trace(model.backbone, model.experts, windows, row_bytes=0)
     return Recorded(name, trace, max(trace.num_experts))
 
 

@@ -13,7 +13,7 @@ from benchmarks.compression_setup import Calibrated, Text
 from benchmarks.compression_ways import METHODS, allotted
 from kernels import ExpertWeights, experts_forward
 from moe import MoE
-from moe.commands.calibrate.record import Forced, record
+from moe.commands.calibrate.record import TeacherForcedExperts, record_trace
 from moe.commands.convert.repair import repaired
 from moe.describe.routers import find_selectors
 from moe.network.lanes import ExpertCall
@@ -44,8 +44,8 @@ def repaired_weights(model: MoE, own: Calibrated, layers: dict[int, ExpertWeight
         return [experts_forward(*args)]
 
     windows = [ids.tolist() for ids in own.trace.token_ids.split(own.trace.lengths)]
-    forced = Forced(model.experts.layers, own.trace, run)
-    before, after = own.trace.rows, record(model.backbone, forced, windows).rows
+    forced = TeacherForcedExperts(model.experts.layers, own.trace, run)
+    before, after = own.trace.rows, record_trace(model.backbone, forced, windows).rows
     assert before is not None
     assert after is not None
     return [

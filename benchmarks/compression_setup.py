@@ -19,8 +19,8 @@ from kernels import ExpertWeights
 from kernels.planes import PREFIX_BITS, ZERO_CODE
 from moe import MoE
 from moe.commands.calibrate import compression
-from moe.commands.calibrate.compression import Original, take
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.compression import LayerSensitivity, take_experts
+from moe.commands.calibrate.record import record_trace
 from moe.commands.evaluate.scoring import Score, WindowReading, read, windows_of
 
 ROOT = Path(__file__).parents[1]
@@ -79,20 +79,22 @@ class Calibrated:
 
     def __init__(self, model: MoE, seed: int, bytes_a_text: int, read_tokens: int) -> None:
         own, _ = windows(model, _CALIBRATION + seed * bytes_a_text, bytes_a_text)
-        self.trace = record(model.backbone, model.experts, own)
+        self.trace = record_trace(model.backbone, model.experts, own)
         self.layers = range(len(self.trace.num_experts))
-        self.whole = [take(experts, range(experts.num_experts)) for experts in model.experts.layers]
-        self.inputs = [compression.inputs_of(self.trace, layer) for layer in self.layers]
+        self.whole = [
+            take_experts(experts, range(experts.num_experts)) for experts in model.experts.layers
+        ]
+        self.inputs = [compression.layer_inputs(self.trace, layer) for layer in self.layers]
         pairs = list(zip(self.whole, self.inputs, strict=True))
         self.alone = [{bits: alone(*pair, bits) for bits in WIDTHS} for pair in pairs]
-        original = Original(model, compression.spread(self.trace, read_tokens))
+        original = LayerSensitivity(model, compression.spread(self.trace, read_tokens))
         self.statistics = [self._measure(layer, original) for layer in self.layers]
 
     def at(self, bits: Bits) -> dict[int, ExpertWeights]:
         """Each expert at its own bits."""
         return {layer: self._layer(layer, bits[layer]) for layer in self.layers}
 
-    def _measure(self, layer: int, original: Original) -> LayerCalibration:
+    def _measure(self, layer: int, original: LayerSensitivity) -> LayerCalibration:
         whole, inputs = self.whole[layer], self.inputs[layer]
         each = [self.alone[layer][bits] for bits in WIDTHS]
         error_EW = output_errors(whole, each, inputs)

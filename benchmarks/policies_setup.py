@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from moe import MoE
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.evaluate.policy_costs import (
     WINDOW,
     PolicyCost,
@@ -89,7 +89,7 @@ def medians(texts: Texts) -> str:
     """Each layer's median of second over first weight on other text."""
     model = texts.model
     with routed_by(model, PolicyChain()):
-        trace = record(model.backbone, model.experts, texts.other, row_bytes=0)
+        trace = record_trace(model.backbone, model.experts, texts.other, row_bytes=0)
     return ",".join(f"{ratio:.3f}" for ratio in weight_ratios(trace.weights))
 
 

@@ -34,7 +34,7 @@ from moe import MoE
 from moe.calibration.artefacts import load_calibration
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS, Calibrated, Ensemble
 from routing.predict.forecast import Forecast
@@ -290,7 +290,7 @@ def main() -> None:
     for name in TEXTS:
         ids = model.codec.encode(heldout(name))[: 4 * tokens]
         windows += [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW, 4 * WINDOW)]
-    held = Held(record(model.backbone, model.experts, windows), calibrated)
+    held = Held(record_trace(model.backbone, model.experts, windows), calibrated)
     records = measure(held, settings(calibrated), tokens)
     show(records)
     print_json(

@@ -21,7 +21,7 @@ from examples.lab.objectives import watched_routers
 from examples.lab.router import LabRouter
 from moe import MoE
 from moe.calibration.trace import Trace
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.trace.findings import distinct
 from offload.policies import LRU
 from offload.replay import belady, calls_of, hit_ratio
@@ -63,7 +63,7 @@ def read(model: MoE, windows: Sequence[list[int]], size: int) -> Reading:
             logits = model.logits(window)
             nats += float(cross_entropy(logits[:-1], torch.tensor(window[1:]), reduction="sum"))
         spread = [_entropy(call.router, call.logits) for call in calls]
-    trace = record(model.backbone, model.experts, windows)
+    trace = record_trace(model.backbone, model.experts, windows)
     return Reading(nats / math.log(2) / size, trace, sum(spread) / len(spread))
 
 
@@ -93,7 +93,7 @@ def measure(
     now = read(model, windows, size)
     before = read(MoE.from_pretrained(folder / "earlier"), windows, size)
     noisy, kept = _noisy(windows, model.config.vocab_size, seed)
-    disturbed = record(model.backbone, model.experts, noisy, row_bytes=0)
+    disturbed = record_trace(model.backbone, model.experts, noisy, row_bytes=0)
     experts, slots = now.trace.num_experts[0], _slots(now)
     union = float(
         np.mean([distinct(now.ids(i), now.trace.lengths, RUN, experts) for i in now.layers])

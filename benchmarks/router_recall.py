@@ -20,7 +20,7 @@ from moe.calibration.gates import find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import token_vectors
 from moe.commands.calibrate.fit import fit_predictors, visits
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from routing import Routing
 from routing.predict.calibrated import Calibrated
 from routing.predict.path import CONTEXT, VECTOR
@@ -34,7 +34,7 @@ def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[s
         learnt: windows that the predictors learn from.
         asked: of other text, with rows of all tokens.
     """
-    trace = record(model.backbone, model.experts, learnt)
+    trace = record_trace(model.backbone, model.experts, learnt)
     vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
     fitted = fit_predictors(trace, find_gates(model.backbone), vectors, lambda *_: None)
     popular = [

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
-from moe.calibration.foresight import Expect, expectation, look_ahead
+from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.describe.probe import Packing, enable_packing
 from moe.describe.routers import enable_policies
@@ -82,7 +82,7 @@ class LoadedModel:
     logits_size: int
     context_length: int | None
     offloaded: Offloaded | None
-    expect: Expect | None = None
+    expect: PromptEstimator | None = None
     sampling: OwnSampling = field(default_factory=OwnSampling)
     notices: list[str] = field(default_factory=list)
 
@@ -184,7 +184,7 @@ class _Forecasts:
     """
 
     prefetcher: Prefetcher | None
-    expect: Expect | None
+    expect: PromptEstimator | None
     notices: list[str]
 
 
@@ -200,12 +200,14 @@ def _forecasts(
         for layer in offloaded.layers:
             layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
-        prefetcher, no_prefetcher = look_ahead(
+        prefetcher, no_prefetcher = make_prefetcher(
             offloaded, path, config, profile.offload, drafts=drafts
         )
     expect, no_order = None, ""
     if profile.engine.overlap_patience:
-        expect, no_order = expectation(path, config, [layer.num_experts for layer in layers])
+        expect, no_order = load_prompt_estimator(
+            path, config, [layer.num_experts for layer in layers]
+        )
     return _Forecasts(prefetcher, expect, [no_prefetcher, no_order])
 
 

@@ -22,7 +22,7 @@ from offload.governor import BidRecord, Governor
 from offload.measures import Measures
 from offload.trust import Trust
 from routing import Routing
-from routing.predict import Forecast, Predictor, Told, padded
+from routing.predict import Forecast, GivenForecast, Predictor, pad_contexts
 
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
@@ -96,13 +96,13 @@ class Prefetcher:
         """
         if not self._foretold:
             self._begin()
-        self._guide = self.predictor if told is None else Told(told)
+        self._guide = self.predictor if told is None else GivenForecast(told)
         followed, wanted = self.awake, any(map(self._bids_on, self._layers))
-        silent = isinstance(self._guide, Told) and self._guide.silent
+        silent = isinstance(self._guide, GivenForecast) and self._guide.silent
         self.awake, self._foretold = wanted and (self._foretold or not silent), False
         if self.awake:
             self.measures.start(self._clock(), followed)
-            self._guide.start(padded(contexts, self._guide.context))
+            self._guide.start(pad_contexts(contexts, self._guide.context))
             self._bid(-1)
 
     def visit(

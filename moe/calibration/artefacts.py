@@ -23,11 +23,11 @@ from torch import Tensor
 
 from moe.calibration.trace import Trace
 from moe.errors import CalibrationError
-from routing.predict.calibrated import PREDICTORS, Calibrated, Model
+from routing.predict.calibrated import PREDICTORS, Calibrated, PredictedModel
 from routing.routers import GroupScore, RouterRule, Score
 
-FOLDER = "moe-calibration"
-ABOUT = "calibration.json"
+CALIBRATION_FOLDER = "moe-calibration"
+MANIFEST_FILE = "calibration.json"
 PREDICTORS_FILE, TRACE_FILE = "predictors.safetensors", "trace.safetensors"
 _MAX_ABOUT_BYTES = 16 << 20
 _PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config")
@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedPredictors:
     """What calibration gave, and why it could not give the rest.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RuleRecord(_Record):
+class RouterRuleRecord(_Record):
     """What chooses in a layer's `RouterRule`, but for its correction."""
 
     top_k: Count
@@ -61,7 +61,7 @@ class RuleRecord(_Record):
     group_score: GroupScore
 
 
-class About(_Record):
+class CalibrationManifest(_Record):
     """``calibration.json``."""
 
     format: Literal["moe-calibration"] = "moe-calibration"
@@ -74,7 +74,7 @@ class About(_Record):
     tokens: Count
     vocabulary: Count
     num_experts: tuple[Count, ...] = Field(min_length=1)
-    rules: tuple[RuleRecord, ...]
+    rules: tuple[RouterRuleRecord, ...]
     unavailable: dict[str, str]
     """Predictors that this model does not have, and why."""
     made_by: dict[str, str]
@@ -90,15 +90,17 @@ def fingerprint(config: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) -> None:
+def save_calibration(
+    folder: Path, config: Any, text: str, trace: Trace, fitted: FittedPredictors
+) -> None:
     """Replace what `folder` holds. Raises `CalibrationError` where it cannot be written."""
     model, files = fitted.calibrated.model, [PREDICTORS_FILE, TRACE_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ABOUT).unlink(missing_ok=True)
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
         (folder / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
         trace.save(folder / TRACE_FILE)
-        about = About(
+        about = CalibrationManifest(
             model=fingerprint(config),
             architecture=(getattr(config, "architectures", None) or ["?"])[0],
             text=text,
@@ -106,14 +108,18 @@ def write(folder: Path, config: Any, text: str, trace: Trace, fitted: Fitted) ->
             vocabulary=model.vocabulary,
             num_experts=model.num_experts,
             rules=tuple(
-                RuleRecord(**{name: getattr(rule, name) for name in RuleRecord.model_fields})
+                RouterRuleRecord(
+                    **{name: getattr(rule, name) for name in RouterRuleRecord.model_fields}
+                )
                 for rule in model.rules
             ),
             unavailable=fitted.unavailable,
             made_by={name: version(name) for name in ("torch", "transformers")},
             files={name: _digest(folder / name) for name in files},
         )
-        (folder / ABOUT).write_text(about.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (folder / MANIFEST_FILE).write_text(
+            about.model_dump_json(indent=1) + "\n", encoding="utf-8"
+        )
     except (OSError, SafetensorError) as error:
         raise _not_writable(folder, error) from error
 
@@ -134,20 +140,22 @@ def _not_writable(folder: Path, error: Exception) -> CalibrationError:
     )
 
 
-def read_about(folder: Path, config: Any, num_experts: Sequence[int]) -> About:
+def read_calibration_manifest(
+    folder: Path, config: Any, num_experts: Sequence[int]
+) -> CalibrationManifest:
     """What is known of the calibration in `folder`, checked against the model.
 
     Raises:
         CalibrationError: there is none, it is damaged, or it is another model's.
     """
-    path = folder / ABOUT
+    path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > _MAX_ABOUT_BYTES:
             raise CalibrationError(f"{path} is larger than {_MAX_ABOUT_BYTES} bytes: not ours")
-        about = About.model_validate_json(path.read_bytes())
+        about = CalibrationManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CalibrationError(
-            f"{folder} has no {ABOUT}: run moe calibrate MODEL --text FILE"
+            f"{folder} has no {MANIFEST_FILE}: run moe calibrate MODEL --text FILE"
         ) from error
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error}") from error
@@ -177,8 +185,12 @@ def load_calibration(
     num_experts: Sequence[int],
     predictors: Collection[str] = tuple(PREDICTORS),
 ) -> Calibrated:
-    """The named predictors in `folder`. Raises `CalibrationError` as `read_about` does."""
-    about = read_about(folder, config, num_experts)
+    """The named predictors in `folder`.
+
+    Raises:
+        CalibrationError: as `read_calibration_manifest`, or the file of predictors is damaged.
+    """
+    about = read_calibration_manifest(folder, config, num_experts)
     clues = {clue for name in predictors for clue in PREDICTORS[name]}
     heads = ("rules.", *(f"weights.{n}." for n in predictors), *(f"{c}." for c in clues))
     tensors = _load(folder / PREDICTORS_FILE, about, heads)
@@ -186,7 +198,7 @@ def load_calibration(
         RouterRule(correction=tensors.pop(f"rules.{layer}.correction", None), **rule.model_dump())
         for layer, rule in enumerate(about.rules)
     )
-    model = Model(about.num_experts, about.vocabulary, rules)
+    model = PredictedModel(about.num_experts, about.vocabulary, rules)
     try:
         return Calibrated.restore(tensors, model)
     except (LookupError, RuntimeError, ValueError) as error:
@@ -196,16 +208,18 @@ def load_calibration(
 
 
 def load_trace(folder: Path, config: Any, num_experts: Sequence[int]) -> Trace:
-    """The calibration's trace. Raises `CalibrationError` as `read_about` does."""
-    read_about(folder, config, num_experts)
+    """The calibration's trace. Raises `CalibrationError` as `read_calibration_manifest` does."""
+    read_calibration_manifest(folder, config, num_experts)
     return Trace.load(folder / TRACE_FILE)
 
 
 def unavailable_before(folder: Path, config: Any, trace: Trace) -> dict[str, str] | None:
-    """`About.unavailable` where `write` has left all of this very trace, as a run that was stopped
-    later has; None where it has not."""
+    """`CalibrationManifest.unavailable` if `folder` holds predictors fitted to this very trace.
+
+    A run that was stopped while it measured compression has left them, and need not fit again.
+    """
     try:
-        about = read_about(folder, config, trace.num_experts)
+        about = read_calibration_manifest(folder, config, trace.num_experts)
         before = Trace.load(folder / TRACE_FILE)
         whole = _digest(folder / PREDICTORS_FILE) == about.files.get(PREDICTORS_FILE)
     except (CalibrationError, OSError):
@@ -217,13 +231,13 @@ def unavailable_before(folder: Path, config: Any, trace: Trace) -> dict[str, str
     return about.unavailable if whole and same else None
 
 
-def _load(path: Path, about: About, heads: tuple[str, ...]) -> dict[str, Tensor]:
+def _load(path: Path, about: CalibrationManifest, heads: tuple[str, ...]) -> dict[str, Tensor]:
     """Tensors whose names begin with one of ``heads``."""
     try:
         if _digest(path) != about.files.get(path.name):
             raise CalibrationError(
-                f"{path} is not the file that {ABOUT} describes; run moe calibrate again, or copy "
-                "all of its folder"
+                f"{path} is not the file that {MANIFEST_FILE} describes; run moe calibrate again, "
+                "or copy all of its folder"
             )
         with safe_open(path, "pt") as file:
             names = [name for name in file.keys() if name.startswith(heads)]  # noqa: SIM118

@@ -23,7 +23,7 @@ VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampledRows:
     """Activations of some tokens.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trace:
     num_experts: list[int]
     expert_ids: list[Tensor]
     weights: list[Tensor]
-    rows: Rows | None = field(default=None, repr=False)
+    rows: SampledRows | None = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:

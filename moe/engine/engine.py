@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from moe.calibration.foresight import Expect
+from moe.calibration.predictors import PromptEstimator
 from moe.engine.borrowing import KVBorrowing
 from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
@@ -83,7 +83,7 @@ class Engine:
         experts: MoELayers,
         profile: Profile,
         borrowing: KVBorrowing | None = None,
-        expect: Expect | None = None,
+        expect: PromptEstimator | None = None,
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
     ) -> None:

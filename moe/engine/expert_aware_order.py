@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from moe.calibration.foresight import Expect
+from moe.calibration.predictors import PromptEstimator
 from moe.engine.prefill_batch import SequenceGroup
 from moe.sequence import RunningSequence
 from routing.predict.forecast import Floats
@@ -31,7 +31,7 @@ class ExpertAwareOrder:
         patience: how often others from behind may overtake a request.
     """
 
-    def __init__(self, expect: Expect, patience: int) -> None:
+    def __init__(self, expect: PromptEstimator, patience: int) -> None:
         self._expect, self._patience = expect, patience
         self._needs: WeakKeyDictionary[RunningSequence, Floats] = WeakKeyDictionary()
         self._overtaken: WeakKeyDictionary[RunningSequence, int] = WeakKeyDictionary()

@@ -42,7 +42,7 @@ def plan_memory(
 
     Args:
         weights: bytes of each kind of weights, by name.
-        footprint: measured with `wave_tokens` of this profile.
+        footprint: measured with `prefill_batch_tokens` of this profile.
         available_bytes: what can be taken now; None where that is not known.
         logits_size: V of the logits.
         offloadable: experts that may stay on disk; None where they may not.
@@ -58,7 +58,7 @@ def plan_memory(
         PlanLine(
             "activations",
             footprint.activation_bytes,
-            f"{wave_tokens(profile)} prompt tokens, {footprint.how}",
+            f"{prefill_batch_tokens(profile)} prompt tokens, {footprint.how}",
         ),
         PlanLine("logits", 2 * 4 * batch * logits_size, f"{batch} sequences of {logits_size}"),
         PlanLine(RESERVE, reserve, "memory.reserve_gib"),
@@ -127,7 +127,7 @@ def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[PlannedTier,
     return (PlannedTier(HOST, slots, slots * size + fixed),)
 
 
-def wave_tokens(profile: Profile) -> int:
+def prefill_batch_tokens(profile: Profile) -> int:
     """Most prompt tokens that a step reads together."""
     prefill = profile.prefill
     return prefill.chunk_tokens if prefill.mode == "chunked" else prefill.wave_tokens

@@ -17,7 +17,7 @@ BATCHES = (1, 4, 16)
 
 
 @dataclass(frozen=True)
-class Speeds:
+class Bandwidths:
     """Measured bandwidths, bytes a second.
 
     Attributes:
@@ -32,7 +32,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DecodeSizes:
     """What a model's decode step moves, and where its experts are.
 
     Attributes:
@@ -83,7 +83,7 @@ class UniformRouting:
     Real routing has favourites and repeats itself, so it visits fewer and hits more.
     """
 
-    sizes: Sizes
+    sizes: DecodeSizes
     how: str = "every expert taken as equally likely; run `moe calibrate` for the model's own"
 
     def distinct(self, batch: int) -> float:
@@ -96,7 +96,7 @@ class UniformRouting:
 
 
 @dataclass(frozen=True)
-class Expected:
+class DecodeEstimate:
     """What a decode step of so many tokens should do.
 
     Attributes:
@@ -137,7 +137,9 @@ class Expected:
         }
 
 
-def expect(sizes: Sizes, speeds: Speeds, locality: Locality, batch: int) -> Expected:
+def estimate_decode(
+    sizes: DecodeSizes, speeds: Bandwidths, locality: Locality, batch: int
+) -> DecodeEstimate:
     """What a step of ``batch`` tokens should do."""
 
     def share_of(slots: int) -> float:  # a replay misses what it has not seen before
@@ -153,4 +155,4 @@ def expect(sizes: Sizes, speeds: Speeds, locality: Locality, batch: int) -> Expe
         seconds["disk"] = from_disk / speeds.disk
     if speeds.to_device is not None and hits < 1:
         seconds["to_device"] = (1 - hits) * wanted / speeds.to_device
-    return Expected(batch, hits, near, from_disk / batch, seconds)
+    return DecodeEstimate(batch, hits, near, from_disk / batch, seconds)

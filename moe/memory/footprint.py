@@ -33,7 +33,7 @@ from moe.network.seam import experts_modules
 # Works on the meta device, where tensors have sizes and take no memory.
 
 
-class Ledger(TorchDispatchMode):
+class StorageCounter(TorchDispatchMode):
     """Counts the storages that operations make while it is entered, for as long as they live.
 
     Attributes:
@@ -184,7 +184,7 @@ def _measure(backbone: Backbone, packed: bool, wave_tokens: int, longest: int) -
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ProbedPass:
     """Bytes alive at the worst moment, bytes that the sequences keep, operations."""
 
     peak: int
@@ -192,15 +192,15 @@ class _Run:
     operations: int
 
 
-def _run(backbone: Backbone, sizes: Sequence[int]) -> _Run:
+def _run(backbone: Backbone, sizes: Sequence[int]) -> _ProbedPass:
     caches = [backbone.new_cache(size) for size in sizes]
-    with torch.inference_mode(), Ledger() as ledger:
+    with torch.inference_mode(), StorageCounter() as ledger:
         works = [Work([0] * size, cache) for size, cache in zip(sizes, caches, strict=True)]
         lanes = backbone.lanes(works)
         run_lanes(lanes, lambda *_: [])  # nobody visits: `_scratch` takes the experts' place
         for lane in lanes:
             lane.result()
-    return _Run(ledger.peak, tensor_bytes(caches), ledger.operations)
+    return _ProbedPass(ledger.peak, tensor_bytes(caches), ledger.operations)
 
 
 def _scratch(module: Any, hidden: Tensor, top_k_index: Tensor, _: Tensor) -> Tensor:

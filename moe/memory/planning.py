@@ -20,7 +20,7 @@ from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report
 from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
-from moe.memory.budget import available_for, plan_memory, wave_tokens
+from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import measure_footprint
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
@@ -33,7 +33,7 @@ HOST_RESERVE = 1 / 10
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedModel:
     """A model that could be loaded.
 
     Attributes:
@@ -63,7 +63,7 @@ class Planned:
 @contextmanager
 def planning(
     path: Path, profile: Profile, device: torch.device, report: Report, ranks: int = 1
-) -> Iterator[Planned]:
+) -> Iterator[PlannedModel]:
     """Plan the model in a directory; its files are open meanwhile.
 
     Args:
@@ -82,7 +82,7 @@ def planning(
             offloadable = replace(offloadable, most=most)
         host = host_room(profile, device, ranks)
         memory = _plan(network, weights, profile, device, offloadable, host)
-        yield Planned(
+        yield PlannedModel(
             config=config,
             network=network,
             source=source,
@@ -135,7 +135,7 @@ def _plan(
     prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
     experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
     context = _context_length(network.config, profile)
-    wave = wave_tokens(profile)
+    wave = prefill_batch_tokens(profile)
     on_cuda = device.type == "cuda"
     return plan_memory(
         {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
@@ -227,7 +227,7 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
         fit = (size["keys and values"] - missing) // plan.kv_bytes_per_token
         if fit > 0:
             remedies.append(f"memory.kv_tokens={fit} would fit ({fit * plan.kv_bytes_per_token} B)")
-    wave = wave_tokens(profile)
+    wave = prefill_batch_tokens(profile)
     if wave > 512 and size["activations"] > missing // 4:
         key = "chunk_tokens" if profile.prefill.mode == "chunked" else "wave_tokens"
         remedies.append(f"a smaller prefill.{key} lowers the activations (it is {wave})")

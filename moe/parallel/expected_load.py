@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from experts.placement.placement import Floats
 from experts.placement.rebalance import LOAD_WINDOW, TokenLoads
-from moe.calibration.foresight import token_table
+from moe.calibration.predictors import load_token_table
 from moe.engine.prefill_batch import ScheduledStep, SequenceGroup
 from routing.predict import NO_TOKEN, contexts
 from routing.predict.token_table import TokenTable
@@ -134,7 +134,7 @@ def expected_load_of(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> ExpectedLoad | None:
     """From the calibration beside the model; None if there is none."""
-    table = token_table(path, config, num_experts)
+    table = load_token_table(path, config, num_experts)
     return None if table is None else ExpectedLoad(table, len(num_experts))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from routing.predict.forecast import Clue, Floats, Forecast
 from routing.predict.lookahead import Gate, Lookahead, sigmoid
-from routing.predict.path import Path
+from routing.predict.path import PathEvidence
 from routing.predict.token_table import TokenTable
 from routing.routers import RouterRule
 from routing.routing import Routing, RoutingError
@@ -137,7 +137,7 @@ PREDICTORS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Model:
+class PredictedModel:
     """What predictors must know of the model they are for.
 
     Attributes:
@@ -155,7 +155,7 @@ class Model:
 class Calibrated:
     """Clues by name, and weights by name of the predictor."""
 
-    model: Model
+    model: PredictedModel
     clues: Mapping[str, Clue]
     weights: Mapping[str, Weights]
 
@@ -189,7 +189,7 @@ class Calibrated:
         return {name: tensor.contiguous() for name, tensor in found.items()}
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], model: Model) -> Calibrated:
+    def restore(cls, tensors: Mapping[str, Tensor], model: PredictedModel) -> Calibrated:
         """From `tensors` of the same model. LookupError, RuntimeError or ValueError where they do
         not belong together."""
         parts: dict[str, dict[str, Tensor]] = {}
@@ -207,7 +207,7 @@ class Calibrated:
         return cls(model, clues, weights)
 
 
-def _token_table(parts: Mapping[str, Tensor], model: Model) -> Clue:
+def _token_table(parts: Mapping[str, Tensor], model: PredictedModel) -> Clue:
     keys, experts = parts["keys"], parts["experts"]
     rows = len(keys) + 1, len(model.num_experts)
     if experts.shape[:2] != rows or parts["log_odds"].shape != experts.shape:
@@ -226,7 +226,7 @@ def _token_table(parts: Mapping[str, Tensor], model: Model) -> Clue:
     )
 
 
-def _gates(parts: Mapping[str, Tensor], model: Model) -> dict[str, Gate]:
+def _gates(parts: Mapping[str, Tensor], model: PredictedModel) -> dict[str, Gate]:
     """By what precedes ``.weight``; a key begins with the layer whose rule holds."""
     gates = {}
     for name, weight in parts.items():
@@ -241,8 +241,8 @@ def _gates(parts: Mapping[str, Tensor], model: Model) -> dict[str, Gate]:
     return gates
 
 
-def _lookahead(name: str) -> Callable[[Mapping[str, Tensor], Model], Clue]:
-    def restore(parts: Mapping[str, Tensor], model: Model) -> Clue:
+def _lookahead(name: str) -> Callable[[Mapping[str, Tensor], PredictedModel], Clue]:
+    def restore(parts: Mapping[str, Tensor], model: PredictedModel) -> Clue:
         gates = {}
         for key, gate in _gates(parts, model).items():
             target, distance = map(int, key.split("."))
@@ -252,9 +252,9 @@ def _lookahead(name: str) -> Callable[[Mapping[str, Tensor], Model], Clue]:
     return restore
 
 
-_CLUES: dict[str, Callable[[Mapping[str, Tensor], Model], Clue]] = {
+_CLUES: dict[str, Callable[[Mapping[str, Tensor], PredictedModel], Clue]] = {
     "token_table": _token_table,
-    "path": lambda parts, model: Path.restore(parts, model.num_experts),
+    "path": lambda parts, model: PathEvidence.restore(parts, model.num_experts),
     "lookahead_raw": _lookahead("lookahead_raw"),
     "lookahead": _lookahead("lookahead"),
 }

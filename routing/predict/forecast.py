@@ -53,7 +53,7 @@ class Clue(Protocol):
         ...
 
 
-class ClueBase:
+class EvidenceSource:
     """A clue that overhears everything and says nothing."""
 
     context = 1
@@ -193,11 +193,11 @@ class Predictor(Protocol):
 
 def contexts(token_ids: Tensor, width: int) -> Tensor:
     """``(T, width)`` contexts of all tokens ``(T,)`` of one sequence read from its start."""
-    padded = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
-    return padded.unfold(0, width, 1)
+    pad_contexts = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
+    return pad_contexts.unfold(0, width, 1)
 
 
-def padded(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
+def pad_contexts(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
     """The last ``width`` tokens of each: ``(T, width)``, with `NO_TOKEN` before those that have
     fewer."""
     rows = [[NO_TOKEN] * (width - len(ids)) + list(ids[-width:]) for ids in contexts]
@@ -208,7 +208,7 @@ def padded(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Told:
+class GivenForecast:
     """See `routing.predict.Predictor`; with nothing told it is silent."""
 
     told: Forecast = field(default_factory=Forecast.empty)

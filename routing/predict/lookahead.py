@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing.predict.forecast import ClueBase, Floats, Tensors, floats
+from routing.predict.forecast import EvidenceSource, Floats, Tensors, floats
 from routing.routers import RouterRule
 from routing.routing import Routing
 
@@ -110,7 +110,7 @@ REACH = 2
 ANY_DISTANCE = 0
 
 
-class Lookahead(ClueBase):
+class Lookahead(EvidenceSource):
     """Gates by target layer and distance (or `ANY_DISTANCE`), for the rows that experts read."""
 
     reach: int | None = REACH

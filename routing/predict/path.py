@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
-from routing.predict.forecast import ClueBase, Floats, Tensors, floats
+from routing.predict.forecast import EvidenceSource, Floats, Tensors, floats
 
 CONTEXT = 16
 VECTOR = 64
@@ -52,7 +52,7 @@ class PathNetwork(nn.Module):
         return out
 
 
-class Path(ClueBase):
+class PathEvidence(EvidenceSource):
     """Evidence from a trained network."""
 
     name = "path"
@@ -67,7 +67,7 @@ class Path(ClueBase):
         self._evidence: Floats | None = None
 
     @classmethod
-    def restore(cls, tensors: Mapping[str, Tensor], num_experts: Sequence[int]) -> Path:
+    def restore(cls, tensors: Mapping[str, Tensor], num_experts: Sequence[int]) -> PathEvidence:
         vectors = tensors["vectors"]
         network = PathNetwork(vectors[1:], sum(num_experts))
         network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
@@ -110,7 +110,7 @@ def fit_path(
     *,
     passes: int = 4,
     on_step: Callable[[int, int], object] = lambda done, total: None,
-) -> Path:
+) -> PathEvidence:
     """Train on a trace.
 
     Args:
@@ -142,4 +142,4 @@ def fit_path(
             optimizer.step()
             schedule.step()
             on_step(step + 1, steps)
-    return Path(network, num_experts)
+    return PathEvidence(network, num_experts)

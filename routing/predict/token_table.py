@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing.predict.forecast import ClueBase, Floats, Tensors
+from routing.predict.forecast import EvidenceSource, Floats, Tensors
 from routing.predict.lookahead import sigmoid
 
 _SMOOTHING = {1: 8.0, 2: 1.0}  # tokens' worth of what a row falls back on, by tokens of its key
@@ -25,7 +25,7 @@ _LEAST_ODDS, _MOST_ODDS = 1e-4, 1 - 1e-4
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _TableLevel:
     """One level of the table: a key for each row, and which row each token counts for."""
 
     keys: Tensor  # (S,), sorted
@@ -33,7 +33,7 @@ class _Rows:
     row_of: Tensor  # (N,), -1 for tokens whose key has no row
 
 
-class TokenTable(ClueBase):
+class TokenTable(EvidenceSource):
     """Keys are ``token`` and ``(before + 1) * V + token``; row 0 is for tokens never seen.
 
     Args:
@@ -137,14 +137,14 @@ def fit_token_table(
     return TokenTable(keys, named, log_odds, others, num_experts, vocabulary)
 
 
-def _level(keys: Tensor, least: int, limit: int) -> _Rows:
+def _level(keys: Tensor, least: int, limit: int) -> _TableLevel:
     """Rows for the keys from 0 on that occur ``least`` times, the most frequent ``limit``."""
     distinct, inverse, counts = keys.unique(return_inverse=True, return_counts=True)
     often = counts.argsort(descending=True, stable=True)[:limit]
     chosen = often[(counts[often] >= least) & (distinct[often] >= 0)].sort().values
     row = torch.full_like(counts, -1)
     row[chosen] = torch.arange(len(chosen))
-    return _Rows(distinct[chosen], counts[chosen], row[inverse])
+    return _TableLevel(distinct[chosen], counts[chosen], row[inverse])
 
 
 def _count(ids: Tensor, row_of: Tensor, rows: int, experts: int) -> Tensor:
@@ -154,7 +154,7 @@ def _count(ids: Tensor, row_of: Tensor, rows: int, experts: int) -> Tensor:
     return torch.bincount(slots, minlength=rows * experts).view(rows, experts).float()
 
 
-def _blend(level: _Rows, ids: Tensor, fallback: Tensor, tokens: int) -> Tensor:
+def _blend(level: _TableLevel, ids: Tensor, fallback: Tensor, tokens: int) -> Tensor:
     counts = _count(ids, level.row_of, len(level.keys), fallback.shape[1])
     weight = _SMOOTHING[tokens]
     return (counts + weight * fallback) / (level.counts[:, None] + weight)

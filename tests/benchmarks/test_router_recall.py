@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.router_recall import recall_at_used, recalls
 from examples.lab import LabConfig, LabForCausalLM
 from moe import MoE
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from routing.predict.calibrated import PREDICTORS
 
 
@@ -43,7 +43,7 @@ def test_every_predictor_but_raw_gates_foretells_ragged_routing(
     LabForCausalLM(config).save_pretrained(tmp_path)
     model = MoE.from_pretrained(tmp_path)
     windows = torch.randint(1, 64, (60, 32), generator=torch.Generator().manual_seed(1)).tolist()
-    found = recalls(model, windows[:50], record(model.backbone, model.experts, windows[50:]))
+    found = recalls(model, windows[:50], record_trace(model.backbone, model.experts, windows[50:]))
     named = {name for name in PREDICTORS if not name.endswith("_raw")} | {"popular"}
     assert found.keys() == {f"recall_{name}" for name in named}
     better = named - {"popular", "path"}  # a network needs more than 1,600 tokens

@@ -11,16 +11,11 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibration.artefacts import (
-    ABOUT,
-    PREDICTORS_FILE,
-    load_calibration,
-    load_trace,
-)
+from moe.calibration.artefacts import MANIFEST_FILE, PREDICTORS_FILE, load_calibration, load_trace
 from moe.cli import main
 from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
-from moe.commands.calibrate.fit import ASIDE
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.fit import HELD_OUT_EVERY
+from moe.commands.calibrate.record import record_trace
 from moe.errors import CalibrationError
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
@@ -55,7 +50,7 @@ def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
     calibrated = load_calibration(folder, demo.config, experts(demo))
     assert calibrated.weights.keys() == PREDICTORS.keys()
     text = (ROOT / "tests/data/heldout_python.txt").read_text()[:3000]
-    trace = record(demo.backbone, demo.experts, [demo.codec.encode(text)[:400]])
+    trace = record_trace(demo.backbone, demo.experts, [demo.codec.encode(text)[:400]])
     assert trace.rows is not None
     for name in PREDICTORS:
         predictor = calibrated.predictor(name)
@@ -76,10 +71,12 @@ def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
 def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
     trace = load_trace(folder, demo.config, experts(demo))
     assert (
-        trace.num_tokens == sum(trace.lengths) == json.loads((folder / ABOUT).read_text())["tokens"]
+        trace.num_tokens
+        == sum(trace.lengths)
+        == json.loads((folder / MANIFEST_FILE).read_text())["tokens"]
     )
     tokens, layers = next(trace.sequences())
-    alone = record(demo.backbone, demo.experts, [tokens.tolist()])
+    alone = record_trace(demo.backbone, demo.experts, [tokens.tolist()])
     agreed = torch.stack([a == b for a, b in zip(alone.expert_ids, layers, strict=True)])
     assert float(agreed.float().mean()) > 0.99
 
@@ -95,9 +92,9 @@ def test_what_an_older_calibration_left_for_the_cache_is_ignored(
     older = tmp_path / "older"
     shutil.copytree(folder, older)
     (older / "next_use.safetensors").write_bytes(b"not read")
-    about = json.loads((older / ABOUT).read_text())
+    about = json.loads((older / MANIFEST_FILE).read_text())
     about["files"]["next_use.safetensors"] = "0" * 64
-    (older / ABOUT).write_text(json.dumps(about))
+    (older / MANIFEST_FILE).write_text(json.dumps(about))
     calibrated = load_calibration(older, demo.config, experts(demo), ["token_table"])
     assert calibrated.clues.keys() == {"token_table"}
 
@@ -114,12 +111,12 @@ def test_a_calibration_of_another_model_is_refused(
     ("file", "change", "message"),
     [
         (
-            ABOUT,
+            MANIFEST_FILE,
             lambda data: data.replace(b'"version":', b'"defalt_version":'),
             "cannot be used: defalt_version",
         ),
-        (ABOUT, lambda data: data[:200], "cannot be used: it: Invalid JSON"),
-        (ABOUT, None, f"has no {ABOUT}: run moe calibrate"),
+        (MANIFEST_FILE, lambda data: data[:200], "cannot be used: it: Invalid JSON"),
+        (MANIFEST_FILE, None, f"has no {MANIFEST_FILE}: run moe calibrate"),
         (PREDICTORS_FILE, lambda data: data[:-7] + b"1234567", "is not the file that"),
         (PREDICTORS_FILE, None, "cannot be read: .*No such file"),
     ],
@@ -162,7 +159,7 @@ def test_a_long_text_gives_enough_sequences_however_few_tokens_are_read(
 ) -> None:
     trace, _ = calibrate_model(demo, TEXT * 4, tokens=tokens)
     assert trace.num_tokens == tokens
-    assert len(trace.lengths) >= ASIDE
+    assert len(trace.lengths) >= HELD_OUT_EVERY
 
 
 def test_an_absent_text_and_a_place_that_cannot_be_written(
@@ -194,7 +191,7 @@ def test_activations_that_are_not_finite_are_refused_with_numbers(
     with pytest.raises(
         CalibrationError, match=r"MoE layer 3: 30 of 30 rows are not finite after 0"
     ):
-        record(demo.backbone, demo.experts, [list(range(30))])
+        record_trace(demo.backbone, demo.experts, [list(range(30))])
 
 
 def test_token_vectors_keep_what_differs_most() -> None:

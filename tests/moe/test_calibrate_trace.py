@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from moe import MoE
 from moe.calibration.gates import find_gates
 from moe.calibration.trace import Trace
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.errors import CalibrationError
 from routing.predict.forecast import floats
 
@@ -24,11 +24,11 @@ def test_a_trace_is_what_each_window_does_alone(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
     model = tiny_moe(model_type)
-    trace = record(model.backbone, model.experts, WINDOWS)
+    trace = record_trace(model.backbone, model.experts, WINDOWS)
     assert trace.lengths == [20, 7, 1]
     for (tokens, layers), window in zip(trace.sequences(), WINDOWS, strict=True):
         assert tokens.tolist() == window
-        alone = record(model.backbone, model.experts, [window])
+        alone = record_trace(model.backbone, model.experts, [window])
         for own, theirs in zip(alone.expert_ids, layers, strict=True):
             assert torch.equal(own, theirs)
     assert trace.contexts(2)[[0, 1, 20, 27]].tolist() == [[-1, 1], [1, 2], [-1, 30], [-1, 5]]
@@ -38,17 +38,17 @@ def test_kept_rows_fit_their_budget_and_belong_to_their_tokens(
     tiny_moe: Callable[[str], MoE],
 ) -> None:
     model = tiny_moe("qwen3_moe")
-    whole = record(model.backbone, model.experts, WINDOWS).rows
+    whole = record_trace(model.backbone, model.experts, WINDOWS).rows
     assert whole is not None
     assert whole.tokens.tolist() == list(range(28))
     layers, hidden = len(whole.read), whole.read[0].shape[1]
     budget = 10 * layers * hidden * 2
-    few = record(model.backbone, model.experts, WINDOWS, row_bytes=budget).rows
+    few = record_trace(model.backbone, model.experts, WINDOWS, row_bytes=budget).rows
     assert few is not None
     assert len(few.tokens) == 10
     for own, theirs in zip(few.read, whole.read, strict=True):
         assert torch.equal(own, theirs[few.tokens])
-    assert record(model.backbone, model.experts, WINDOWS, row_bytes=0).rows is None
+    assert record_trace(model.backbone, model.experts, WINDOWS, row_bytes=0).rows is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe"])
@@ -56,7 +56,7 @@ def test_gates_that_are_found_choose_as_the_routers_do(
     tiny_moe: Callable[[str], MoE], model_type: str
 ) -> None:
     model = tiny_moe(model_type)
-    trace = record(model.backbone, model.experts, WINDOWS)
+    trace = record_trace(model.backbone, model.experts, WINDOWS)
     assert trace.rows is not None
     found = find_gates(model.backbone)
     assert len(found) == len(trace.num_experts)
@@ -69,13 +69,13 @@ def test_gates_that_are_found_choose_as_the_routers_do(
 @pytest.fixture
 def saved(tiny_moe: Callable[[str], MoE], tmp_path: Path) -> Path:
     model = tiny_moe("qwen3_moe")
-    record(model.backbone, model.experts, WINDOWS).save(tmp_path / "trace")
+    record_trace(model.backbone, model.experts, WINDOWS).save(tmp_path / "trace")
     return tmp_path / "trace"
 
 
 def test_a_saved_trace_comes_back(saved: Path, tiny_moe: Callable[[str], MoE]) -> None:
     model = tiny_moe("qwen3_moe")
-    trace, loaded = record(model.backbone, model.experts, WINDOWS), Trace.load(saved)
+    trace, loaded = record_trace(model.backbone, model.experts, WINDOWS), Trace.load(saved)
     assert torch.equal(loaded.token_ids, trace.token_ids)
     assert (loaded.lengths, loaded.num_experts) == (trace.lengths, trace.num_experts)
     for ours, theirs in zip(

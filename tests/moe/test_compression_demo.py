@@ -12,7 +12,7 @@ from kernels import QuantizedExperts
 from moe import MoE
 from moe.calibration.artefacts import PREDICTORS_FILE
 from moe.cli import main
-from moe.commands.calibrate.compression import Original, layer_path
+from moe.commands.calibrate.compression import LayerSensitivity, layer_path
 from moe.commands.convert.inspect_store import bit_map, expert_bytes
 from moe.sampling.params import SamplingParams
 
@@ -67,13 +67,13 @@ def test_a_run_that_was_stopped_goes_on(calibration: Path, monkeypatch: pytest.M
     for path in layers[4:]:
         path.unlink()
     measured: list[int] = []
-    losses = Original.losses
+    losses = LayerSensitivity.losses
 
-    def spy(self: Original, layer: int, versions: Any) -> Any:
+    def spy(self: LayerSensitivity, layer: int, versions: Any) -> Any:
         measured.append(layer)
         return losses(self, layer, versions)
 
-    monkeypatch.setattr(Original, "losses", spy)
+    monkeypatch.setattr(LayerSensitivity, "losses", spy)
     monkeypatch.setattr("moe.commands.calibrate.calibrate.fit_predictors", None)
     assert calibrate(calibration) == 0
     assert measured == [4, 5]

@@ -17,8 +17,8 @@ from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate import compression as pieces
 from moe.commands.calibrate import compression as sensitivity
-from moe.commands.calibrate.compression import Original, analyse, load_statistics, spread
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.compression import LayerSensitivity, analyse, load_statistics, spread
+from moe.commands.calibrate.record import record_trace
 from moe.commands.convert.convert import convert
 from moe.commands.evaluate.scoring import Score, read
 from moe.errors import CalibrationError
@@ -64,7 +64,7 @@ def on_disk(store: Path, resident: MoE) -> MoE:
 def trace(resident: MoE) -> Trace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, resident.config.vocab_size, (6, 100), generator=generator)
-    return record(resident.backbone, resident.experts, ids.tolist())
+    return record_trace(resident.backbone, resident.experts, ids.tolist())
 
 
 def test_experts_on_disk_are_measured_as_those_in_memory(
@@ -73,7 +73,7 @@ def test_experts_on_disk_are_measured_as_those_in_memory(
     found = []
     for name, model in (("resident", resident), ("on disk", on_disk)):
         assert trace.rows is not None
-        own = record(model.backbone, model.experts, spread(trace, trace.num_tokens))
+        own = record_trace(model.backbone, model.experts, spread(trace, trace.num_tokens))
         analyse(model, own, tmp_path / name, read_tokens=100, group_size=32)
         found.append(load_statistics(tmp_path / name, len(model.experts.layers)))
     for one, other in zip(*found, strict=True):
@@ -87,7 +87,7 @@ def test_pieces_are_the_layer(resident: MoE, on_disk: MoE, monkeypatch: pytest.M
     monkeypatch.setattr(
         pieces, "PIECE_WEIGHTS", 3 * 3 * one.hidden_size * one.intermediate_size + 1
     )
-    whole = pieces.take(resident.experts.layers[1], range(8))
+    whole = pieces.take_experts(resident.experts.layers[1], range(8))
     for model in (resident, on_disk):
         found = list(pieces.pieces(model.experts.layers[1]))
         assert [len(ids) for ids, _ in found] == [3, 3, 2]
@@ -101,7 +101,7 @@ def test_one_piece_is_in_memory_at_a_time(
     """Over all layers: what is whole does not add up."""
     taken: list[weakref.ref[ExpertWeights]] = []
     monkeypatch.setattr(pieces, "PIECE_WEIGHTS", 1)
-    take = pieces.take
+    take = pieces.take_experts
 
     def spy(layer: Any, experts: Sequence[int]) -> ExpertWeights:
         assert sum(one() is not None for one in taken) <= 1, "the piece before, at most"
@@ -110,7 +110,7 @@ def test_one_piece_is_in_memory_at_a_time(
         taken.append(weakref.ref(own))
         return own
 
-    monkeypatch.setattr(pieces, "take", spy)
+    monkeypatch.setattr(pieces, "take_experts", spy)
     analyse(on_disk, trace, tmp_path, read_tokens=100, group_size=32)
     assert len(taken) == 4 * 8
 
@@ -121,7 +121,7 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
 ) -> None:
     """Whether there is room for what the original's experts gave, for some of it, or none."""
     monkeypatch.setattr(sensitivity, "TOGETHER", 600)
-    versions = [pieces.take(resident.experts.layers[other], range(8)) for other in (1, 2)]
+    versions = [pieces.take_experts(resident.experts.layers[other], range(8)) for other in (1, 2)]
     windows = spread(trace, 300)
     expected = []
     for version in versions:
@@ -131,7 +131,7 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
         expected.append(score.difference().kl)
     for room, model in product((1 << 28, 100_000, 0), (resident, on_disk)):
         monkeypatch.setattr(sensitivity, "KEPT_BYTES", room)
-        original = Original(model, windows)
+        original = LayerSensitivity(model, windows)
         for _ in range(2):
             found = original.losses(layer, versions)
             assert found.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-6)
@@ -140,7 +140,7 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
 def test_experts_before_a_layer_run_once(
     resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Original(resident, spread(trace, 300))
+    original = LayerSensitivity(resident, spread(trace, 300))
     original.losses(0, [])
     run, layers = resident.experts.run, []
 
@@ -149,7 +149,7 @@ def test_experts_before_a_layer_run_once(
         return run(layer, visits)
 
     monkeypatch.setattr(resident.experts, "run", spy)
-    coarse = pieces.take(resident.experts.layers[1], range(8))
+    coarse = pieces.take_experts(resident.experts.layers[1], range(8))
     original.losses(2, [coarse, coarse])
     assert layers == [(3, 2 * len(original._windows))]
 
@@ -158,14 +158,16 @@ def test_rounding_does_not_make_a_loss_negative(
     resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "divergence", lambda *_: -1e-9)
-    same = pieces.take(resident.experts.layers[1], range(8))
-    assert Original(resident, spread(trace, 100)).losses(1, [same]).tolist() == [0.0]
+    same = pieces.take_experts(resident.experts.layers[1], range(8))
+    assert LayerSensitivity(resident, spread(trace, 100)).losses(1, [same]).tolist() == [0.0]
 
 
 def test_losses_that_are_not_finite(
     resident: MoE, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Original, "losses", lambda *_: torch.tensor([0.1, torch.nan, 0.0]).double())
+    monkeypatch.setattr(
+        LayerSensitivity, "losses", lambda *_: torch.tensor([0.1, torch.nan, 0.0]).double()
+    )
     with pytest.raises(
         CalibrationError,
         match=r"MoE layer 0: what it loses at \(2, 3, 4, 8\) bits is not finite \(KL \[0\.1.*nan",

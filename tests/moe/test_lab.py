@@ -18,7 +18,7 @@ from examples.lab.router import LabRouter
 from examples.lab.routers import neighbour_scores
 from experts.manifest import read_manifest
 from moe import MoE, SamplingParams
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.convert.convert import convert
 from moe.describe.routers import find_selectors
 from moe.errors import CheckpointError
@@ -116,7 +116,7 @@ def test_traces_hold_passes_of_any_number_of_slots(
 ) -> None:
     model = MoE.from_pretrained(checkpoint(router))
     windows = [[token] for token in range(3, 9)] * 400  # more than one pass
-    trace = record(model.backbone, model.experts, windows, row_bytes=0)
+    trace = record_trace(model.backbone, model.experts, windows, row_bytes=0)
     for layer, ids in enumerate(trace.expert_ids):
         assert ids.shape == trace.weights[layer].shape
         assert torch.equal(ids[:6], ids[-6:])
@@ -128,7 +128,7 @@ def test_routing_before_attention_is_by_what_enters_the_block(
     checkpoint: Callable[[str], Path],
 ) -> None:
     model, reference = MoE.from_pretrained(checkpoint("pre-attention")), lab_model("pre-attention")
-    trace = record(model.backbone, model.experts, [PROMPTS[0]], row_bytes=0)
+    trace = record_trace(model.backbone, model.experts, [PROMPTS[0]], row_bytes=0)
     normed: list[torch.Tensor] = []
     for layer in reference.model.layers:
         layer.input_layernorm.register_forward_hook(lambda *call: normed.append(call[-1][0]))
@@ -149,7 +149,7 @@ def test_routing_before_attention_is_by_what_enters_the_block(
 
 def test_one_router_for_all_layers_is_asked_once(checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(checkpoint("pre-gated"))
-    trace = record(model.backbone, model.experts, PROMPTS, row_bytes=0)
+    trace = record_trace(model.backbone, model.experts, PROMPTS, row_bytes=0)
     first, *others = trace.expert_ids
     assert all(torch.equal(first, ids) for ids in others)
     assert len(torch.unique(first)) > 4

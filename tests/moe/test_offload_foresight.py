@@ -12,7 +12,7 @@ from torch import Tensor
 from experts.manifest import read_manifest
 from kernels import experts_forward
 from moe import MoE, SamplingParams
-from moe.calibration.artefacts import FOLDER, write
+from moe.calibration.artefacts import CALIBRATION_FOLDER, save_calibration
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.convert.convert import convert
 from moe.errors import CalibrationError, ProfileError
@@ -148,7 +148,7 @@ def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
     resident = MoE.from_pretrained(store, SMALL)
     text = Path("tests/data/heldout_python.txt").read_text(encoding="utf-8")
     trace, fitted = calibrate_model(resident, text, tokens=3072)
-    write(store / FOLDER, resident.config, "text", trace, fitted)
+    save_calibration(store / CALIBRATION_FOLDER, resident.config, "text", trace, fitted)
     model = offload(store, resident, 0.25)
     assert model.status()["offload"]["predictor"] == "ensemble"
     assert not any("looks ahead" in notice for notice in model.notices)

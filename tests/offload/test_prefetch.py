@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from routing.predict import Forecast, Told
+from routing.predict import Forecast, GivenForecast
 from tests.offload.simulated_disk import LOAD_S, Run
 from tests.offload.traces import (
     EXPERTS,
@@ -156,7 +156,7 @@ def test_what_is_foretold_is_read_before_its_step_begins() -> None:
     run = trusting()
     prefetcher, cache = run.prefetcher, run.cache
     assert prefetcher is not None
-    prefetcher.predictor = Told()
+    prefetcher.predictor = GivenForecast()
     layer = LAYERS - 1
     absent = [e for e in range(EXPERTS) if not cache.resident(layer)[e]][:3]
     before = prefetcher.records[layer].placed
@@ -184,7 +184,7 @@ def test_what_was_foretold_of_a_draft_that_is_thrown_away_is_taken_back() -> Non
     placed, cancelled, reads = record.placed, record.cancelled, run.disk.reads
     prefetcher.foretell(foretold(absent, 0))
     assert record.placed == placed + 3
-    prefetcher.predictor = Told()
+    prefetcher.predictor = GivenForecast()
     prefetcher.start([[0]])
     run.visit(0, [])
     assert record.cancelled == cancelled + 2  # one had begun

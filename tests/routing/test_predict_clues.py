@@ -22,7 +22,7 @@ from routing.predict.lookahead import (
     margins,
     sigmoid,
 )
-from routing.predict.path import CONTEXT, Path, PathNetwork, fit_path
+from routing.predict.path import CONTEXT, PathEvidence, PathNetwork, fit_path
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
 
@@ -228,13 +228,13 @@ def test_the_path_predictor_runs_as_its_network_does() -> None:
     network = PathNetwork(torch.randn(V, 8), 7)
     network.averages.data = torch.randn_like(network.averages)
     tokens = torch.randint(-1, V, (5, CONTEXT))
-    path = Path(network, [3, 4])
+    path = PathEvidence(network, [3, 4])
     path.start(tokens)
     first, second = path.evidence(-1, 0), path.evidence(-1, 1)
     assert first is not None
     assert second is not None
     expected = network(tokens).detach()
     assert np.concatenate([first, second], 1) == pytest.approx(expected.numpy(), abs=1e-4)
-    again = Path.restore(path.tensors(), [3, 4])
+    again = PathEvidence.restore(path.tensors(), [3, 4])
     again.start(tokens)
     assert again.evidence(-1, 1) == pytest.approx(second, abs=0.02)

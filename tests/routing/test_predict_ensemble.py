@@ -13,12 +13,12 @@ from routing.predict.calibrated import (
     PREDICTORS,
     Calibrated,
     Ensemble,
-    Model,
+    PredictedModel,
     Situation,
     fit_logistic,
     fit_situation,
 )
-from routing.predict.forecast import ClueBase, Floats, Tensors
+from routing.predict.forecast import EvidenceSource, Floats, Tensors
 from routing.predict.lookahead import Gate, Lookahead
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
@@ -27,7 +27,7 @@ from routing.routing import RoutingError
 E, R = 6, 20_000
 
 
-class Told(ClueBase):
+class FixedEvidence(EvidenceSource):
     """Says what the test tells it to, about every layer, from a layer on."""
 
     def __init__(self, name: str, evidence: Floats, since: int = -1) -> None:
@@ -58,7 +58,7 @@ def loss(probability: Floats, visits: torch.Tensor) -> float:
 
 def test_probabilities_are_calibrated_and_two_clues_beat_one() -> None:
     first, second, visits = world(1.5)
-    clues = [Told("a", first), Told("b", second)]
+    clues = [FixedEvidence("a", first), FixedEvidence("b", second)]
     losses = []
     for own in ([clues[0]], clues):
         weights: dict[Situation, torch.Tensor] = {}
@@ -89,7 +89,7 @@ def test_logistic_regression_of_what_always_or_never_is(label: float) -> None:
 
 def test_each_situation_has_its_own_weights() -> None:
     first, second, visits = world(1.0)
-    clues = [Told("early", first), Told("late", second, since=0)]
+    clues = [FixedEvidence("early", first), FixedEvidence("late", second, since=0)]
     weights: dict[Situation, torch.Tensor] = {}
     for layer in (-1, 0):
         fit_situation(weights, clues, layer, 1, visits)
@@ -118,7 +118,7 @@ def calibrated() -> Calibrated:
         "lookahead": {(1, 1, 1): torch.rand(2)},
         "ensemble": {(1, 1, 3): torch.rand(3)},
     }
-    model = Model((E, E), 9, rules)
+    model = PredictedModel((E, E), 9, rules)
     return Calibrated(
         model, {"token_table": table, "lookahead": Lookahead("lookahead", {(1, 1): gate})}, weights
     )

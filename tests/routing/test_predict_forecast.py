@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing.predict import NO_TOKEN, Forecast, contexts, padded
+from routing.predict import NO_TOKEN, Forecast, contexts, pad_contexts
 from routing.routing import RoutingError
 
 PROBABILITY = st.floats(0, 1, width=32)
@@ -71,4 +71,4 @@ def test_what_no_forecast_may_be(forecast: Forecast, message: str) -> None:
 def test_contexts_are_the_last_tokens() -> None:
     wanted = [[NO_TOKEN, NO_TOKEN, 5], [NO_TOKEN, 5, 6], [5, 6, 7], [6, 7, 8]]
     assert contexts(torch.tensor([5, 6, 7, 8]), 3).tolist() == wanted
-    assert padded([[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]], 3).tolist() == wanted
+    assert pad_contexts([[5], [5, 6], [5, 6, 7], [5, 6, 7, 8]], 3).tolist() == wanted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from routing.predict import Forecast, Told
+from routing.predict import Forecast, GivenForecast
 
 EXPERTS = [4, 4, 4]
 
@@ -15,7 +15,7 @@ def told() -> Forecast:
 
 
 def test_layers_ahead_and_no_others() -> None:
-    predictor = Told(told())
+    predictor = GivenForecast(told())
     for layer in (-1, 0, 1, 2):
         for depth in (1, 2, None):
             said = predictor.forecast(layer, depth).validate(EXPERTS)
@@ -26,5 +26,5 @@ def test_layers_ahead_and_no_others() -> None:
 
 
 def test_nothing_told_is_silence() -> None:
-    assert Told().silent
-    assert len(Told().forecast(-1)) == 0
+    assert GivenForecast().silent
+    assert len(GivenForecast().forecast(-1)) == 0

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from moe.calibration.artefacts import (
-    FOLDER,
-    Fitted,
+    CALIBRATION_FOLDER,
+    FittedPredictors,
     check_writable,
+    save_calibration,
     unavailable_before,
-    write,
 )
 from moe.calibration.gates import FoundGate, find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
-from moe.commands.calibrate.fit import ASIDE, fit_predictors
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.fit import HELD_OUT_EVERY, fit_predictors
+from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
 from moe.loading.hub import resolve_model
@@ -42,7 +42,7 @@ TOKENS = 50_000
 
 def calibrate_model(
     model: MoE, text: str, *, tokens: int = TOKENS, on_step: OnStep = lambda what, done, total: None
-) -> tuple[Trace, Fitted]:
+) -> tuple[Trace, FittedPredictors]:
     """Predictors from what the model does with a text.
 
     Args:
@@ -76,7 +76,7 @@ def calibrate(
             f"beside {name} there is no model directory for a calibration; give it a folder with "
             "--out, or calibrate the store that moe convert makes"
         )
-    folder = out or resolve_model(name) / FOLDER
+    folder = out or resolve_model(name) / CALIBRATION_FOLDER
     check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
@@ -88,7 +88,7 @@ def calibrate(
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, found, on_step)
-            write(folder, model.config, text.name, trace, fitted)
+            save_calibration(folder, model.config, text.name, trace, fitted)
             unavailable = fitted.unavailable
     if compression is not None:
         with step_bar() as on_step:
@@ -105,7 +105,7 @@ def calibrate(
 def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
     read = windows(model, text, tokens)
     total = sum(map(len, read))
-    return record(
+    return record_trace(
         model.backbone,
         model.experts,
         read,
@@ -113,7 +113,9 @@ def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
     )
 
 
-def _fitted(model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep) -> Fitted:
+def _fitted(
+    model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep
+) -> FittedPredictors:
     vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
     return fit_predictors(trace, found, vectors, on_step)
 
@@ -146,7 +148,7 @@ def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
     if not text.strip():
         raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
     ids = model.codec.encode(text)
-    shortest = max(min(len(ids), tokens) // (2 * ASIDE), 1)
+    shortest = max(min(len(ids), tokens) // (2 * HELD_OUT_EVERY), 1)
     size = min(WINDOW, model.context_length or WINDOW, shortest)
     parts = [ids[at : at + size] for at in range(0, len(ids), size)]
     wanted = max(-(-tokens // size), 1)

@@ -28,7 +28,7 @@ from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.planes import PREFIX_BITS
 from kernels.reference import AnyExperts
 from moe.calibration.trace import Trace
-from moe.commands.calibrate.record import batches
+from moe.commands.calibrate.record import window_batches
 from moe.commands.console import OnStep
 from moe.commands.evaluate.scoring import divergence
 from moe.errors import CalibrationError
@@ -61,10 +61,10 @@ def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]
     size = max(1, PIECE_WEIGHTS // weights)
     for start in range(0, layer.num_experts, size):
         ids = range(start, min(start + size, layer.num_experts))
-        yield ids, take(layer, ids)
+        yield ids, take_experts(layer, ids)
 
 
-def take(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
+def take_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
     """Some experts of a layer, ids ascending, as a layer of their own.
 
     Raises:
@@ -80,7 +80,7 @@ def take(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
     return _joined(found)
 
 
-def joined(parts: Sequence[QuantizedExperts]) -> QuantizedExperts:
+def join_experts(parts: Sequence[QuantizedExperts]) -> QuantizedExperts:
     """One layer of the experts of several pieces, in order."""
     own: dict[str, Any] = {name: _cat([getattr(part, name) for part in parts]) for name in _BIASES}
     own["planes"] = tuple(planes for part in parts for planes in part.planes)
@@ -134,7 +134,7 @@ Lanes = dict[Lane[list[Tensor]], tuple[int, int]]
 """Which window a lane reads, and with which version."""
 
 
-class Original:
+class LayerSensitivity:
     """A text as a model reads it, window by window."""
 
     def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
@@ -151,7 +151,7 @@ class Original:
         """
         lost = torch.zeros(len(versions), dtype=torch.float64)
         with uncontrasted(self._model.backbone, self._model.experts):
-            for windows in batches(self._windows, TOGETHER // (1 + len(versions))):
+            for windows in window_batches(self._windows, TOGETHER // (1 + len(versions))):
                 lost += self._divergences(windows, layer, versions)
         return lost.clamp_min(0) / sum(map(len, self._windows))
 
@@ -269,11 +269,11 @@ def analyse(
             f"what fewer bits cost is measured on the CPU, and the model is on "
             f"{model.backbone.device}: add --set device=cpu"
         )
-    original = Original(model, spread(trace, read_tokens))
+    original = LayerSensitivity(model, spread(trace, read_tokens))
     notices, count, job = [], len(trace.num_experts), _job(model, trace, read_tokens, group_size)
     for layer in range(count):
         on_step("measuring layers", layer, count)
-        path, inputs = layer_path(folder, layer), inputs_of(trace, layer)
+        path, inputs = layer_path(folder, layer), layer_inputs(trace, layer)
         if not _finished(path, job):
             statistics = _analyse(model, layer, inputs, original, group_size)
             try:
@@ -308,7 +308,7 @@ def load_layer(folder: Path, layer: int) -> LayerCalibration:
         ) from error
 
 
-def inputs_of(trace: Trace, layer: int) -> LayerInputs:
+def layer_inputs(trace: Trace, layer: int) -> LayerInputs:
     """The rows of a layer that a trace kept."""
     assert trace.rows is not None
     tokens = trace.rows.tokens
@@ -325,7 +325,7 @@ def spread(trace: Trace, tokens: int) -> list[list[int]]:
 
 
 def _analyse(
-    model: MoE, layer: int, inputs: LayerInputs, original: Original, group_size: int
+    model: MoE, layer: int, inputs: LayerInputs, original: LayerSensitivity, group_size: int
 ) -> LayerCalibration:
     experts, errors = model.experts.layers[layer], []
     at_widths: list[list[QuantizedExperts]] = [[] for _ in PREFIX_BITS]
@@ -336,7 +336,7 @@ def _analyse(
         for parts, part in zip(at_widths, quantized, strict=True):
             parts.append(part)
     error_EW = torch.cat(errors)
-    kl_W = original.losses(layer, [joined(parts) for parts in at_widths])
+    kl_W = original.losses(layer, [join_experts(parts) for parts in at_widths])
     if not bool(error_EW.isfinite().all() & kl_W.isfinite().all()):
         raise CalibrationError(
             f"MoE layer {layer}: what it loses at {PREFIX_BITS} bits is not finite (KL "

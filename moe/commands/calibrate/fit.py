@@ -11,11 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.calibration.artefacts import Fitted
+from moe.calibration.artefacts import FittedPredictors
 from moe.calibration.gates import FoundGate
-from moe.calibration.trace import Rows, Trace
+from moe.calibration.trace import SampledRows, Trace
 from moe.commands.console import OnStep
-from routing.predict.calibrated import PREDICTORS, Calibrated, Model, Situation, fit_situation
+from routing.predict.calibrated import (
+    PREDICTORS,
+    Calibrated,
+    PredictedModel,
+    Situation,
+    fit_situation,
+)
 from routing.predict.forecast import Clue, floats
 from routing.predict.lookahead import ANY_DISTANCE, REACH, Gate, Lookahead, fit_gate
 from routing.predict.path import CONTEXT, fit_path
@@ -28,7 +34,7 @@ from routing.routing import Routing
 _AGREES = 0.99  # of tokens for which a gate must choose what the router chose
 
 
-class GateFitter:
+class LookaheadFitter:
     """Fits gates to earlier rows of one trace.
 
     Args:
@@ -43,7 +49,7 @@ class GateFitter:
 
     def __init__(self, trace: Trace, found: Sequence[FoundGate], learn: Tensor) -> None:
         assert trace.rows is not None
-        self._rows: Rows = trace.rows
+        self._rows: SampledRows = trace.rows
         self._learn = learn
         self.unavailable: dict[str, str] = {}
         chosen = [ids[self._rows.tokens] for ids in trace.expert_ids]
@@ -115,7 +121,7 @@ def visits(ids: Tensor, experts: int) -> Tensor:
 
 # ----
 
-ASIDE = 5
+HELD_OUT_EVERY = 5
 """Every so many-th sequence is kept from the clues."""
 
 _MAX_WEIGHED = 4096  # rows; more change nothing
@@ -125,19 +131,19 @@ _MAX_WEIGHED = 4096  # rows; more change nothing
 @torch.no_grad()
 def fit_predictors(
     trace: Trace, found: Sequence[FoundGate], vectors: Tensor, on_step: OnStep
-) -> Fitted:
+) -> FittedPredictors:
     """Fit every predictor that the trace and the gates allow.
 
     Args:
-        trace: with rows, of at least `ASIDE` sequences.
+        trace: with rows, of at least `HELD_OUT_EVERY` sequences.
         found: of each MoE layer.
         vectors: ``(V, D)``, where the path predictor's token vectors begin.
         on_step: hears how far it is.
     """
     assert trace.rows is not None
-    assert len(trace.lengths) >= ASIDE
+    assert len(trace.lengths) >= HELD_OUT_EVERY
     sequence = torch.arange(len(trace.lengths)).repeat_interleave(torch.tensor(trace.lengths))
-    learn = sequence % ASIDE != ASIDE - 1
+    learn = sequence % HELD_OUT_EVERY != HELD_OUT_EVERY - 1
     contexts = trace.contexts(CONTEXT)
     ids = [layer[learn] for layer in trace.expert_ids]
     on_step("token table", 0, 1)
@@ -149,21 +155,21 @@ def fit_predictors(
         vectors,
         on_step=lambda done, total: on_step("path predictor", done, total),
     )
-    gates = GateFitter(trace, found, learn[trace.rows.tokens])
+    gates = LookaheadFitter(trace, found, learn[trace.rows.tokens])
     found_clues: list[Clue] = [table, path, *gates.clues(on_step)]
     clues = {clue.name: clue for clue in found_clues}
     aside = ~learn[trace.rows.tokens]
     stride = max(int(aside.sum()) // _MAX_WEIGHED, 1)
     rows = torch.where(aside)[0][::stride]
     weights = _weigh(clues, trace, trace.rows, contexts, rows, on_step)
-    model = Model(tuple(trace.num_experts), len(vectors), gates.rules)
-    return Fitted(Calibrated(model, clues, weights), gates.unavailable)
+    model = PredictedModel(tuple(trace.num_experts), len(vectors), gates.rules)
+    return FittedPredictors(Calibrated(model, clues, weights), gates.unavailable)
 
 
 def _weigh(
     clues: dict[str, Clue],
     trace: Trace,
-    kept: Rows,
+    kept: SampledRows,
     contexts: Tensor,
     rows: Tensor,
     on_step: OnStep,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moe.calibration.trace import Rows, Trace
+from moe.calibration.trace import SampledRows, Trace
 from moe.errors import CalibrationError
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
@@ -31,8 +31,8 @@ from routing.routing import UNUSED
 # read.
 
 
-class Forced:
-    """Experts behind recorded choices; takes the place of `MoELayers` in `record`.
+class TeacherForcedExperts:
+    """Experts behind recorded choices; takes the place of `MoELayers` in `record_trace`.
 
     Args:
         layers: experts of each layer, for their numbers.
@@ -67,9 +67,9 @@ PASS_TOKENS = 2048
 
 
 @torch.inference_mode()
-def record(
+def record_trace(
     backbone: Backbone,
-    experts: MoELayers | Forced,
+    experts: MoELayers | TeacherForcedExperts,
     windows: Sequence[Sequence[int]],
     *,
     row_bytes: int | None = None,
@@ -78,7 +78,8 @@ def record(
     """Read each window as a sequence of its own.
 
     Args:
-        backbone, experts: of a loaded model; `Forced` experts are sent what a trace says.
+        backbone: of a loaded model.
+        experts: of the same; `TeacherForcedExperts` follow a trace's routing, not the router's.
         windows: token ids; at least one, none empty.
         row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
         on_tokens: hears how many tokens have been read.
@@ -89,7 +90,7 @@ def record(
     if row_bytes is None:
         row_bytes = affordable(ROW_BYTES)
     recorder = _Recorder(experts, sum(map(len, windows)), row_bytes)
-    for indices in batches(windows, PASS_TOKENS if backbone.packed else 0):
+    for indices in window_batches(windows, PASS_TOKENS if backbone.packed else 0):
         batch = [windows[index] for index in indices]
         lanes = backbone.lanes([Work(list(ids), backbone.new_cache(len(ids))) for ids in batch])
         run_lanes(lanes, recorder.run)
@@ -101,7 +102,9 @@ def record(
 
 
 class _Recorder:
-    def __init__(self, experts: MoELayers | Forced, total: int, row_bytes: int) -> None:
+    def __init__(
+        self, experts: MoELayers | TeacherForcedExperts, total: int, row_bytes: int
+    ) -> None:
         self.done = 0
         self._experts = experts
         self._num_experts = [layer.num_experts for layer in experts.layers]
@@ -140,7 +143,7 @@ class _Recorder:
         rows = None
         if self._stride > 0:
             tokens = torch.arange(0, self._total, self._stride)
-            rows = Rows(tokens, [torch.cat(parts) for parts in self._read])
+            rows = SampledRows(tokens, [torch.cat(parts) for parts in self._read])
         return Trace(
             torch.tensor([token for window in windows for token in window], dtype=torch.int32),
             [len(window) for window in windows],
@@ -168,7 +171,7 @@ def _half(rows: Tensor) -> Tensor:
     return rows.float().clamp(-limit, limit).to("cpu", torch.float16)
 
 
-def batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[int]]:
+def window_batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[int]]:
     """Indices of windows of at most ``tokens`` together, at least one at a time."""
     batch: list[int] = []
     for index, window in enumerate(windows):

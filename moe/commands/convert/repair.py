@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from moe.calibration.artefacts import load_trace
 from moe.commands.calibrate.compression import layer_path, load_layer
-from moe.commands.calibrate.fit import ASIDE
-from moe.commands.calibrate.record import Forced, record
+from moe.commands.calibrate.fit import HELD_OUT_EVERY
+from moe.commands.calibrate.record import TeacherForcedExperts, record_trace
 from moe.describe.routers import find_selectors
 from moe.errors import CalibrationError
 from moe.model import MoE
@@ -97,10 +97,12 @@ def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype])
     trace = load_trace(calibration, model.config, [layer.num_experts for layer in experts.layers])
     windows = [ids.tolist() for ids in trace.token_ids.split(trace.lengths)]
     found = find_selectors(model.backbone)
-    rows = record(model.backbone, Forced(experts.layers, trace, experts.run), windows).rows
+    rows = record_trace(
+        model.backbone, TeacherForcedExperts(experts.layers, trace, experts.run), windows
+    ).rows
     assert rows is not None
     sequence = torch.arange(len(windows)).repeat_interleave(torch.tensor(trace.lengths))
-    aside = sequence[rows.tokens] % ASIDE == ASIDE - 1
+    aside = sequence[rows.tokens] % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     repairs = []
     for layer, one in enumerate(found):
         inputs = load_layer(calibration, layer).inputs

@@ -18,8 +18,15 @@ from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import experts_per_token, resolve_model
 from moe.loading.memory_plan import GIB, MemoryPlan
-from moe.memory.decode_speed import BATCHES, Expected, Locality, Sizes, Speeds, expect
-from moe.memory.planning import Planned, check_fit, planning
+from moe.memory.decode_speed import (
+    BATCHES,
+    Bandwidths,
+    DecodeEstimate,
+    DecodeSizes,
+    Locality,
+    estimate_decode,
+)
+from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
@@ -42,11 +49,11 @@ class SpeedPlan:
 
     memory: MemoryPlan
     misfit: str
-    sizes: Sizes
-    speeds: Speeds
+    sizes: DecodeSizes
+    speeds: Bandwidths
     locality: Locality
-    expected: Sequence[Expected]
-    resident: Expected
+    expected: Sequence[DecodeEstimate]
+    resident: DecodeEstimate
     prefixes: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +95,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         except DoesNotFitError as error:
             misfit = str(error)
     locality = known_routing(path, planned, sizes, settings.offload.policy)
-    speeds = Speeds(
+    speeds = Bandwidths(
         memory_speed(device),
         disk_of(path, sizes, settings.offload.reader) if planned.memory.tiers else None,
         to_device_speed(device) if device.type == "cuda" and planned.memory.tiers else None,
@@ -100,13 +107,13 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         sizes,
         speeds,
         locality,
-        [expect(sizes, speeds, locality, batch) for batch in BATCHES],
-        expect(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
+        [estimate_decode(sizes, speeds, locality, batch) for batch in BATCHES],
+        estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
         settings.offload.late == "prefix",
     )
 
 
-def model_sizes(planned: Planned) -> Sizes:
+def model_sizes(planned: PlannedModel) -> DecodeSizes:
     """Of a model and where its experts will be; the mean where layers differ."""
     network, weights, memory = planned.network, planned.weights.nbytes, planned.memory
     modules = experts_modules(network)
@@ -114,7 +121,7 @@ def model_sizes(planned: Planned) -> Sizes:
     owned = tuple(f"{name}." for name, _ in modules)
     experts = sum(size for name, size in weights.items() if name.startswith(owned))
     near = memory.expert_slots
-    return Sizes(
+    return DecodeSizes(
         layers=len(modules),
         experts=total // len(modules),
         top_k=experts_per_token(planned.config),
@@ -134,7 +141,7 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
     return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
 
 
-def disk_of(path: Path, sizes: Sizes, reader: str) -> float:
+def disk_of(path: Path, sizes: DecodeSizes, reader: str) -> float:
     """Bytes a second at which experts of a model come from its disk."""
     largest = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return disk_speed(largest, sizes.expert_bytes, reader)[0]

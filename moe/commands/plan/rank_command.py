@@ -33,8 +33,8 @@ from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
-from moe.memory.decode_speed import BATCHES, Locality, Sizes, Speeds
-from moe.memory.planning import Planned, planning
+from moe.memory.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
+from moe.memory.planning import PlannedModel, planning
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile, Profile
 
@@ -113,7 +113,7 @@ def plan_many(
     locality = known_routing(path, planned, needs.sizes, settings.offload.policy)
     disk = None if why_resident else disk_of(path, needs.sizes, settings.offload.reader)
     link = link or (measure_link() if ranks > 1 else NETWORK)
-    machine = Machine(Speeds(memory_speed(device), disk), available, link, network)
+    machine = Machine(Bandwidths(memory_speed(device), disk), available, link, network)
     kind = settings.parallel.placement
 
     @cache
@@ -131,7 +131,7 @@ def plan_many(
     return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
 
 
-def model_needs(planned: Planned, settings: Profile) -> Needs:
+def model_needs(planned: PlannedModel, settings: Profile) -> Needs:
     """Of a model that could be loaded."""
     sizes, memory = model_sizes(planned), settings.memory
     lines = {line.name: line.bytes for line in planned.memory.lines}
@@ -149,7 +149,7 @@ def model_needs(planned: Planned, settings: Profile) -> Needs:
 
 
 def first_placements(
-    locality: Locality, sizes: Sizes, ranks: int, kind: str, replicas: float
+    locality: Locality, sizes: DecodeSizes, ranks: int, kind: str, replicas: float
 ) -> list[Placement]:
     """Of the layers that are looked at: by the first half of what is known of the routing."""
     if not isinstance(locality, TracedRouting):
@@ -160,7 +160,7 @@ def first_placements(
 
 
 def expected_traffic(
-    locality: Locality, sizes: Sizes, batch: int, placements: Sequence[Placement]
+    locality: Locality, sizes: DecodeSizes, batch: int, placements: Sequence[Placement]
 ) -> Traffic:
     """Judged by the second half of what is known of the routing."""
     if isinstance(locality, TracedRouting):

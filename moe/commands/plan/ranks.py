@@ -21,7 +21,7 @@ from experts.dispatch import should_inline_rows
 from experts.dispatch.assignment import serving_ranks
 from experts.placement import Placement, slots_for
 from moe.commands.plan.speeds import Link
-from moe.memory.decode_speed import Locality, Sizes, Speeds
+from moe.memory.decode_speed import Bandwidths, DecodeSizes, Locality
 
 WORTH = 1.05
 """More than one rank is recommended where it is faster by this factor."""
@@ -161,7 +161,7 @@ class Machine:
         network: between nodes.
     """
 
-    speeds: Speeds
+    speeds: Bandwidths
     available_bytes: int | None
     link: Link
     network: Link
@@ -179,7 +179,7 @@ class Needs:
         replicas: further copies as a share of all experts.
     """
 
-    sizes: Sizes
+    sizes: DecodeSizes
     fixed_bytes: int
     row_bytes: int
     replicas: float
@@ -331,7 +331,7 @@ def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
     return Traffic(*np.mean(found, axis=0).tolist())
 
 
-def drawn_steps(sizes: Sizes, batch: int) -> Ints:
+def drawn_steps(sizes: DecodeSizes, batch: int) -> Ints:
     """``(S, L, B, K)`` where every expert is as likely as any other."""
     rng = np.random.default_rng(0)
     width = max(round(sizes.top_k), 1)

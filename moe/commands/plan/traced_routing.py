@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.calibration.artefacts import FOLDER, load_trace
+from moe.calibration.artefacts import CALIBRATION_FOLDER, load_trace
 from moe.calibration.trace import Trace
 from moe.commands.plan.ranks import LAYERS, STEPS
-from moe.memory.decode_speed import Locality, Sizes, UniformRouting
-from moe.memory.planning import Planned
+from moe.memory.decode_speed import DecodeSizes, Locality, UniformRouting
+from moe.memory.planning import PlannedModel
 from moe.network.seam import experts_modules
 from offload.policies import POLICIES
 from offload.replay import Calls, calls_of, hit_ratio
@@ -81,13 +81,13 @@ class TracedRouting:
         return np.stack(padded, axis=1)
 
 
-def known_routing(path: Path, planned: Planned, sizes: Sizes, policy: str) -> Locality:
+def known_routing(path: Path, planned: PlannedModel, sizes: DecodeSizes, policy: str) -> Locality:
     """What is known of a model's routing: its calibration, or nothing.
 
     Raises:
         CalibrationError: what was calibrated is damaged or another model's.
     """
-    folder = path / FOLDER
+    folder = path / CALIBRATION_FOLDER
     if not folder.is_dir():
         return UniformRouting(sizes)
     counts = [module.num_experts for _, module in experts_modules(planned.network)]

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, stdout_console, step_bar
 from moe.commands.evaluate.scoring import WINDOW, read_text
 from moe.commands.trace.findings import Findings, analyse
@@ -34,7 +34,7 @@ def trace_model(
     size = min(WINDOW, model.context_length or WINDOW)
     windows = [ids[at : at + size] for at in range(0, len(ids), size)]
     vocabulary = model.backbone.model.get_input_embeddings().num_embeddings
-    trace = record(
+    trace = record_trace(
         model.backbone, model.experts, windows, row_bytes=0,
         on_tokens=lambda done: on_step("reading", done, len(ids)),
     )  # fmt: skip

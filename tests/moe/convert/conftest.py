@@ -10,7 +10,7 @@ import torch
 
 from moe import MoE
 from moe.calibration.trace import Trace
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.convert.convert import convert
 from tests.moe.convert.stores import SETTINGS, content
 
@@ -35,4 +35,4 @@ def finished(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def trace(model: MoE) -> Trace:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (20, 100), generator=generator)
-    return record(model.backbone, model.experts, ids.tolist())
+    return record_trace(model.backbone, model.experts, ids.tolist())

@@ -16,12 +16,12 @@ from moe.calibration.trace import Trace
 from moe.cli import main
 from moe.commands.calibrate.compression import (
     analyse,
-    inputs_of,
+    layer_inputs,
     layer_path,
     load_statistics,
     pieces,
 )
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.convert import allotment
 from moe.commands.convert.allotment import BitBudget
 from moe.commands.convert.convert import convert
@@ -44,7 +44,7 @@ def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who a calibration belongs to is another test's matter."""
-    monkeypatch.setattr(allotment, "read_about", lambda *_: None)
+    monkeypatch.setattr(allotment, "read_calibration_manifest", lambda *_: None)
 
 
 @pytest.mark.parametrize("budget", ["nan", "inf", "-1", "0"])
@@ -84,7 +84,7 @@ def test_a_stopped_analysis_goes_on(
 
 
 def test_experts_with_few_tokens_are_named(model: MoE, trace: Trace, tmp_path: Path) -> None:
-    short = record(model.backbone, model.experts, [trace.token_ids[:60].tolist()])
+    short = record_trace(model.backbone, model.experts, [trace.token_ids[:60].tolist()])
     notices = analyse(model, short, tmp_path, read_tokens=60, group_size=32)
     assert len(notices) == len(model.experts.layers)
     assert notices[0].startswith("layer 0: 8 experts have fewer than 128 tokens and are rounded")
@@ -199,7 +199,7 @@ def test_inspect_shows_and_draws_the_bits(
 def test_a_manifest_with_bits_that_do_not_fit_is_refused(
     path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allotment, "read_about", lambda *_: None)
+    monkeypatch.setattr(allotment, "read_calibration_manifest", lambda *_: None)
     monkeypatch.setattr("experts.manifest._digest", lambda _: "")
     store = convert(
         path, tmp_path / "store", SETTINGS, calibration=folder, budget=BitBudget(bits=5.5)
@@ -217,10 +217,10 @@ def test_a_manifest_with_bits_that_do_not_fit_is_refused(
 
 
 def test_analysis_needs_rows(model: MoE, trace: Trace, tmp_path: Path) -> None:
-    bare = record(model.backbone, model.experts, [[3, 4, 5]], row_bytes=0)
+    bare = record_trace(model.backbone, model.experts, [[3, 4, 5]], row_bytes=0)
     with pytest.raises(CalibrationError, match="needs the rows that experts read"):
         analyse(model, bare, tmp_path)
-    assert inputs_of(trace, 0).hidden_TH.shape[0] == trace.num_tokens
+    assert layer_inputs(trace, 0).hidden_TH.shape[0] == trace.num_tokens
 
 
 def test_analysis_is_for_the_cpu(

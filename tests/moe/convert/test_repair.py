@@ -15,11 +15,17 @@ from safetensors.torch import load_file
 
 from experts.manifest import TRUNK_NAME
 from moe import MoE
-from moe.calibration.artefacts import ABOUT, TRACE_FILE, About, RuleRecord, fingerprint
+from moe.calibration.artefacts import (
+    MANIFEST_FILE,
+    TRACE_FILE,
+    CalibrationManifest,
+    RouterRuleRecord,
+    fingerprint,
+)
 from moe.calibration.trace import Trace
 from moe.cli import main
 from moe.commands.calibrate.compression import analyse, layer_path
-from moe.commands.calibrate.record import record
+from moe.commands.calibrate.record import record_trace
 from moe.commands.convert import convert
 from moe.commands.convert.allotment import BitBudget
 from moe.commands.convert.repair import repaired
@@ -50,8 +56,10 @@ def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -
     analyse(model, trace, path, read_tokens=100, group_size=32)
     trace.save(path / TRACE_FILE)
     rule = dict.fromkeys(("top_k", "groups", "groups_kept"), 1)
-    rules = [RuleRecord(**rule, score="softmax", group_score="max") for _ in trace.num_experts]
-    about = About(
+    rules = [
+        RouterRuleRecord(**rule, score="softmax", group_score="max") for _ in trace.num_experts
+    ]
+    about = CalibrationManifest(
         model=fingerprint(model.config),
         architecture="",
         text="",
@@ -63,7 +71,7 @@ def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -
         made_by={},
         files={},
     )
-    (path / ABOUT).write_text(about.model_dump_json())
+    (path / MANIFEST_FILE).write_text(about.model_dump_json())
     return path
 
 
@@ -134,7 +142,7 @@ def test_routers_that_would_choose_worse_stay(path: Path, folder: Path, tmp_path
 def test_what_cannot_be_repaired(path: Path, folder: Path, tmp_path: Path, model: MoE) -> None:
     with pytest.raises(CalibrationError, match="repairing routers wants a calibration: run moe"):
         convert.convert(path, tmp_path / "s", SETTINGS, repair=True)
-    other = record(model.backbone, model.experts, [list(range(100))] * 20)
+    other = record_trace(model.backbone, model.experts, [list(range(100))] * 20)
     other.save(folder / TRACE_FILE)
     with pytest.raises(CalibrationError, match="has 2000 rows that are not those of the trace"):
         convert.convert(path, tmp_path / "s", SETTINGS, calibration=folder, repair=True)

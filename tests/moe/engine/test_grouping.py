@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.calibration.artefacts import FOLDER
+from moe.calibration.artefacts import CALIBRATION_FOLDER
 from moe.cli import main
 from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.prefill_batch import SequenceGroup
@@ -101,7 +101,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copytree(ROOT / "examples/demo-model", path)
     text = ROOT / "moe/model.py"
     assert main(["calibrate", str(path), "--text", str(text), "--tokens", "3000"]) == 0
-    assert (path / FOLDER).is_dir()
+    assert (path / CALIBRATION_FOLDER).is_dir()
     return path
 
 

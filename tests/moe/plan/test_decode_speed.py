@@ -17,15 +17,15 @@ from moe.calibration.trace import Trace
 from moe.cli import main
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.loading.memory_plan import GIB
-from moe.memory.decode_speed import Sizes, Speeds, UniformRouting, expect
+from moe.memory.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
 from offload.policies import LRU
 from offload.replay import calls_of
 from offload.replay import hit_ratio as replay_hits
 
-SIZES = Sizes(
+SIZES = DecodeSizes(
     layers=48, experts=128, top_k=8, expert_bytes=2_500_000, trunk_bytes=600_000_000, slots=1536
 )
-SPEEDS = Speeds(memory=20e9, disk=1.25e9)
+SPEEDS = Bandwidths(memory=20e9, disk=1.25e9)
 
 
 def test_uniform_routing_visits_as_many_experts_as_drawing_shows() -> None:
@@ -37,7 +37,7 @@ def test_uniform_routing_visits_as_many_experts_as_drawing_shows() -> None:
 
 
 def test_a_quarter_of_the_experts_hits_a_quarter_and_the_rest_comes_from_disk() -> None:
-    one = expect(SIZES, SPEEDS, UniformRouting(SIZES), 1)
+    one = estimate_decode(SIZES, SPEEDS, UniformRouting(SIZES), 1)
     assert one.hit_ratio == one.host_hit_ratio == 0.25
     assert one.disk_bytes_per_token == pytest.approx(48 * 8 * 0.75 * 2_500_000)
     assert one.bound == "disk"
@@ -49,14 +49,14 @@ def test_a_quarter_of_the_experts_hits_a_quarter_and_the_rest_comes_from_disk() 
 
 def test_a_resident_model_is_bound_by_memory_and_needs_no_disk() -> None:
     sizes = replace(SIZES, slots=SIZES.total)
-    one = expect(sizes, Speeds(memory=20e9), UniformRouting(sizes), 1)
+    one = estimate_decode(sizes, Bandwidths(memory=20e9), UniformRouting(sizes), 1)
     assert (one.bound, one.disk_bytes_per_token, set(one.seconds)) == ("memory", 0.0, {"memory"})
     assert one.tokens_per_second == one.best_tokens_per_second
 
 
 def test_host_memory_stands_between_the_device_and_the_disk() -> None:
     sizes = replace(SIZES, host_slots=SIZES.total // 2)
-    one = expect(sizes, replace(SPEEDS, to_device=25e9), UniformRouting(sizes), 1)
+    one = estimate_decode(sizes, replace(SPEEDS, to_device=25e9), UniformRouting(sizes), 1)
     wanted = 48 * 8 * 2_500_000
     assert (one.hit_ratio, one.host_hit_ratio) == (0.25, 0.5)
     assert one.seconds["disk"] == pytest.approx(0.5 * wanted / 1.25e9)
@@ -67,7 +67,7 @@ def test_host_memory_stands_between_the_device_and_the_disk() -> None:
 def test_more_slots_are_never_slower(batch: int, slots: int) -> None:
     def rate(count: int) -> float:
         sizes = replace(SIZES, slots=count)
-        return expect(sizes, SPEEDS, UniformRouting(sizes), batch).tokens_per_second
+        return estimate_decode(sizes, SPEEDS, UniformRouting(sizes), batch).tokens_per_second
 
     assert rate(slots) <= rate(SIZES.total) * (1 + 1e-9)
     assert rate(0) <= rate(slots) * (1 + 1e-9)
@@ -144,7 +144,7 @@ def test_who_holds_all_experts_needs_no_disk_for_one_that_comes_up_late() -> Non
     routing = trace_of(torch.tensor([[1, 5]] * 40 + [[2, 5]] * 10), layers=3, experts=8)
     assert routing.hit_ratio(1, 24) < 1
     sizes = replace(SIZES, layers=3, experts=8, slots=24)
-    one = expect(sizes, Speeds(memory=20e9), routing, 1)
+    one = estimate_decode(sizes, Bandwidths(memory=20e9), routing, 1)
     assert (one.hit_ratio, set(one.seconds)) == (1.0, {"memory"})
 
 

@@ -35,9 +35,9 @@ from moe.commands.plan.ranks import (
 from moe.commands.plan.speeds import Link, given_link, measure_link
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.errors import ProfileError
-from moe.memory.decode_speed import Sizes, Speeds, UniformRouting
+from moe.memory.decode_speed import Bandwidths, DecodeSizes, UniformRouting
 
-SIZES = Sizes(
+SIZES = DecodeSizes(
     layers=10, experts=64, top_k=8, expert_bytes=1_000_000, trunk_bytes=100_000_000, slots=640
 )
 NEEDS = Needs(SIZES, fixed_bytes=200_000_000, row_bytes=4096, replicas=0.25)
@@ -121,7 +121,7 @@ def recommended(made: Mapping[str, RankPlan]) -> tuple[RankPlan, str]:
 
 
 def test_one_rank_is_the_plan_without_ranks() -> None:
-    machine = Machine(Speeds(10e9), None, FAST, FAST)
+    machine = Machine(Bandwidths(10e9), None, FAST, FAST)
     one = plans(machine)["1 rank"]
     moved = 100e6 + 10 * 1.1 * UniformRouting(SIZES).distinct(16) * 1e6
     assert one.seconds[16] == {"memory": pytest.approx(moved / 10e9)}
@@ -129,7 +129,7 @@ def test_one_rank_is_the_plan_without_ranks() -> None:
 
 
 def test_exchanges_take_their_latency_and_their_bytes() -> None:
-    four = plans(Machine(Speeds(10e9), None, SLOW, SLOW))["4 ranks"]
+    four = plans(Machine(Bandwidths(10e9), None, SLOW, SLOW))["4 ranks"]
     rows = 10 * (3 + 8) * 0.75 * 4096
     assert four.exchanged_bytes == pytest.approx(rows)
     assert (exchanges(4, 8, False), exchanges(2, 8, False), exchanges(4, 8, True)) == (3, 2, 2)
@@ -138,7 +138,7 @@ def test_exchanges_take_their_latency_and_their_bytes() -> None:
 
 
 def test_ranks_on_one_machine_share_its_memory_and_read_the_trunk_each() -> None:
-    made = plans(Machine(Speeds(10e9), None, FAST, FAST))
+    made = plans(Machine(Bandwidths(10e9), None, FAST, FAST))
     one, four = made["1 rank"].seconds[16], made["4 ranks"].seconds[16]
     assert four["memory"] - one["memory"] == pytest.approx(3 * 100e6 / 10e9)
     chosen, why = recommended(made)
@@ -147,7 +147,7 @@ def test_ranks_on_one_machine_share_its_memory_and_read_the_trunk_each() -> None
 
 
 def test_where_one_machine_is_too_small_several_are_worth_their_network() -> None:
-    machine = Machine(Speeds(10e9, disk=1e9), 600_000_000, FAST, FAST)
+    machine = Machine(Bandwidths(10e9, disk=1e9), 600_000_000, FAST, FAST)
     made = plans(machine, nodes=4)
     assert made["1 rank"].resident == pytest.approx(400 / 640)
     assert made["4 ranks"].resident == 1.0
@@ -158,7 +158,7 @@ def test_where_one_machine_is_too_small_several_are_worth_their_network() -> Non
 
 
 def test_what_cannot_be_read_from_a_disk_does_not_fit() -> None:
-    made = plans(Machine(Speeds(10e9), 600_000_000, FAST, FAST), nodes=4)
+    made = plans(Machine(Bandwidths(10e9), 600_000_000, FAST, FAST), nodes=4)
     assert [plan.fits for plan in made.values()] == [False, True, True, False]
     assert made["1 rank"].tokens_per_second(16) == 0.0
     assert json.loads(json.dumps(made["1 rank"].as_dict()))["fits"] is False
@@ -168,7 +168,7 @@ def test_what_cannot_be_read_from_a_disk_does_not_fit() -> None:
 
 
 def test_a_little_faster_is_not_worth_more_ranks() -> None:
-    one = plans(Machine(Speeds(10e9), None, FAST, FAST))["1 rank"]
+    one = plans(Machine(Bandwidths(10e9), None, FAST, FAST))["1 rank"]
     faster = replace(one, name="2 ranks", ranks=2, seconds={16: {"memory": 0.97}})
     chosen, why = recommended({"1": replace(one, seconds={16: {"memory": 1.0}}), "2": faster})
     assert chosen.name == "1 rank"

@@ -19,7 +19,7 @@ from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from offload.cache import ExpertCache
 from offload.layer import OffloadedExperts
 from offload.prefetch import Prefetcher
-from routing.predict import Forecast, Told
+from routing.predict import Forecast, GivenForecast
 from tests.moe.speculate.demo_models import Models, greedy, speculating, tokens_of
 
 FOUR_BITS = Mode("elastic", bits=4)
@@ -134,7 +134,7 @@ def test_what_a_draft_foresees_is_read_ahead(models: Models) -> None:
     model = models.at(0.5)
     loaded, before = model._loaded, model._loaded.experts._prefetcher
     assert loaded.offloaded is not None
-    prefetcher = loaded.offloaded.prefetch_with(Told())
+    prefetcher = loaded.offloaded.prefetch_with(GivenForecast())
     loaded.experts._prefetcher = prefetcher
     try:
         engine, _ = speculating(model, mode="elastic", bits=4, max_depth=3)
@@ -148,7 +148,7 @@ def test_what_a_draft_foresees_is_read_ahead(models: Models) -> None:
 class Listener:
     """In place of a prefetcher: bytes that verifications find absent, and those told before."""
 
-    predictor, awake = Told(), True
+    predictor, awake = GivenForecast(), True
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache, self.absent, self.useful, self.foretold = cache, 0, 0, 0

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from moe.calibration.artefacts import ABOUT, FOLDER, load_calibration
+from moe.calibration.artefacts import CALIBRATION_FOLDER, MANIFEST_FILE, load_calibration
 from moe.errors import CalibrationError, ProfileError
 from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import RoutingError
-from routing.predict import Told, contexts
+from routing.predict import GivenForecast, contexts
 from routing.predict.calibrated import PREDICTORS
 from routing.predict.forecast import Floats
 from routing.predict.token_table import TokenTable
 
-Expect = Callable[[Sequence[int]], Floats]
+PromptEstimator = Callable[[Sequence[int]], Floats]
 """From the tokens of a prompt to how often a token of it visits each unit, ``(units,)``."""
 
 BEST = "ensemble"
@@ -30,7 +30,7 @@ OFF = ("off", "auto")
 _PROMPT_TOKENS = 256  # its last ones: what is said next is nearest to them
 
 
-def look_ahead(
+def make_prefetcher(
     offloaded: Offloaded,
     path: Path,
     config: PreTrainedConfig,
@@ -46,15 +46,15 @@ def look_ahead(
         ProfileError: no predictor of that name.
         CalibrationError: a predictor was named, and the calibration is absent or not whole.
     """
-    wanted, folder = settings.predictor, path / FOLDER
+    wanted, folder = settings.predictor, path / CALIBRATION_FOLDER
     if wanted not in (*OFF, *PREDICTORS):
         names = ", ".join((*OFF, *PREDICTORS))
         raise ProfileError(f"offload.predictor must be one of {names}, got '{wanted}'")
     if wanted == "off" or not settings.prefetch:
         return None, ""
-    if wanted == "auto" and not (folder / ABOUT).exists():
+    if wanted == "auto" and not (folder / MANIFEST_FILE).exists():
         if drafts:
-            return offloaded.prefetch_with(Told()), ""
+            return offloaded.prefetch_with(GivenForecast()), ""
         return None, "nobody looks ahead for experts on disk: run moe calibrate on this model"
     name = BEST if wanted == "auto" else wanted
     try:
@@ -67,12 +67,14 @@ def look_ahead(
     return offloaded.prefetch_with(predictor), ""
 
 
-def expectation(
+def load_prompt_estimator(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
-) -> tuple[Expect | None, str]:
+) -> tuple[PromptEstimator | None, str]:
     """What `moe calibrate` left beside the model, or None and why requests keep their order."""
     try:
-        calibrated = load_calibration(path / FOLDER, config, num_experts, ["token_table"])
+        calibrated = load_calibration(
+            path / CALIBRATION_FOLDER, config, num_experts, ["token_table"]
+        )
         predictor = calibrated.predictor("token_table")
     except (CalibrationError, RoutingError) as error:
         return None, f"requests are not grouped by their experts: {error}"
@@ -86,12 +88,14 @@ def expectation(
     return expect, ""
 
 
-def token_table(
+def load_token_table(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> TokenTable | None:
     """That of `moe calibrate` beside the model; None where there is none."""
     try:
-        calibrated = load_calibration(path / FOLDER, config, num_experts, [TokenTable.name])
+        calibrated = load_calibration(
+            path / CALIBRATION_FOLDER, config, num_experts, [TokenTable.name]
+        )
     except (CalibrationError, RoutingError):
         return None
     table = calibrated.clues.get(TokenTable.name)
