@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from offload.cache import ExpertCache
-from offload.governor import BidRecord
 from offload.hot_set import save_hot_set
 from offload.layer import OffloadedExperts
 from offload.policies import Policy, Values
-from offload.prefetch import Prefetcher
+from offload.prefetch import BidRecord, Prefetcher
 from offload.statistics import LayerStatistics
 from offload.transfer import Reader
 from routing.predict import Predictor
@@ -219,5 +218,5 @@ def _foresight(prefetcher: Prefetcher) -> dict[str, Any]:
         "precision": total.precision,
         "recall": total.recall,
         "depth": prefetcher.depth,
-        "layers_on": sum(governor.on for governor in prefetcher.governors),
+        "layers_on": sum(gate.on for gate in prefetcher.gates),
     }

@@ -1,11 +1,12 @@
-"""Prefetching: forecasts become bids, bids become transfers where they pay.
+"""Prefetch experts that a predictor expects the next layers to need, where that pays.
 
-A bid is worth its probability times the stall it saves, over its bytes (all experts of a cache have
-the same). It saves nothing if it cannot arrive in time behind what is on its way already, and costs
-something if it is wrong: what it pushes out may be asked for again, and a read under way stands in
-front of those that a layer waits for. So on a disk that has no time to spare only sure bids are
-made. All this is measured, and a `Governor` for each layer stops what does not pay. Nothing here
-can change a result: it only moves experts nearer.
+The step loop calls `Prefetcher.start` at each step, and `visit` at each MoE layer while the layer's
+missing experts are read. A forecast names absent experts with probabilities; `Odds` corrects each
+by what such forecasts have come to. The prefetcher bids on an expert if the
+wait that it expects to save exceeds the wait that it risks: a wrong read delays those that a layer
+waits for, and evicts an expert that may be needed. Each layer has a `Gate`. While it is closed, the
+layer's bids are only recorded, now and then, and judged as if they had been placed, so a bad
+predictor costs a few forecasts and no bytes. Nothing here changes a result: it only moves experts.
 """
 
 from __future__ import annotations
@@ -13,37 +14,195 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from offload.bids import Bid, Bids, Offer
 from offload.cache import ExpertCache
-from offload.governor import BidRecord, Governor
-from offload.measures import Measures
-from offload.trust import Trust
 from routing import Routing
-from routing.predict import Forecast, GivenForecast, Predictor, pad_contexts
+from routing.predict import Forecast, GivenForecast, Predictor, padded
 
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
+TRIAL = 8
+"""Visits that a gate judges before it opens."""
+RAREST = 256
+"""Steps between two trials of a layer that keeps losing."""
+WASTE = 0.3
+"""Cost of an expert read in vain, in loads: some of what is evicted for it is missed."""
+_DECAY = 0.95  # of a gate's profit; a visit 14 visits ago counts half
+_FOLLOW = 0.05  # weight of the newest measurement of a load and of a layer
+_LEARNING_RATE = 0.05
+_KEEP = 0.5 ** (1 / 200)  # of an expert's rate at each visit of its layer
+_RATE = 0.05  # before anything has been seen
+
+
+@dataclass
+class BidRecord:
+    """What became of the forecasts of one layer; plain counters, readable from any thread.
+
+    Attributes:
+        right: absent experts forecast surely enough to bid on, and asked for.
+        wrong: the same, and not asked for.
+        missed: absent experts asked for without a bid.
+        placed: bids that became transfers.
+        useful: of those, asked for when their layer came.
+        wasted: of those, not asked for then.
+        cancelled: of those, contradicted by the router before they had begun.
+        saved_seconds: stalls that placed bids are estimated to have saved.
+        lost_seconds: what wasted ones and forecasting are estimated to have cost.
+    """
+
+    right: int = 0
+    wrong: int = 0
+    missed: int = 0
+    placed: int = 0
+    useful: int = 0
+    wasted: int = 0
+    cancelled: int = 0
+    saved_seconds: float = 0.0
+    lost_seconds: float = 0.0
+
+    @property
+    def precision(self) -> float:
+        """Share of the bids, placed or only recorded, that were right; 0 without any."""
+        return self.right / max(1, self.right + self.wrong)
+
+    @property
+    def recall(self) -> float:
+        """Share of the absent experts asked for that a bid had named; 0 without any."""
+        return self.right / max(1, self.right + self.missed)
+
+
+@dataclass
+class Bid:
+    """On one expert: when it is expected to be there, and whether it has become a transfer."""
+
+    arrival: float
+    placed: bool
+
+
+class Odds:
+    """How likely an absent expert is asked for, by a logistic regression that learns on the way.
+
+    Experts in memory are mostly those asked for often, so a forecast of an absent one is wrong more
+    often than it says. The regression reads the forecast and how often the expert is asked for, and
+    learns from every absent expert that was forecast, whether it was bid on or not.
+
+    Args:
+        experts: E of each MoE layer.
+    """
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        # Of each expert its rate when it was asked for last, and at which visit of its layer.
+        self._rates = [[(_RATE, 0)] * count for count in experts]
+        self._visits = [0] * len(experts)
+        self._weights = [0.0, 1.0, 0.0]  # of 1, the forecast and the rate: believe the forecast
+        self._open: list[dict[int, tuple[float, float]]] = [{} for _ in experts]
+
+    def forget(self) -> None:
+        """Drop forecasts of layers that were not reached."""
+        for forecasts in self._open:
+            forecasts.clear()
+
+    def chance(self, layer: int, expert: int, stated: float) -> float:
+        """Probability that an absent expert, forecast with this probability, will be asked for."""
+        features = _log_odds(stated), _log_odds(self._rate(layer, expert)) - _log_odds(_RATE)
+        self._open[layer][expert] = features
+        return self._believed(features)
+
+    def learn(self, layer: int, wanted: Sequence[int]) -> None:
+        """A layer asks for these experts: compare them with what was forecast."""
+        asked, steps = set(wanted), [0.0, 0.0, 0.0]
+        for expert, features in self._open[layer].items():
+            error = _LEARNING_RATE * ((expert in asked) - self._believed(features))
+            for at, feature in enumerate((1.0, *features)):
+                steps[at] += error * feature
+        bounds = ((-2.0, 2.0), (0.25, 2.0), (0.0, 2.0))  # or long errors would take long to unlearn
+        self._weights = [
+            min(max(weight + step, low), high)
+            for weight, step, (low, high) in zip(self._weights, steps, bounds, strict=True)
+        ]
+        self._open[layer].clear()
+        self._visits[layer] += 1
+        for expert in wanted:
+            self._rates[layer][expert] = (
+                self._rate(layer, expert) + 1 - _KEEP,
+                self._visits[layer],
+            )
+
+    def _rate(self, layer: int, expert: int) -> float:
+        rate, visit = self._rates[layer][expert]
+        return rate * _KEEP ** (self._visits[layer] - visit)
+
+    def _believed(self, features: tuple[float, float]) -> float:
+        offset, stated, usual = self._weights
+        odds = offset + stated * features[0] + usual * features[1]
+        return 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0)))
+
+
+def _log_odds(probability: float) -> float:
+    probability = min(max(probability, 1e-3), 0.999)
+    return math.log(probability / (1 - probability))
+
+
+class Gate:
+    """Opens a layer for bids while they pay.
+
+    Attributes:
+        on: whether bids are placed; otherwise they are recorded and judged only.
+        record: what became of them.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.record = BidRecord()
+        self._profit = 0.0
+        self._judged = 0
+        self._interval, self._next = 1, 0
+        self._rest = float(TRIAL)  # steps without forecasts after the gate had to close
+
+    def asks(self, step: int) -> bool:
+        """Whether a forecast is wanted in this step."""
+        return self.on or step >= self._next
+
+    def judge(self, gain: float, step: int) -> None:
+        """Take in what the bids of a visit gained, in seconds; less than 0 for a loss."""
+        self._profit = _DECAY * self._profit + gain
+        self._judged += 1
+        if self._judged < TRIAL:
+            return
+        was_on, self.on = self.on, self._profit > 0
+        if self.on:
+            self._interval = 1
+            self._rest = max(TRIAL, self._rest * _DECAY)
+        elif was_on:  # recorded bids looked better than placed ones are
+            self._profit, self._judged, self._interval = 0.0, 0, 1
+            self._rest = min(4 * self._rest, RAREST)
+            self._next = step + int(self._rest)
+            return
+        else:
+            self._interval = 1 if gain > 0 else min(2 * self._interval, RAREST)
+        self._next = step + self._interval
 
 
 class Prefetcher:
-    """Called by the step loop: `start` once a step, and `foretell` before it where drafts are made
-    for it; at each MoE layer the cache's `acquire`, `visit` while what is missing is read, and then
-    the experts.
+    """Reads experts ahead of the layers that need them.
 
     Args:
-        cache: where bids are placed.
+        cache: where experts go.
         experts: E of each MoE layer.
         predictor: which experts come next.
-        load_seconds: for one expert, until it has been measured.
-        read_seconds: for which reading one expert keeps the disk busy, as it is measured; what a
-            layer waits for one by default.
+        load_seconds: for which a missing expert holds up the step loop, until it is measured.
+        read_seconds: for which reading one expert keeps the disk busy, as it is measured; by
+            default as long as a layer waits for one.
+        clock: gives seconds.
 
     Attributes:
-        governors: of each layer; whether its bids are placed, and what became of them.
-        awake: it hears of this step's layers.
+        gates: of each layer.
+        load_seconds: as it is measured.
+        layer_seconds: from one MoE layer to the next, without waiting.
+        awake: this step's layers are to be visited.
     """
 
     def __init__(
@@ -56,35 +215,40 @@ class Prefetcher:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.predictor = self._guide = predictor
-        self.governors = [Governor() for _ in experts]
-        self.measures = Measures(cache, len(experts), load_seconds, clock())
-        self._cache, self._layers = cache, range(len(experts))
-        self._clock = clock
-        self._read_seconds = read_seconds or (lambda: self.measures.load_seconds)
-        self._bids = Bids(cache, len(experts), load_seconds)
-        self._trust = Trust(experts)
-        self._spent = [0.0] * len(experts)  # seconds, on this step's bids for each layer
-        self._asked: set[int] = set()  # layers that were forecast in this step
-        self._step, self.awake, self._foretold = 0, False, False
+        self.gates = [Gate() for _ in experts]
+        self.load_seconds, self.layer_seconds = load_seconds, 0.0
+        self.awake = False
+        self._cache, self._clock = cache, clock
+        self._read_seconds = read_seconds or (lambda: self.load_seconds)
+        self._odds = Odds(experts)
+        self._bids: list[dict[int, Bid]] = [{} for _ in experts]
+        self._free_at = 0.0  # when the disk has served all placed bids
+        self._spent = [0.0] * len(experts)  # seconds of this step that forecasts took
+        self._forecast_layers: set[int] = set()  # in this step
+        self._step, self._told_early = 0, False
+        self._began_at = clock()
         self._wait = 0.0  # for reads of the layer that the step loop is at
+        self._last: tuple[float, int] | None = None  # when and at which layer the last visit was
+        self._stalled, self._loads = 0.0, 0  # of that layer before it waited; that it waited for
+        self._late = [0] * len(experts)  # of the cache's counters at each layer's last visit
 
     @property
     def depth(self) -> int:
-        """Layers ahead that bids are made for; 0 where no layer's bids are placed."""
-        return self._depth() if any(governor.on for governor in self.governors) else 0
+        """Layers ahead that bids are made for; 0 while no gate is open."""
+        return self._depth() if any(gate.on for gate in self.gates) else 0
 
     @property
     def records(self) -> list[BidRecord]:
-        return [governor.record for governor in self.governors]
+        return [gate.record for gate in self.gates]
 
     def foretell(self, told: Forecast) -> None:
-        """Bid for a step that begins when all its layers have been passed once more, by a draft."""
-        if not self._foretold:
+        """Bid for a step that begins once a draft has passed all layers again."""
+        if not self._told_early:
             self._begin()
-        self._foretold = True
+        self._told_early = True
         self._cache.poll()
-        if targets := set(filter(self._bids_on, self._layers)):
-            self._bid_on(told, targets, -1 - len(self._layers), self._clock())
+        if targets := {layer for layer in range(len(self.gates)) if self._asks(layer)}:
+            self._bid_on(told, targets, -1 - len(self.gates), self._clock())
 
     def start(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
         """A step begins.
@@ -92,17 +256,18 @@ class Prefetcher:
         Args:
             contexts: of each token that it decodes, the last ones of its sequence up to it:
                 ``predictor.context``, or fewer.
-            told: what it will need, by who knows better than the predictor.
+            told: what the step will need, where a draft knows better than the predictor.
         """
-        if not self._foretold:
+        if not self._told_early:
             self._begin()
         self._guide = self.predictor if told is None else GivenForecast(told)
-        followed, wanted = self.awake, any(map(self._bids_on, self._layers))
         silent = isinstance(self._guide, GivenForecast) and self._guide.silent
-        self.awake, self._foretold = wanted and (self._foretold or not silent), False
+        wanted = any(map(self._asks, range(len(self.gates))))
+        self.awake, self._told_early = wanted and (self._told_early or not silent), False
         if self.awake:
-            self.measures.start(self._clock(), followed)
-            self._guide.start(pad_contexts(contexts, self._guide.context))
+            self._last = None
+            self._began_at = self._clock()
+            self._guide.start(padded(contexts, self._guide.context))
             self._bid(-1)
 
     def visit(
@@ -122,94 +287,138 @@ class Prefetcher:
             self._guide.observe(layer, hidden_states, routing)
             self._bid(layer)
 
-    def _settle(self, layer: int, wanted: Sequence[int]) -> None:
-        """Take back what the router contradicts, and see what the others have come to."""
-        now, governor, cache = self._clock(), self.governors[layer], self._cache
-        absent = cache.missing(layer, wanted)
-        self.measures.arrive(layer, absent, now)
-        self._trust.visit(layer, wanted)
-        self._bids.read = self._read_seconds()
-        bids, asked = self._bids.take(layer, now), set(wanted)
-        load, loss = self.measures.load_seconds, self.measures.loss_seconds
-        gain = -self._spent[layer]
-        governor.record.lost_seconds += self._spent[layer] * governor.on
-        for expert, bid in bids.items():
-            if bid.placed and expert not in asked and self._bids.cancel(layer, expert):
-                governor.record.cancelled += 1
-                continue
-            there = cache.has(layer, expert)
-            rest = bid.rest(there, now, load)
-            gain += governor.outcome(bid.placed, expert in asked, there, rest, load, loss)
-        self._wait = 0.0
-        if absent:
-            self._wait, in_the_way = self._bids.give_way(absent, bids, now)
-            for target, seconds in in_the_way.items():
-                self._spent[target] += seconds
-        if layer in self._asked:
-            governor.record.missed += sum(expert not in bids for expert in absent)
-            governor.judge(gain, self._step)
-
     def _begin(self) -> None:
-        """The last step is over."""
-        for layer, count in self._bids.clear().items():  # that it did not reach
-            self.governors[layer].record.cancelled += count
-        self._trust.forget()
+        """The last step is over: cancel bids on layers that it did not reach."""
+        for layer, bids in enumerate(self._bids):
+            for expert, bid in bids.items():
+                if bid.placed:
+                    self.gates[layer].record.cancelled += self._cancel(layer, expert)
+            bids.clear()
+        self._odds.forget()
         self._spent = [0.0] * len(self._spent)
-        self._asked.clear()
+        self._forecast_layers.clear()
         self._step, self._wait = self._step + 1, 0.0
 
-    def _bids_on(self, layer: int) -> bool:
-        return self.governors[layer].asks(self._step)
+    def _settle(self, layer: int, wanted: Sequence[int]) -> None:
+        """Judge the bids on a layer by what it asks for; its own reads go before the rest."""
+        now, gate, record = self._clock(), self.gates[layer], self.gates[layer].record
+        absent, asked = self._cache.missing(layer, wanted), set(wanted)
+        self._measure(layer, absent, now)
+        self._odds.learn(layer, wanted)
+        bids, self._bids[layer] = self._bids[layer], {}
+        gain = -self._spent[layer]
+        record.lost_seconds += self._spent[layer] * gate.on
+        for expert, bid in bids.items():
+            if bid.placed and expert not in asked and self._cancel(layer, expert):
+                record.cancelled += 1
+            else:
+                gain += self._outcome(layer, expert, bid, expert in asked, now)
+        self._queue_reads(absent, bids, now)
+        if layer in self._forecast_layers:
+            record.missed += sum(expert not in bids for expert in absent)
+            gate.judge(gain, self._step)
+
+    def _outcome(self, layer: int, expert: int, bid: Bid, asked: bool, now: float) -> float:
+        """Seconds that a bid saved, less than 0 where it did harm, when its layer was reached."""
+        record, load = self.gates[layer].record, self.load_seconds
+        rest = min(load, max(0.0, bid.arrival - now))  # that the layer still waits for it
+        if bid.placed:
+            rest = 0.0 if self._cache.has(layer, expert) else max(rest, load / 2)
+        record.right += asked
+        record.wrong += not asked
+        if asked:
+            record.useful += bid.placed
+            record.saved_seconds += (load - rest) * bid.placed
+            return load - rest
+        if not bid.placed and rest == load:  # it would not have begun
+            return 0.0
+        lost = WASTE * load + rest
+        record.wasted += bid.placed
+        record.lost_seconds += lost * bid.placed
+        return -lost
+
+    def _queue_reads(self, absent: Sequence[int], own: dict[int, Bid], now: float) -> None:
+        """The layer's missing experts are read before all bids that have not begun."""
+        read = self._read_seconds()
+        open_bids = [bid for bids in self._bids for bid in bids.values()]
+        outstanding = sum(bid.placed and bid.arrival > now for bid in open_bids)
+        self._free_at = min(self._free_at, now + outstanding * read)
+        begun = [e for e in absent if e in own and own[e].placed and own[e].arrival - read <= now]
+        ahead = read * (len(absent) - len(begun))
+        for bid in open_bids:
+            if bid.arrival - read > now:
+                bid.arrival += ahead
+        self._free_at = max(now, self._free_at) + read * sum(expert not in own for expert in absent)
+        rests = (own[expert].arrival - now for expert in begun)
+        self._wait = max(0.0, *rests, 0.0) + ahead
+
+    def _cancel(self, layer: int, expert: int) -> bool:
+        cancelled = self._cache.cancel(layer, expert)
+        if cancelled:
+            self._free_at -= self._read_seconds()
+        return cancelled
+
+    def _measure(self, layer: int, absent: Sequence[int], now: float) -> None:
+        """Follow what a load and a layer take, from the cache's own counters between two visits."""
+        counters = self._cache.statistics.layers
+        since, stall = self._began_at, 0.0
+        if self._last is not None:
+            since, last = self._last
+            stall = max(0.0, counters[last].stall_seconds - self._stalled)
+            if self._loads:
+                self.load_seconds += _FOLLOW * (stall / self._loads - self.load_seconds)
+        spent = max(0.0, now - since - stall)
+        weight = _FOLLOW if self.layer_seconds else 1.0
+        self.layer_seconds += weight * (spent - self.layer_seconds)
+        own = counters[layer]
+        self._loads = 0 if own.late > self._late[layer] else len(absent)
+        self._late[layer], self._stalled = own.late, own.stall_seconds
+        self._last = now, layer
+
+    def _asks(self, layer: int) -> bool:
+        return self.gates[layer].asks(self._step)
 
     def _depth(self) -> int:
         """As far ahead as a load takes."""
-        ratio = self.measures.load_seconds / max(self.measures.layer_seconds, 1e-9)
+        ratio = self.load_seconds / max(self.layer_seconds, 1e-9)
         return max(1, min(MAX_DEPTH, math.ceil(ratio)))
 
     def _bid(self, layer: int) -> None:
-        last = min(layer + self._depth(), len(self.governors) - 1)
-        targets = set(filter(self._bids_on, range(layer + 1, last + 1)))
-        if not targets:
-            return
-        began = self._clock()
-        self._bid_on(self._guide.forecast(layer, last - layer), targets, layer, began)
+        last = min(layer + self._depth(), len(self.gates) - 1)
+        if targets := {target for target in range(layer + 1, last + 1) if self._asks(target)}:
+            began = self._clock()
+            self._bid_on(self._guide.forecast(layer, last - layer), targets, layer, began)
 
     def _bid_on(self, forecast: Forecast, targets: set[int], layer: int, began: float) -> None:
-        """Bid for some layers, at a layer; who was forecast since it began pays for the time."""
+        """Bid for some layers, at a layer, the best bids first; they share the time it takes."""
         named = forecast.layer.tolist(), forecast.expert.tolist(), forecast.probability.tolist()
-        offers = [
-            self._offer(*each, layer)
-            for each in zip(*named, strict=True)
-            if each[0] in targets and self._cache.lacks(*each[:2])
-        ]
+        offers = []
+        for target, expert, stated in zip(*named, strict=True):
+            if target not in targets or expert in self._bids[target]:
+                continue
+            if self._cache.lacks(target, expert):
+                offers.append((self._odds.chance(target, expert, stated), target, expert))
         now = self._clock()
-        for offer in sorted(filter(None, offers), reverse=True):
-            self._place(offer, now)
-        self._asked.update(targets)
+        for chance, target, expert in sorted(offers, reverse=True):
+            left = self._wait + (target - layer) * self.layer_seconds
+            self._place(target, expert, chance, now, left)
+        self._forecast_layers.update(targets)
         spent = max(0.0, now - began - self._wait)  # this layer waits anyway
         for target in targets:
             self._spent[target] += spent / len(targets)
 
-    def _offer(self, target: int, expert: int, stated: float, layer: int) -> Offer | None:
-        """An absent expert, if it is worth a bid when the disk has nothing else to do."""
-        if expert in self._bids.of[target]:
-            return None
-        left = self._wait + (target - layer) * self.measures.layer_seconds
-        chance = self._trust.chance(target, expert, stated)
-        saved = min(self.measures.load_seconds, left)
-        worth = chance * saved - (1 - chance) * self.measures.loss_seconds
-        return Offer(worth, chance, target, expert, left) if worth > 0 else None
-
-    def _place(self, offer: Offer, now: float) -> None:
-        """Bid on an expert if it still pays behind those that are worth more."""
-        load, governor = self.measures.load_seconds, self.governors[offer.layer]
-        arrival = self._bids.arrival(governor.on, now)
-        rest = min(load, max(0.0, arrival - now - offer.left))  # under way when its layer comes
-        lost = self.measures.loss_seconds + rest
-        if offer.chance * (load - rest) <= (1 - offer.chance) * lost:
+    def _place(self, layer: int, expert: int, chance: float, now: float, left: float) -> None:
+        """Bid on an expert whose layer comes in ``left`` seconds, if that pays."""
+        load, read, gate = self.load_seconds, self._read_seconds(), self.gates[layer]
+        recorded = 0 if gate.on else sum(len(bids) for bids in self._bids)
+        arrival = max(now, self._free_at) + read * (1 + recorded)
+        rest = min(load, max(0.0, arrival - now - left))  # under way when its layer comes
+        saved, lost = min(load, left) - rest, WASTE * load + rest
+        if chance * saved <= (1 - chance) * lost:
             return
-        if governor.on:
-            if not self._cache.prefetch(offer.layer, offer.expert, value=offer.chance):
+        if gate.on:
+            if not self._cache.prefetch(layer, expert, value=chance):
                 return
-            governor.record.placed += 1
-        self._bids.add(offer.layer, offer.expert, Bid(arrival, governor.on))
+            gate.record.placed += 1
+            self._free_at = arrival
+        self._bids[layer][expert] = Bid(arrival, gate.on)

@@ -94,9 +94,9 @@ def test_adversarial_predictors(store: Path, resident: MoE, kind: Kind, share: f
     parts, liar = model._loaded.offloaded, Liar(kind, 4, 8)
     assert parts is not None
     prefetcher = parts.prefetch_with(liar)
-    for governor in prefetcher.governors:  # who would soon have stopped it
-        governor.on = True
-        governor.judge = lambda *_: None  # type: ignore[method-assign]
+    for gate in prefetcher.gates:  # who would soon have stopped it
+        gate.on = True
+        gate.judge = lambda *_: None  # type: ignore[method-assign]
     model.experts._prefetcher = prefetcher
     expected = [completion.token_ids for completion in resident.generate(PROMPTS, GREEDY)]
     assert [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)] == expected

@@ -72,10 +72,10 @@ def test_what_a_load_takes_is_followed() -> None:
     trace = uniform(80)
     run = Run(trace[:0], Guess(lambda step, layer: []))
     assert run.prefetcher is not None
-    run.prefetcher.measures.load_seconds = 10 * LOAD_S
+    run.prefetcher.load_seconds = 10 * LOAD_S
     for layers in trace:
         run._step(layers)
-    assert run.prefetcher.measures.load_seconds == pytest.approx(LOAD_S, rel=0.3)
+    assert run.prefetcher.load_seconds == pytest.approx(LOAD_S, rel=0.3)
 
 
 @pytest.mark.parametrize("trace", [zipf(120), uniform(120), cyclic(120)], ids=["z", "u", "c"])
@@ -122,12 +122,12 @@ def test_what_the_router_contradicts_is_taken_back() -> None:
     run = Run(trace, knowing(trace))
     prefetcher, cache = run.prefetcher, run.cache
     assert prefetcher is not None
-    assert prefetcher.governors[0].on
+    assert prefetcher.gates[0].on
     absent = [e for e in range(EXPERTS) if not cache.resident(0)[e]][:2]
     prefetcher.predictor = Guess(
         lambda step, layer: list(zip(absent, (0.96, 0.94), strict=True)) * (layer == 0)
     )
-    prefetcher.measures.layer_seconds = 1.0  # time enough for both
+    prefetcher.layer_seconds = 1.0  # time enough for both
     before, reads = prefetcher.records[0].cancelled, run.disk.reads
     prefetcher.start([[0]])
     run.visit(0, [absent[0]])
@@ -147,8 +147,8 @@ def trusting() -> Run:
     trace = zipf(60)
     run = Run(trace, knowing(trace))
     assert run.prefetcher is not None
-    assert all(governor.on for governor in run.prefetcher.governors)
-    run.prefetcher.measures.layer_seconds = 3 * LOAD_S / LAYERS
+    assert all(gate.on for gate in run.prefetcher.gates)
+    run.prefetcher.layer_seconds = 3 * LOAD_S / LAYERS
     return run
 
 
