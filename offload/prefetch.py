@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offload.cache import ExpertCache
 from routing import Routing
-from routing.predict import Forecast, GivenForecast, Predictor, padded
+from routing.predict import Forecast, GivenForecast, Predictor, pad_contexts
 
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
@@ -267,7 +267,7 @@ class Prefetcher:
         if self.awake:
             self._last = None
             self._began_at = self._clock()
-            self._guide.start(padded(contexts, self._guide.context))
+            self._guide.start(pad_contexts(contexts, self._guide.context))
             self._bid(-1)
 
     def visit(
