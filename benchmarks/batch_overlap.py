@@ -26,7 +26,7 @@ from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.calibrate.record import record_trace
 from moe.engine.expert_aware_order import choose_batch
-from routing.predict.calibrated import Calibrated
+from routing.predict.calibrated import CalibratedPredictors
 from routing.predict.forecast import Floats
 
 PROMPT, ANSWER = 64, 64
@@ -45,7 +45,7 @@ def visits_of(trace: Trace) -> Visits:
     return np.stack(layers, 1).reshape(len(trace.lengths), -1, len(layers), layers[0].shape[1])
 
 
-def expected_needs(calibrated: Calibrated, name: str, trace: Trace) -> Floats:
+def expected_needs(calibrated: CalibratedPredictors, name: str, trace: Trace) -> Floats:
     """``(S, L x E)``: how often a predictor expects each unit, on average over the prompt."""
     predictor = calibrated.predictor(name)
     predictor.start(trace.contexts(predictor.context))

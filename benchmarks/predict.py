@@ -36,7 +36,8 @@ from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.calibrate.record import record_trace
 from routing import Routing
-from routing.predict.calibrated import PREDICTORS, Calibrated, Ensemble
+from routing.predict.calibrated import PREDICTORS, CalibratedPredictors
+from routing.predict.ensemble import Ensemble
 from routing.predict.forecast import Forecast
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +145,7 @@ class Setting:
         self.events = 0
 
 
-def settings(calibrated: Calibrated) -> list[Setting]:
+def settings(calibrated: CalibratedPredictors) -> list[Setting]:
     found = [Setting(calibrated.predictor(name)) for name in calibrated.weights]
     return [*found, *(Setting(calibrated.predictor("ensemble"), ahead) for ahead in (2, START))]
 
@@ -152,7 +153,7 @@ def settings(calibrated: Calibrated) -> list[Setting]:
 class Held:
     """Held-out tokens in an order in which neighbours belong to different sequences."""
 
-    def __init__(self, trace: Trace, calibrated: Calibrated) -> None:
+    def __init__(self, trace: Trace, calibrated: CalibratedPredictors) -> None:
         assert trace.rows is not None
         assert len(trace.rows.tokens) == trace.num_tokens
         self.trace, self.rows = trace, trace.rows

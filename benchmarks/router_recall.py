@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.calibration.gates import find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import token_vectors
-from moe.commands.calibrate.fit import fit_predictors, visits
+from moe.commands.calibrate.fit import find_gates, fit_predictors, visits
 from moe.commands.calibrate.record import record_trace
 from routing import Routing
-from routing.predict.calibrated import Calibrated
+from routing.predict.calibrated import CalibratedPredictors
 from routing.predict.path import CONTEXT, VECTOR
 
 
@@ -47,7 +46,7 @@ def recalls(model: MoE, learnt: Sequence[Sequence[int]], asked: Trace) -> dict[s
     return {f"recall_{name}": float(np.nanmean(layers)) for name, layers in found.items()}
 
 
-def _follow(calibrated: Calibrated, asked: Trace) -> dict[str, list[float]]:
+def _follow(calibrated: CalibratedPredictors, asked: Trace) -> dict[str, list[float]]:
     """Recall by predictor and layer, all tokens shown as one step."""
     assert asked.rows is not None
     predictors = {name: calibrated.predictor(name) for name in calibrated.weights}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe.calibration.trace import Trace
 from moe.errors import CalibrationError
-from routing.predict.calibrated import PREDICTORS, Calibrated, PredictedModel
+from routing.predict.calibrated import PREDICTORS, CalibratedPredictors, PredictedModel
 from routing.routers import GroupScore, RouterRule, Score
 
 CALIBRATION_FOLDER = "moe-calibration"
@@ -43,7 +43,7 @@ class FittedPredictors:
         unavailable: reasons by name of the predictor.
     """
 
-    calibrated: Calibrated
+    calibrated: CalibratedPredictors
     unavailable: dict[str, str]
 
 
@@ -184,7 +184,7 @@ def load_calibration(
     config: Any,
     num_experts: Sequence[int],
     predictors: Collection[str] = tuple(PREDICTORS),
-) -> Calibrated:
+) -> CalibratedPredictors:
     """The named predictors in `folder`.
 
     Raises:
@@ -200,7 +200,7 @@ def load_calibration(
     )
     model = PredictedModel(about.num_experts, about.vocabulary, rules)
     try:
-        return Calibrated.restore(tensors, model)
+        return CalibratedPredictors.restore(tensors, model)
     except (LookupError, RuntimeError, ValueError) as error:
         raise CalibrationError(
             f"{folder / PREDICTORS_FILE} is not whole ({error}); run moe calibrate again"

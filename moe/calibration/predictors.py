@@ -98,5 +98,5 @@ def load_token_table(
         )
     except (CalibrationError, RoutingError):
         return None
-    table = calibrated.clues.get(TokenTable.name)
+    table = calibrated.sources.get(TokenTable.name)
     return table if isinstance(table, TokenTable) else None

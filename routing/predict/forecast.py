@@ -1,9 +1,8 @@
-"""What one way of guessing is: evidence for each expert, before it is weighed against others'.
+"""What a predictor says: which experts will be needed, how probably, and how soon.
 
-A clue sees the same events as a `Predictor` (`routing.predict.forecast`). What it says is any
-number that grows with how likely a visit is; the `Ensemble` turns it into a probability by what
-calibration has shown, alone or together with other clues.
-Legend: T rows, W tokens of context, H hidden, E experts, L MoE layers.
+A `Predictor` follows one step of a model: it is shown the tokens first, then each MoE layer in
+order. It computes a forecast only when it is asked for one.
+Legend: T rows (tokens) of the step, W tokens of context, H hidden, E experts, F forecast experts.
 """
 
 from __future__ import annotations
@@ -21,76 +20,19 @@ from routing.routing import Routing, RoutingError
 
 Floats = NDArray[np.float32]
 
-Tensors = Mapping[str, Tensor]
-"""What a clue has learnt, as it is kept in a file."""
-
-
-class Clue(Protocol):
-    """One way of guessing.
-
-    Attributes:
-        name: as it is chosen in a profile and named in tables.
-        context: W, tokens that `start` wants; 1 is only the token itself.
-        reach: distances (MoE layers ahead) at which it says something new; None where what it says
-            is known from the start and the same at any distance.
-    """
-
-    name: str
-    context: int
-    reach: int | None
-
-    def start(self, tokens: Tensor) -> None: ...
-
-    def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None: ...
-
-    def evidence(self, layer: int, target: int) -> Floats | None:
-        """``(T, E)`` about ``target``, asked when ``layer`` was observed last (-1: none);
-        None where there is nothing to say."""
-        ...
-
-    def tensors(self) -> Tensors:
-        """All that its `restore` needs."""
-        ...
-
-
-class EvidenceSource:
-    """A clue that overhears everything and says nothing."""
-
-    context = 1
-    reach: int | None = None
-
-    def start(self, tokens: Tensor) -> None:
-        del tokens
-
-    def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
-        del layer, hidden_states, routing
-
-
-def floats(tensor: Tensor) -> Floats:
-    """The numbers of a tensor on any device, float32; shared where they are that already."""
-    array: Floats = tensor.detach().float().cpu().numpy()
-    return array
-
-
-# ---- What a predictor says: which experts will be needed, how surely, and how soon.
-#
-# A `Predictor` follows one forward step of a model: the tokens come first, then each MoE layer in
-# order. Whoever wants a forecast asks for it at any moment; nothing is computed unasked. Legend:
-# T rows (tokens) of the step, W tokens of context, H hidden, E experts, F forecast experts.
-
 NO_TOKEN = -1
-"""Stands in a context where a sequence has no token yet."""
+"""Fills a context before the first token of its sequence."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Experts of layers to come, soonest first and within a layer the most probable first.
+    """Experts of later layers: the nearest layer first, in a layer the most probable expert first.
 
     Attributes:
-        layer: ``(F,)`` int64, MoE layer, counted over MoE layers only.
+        layer: ``(F,)`` int64, index among the MoE layers.
         expert: ``(F,)`` int64.
-        probability: ``(F,)`` float32: that at least one row of the step visits the expert.
-        deadline: ``(F,)`` int64: MoE layers from the one asked at to the one meant; 1 is the next.
+        probability: ``(F,)`` float32: that at least one row of the step needs the expert.
+        deadline: ``(F,)`` int64: how many MoE layers ahead; 1 is the next layer.
     """
 
     layer: Tensor
@@ -108,13 +50,12 @@ class Forecast:
 
     @classmethod
     def of_rows(cls, layer: int, guesses: Mapping[int, Floats], at_least: float = 0.0) -> Forecast:
-        """From what each row is expected to do.
+        """Combine what each row is expected to do, as if rows were independent.
 
         Args:
-            layer: the MoE layer asked at; -1 before the first.
-            guesses: of each layer meant, ``(T, E)`` probabilities that a row visits an expert.
-                Rows are taken as independent of each other.
-            at_least: less probable experts are left out.
+            layer: the last MoE layer observed; -1 before the first.
+            guesses: for each later layer ``(T, E)`` probabilities that a row needs an expert.
+            at_least: leave out less probable experts.
         """
         if not guesses:
             return cls.empty()
@@ -158,66 +99,54 @@ class Forecast:
 
 
 class Predictor(Protocol):
-    """Follows one step at a time; the calls of a step come in the order of the layers."""
+    """Follows one step at a time; within a step, calls come in the order of the layers."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def context(self) -> int:
-        """W, the tokens of context that `start` wants; at least 1."""
+        """W, the tokens of context that `start` takes for each row; at least 1."""
         ...
 
     def start(self, tokens: Tensor) -> None:
-        """A step begins, and what was known of the last one is forgotten.
+        """Begin a step and forget the last one.
 
         Args:
-            tokens: ``(T, W)`` int64: the token that each row reads, last, and those before it in
-                its sequence; `NO_TOKEN` where there are none.
+            tokens: ``(T, W)`` int64: for each row its token, last, after the tokens before it in
+                its sequence, `NO_TOKEN` where there are none.
         """
         ...
 
     def observe(self, layer: int, hidden_states: Tensor, routing: Routing) -> None:
-        """Rows ``(T, H)`` that this layer's experts read, and what its router decided."""
+        """Take in the rows ``(T, H)`` that a layer's experts read and what its router chose."""
         ...
 
     def forecast(self, layer: int, depth: int | None = None) -> Forecast:
-        """What the layers after ``layer`` will need.
+        """Experts that the layers after ``layer`` will need.
 
         Args:
             layer: the last MoE layer observed; -1 right after `start`.
-            depth: how many layers ahead; None for all that are left.
+            depth: how many layers ahead; None for all remaining layers.
         """
         ...
 
 
-def contexts(token_ids: Tensor, width: int) -> Tensor:
-    """``(T, width)`` contexts of all tokens ``(T,)`` of one sequence read from its start."""
-    pad_contexts = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
-    return pad_contexts.unfold(0, width, 1)
-
-
-def pad_contexts(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
-    """The last ``width`` tokens of each: ``(T, width)``, with `NO_TOKEN` before those that have
-    fewer."""
-    rows = [[NO_TOKEN] * (width - len(ids)) + list(ids[-width:]) for ids in contexts]
-    return torch.tensor(rows)
-
-
-# ---- A predictor that says what it was told: where somebody else knows what a step will need.
-
-
 @dataclass(frozen=True)
 class GivenForecast:
-    """See `routing.predict.Predictor`; with nothing told it is silent."""
+    """A `Predictor` that repeats the forecast it was given, as far as its layers are still ahead.
 
-    told: Forecast = field(default_factory=Forecast.empty)
+    The engine uses it where drafts say which experts the next tokens need.
+    """
+
+    given: Forecast = field(default_factory=Forecast.empty)
     name: str = "drafts"
     context: int = 1
 
     @property
     def silent(self) -> bool:
-        return len(self.told) == 0
+        """True if nothing was given."""
+        return len(self.given) == 0
 
     def start(self, tokens: Tensor) -> None:
         return None
@@ -226,8 +155,22 @@ class GivenForecast:
         return None
 
     def forecast(self, layer: int, depth: int | None = None) -> Forecast:
-        kept = self.told.layer > layer
+        kept = self.given.layer > layer
         if depth is not None:
-            kept &= self.told.layer <= layer + depth
-        layers = self.told.layer[kept]
-        return Forecast(layers, self.told.expert[kept], self.told.probability[kept], layers - layer)
+            kept &= self.given.layer <= layer + depth
+        layers = self.given.layer[kept]
+        return Forecast(
+            layers, self.given.expert[kept], self.given.probability[kept], layers - layer
+        )
+
+
+def contexts(token_ids: Tensor, width: int) -> Tensor:
+    """``(T, width)``: the contexts of all tokens ``(T,)`` of one sequence."""
+    pad_contexts = torch.nn.functional.pad(token_ids.long(), (width - 1, 0), value=NO_TOKEN)
+    return pad_contexts.unfold(0, width, 1)
+
+
+def pad_contexts(contexts: Sequence[Sequence[int]], width: int) -> Tensor:
+    """``(T, width)``: the last tokens of each context, filled up with `NO_TOKEN` in front."""
+    rows = [[NO_TOKEN] * (width - len(ids)) + list(ids[-width:]) for ids in contexts]
+    return torch.tensor(rows)

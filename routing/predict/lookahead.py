@@ -1,8 +1,11 @@
-"""A router's gate as plain numbers: how rows become evidence of the experts that it will choose.
+"""Look-ahead: put what layer l's experts read through the router of layer l + 1, l + 2.
 
-Predictors put rows into it that the router itself has not seen yet. A step has few rows, so numpy,
-whose calls cost a fraction of torch's, does the arithmetic.
-Legend: T rows, H hidden, E experts, K top_k.
+A layer changes the residual stream little, so a later router often chooses the same experts for
+the rows of an earlier layer. The real gate (raw look-ahead) needs no training; a low-rank gate
+fitted on calibration rows also learns the change between the layers (in the way of M2R2, but
+without training the model). A step has few rows, so numpy does the arithmetic: its calls cost a
+fraction of torch's.
+Legend: R calibration rows, T rows, H hidden, E experts, K top_k, r rank.
 """
 
 from __future__ import annotations
@@ -15,12 +18,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing.predict.forecast import EvidenceSource, Floats, Tensors, floats
+from routing.predict.ensemble import EvidenceSource, Tensors, floats
+from routing.predict.forecast import Floats
 from routing.routers import RouterRule
 from routing.routing import Routing
 
-_OUT_OF_REACH = -50.0
-"""Margin of an expert that no row can choose now: its group is not among the kept ones."""
+REACH = 2
+"""Most MoE layers ahead: farther away, the tokens alone tell as much."""
+
+ANY_DISTANCE = 0
+
+RANK = 32
+"""Of fitted gates, at most."""
+
+_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
+"""Ridge penalties to try, in units of the mean square of a row's elements."""
+
+_UNREACHABLE = -50.0
+"""Margin of an expert whose group the router does not keep for this row."""
 
 
 @dataclass(frozen=True)
@@ -30,88 +45,28 @@ class Gate:
     weight: Tensor  # (E, H) float32, or (E, r) after ``down``
     rule: RouterRule
     bias: Tensor | None = None  # (E,) float32
-    down: Tensor | None = None  # (r, H) float32, of a gate of low rank
+    down: Tensor | None = None  # (r, H) float32, of a low-rank gate
 
     def logits(self, rows: Floats) -> Floats:
-        """``(T, E)`` of rows ``(T, H)``."""
+        """``(T, E)`` for rows ``(T, H)``."""
         if self.down is not None:
             rows = rows @ self.down.numpy().T
         logits: Floats = rows @ self.weight.numpy().T
         return logits if self.bias is None else logits + self.bias.numpy()
 
     def margins(self, rows: Floats) -> Floats:
-        """Evidence ``(T, E)`` of rows ``(T, H)``: see `margins`."""
+        """Evidence ``(T, E)`` for rows ``(T, H)``: see `margins`."""
         return margins(self.rule, self.logits(rows))
 
     def choose(self, rows: Floats) -> NDArray[np.int64]:
-        """Experts ``(T, K)`` that the rule takes, in ascending order."""
+        """The experts ``(T, K)`` that the rule takes, ids ascending."""
         scores = self.rule.scores(torch.from_numpy(self.logits(rows)))
         chosen: NDArray[np.int64] = self.rule.select(scores).expert_ids.numpy()
         return chosen
 
 
-def margins(rule: RouterRule, logits: Floats) -> Floats:
-    """By how much each expert is above the middle between the last chosen and the first that is
-    not.
-
-    Args:
-        logits: ``(T, E)``.
-
-    Returns:
-        ``(T, E)`` in units of the row's spread around that middle. Of logits where those keep the
-        order, else of what the rule compares. Evidence, not yet a probability.
-    """
-    count, top_k = logits.shape[-1], rule.top_k
-    if count <= top_k:
-        return np.full_like(logits, -_OUT_OF_REACH)
-    ranking = logits if rule.keeps_order else _ranking(rule, logits)
-    edges = np.partition(ranking, (count - top_k - 1, count - top_k), -1)
-    last, first_left = edges[:, count - top_k], edges[:, count - top_k - 1]
-    edge = (last + np.where(first_left > -np.inf, first_left, last)) / 2
-    apart: Floats = np.subtract(ranking, edge[:, None])
-    if rule.groups == 1:
-        alone: Floats = np.divide(apart, _spread(apart))
-        return alone
-    reach = np.isfinite(apart)
-    finite = np.where(reach, apart, np.float32(0))
-    evidence: Floats = np.divide(finite, _spread(finite))
-    evidence[~reach] = _OUT_OF_REACH
-    return evidence
-
-
-def _ranking(rule: RouterRule, logits: Floats) -> Floats:
-    ranking: Floats = rule.ranking(rule.scores(torch.from_numpy(logits))).numpy()
-    return ranking
-
-
-def sigmoid(odds: Floats) -> Floats:
-    """Without overflow warnings: what is beyond 60 is as good as certain."""
-    probability: Floats = np.reciprocal(1 + np.exp(np.minimum(-odds, 60.0)))
-    return probability
-
-
-def _spread(apart: Floats) -> Floats:
-    squares: Floats = np.einsum("ij,ij->i", apart, apart)[:, None]
-    spread: Floats = np.sqrt(squares / apart.shape[-1]) + np.float32(1e-6)
-    return spread
-
-
-# ---- Later gates on earlier rows: what layer l reads, put into the gate of layer l + 1, l + 2,
-# ...
-#
-# A layer changes the residual stream little, so a later gate often chooses the same experts for
-# the rows of an earlier layer. Raw, it needs no training at all; a low-rank map fitted on
-# calibration rows foresees the change between the layers (the training-free relative of M2R2).
-# Legend: R calibration rows, T rows, H hidden, E experts.
-
-REACH = 2
-"""MoE layers ahead at most: beyond, tokens alone tell as much."""
-
-ANY_DISTANCE = 0
-
-
 class Lookahead(EvidenceSource):
-    """Gates by target layer and distance (or `ANY_DISTANCE`), for the rows that experts read."""
+    """Evidence from gates, by target layer and distance (or `ANY_DISTANCE`)."""
 
     reach: int | None = REACH
 
@@ -134,43 +89,69 @@ class Lookahead(EvidenceSource):
         if self._rows is None or layer != self._layer or not 1 <= distance <= REACH:
             return None
         gate = self._gates.get((target, distance)) or self._gates.get((target, ANY_DISTANCE))
-        if gate is None:
-            return None
-        return gate.margins(self._rows)
+        return None if gate is None else gate.margins(self._rows)
 
     def tensors(self) -> Tensors:
-        return gate_tensors({f"{t}.{d}": gate for (t, d), gate in self._gates.items()})
+        """All numbers but the rules."""
+        return {
+            f"{target}.{distance}.{part}": tensor
+            for (target, distance), gate in self._gates.items()
+            for part, tensor in (("weight", gate.weight), ("bias", gate.bias), ("down", gate.down))
+            if tensor is not None
+        }
 
 
-def gate_tensors(gates: Mapping[str, Gate]) -> Tensors:
-    """All numbers of gates but for their rules."""
-    return {
-        f"{key}.{part}": tensor
-        for key, gate in gates.items()
-        for part, tensor in (("weight", gate.weight), ("bias", gate.bias), ("down", gate.down))
-        if tensor is not None
-    }
+def margins(rule: RouterRule, logits: Floats) -> Floats:
+    """How far each expert is above the threshold between chosen and not chosen.
+
+    The threshold is the middle between the last expert that the rule chooses and the next one. It
+    compares logits if the rule keeps their order, else the rule's scores.
+
+    Args:
+        logits: ``(T, E)``.
+
+    Returns:
+        ``(T, E)``, divided by the row's root mean square distance from the threshold.
+    """
+    count, top_k = logits.shape[-1], rule.top_k
+    if count <= top_k:
+        return np.full_like(logits, -_UNREACHABLE)
+    ranking = logits if rule.keeps_order else _ranking(rule, logits)
+    edges = np.partition(ranking, (count - top_k - 1, count - top_k), -1)
+    last, first_left = edges[:, count - top_k], edges[:, count - top_k - 1]
+    edge = (last + np.where(first_left > -np.inf, first_left, last)) / 2
+    apart: Floats = np.subtract(ranking, edge[:, None])
+    if rule.groups == 1:
+        alone: Floats = np.divide(apart, _spread(apart))
+        return alone
+    reachable = np.isfinite(apart)
+    finite = np.where(reachable, apart, np.float32(0))
+    evidence: Floats = np.divide(finite, _spread(finite))
+    evidence[~reachable] = _UNREACHABLE
+    return evidence
 
 
-# ---- Fitting a gate to rows that come before its own: ridge regression of low rank.
-#
-# The map starts from what the real gate would do and is pulled back to it, so that few
-# calibration rows do no harm. How strongly is decided on rows kept aside. Legend: R rows, H
-# hidden, E experts, r rank.
+def _ranking(rule: RouterRule, logits: Floats) -> Floats:
+    ranking: Floats = rule.ranking(rule.scores(torch.from_numpy(logits))).numpy()
+    return ranking
 
-RANK = 32
-_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
-"""Of the pull, in units of the mean square of a row's elements."""
+
+def _spread(apart: Floats) -> Floats:
+    squares: Floats = np.einsum("ij,ij->i", apart, apart)[:, None]
+    spread: Floats = np.sqrt(squares / apart.shape[-1]) + np.float32(1e-6)
+    return spread
 
 
 def fit_gate(rows: Tensor, logits: Tensor, rule: RouterRule, start: Tensor | None) -> Gate:
-    """A gate of rank at most `RANK` that gives ``logits`` for ``rows``.
+    """Fit a gate of rank at most `RANK` that gives ``logits`` for ``rows``, by ridge regression.
+
+    The penalty pulls the weight towards ``start``, so that few calibration rows do no harm.
 
     Args:
-        rows: ``(R, H)``, R >= 2.
-        logits: ``(R, E)`` of the real gate, on what it read for the same tokens.
+        rows: ``(R, H)``, R >= 2, of an earlier layer.
+        logits: ``(R, E)`` of the real gate for the same tokens.
         rule: of the real gate.
-        start: ``(E, H)`` weight to start from; None for zero.
+        start: ``(E, H)``, usually the real gate's weight; None for zero.
     """
     rows, logits = rows.float(), logits.float()
     base = torch.zeros(logits.shape[1], rows.shape[1]) if start is None else start.float()
@@ -178,8 +159,8 @@ def fit_gate(rows: Tensor, logits: Tensor, rule: RouterRule, start: Tensor | Non
     rank = min(RANK, *weight.shape)
     if rank == min(weight.shape):
         return Gate(weight.contiguous(), rule, bias)
-    # The best map of low rank is the one that keeps most of what comes out, so the output's
-    # principal directions decide and not the weight's.
+    # Reduce the rank so that most of the output is kept: along the principal directions of the
+    # output, not of the weight.
     made = rows @ weight.T
     _, _, directions = torch.linalg.svd(_moments(made), full_matrices=False)
     up = directions[:rank].T.contiguous()
@@ -188,7 +169,7 @@ def fit_gate(rows: Tensor, logits: Tensor, rule: RouterRule, start: Tensor | Non
 
 
 def _ridge(rows: Tensor, logits: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight ``(E, H)`` and bias, with the strength that is best on the last fifth of the rows."""
+    """Weight ``(E, H)`` and bias, with the penalty that is best on the last fifth of the rows."""
     cut = max(len(rows) * 4 // 5, 1)
     residual = logits - rows @ base.T
     mean, shift = rows[:cut].mean(0), residual[:cut].mean(0)

@@ -1,8 +1,8 @@
 """The path predictor: a small network from the last tokens to the experts of all layers at once.
 
-It is asked once a token, before the first layer (ExpertFlow's routing path predictor,
-without its encoder: a window and learnt averages over it do as well for a hundredth of the
-arithmetic). Token vectors begin as the model's own, so tokens that calibration never met have one.
+It runs once a token, before the first layer. It is ExpertFlow's routing path predictor without its
+encoder: a window and learnt averages over it do as well for a hundredth of the arithmetic. Token
+vectors start from the model's own, so tokens that calibration did not see have one too.
 Legend: N tokens of the trace, T rows, W tokens of context, V vocabulary, D size of a vector.
 """
 
@@ -17,31 +17,32 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu
 
-from routing.predict.forecast import EvidenceSource, Floats, Tensors, floats
+from routing.predict.ensemble import EvidenceSource, Tensors, floats
+from routing.predict.forecast import Floats
 
 CONTEXT = 16
 VECTOR = 64
 _HIDDEN, _NEAR, _AVERAGES = 256, 4, 2
 _BATCH, _LEARNING_RATE, _DECAY = 512, 3e-3, 1e-2
-_FIRST_GUESS = -2.0  # log odds of a visit before anything is learnt
+_FIRST_LOG_ODDS = -2.0  # of every expert, before training
 
 
 class PathNetwork(nn.Module):
     """``(T, W)`` tokens to ``(T, sum of E)`` log odds.
 
-    The last `_NEAR` vectors are read one by one, the whole window through `_AVERAGES` averages.
+    The hidden layer reads the last `_NEAR` vectors and `_AVERAGES` learnt averages of the window.
     """
 
     def __init__(self, vectors: Tensor, outputs: int) -> None:
         super().__init__()
-        nothing = torch.zeros(1, vectors.shape[1])  # for places before the sequence began
+        nothing = torch.zeros(1, vectors.shape[1])  # row 0, for `NO_TOKEN`
         self.vectors = nn.Parameter(torch.cat([nothing, vectors.float()]))
         self.averages = nn.Parameter(torch.full((_AVERAGES, CONTEXT), 1 / CONTEXT))
         with torch.no_grad():
             self.averages[1, : CONTEXT // 2] = 0
         self.hidden = nn.Linear((_NEAR + _AVERAGES) * vectors.shape[1], _HIDDEN)
         self.out = nn.Linear(_HIDDEN, outputs)
-        nn.init.constant_(self.out.bias, _FIRST_GUESS)
+        nn.init.constant_(self.out.bias, _FIRST_LOG_ODDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
         seen = nn.functional.embedding(tokens + 1, self.vectors)
@@ -85,7 +86,7 @@ class PathEvidence(EvidenceSource):
         return self._evidence[:, begin : self._ends[target]]
 
     def _run(self, tokens: NDArray[np.int64]) -> Floats:
-        """What `PathNetwork` does, for a few rows at a fraction of the calls."""
+        """`PathNetwork.forward` in numpy: faster for a few rows."""
         arrays = self._arrays
         seen = arrays["vectors"][tokens + 1]
         parts = np.concatenate([seen[:, -_NEAR:], arrays["averages"] @ seen], 1)
@@ -111,15 +112,15 @@ def fit_path(
     passes: int = 4,
     on_step: Callable[[int, int], object] = lambda done, total: None,
 ) -> PathEvidence:
-    """Train on a trace.
+    """Train on a trace, with AdamW.
 
     Args:
         tokens: ``(N, CONTEXT)`` int64 contexts.
         expert_ids: of each layer ``(N, K)``, -1 for none.
         num_experts: E of each layer.
-        vectors: ``(V, D)`` to begin with.
-        passes: over the trace.
-        on_step: hears how many of how many training steps are done.
+        vectors: ``(V, D)`` to start from.
+        passes: epochs.
+        on_step: called with the number of training steps done and in all.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):

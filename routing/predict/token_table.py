@@ -1,8 +1,8 @@
-"""The token table: experts that a token visited before, by its id and by the token before it.
+"""The token table: which experts a token used in calibration, by its id and the id before it.
 
-Known as soon as a token is sampled, all layers ahead, for two look-ups:
-``P[v] = (count[v] + s marginal) / (n[v] + s)``, and for pairs of tokens seen more than once the
-same again with ``P[v]`` as what they fall back on. Of each row only the likeliest experts are kept.
+It answers as soon as a token is sampled, for all layers, with two look-ups. A token v has
+``P[v] = (count[v] + s marginal) / (n[v] + s)``; a pair of tokens that was seen more than once has
+the same with P[v] in place of the marginal. Each row keeps only its likeliest experts.
 Legend: N tokens of the trace, S rows of the table, L layers, E experts, M kept ones.
 """
 
@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from routing.predict.forecast import EvidenceSource, Floats, Tensors
-from routing.predict.lookahead import sigmoid
+from routing.predict.ensemble import EvidenceSource, Tensors, sigmoid
+from routing.predict.forecast import Floats
 
-_SMOOTHING = {1: 8.0, 2: 1.0}  # tokens' worth of what a row falls back on, by tokens of its key
+_SMOOTHING = {1: 8.0, 2: 1.0}  # s, for keys of one and of two tokens
 _MAX_BYTES = 64 << 20
 _LEAST_ODDS, _MOST_ODDS = 1e-4, 1 - 1e-4
 
 
 @dataclass(frozen=True)
 class _TableLevel:
-    """One level of the table: a key for each row, and which row each token counts for."""
+    """The rows for keys of one length, and the row that each token of the trace counts for."""
 
     keys: Tensor  # (S,), sorted
     counts: Tensor  # (S,)
@@ -34,15 +34,15 @@ class _TableLevel:
 
 
 class TokenTable(EvidenceSource):
-    """Keys are ``token`` and ``(before + 1) * V + token``; row 0 is for tokens never seen.
+    """Keys are ``token`` and ``(before + 1) * V + token``; row 0 is for unknown tokens.
 
     Args:
-        keys: ``(S - 1,)`` int64 ascending, of the rows from 1 on.
+        keys: ``(S - 1,)`` int64, ascending, for the rows from 1 on.
         experts: ``(S, L, M)`` int16, the likeliest experts.
-        log_odds: ``(S, L, M)`` float16 of them.
-        others: ``(S, L)`` float16, log odds of each expert not named.
+        log_odds: ``(S, L, M)`` float16, of these.
+        others: ``(S, L)`` float16, log odds of every other expert.
         num_experts: E of each layer.
-        vocabulary: V, which token ids are below.
+        vocabulary: V; token ids are smaller.
     """
 
     name = "token_table"
@@ -77,11 +77,11 @@ class TokenTable(EvidenceSource):
         return self._evidence[:, target, : self._num_experts[target]]
 
     def visits(self, tokens: Tensor, step: Tensor, steps: int, layer: int) -> Floats:
-        """``(S, E)``: how often the tokens of each step are expected to visit a layer's experts.
+        """``(S, E)``: how many tokens of each step each expert of a layer should get.
 
         Args:
             tokens: contexts ``(T, W)`` of all steps.
-            step: ``(T,)`` of each.
+            step: ``(T,)`` the step of each token.
             steps: S.
         """
         rows, size = self._rows(tokens[:, -self.context :].numpy()), self._num_experts[layer]
@@ -96,7 +96,7 @@ class TokenTable(EvidenceSource):
         return found.astype(np.float32)
 
     def _rows(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``(T,)`` rows of ``(T, 2)`` tokens: of the pair, else of the token, else row 0."""
+        """``(T,)`` rows for tokens ``(T, 2)``: the pair's, else the token's, else 0."""
         wanted = np.stack([(tokens[:, 0] + 1) * self._vocabulary + tokens[:, 1], tokens[:, 1]])
         if len(self._keys) == 0:
             return np.zeros(len(tokens), np.int64)
@@ -111,10 +111,10 @@ class TokenTable(EvidenceSource):
 def fit_token_table(
     tokens: Tensor, expert_ids: Sequence[Tensor], num_experts: Sequence[int], vocabulary: int
 ) -> TokenTable:
-    """Count a trace.
+    """Build the table by counting a trace.
 
     Args:
-        tokens: ``(N, 2)`` int64 contexts: token before, token.
+        tokens: ``(N, 2)`` int64 contexts: the token before, the token.
         expert_ids: of each layer ``(N, K)``, -1 for none.
         num_experts: E of each layer.
         vocabulary: V.
@@ -123,7 +123,7 @@ def fit_token_table(
     limit = _MAX_BYTES // (4 * kept * len(num_experts))
     single = _level(tokens[:, -1], 1, limit)
     keys = (tokens[:, 0] + 1) * vocabulary + tokens[:, 1]
-    keys = keys.where(tokens[:, 0] >= 0, -1)  # the first of a sequence is no pair
+    keys = keys.where(tokens[:, 0] >= 0, -1)  # the first token of a sequence has no pair
     pairs = _level(keys, 2, max(limit - len(single.keys), 0))
     falls_back = torch.searchsorted(single.keys, pairs.keys % vocabulary)
     layers = []
@@ -138,7 +138,7 @@ def fit_token_table(
 
 
 def _level(keys: Tensor, least: int, limit: int) -> _TableLevel:
-    """Rows for the keys from 0 on that occur ``least`` times, the most frequent ``limit``."""
+    """Rows for the ``limit`` most frequent keys >= 0 that occur at least ``least`` times."""
     distinct, inverse, counts = keys.unique(return_inverse=True, return_counts=True)
     often = counts.argsort(descending=True, stable=True)[:limit]
     chosen = often[(counts[often] >= least) & (distinct[often] >= 0)].sort().values
@@ -148,7 +148,7 @@ def _level(keys: Tensor, least: int, limit: int) -> _TableLevel:
 
 
 def _count(ids: Tensor, row_of: Tensor, rows: int, experts: int) -> Tensor:
-    """``(rows, E)`` float32: visits of the tokens of each row."""
+    """``(rows, E)`` float32: how many tokens of each row used each expert."""
     slots = row_of[:, None] * experts + ids.long()
     slots = slots[(row_of[:, None] >= 0) & (ids >= 0)]
     return torch.bincount(slots, minlength=rows * experts).view(rows, experts).float()
@@ -161,7 +161,7 @@ def _blend(level: _TableLevel, ids: Tensor, fallback: Tensor, tokens: int) -> Te
 
 
 def _compress(probability: Tensor, kept: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Likeliest experts, their log odds, and those of each other one."""
+    """The likeliest experts, their log odds, and the log odds of the others' mean probability."""
     best, experts = probability.topk(kept, -1)
     left = max(probability.shape[1] - kept, 1)
     others = (probability.sum(-1) - best.sum(-1)).clamp_min(0) / left

@@ -83,7 +83,7 @@ def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
 
 def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:
     calibrated = load_calibration(folder, demo.config, experts(demo), ["token_table"])
-    assert calibrated.clues.keys() == calibrated.weights.keys() == {"token_table"}
+    assert calibrated.sources.keys() == calibrated.weights.keys() == {"token_table"}
 
 
 def test_what_an_older_calibration_left_for_the_cache_is_ignored(
@@ -96,7 +96,7 @@ def test_what_an_older_calibration_left_for_the_cache_is_ignored(
     about["files"]["next_use.safetensors"] = "0" * 64
     (older / MANIFEST_FILE).write_text(json.dumps(about))
     calibrated = load_calibration(older, demo.config, experts(demo), ["token_table"])
-    assert calibrated.clues.keys() == {"token_table"}
+    assert calibrated.sources.keys() == {"token_table"}
 
 
 def test_a_calibration_of_another_model_is_refused(

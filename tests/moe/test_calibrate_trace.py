@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe import MoE
-from moe.calibration.gates import find_gates
 from moe.calibration.trace import Trace
+from moe.commands.calibrate.fit import find_gates
 from moe.commands.calibrate.record import record_trace
 from moe.errors import CalibrationError
-from routing.predict.forecast import floats
+from routing.predict.ensemble import floats
 
 WINDOWS = [list(range(1, 21)), list(range(30, 37)), [5]]
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from routing import Routing
 from routing.predict import contexts
-from routing.predict.forecast import Clue, floats
+from routing.predict.ensemble import EvidenceSource, floats, sigmoid
 from routing.predict.lookahead import (
     ANY_DISTANCE,
     Gate,
     Lookahead,
     fit_gate,
     margins,
-    sigmoid,
 )
 from routing.predict.path import CONTEXT, PathEvidence, PathNetwork, fit_path
 from routing.predict.token_table import fit_token_table
@@ -30,7 +29,7 @@ E, K, V, H = 12, 2, 30, 16
 ROUTING = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
 
 
-def best(clue: Clue, layer: int, target: int) -> list[list[int]]:
+def best(clue: EvidenceSource, layer: int, target: int) -> list[list[int]]:
     evidence = clue.evidence(layer, target)
     assert evidence is not None
     return np.sort(np.argsort(-evidence, -1)[:, :K], -1).tolist()

@@ -11,14 +11,18 @@ import torch
 from routing import Routing
 from routing.predict.calibrated import (
     PREDICTORS,
-    Calibrated,
-    Ensemble,
+    CalibratedPredictors,
     PredictedModel,
+)
+from routing.predict.ensemble import (
+    Ensemble,
+    EvidenceSource,
     Situation,
+    Tensors,
     fit_logistic,
     fit_situation,
 )
-from routing.predict.forecast import EvidenceSource, Floats, Tensors
+from routing.predict.forecast import Floats
 from routing.predict.lookahead import Gate, Lookahead
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
@@ -106,7 +110,7 @@ def test_each_situation_has_its_own_weights() -> None:
     assert len(predictor.forecast(2)) == 0
 
 
-def calibrated() -> Calibrated:
+def calibrated() -> CalibratedPredictors:
     generator = torch.Generator().manual_seed(1)
     rules = (RouterRule(2), RouterRule(2, "sigmoid", torch.rand(E, generator=generator)))
     ids = [torch.rand(50, E, generator=generator).topk(2).indices for _ in rules]
@@ -119,14 +123,14 @@ def calibrated() -> Calibrated:
         "ensemble": {(1, 1, 3): torch.rand(3)},
     }
     model = PredictedModel((E, E), 9, rules)
-    return Calibrated(
+    return CalibratedPredictors(
         model, {"token_table": table, "lookahead": Lookahead("lookahead", {(1, 1): gate})}, weights
     )
 
 
 def test_a_calibration_comes_back_from_its_tensors() -> None:
     before = calibrated()
-    after = Calibrated.restore(before.tensors(), before.model)
+    after = CalibratedPredictors.restore(before.tensors(), before.model)
     assert after.weights.keys() == before.weights.keys()
     rows, tokens = torch.randn(3, 8), torch.tensor([[1, 2], [3, 4], [-1, 8]])
     for name in before.weights:
@@ -152,7 +156,7 @@ def test_pre_attention_gates_of_an_older_calibration_are_ignored() -> None:
     widened = torch.stack([spoken[0], spoken[1], torch.zeros(()), spoken[2]])
     older["weights.ensemble.situations"] = torch.tensor([(1, 1, 3), (1, 1, 7)])
     older["weights.ensemble.values"] = torch.stack([widened, torch.rand(4)])
-    restored = Calibrated.restore(older, now.model)
+    restored = CalibratedPredictors.restore(older, now.model)
     assert restored.weights.keys() == now.weights.keys()
     rows, tokens = torch.randn(3, 8), torch.tensor([[1, 2], [3, 4], [-1, 8]])
     said = []
@@ -187,4 +191,4 @@ def test_tensors_that_do_not_belong_to_the_model(
     tensors = whole.tensors()
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=message):
-        Calibrated.restore(tensors, whole.model)
+        CalibratedPredictors.restore(tensors, whole.model)

@@ -18,10 +18,9 @@ from moe.calibration.artefacts import (
     save_calibration,
     unavailable_before,
 )
-from moe.calibration.gates import FoundGate, find_gates
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
-from moe.commands.calibrate.fit import HELD_OUT_EVERY, fit_predictors
+from moe.commands.calibrate.fit import HELD_OUT_EVERY, FoundGate, find_gates, fit_predictors
 from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError

@@ -1,130 +1,71 @@
-"""From a trace to predictors: clues fitted on most of its sequences, and weighed on the others.
+"""Fit predictors to a trace: evidence sources on most of its sequences, weights on the others.
 
-Every fifth sequence is kept from the clues, so that a table that knows its own text by heart is not
-believed more than it deserves.
+Every fifth sequence is held out from the sources, so that the weights do not overrate a source that
+has memorised the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe.calibration.artefacts import FittedPredictors
-from moe.calibration.gates import FoundGate
 from moe.calibration.trace import SampledRows, Trace
 from moe.commands.console import OnStep
-from routing.predict.calibrated import (
-    PREDICTORS,
-    Calibrated,
-    PredictedModel,
-    Situation,
-    fit_situation,
-)
-from routing.predict.forecast import Clue, floats
+from moe.describe.routers import find_selectors
+from moe.network.backbone import Backbone
+from moe.network.moe_layer import Selector
+from routing.predict.calibrated import PREDICTORS, CalibratedPredictors, PredictedModel
+from routing.predict.ensemble import EvidenceSource, Situation, fit_situation, floats
 from routing.predict.lookahead import ANY_DISTANCE, REACH, Gate, Lookahead, fit_gate
 from routing.predict.path import CONTEXT, fit_path
 from routing.predict.token_table import fit_token_table
 from routing.routers import RouterRule
 from routing.routing import Routing
 
-# ---- Look-ahead clues from a trace: raw where a gate is known, and fitted ones everywhere.
+HELD_OUT_EVERY = 5
+"""One sequence in so many is held out from the sources."""
 
-_AGREES = 0.99  # of tokens for which a gate must choose what the router chose
+_MAX_WEIGHED = 4096  # rows that weights are fitted on; more change nothing
+_AGREES = 0.99  # share of tokens for which a gate must choose what the router chose
 
 
-class LookaheadFitter:
-    """Fits gates to earlier rows of one trace.
-
-    Args:
-        trace: with rows.
-        found: of each MoE layer.
-        learn: ``(R,)`` bool, rows that may be learnt from.
+@dataclass(frozen=True)
+class FoundGate:
+    """What is known of one MoE layer's router.
 
     Attributes:
-        rules: by which each layer chooses; of an unknown gate as many as it takes on average.
-        unavailable: why clues are missing, by their names.
+        gate: None if it was not found.
+        reason: why not; empty if it was.
     """
 
-    def __init__(self, trace: Trace, found: Sequence[FoundGate], learn: Tensor) -> None:
-        assert trace.rows is not None
-        self._rows: SampledRows = trace.rows
-        self._learn = learn
-        self.unavailable: dict[str, str] = {}
-        chosen = [ids[self._rows.tokens] for ids in trace.expert_ids]
-        self._gates = [
-            self._confirmed(*pair) for pair in enumerate(zip(found, chosen, strict=True))
-        ]
-        self.rules = tuple(
-            RouterRule(_usual(ids)) if gate is None else gate.rule
-            for gate, ids in zip(self._gates, chosen, strict=True)
-        )
-        self._targets = [
-            visits(ids, experts) if gate is None else torch.from_numpy(gate.logits(floats(read)))
-            for gate, ids, experts, read in zip(
-                self._gates, chosen, trace.num_experts, self._rows.read, strict=True
-            )
-        ]
+    gate: Gate | None
+    reason: str = ""
 
-    def _confirmed(self, layer: int, known: tuple[FoundGate, Tensor]) -> Gate | None:
-        """The gate, if it chooses what the router chose, given what the experts read."""
-        (found, chosen), reason = known, known[0].reason
-        if found.gate is not None:
-            agreed = found.gate.choose(floats(self._rows.read[layer])) == chosen.numpy()
-            share = float(agreed.all(-1).mean())
-            if share >= _AGREES:
-                return found.gate
-            reason = (
-                "its gate, given what its experts read, chooses as the router did for "
-                f"{share:.0%} of tokens only"
-            )
-        self.unavailable.setdefault("lookahead_raw", f"MoE layer {layer}: {reason}")
+
+def find_gates(backbone: Backbone) -> list[FoundGate]:
+    """The gate of each MoE layer, copied in float32 so that it outlives the model.
+
+    Without a gate, look-ahead is fitted to the router's choices alone and its raw form is not
+    available: `moe.describe.routers` says for which routers.
+    """
+    return [FoundGate(_gate(found.selector), found.reason) for found in find_selectors(backbone)]
+
+
+def _gate(selector: Selector | None) -> Gate | None:
+    if selector is None:
         return None
-
-    def clues(self, on_step: OnStep) -> list[Clue]:
-        """Those that can be had."""
-        layers = len(self._gates)
-        jobs = [(t, d) for t in range(layers) for d in range(1, REACH + 1) if t >= d]
-        raw, fitted = {}, {}
-        for done, (target, distance) in enumerate(jobs):
-            on_step("look-ahead", done, len(jobs))
-            gate, before = self._gates[target], self._rows.read[target - distance]
-            if before.shape[1] != self._rows.read[target].shape[1]:
-                gate = None
-            fitted[target, distance] = self._fit(
-                target, before, None if gate is None else gate.weight
-            )
-            if gate is not None:
-                raw[target, ANY_DISTANCE] = gate
-        if not fitted:
-            reason = "the model has one MoE layer only"
-            self.unavailable |= dict.fromkeys(("lookahead", "lookahead_raw"), reason)
-        found = {"lookahead": fitted, "lookahead_raw": raw}
-        return [Lookahead(name, gates) for name, gates in found.items() if gates]
-
-    def _fit(self, target: int, rows: Tensor, start: Tensor | None) -> Gate:
-        logits = self._targets[target][self._learn]
-        return fit_gate(rows[self._learn], logits, self.rules[target], start)
+    correction = selector.rule.correction
+    rule = replace(selector.rule, correction=None if correction is None else _copy(correction))
+    bias = None if selector.bias is None else _copy(selector.bias)
+    return Gate(_copy(selector.weight), rule, bias)
 
 
-def _usual(ids: Tensor) -> int:
-    """How many experts a token visits on average; at least 1."""
-    return max(round(int((ids >= 0).sum()) / len(ids)), 1)
-
-
-def visits(ids: Tensor, experts: int) -> Tensor:
-    """``(T, E)`` float32 of expert ids ``(T, K)``: 1 where a token visits an expert, else 0."""
-    slots = torch.zeros(len(ids), experts + 1)
-    return slots.scatter_(1, ids.long() + 1, 1.0)[:, 1:]
-
-
-# ----
-
-HELD_OUT_EVERY = 5
-"""Every so many-th sequence is kept from the clues."""
-
-_MAX_WEIGHED = 4096  # rows; more change nothing
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
 @torch.inference_mode(False)
@@ -136,9 +77,9 @@ def fit_predictors(
 
     Args:
         trace: with rows, of at least `HELD_OUT_EVERY` sequences.
-        found: of each MoE layer.
-        vectors: ``(V, D)``, where the path predictor's token vectors begin.
-        on_step: hears how far it is.
+        found: for each MoE layer.
+        vectors: ``(V, D)``, initial token vectors of the path predictor.
+        on_step: called with the task, the steps done and all steps.
     """
     assert trace.rows is not None
     assert len(trace.lengths) >= HELD_OUT_EVERY
@@ -155,29 +96,29 @@ def fit_predictors(
         vectors,
         on_step=lambda done, total: on_step("path predictor", done, total),
     )
-    gates = LookaheadFitter(trace, found, learn[trace.rows.tokens])
-    found_clues: list[Clue] = [table, path, *gates.clues(on_step)]
-    clues = {clue.name: clue for clue in found_clues}
-    aside = ~learn[trace.rows.tokens]
-    stride = max(int(aside.sum()) // _MAX_WEIGHED, 1)
-    rows = torch.where(aside)[0][::stride]
-    weights = _weigh(clues, trace, trace.rows, contexts, rows, on_step)
+    gates = _LookaheadFitter(trace, found, learn[trace.rows.tokens])
+    fitted: list[EvidenceSource] = [table, path, *gates.sources(on_step)]
+    sources = {source.name: source for source in fitted}
+    held_out = ~learn[trace.rows.tokens]
+    stride = max(int(held_out.sum()) // _MAX_WEIGHED, 1)
+    rows = torch.where(held_out)[0][::stride]
+    weights = _fit_weights(sources, trace, trace.rows, contexts, rows, on_step)
     model = PredictedModel(tuple(trace.num_experts), len(vectors), gates.rules)
-    return FittedPredictors(Calibrated(model, clues, weights), gates.unavailable)
+    return FittedPredictors(CalibratedPredictors(model, sources, weights), gates.unavailable)
 
 
-def _weigh(
-    clues: dict[str, Clue],
+def _fit_weights(
+    sources: Mapping[str, EvidenceSource],
     trace: Trace,
-    kept: SampledRows,
+    sampled: SampledRows,
     contexts: Tensor,
     rows: Tensor,
     on_step: OnStep,
 ) -> dict[str, dict[Situation, Tensor]]:
-    """Show the clues rows ``(R,)`` of `kept` as one step, and fit each situation they come into."""
+    """Show the sources rows ``(R,)`` of the sample as one step; fit each situation that occurs."""
     layers = len(trace.num_experts)
-    tokens = kept.tokens[rows]
-    seen = [
+    tokens = sampled.tokens[rows]
+    used = [
         visits(ids[tokens], experts)
         for ids, experts in zip(trace.expert_ids, trace.num_experts, strict=True)
     ]
@@ -185,19 +126,104 @@ def _weigh(
 
     def fit(layer: int, depth: int) -> None:
         for name, parts in PREDICTORS.items():
-            own = [clues[part] for part in parts if part in clues]
+            own = [sources[part] for part in parts if part in sources]
             for target in range(layer + 1, min(layer + 1 + depth, layers)):
-                fit_situation(weights[name], own, layer, target, seen[target])
+                fit_situation(weights[name], own, layer, target, used[target])
 
-    for clue in clues.values():
-        clue.start(contexts[tokens])
+    for source in sources.values():
+        source.start(contexts[tokens])
     fit(-1, layers)
     for layer in range(layers):
         on_step("weights", layer, layers)
         routing = Routing(
             trace.expert_ids[layer][tokens].long(), trace.weights[layer][tokens].float()
         )
-        for clue in clues.values():
-            clue.observe(layer, kept.read[layer][rows], routing)
+        for source in sources.values():
+            source.observe(layer, sampled.read[layer][rows], routing)
         fit(layer, REACH)
     return {name: fitted for name, fitted in weights.items() if fitted}
+
+
+class _LookaheadFitter:
+    """Fits gates to the rows of earlier layers.
+
+    Args:
+        trace: with rows.
+        found: for each MoE layer.
+        learn: ``(R,)`` bool, rows that may be learnt from.
+
+    Attributes:
+        rules: how each layer chooses; for an unknown gate, its mean number of experts a token.
+        unavailable: reasons by name of the missing source.
+    """
+
+    def __init__(self, trace: Trace, found: Sequence[FoundGate], learn: Tensor) -> None:
+        assert trace.rows is not None
+        self._read = trace.rows.read
+        self._learn = learn
+        self.unavailable: dict[str, str] = {}
+        chosen = [ids[trace.rows.tokens] for ids in trace.expert_ids]
+        self._gates = [
+            self._confirmed(layer, *pair)
+            for layer, pair in enumerate(zip(found, chosen, strict=True))
+        ]
+        self.rules = tuple(
+            RouterRule(_mean_experts(ids)) if gate is None else gate.rule
+            for gate, ids in zip(self._gates, chosen, strict=True)
+        )
+        self._targets = [
+            visits(ids, experts) if gate is None else torch.from_numpy(gate.logits(floats(read)))
+            for gate, ids, experts, read in zip(
+                self._gates, chosen, trace.num_experts, self._read, strict=True
+            )
+        ]
+
+    def _confirmed(self, layer: int, found: FoundGate, chosen: Tensor) -> Gate | None:
+        """The gate, if it chooses from the experts' input what the router chose."""
+        reason = found.reason
+        if found.gate is not None:
+            agreed = found.gate.choose(floats(self._read[layer])) == chosen.numpy()
+            share = float(agreed.all(-1).mean())
+            if share >= _AGREES:
+                return found.gate
+            reason = (
+                "its gate, given what its experts read, chooses as the router did for "
+                f"{share:.0%} of tokens only"
+            )
+        self.unavailable.setdefault("lookahead_raw", f"MoE layer {layer}: {reason}")
+        return None
+
+    def sources(self, on_step: OnStep) -> list[EvidenceSource]:
+        """Fitted look-ahead, and raw look-ahead if gates are known."""
+        layers = len(self._gates)
+        jobs = [(t, d) for t in range(layers) for d in range(1, REACH + 1) if t >= d]
+        raw, fitted = {}, {}
+        for done, (target, distance) in enumerate(jobs):
+            on_step("look-ahead", done, len(jobs))
+            gate, before = self._gates[target], self._read[target - distance]
+            if before.shape[1] != self._read[target].shape[1]:
+                gate = None
+            fitted[target, distance] = fit_gate(
+                before[self._learn],
+                self._targets[target][self._learn],
+                self.rules[target],
+                None if gate is None else gate.weight,
+            )
+            if gate is not None:
+                raw[target, ANY_DISTANCE] = gate
+        if not fitted:
+            reason = "the model has one MoE layer only"
+            self.unavailable |= dict.fromkeys(("lookahead", "lookahead_raw"), reason)
+        found = {"lookahead": fitted, "lookahead_raw": raw}
+        return [Lookahead(name, gates) for name, gates in found.items() if gates]
+
+
+def _mean_experts(ids: Tensor) -> int:
+    """Experts a token uses on average; at least 1."""
+    return max(round(int((ids >= 0).sum()) / len(ids)), 1)
+
+
+def visits(ids: Tensor, experts: int) -> Tensor:
+    """``(T, E)`` float32 for expert ids ``(T, K)``: 1 where a token uses an expert, else 0."""
+    slots = torch.zeros(len(ids), experts + 1)
+    return slots.scatter_(1, ids.long() + 1, 1.0)[:, 1:]
