@@ -25,7 +25,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from offload.cache import ExpertCache
 from offload.offloaded import HostValues
-from offload.policies import POLICIES, Policy, Values
+from offload.policies import POLICIES, EvictionPolicy, Values
 from offload.replay import hit_ratio
 from offload.slots import Sizes
 
@@ -48,7 +48,7 @@ class NoCopies(HostValues):
         return np.where(self.device.present, values.min() - values, values)
 
 
-WAYS: dict[str, Callable[[Policy], HostValues]] = {
+WAYS: dict[str, Callable[[EvictionPolicy], HostValues]] = {
     "inclusive": Inclusive,
     "half": HostValues,
     "none": NoCopies,
@@ -98,7 +98,7 @@ def compare(recorded: Recorded, device: float, host: float) -> dict[str, Any]:
 
 
 def stack(
-    recorded: Recorded, slots: int, host_slots: int, make: Callable[[Policy], HostValues]
+    recorded: Recorded, slots: int, host_slots: int, make: Callable[[EvictionPolicy], HostValues]
 ) -> tuple[ExpertCache, ExpertCache]:
     """A device over host memory, whose transfers take no time."""
     sizes = Sizes.equal(recorded.trace.num_experts, 1)

@@ -168,6 +168,7 @@ def _load(
             *decoding_notices(planned.config, profile.model.expert_bits),
             *precision_notices(network, layers, found.mended),
             *filter(None, [*forecasts.notices, borrowing_notice(offloaded, profile)]),
+            *eviction_notices(offloaded, profile),
             *low_bit_notices(offloaded, profile),
         ],
     )
@@ -266,6 +267,17 @@ def _check_backend(backend: Backend, layers: Sequence[LayerExperts]) -> None:
         backend.check([held_experts(layer) for layer in layers])
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}") from error
+
+
+def eviction_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
+    """That another eviction policy runs than the profile asks for."""
+    wanted = profile.offload.policy
+    if offloaded is None or offloaded.cache.policy.name == wanted:
+        return []
+    return [
+        f"offload.policy: {wanted} needs the compiled kernels, which did not build here; the cache "
+        f"evicts by {offloaded.cache.policy.name} (moe doctor says what is missing)"
+    ]
 
 
 def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:

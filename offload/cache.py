@@ -23,7 +23,7 @@ from offload.errors import BudgetError, OffloadError
 from offload.fetches import Filling, Source
 from offload.held import Held
 from offload.pins import Loan, lend
-from offload.policies import Policy
+from offload.policies import EvictionPolicy
 from offload.slots import Sizes, SlotTable
 from offload.statistics import CacheStatistics
 
@@ -152,7 +152,7 @@ class ExpertCache:
         slots: int,
         room: Room,
         source: Source,
-        policy: Policy,
+        policy: EvictionPolicy,
     ) -> None:
         self.policy = policy
         self.statistics = CacheStatistics(len(sizes.experts))

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from offload.errors import OffloadError
-from offload.policies import Policy
+from offload.policies import EvictionPolicy
 from offload.slots import SlotTable
 from offload.statistics import CacheStatistics, LayerStatistics
 from offload.transfer import Transfer
@@ -59,7 +59,7 @@ class Victims:
     def __init__(
         self,
         table: SlotTable,
-        policy: Policy,
+        policy: EvictionPolicy,
         flying: Collection[int],
         pins: Mapping[object, Collection[int]],
     ) -> None:
@@ -183,7 +183,7 @@ class Filling:
         self,
         table: SlotTable,
         source: Source,
-        policy: Policy,
+        policy: EvictionPolicy,
         statistics: CacheStatistics,
     ) -> None:
         self.table, self.policy, self.statistics = table, policy, statistics

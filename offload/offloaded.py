@@ -14,7 +14,7 @@ import numpy as np
 from offload.cache import ExpertCache
 from offload.hot_set import save_hot_set
 from offload.layer import OffloadedExperts
-from offload.policies import Policy, Values
+from offload.policies import EvictionPolicy, Values
 from offload.prefetch import BidRecord, Prefetcher
 from offload.statistics import LayerStatistics
 from offload.transfer import Reader
@@ -66,7 +66,7 @@ def bytes_in(counters: LayerStatistics) -> int:
 
 class HostValues:
     """What units are worth in host memory, by the policy of the GPU they are for, which learns for
-    both. See `offload.policies.Policy`.
+    both. See `offload.policies.EvictionPolicy`.
 
     Attributes:
         device: the cache that they are for, as soon as there is one.
@@ -74,7 +74,7 @@ class HostValues:
 
     name = HOST
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self.device: ExpertCache | None = None
         self._policy = policy
 

@@ -26,7 +26,7 @@ from offload.host_tier import HostSource
 from offload.hot_set import HotSet, hot_set_file, load_hot_set
 from offload.layer import OffloadedExperts
 from offload.offloaded import HOST, MEMORY, SLOWEST, HostValues, Offloaded, Tier
-from offload.policies import POLICIES, Policy
+from offload.policies import EvictionPolicy, make_policy
 from offload.readers import choose_reader
 from offload.slots import Sizes
 from offload.streams import Streams, open_streams
@@ -153,7 +153,7 @@ def open_offloaded(
         counts = [layer.experts for layer in store.manifest.layers]
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
-        made: Policy = POLICIES[policy](len(counts), max(counts))
+        made = make_policy(policy, len(counts), max(counts))
         opening = _Opening(store, bits, late_bits, like, chosen, made)
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
@@ -178,7 +178,7 @@ class _Opening:
         late_bits: int | None,
         like: Sequence[ExpertWeights],
         reader: Reader,
-        policy: Policy,
+        policy: EvictionPolicy,
     ) -> None:
         self._store, self._bits, self._late_bits, self._like = store, bits, late_bits, like
         self._reader, self._policy = reader, policy
@@ -228,7 +228,7 @@ class _Opening:
         manifest, like = self._store.manifest, self._like[0]
         return arena_for(manifest, self._bits, slots, like, device, self._late_bits)
 
-    def _over_disk(self, arena: Arena, slots: int, policy: Policy) -> ExpertCache:
+    def _over_disk(self, arena: Arena, slots: int, policy: EvictionPolicy) -> ExpertCache:
         source = DiskSource(self._store, self._bits, self._reader, arena, self._biases)
         return ExpertCache(self.sizes, slots, arena, source, policy)
 

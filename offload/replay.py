@@ -13,14 +13,14 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.policies import Policy, Values
+from offload.policies import EvictionPolicy, Values
 
 Calls = Sequence[Sequence[int]]
 """Units of each call, ascending; a unit is ``layer * width + expert``. The calls of a pass over the
 layers come one after the other."""
 
 
-def hit_ratio(calls: Calls, slots: int, policy: Policy, width: int) -> float:
+def hit_ratio(calls: Calls, slots: int, policy: EvictionPolicy, width: int) -> float:
     """Share of the units asked for that were there.
 
     Args:
@@ -37,7 +37,11 @@ def hit_ratio(calls: Calls, slots: int, policy: Policy, width: int) -> float:
 
 
 def belady(
-    calls: Calls, slots: int, foreseen: float = np.inf, rest: Policy | None = None, width: int = 1
+    calls: Calls,
+    slots: int,
+    foreseen: float = np.inf,
+    rest: EvictionPolicy | None = None,
+    width: int = 1,
 ) -> float:
     """Hit ratio of evicting what is asked for last in the future.
 

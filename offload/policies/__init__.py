@@ -1,16 +1,17 @@
-"""Replacement policies: what is worth keeping.
+"""Eviction policies: what is worth keeping.
 
-A policy sees what is asked for and what is predicted, never where anything lives.
+An `EvictionPolicy` sees what each layer asks for, never where anything lives, and values units
+(an expert of a layer each); the cache evicts the least valuable. `make_policy` makes one by its
+name in a profile.
 """
 
 from collections.abc import Callable
 
-from offload.policies.base import Policy, Values
-from offload.policies.classic import LFU, LRU
-from offload.policies.forecast import ForecastPolicy
-from offload.policies.frequency_recency import FrequencyRecency
+from kernels.cpu import choose_kernel
+from offload.policies.base import LFU, LRU, EvictionPolicy, Values
+from offload.policies.learned import ForecastPolicy, FrequencyRecency
 
-POLICIES: dict[str, Callable[[int, int], Policy]] = {
+POLICIES: dict[str, Callable[[int, int], EvictionPolicy]] = {
     "lru": LRU,
     "lfu": LFU,
     "frequency_recency": FrequencyRecency,
@@ -18,4 +19,27 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
 }
 """Name in a profile -> policy for so many layers of at most so many experts."""
 
-__all__ = ["LFU", "LRU", "POLICIES", "ForecastPolicy", "FrequencyRecency", "Policy", "Values"]
+__all__ = [
+    "LFU",
+    "LRU",
+    "POLICIES",
+    "EvictionPolicy",
+    "ForecastPolicy",
+    "FrequencyRecency",
+    "Values",
+    "make_policy",
+]
+
+
+def make_policy(name: str, num_layers: int, width: int) -> EvictionPolicy:
+    """The policy of this name; LRU for one that learns where the compiled kernels do not build.
+
+    Args:
+        name: of `POLICIES`.
+        num_layers: L.
+        width: most experts of a layer.
+    """
+    make = POLICIES[name]
+    if isinstance(make, type) and issubclass(make, FrequencyRecency) and choose_kernel()[0] is None:
+        make = LRU
+    return make(num_layers, width)

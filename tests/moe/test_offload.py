@@ -231,6 +231,16 @@ def test_policies_do_not_change_a_bit(store: Path, resident: MoE, policy: str) -
     check_equal(model, resident)
 
 
+def test_without_compiled_kernels_a_learning_policy_gives_way_to_lru(
+    store: Path, resident: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.policies.choose_kernel", lambda: (None, "no compiler"))
+    model = MoE.from_pretrained(store, budget(store, resident, 0.25, offload={"hot_set": False}))
+    assert model.status()["offload"]["policy"] == "lru"
+    assert any("offload.policy: forecast needs the compiled" in text for text in model.notices)
+    check_equal(model, resident)
+
+
 def test_the_plan_shows_the_tiers_and_what_is_read(store: Path, resident: MoE) -> None:
     model = MoE.from_pretrained(store, budget(store, resident, 0.25))
     plan = model.memory_plan

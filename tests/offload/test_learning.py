@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import choose_kernel
-from offload.policies.learning import Call, ReferenceLearner, new_learner
-from offload.policies.succession import HEADS
+from offload.policies.learned import HEADS, LearnedCall, new_learner
+from tests.oracles.learner import ReferenceLearner
 
 
-def habitual(tokens: int, layers: int, width: int, noise: float, seed: int) -> list[Call]:
+def habitual(tokens: int, layers: int, width: int, noise: float, seed: int) -> list[LearnedCall]:
     """Calls, some of which follow from the token before; some layers are left out."""
-    draw, calls, state, number = random.Random(seed), list[Call](), 0, 0
+    draw, calls, state, number = random.Random(seed), list[LearnedCall](), 0, 0
     for _ in range(tokens):
         state = draw.randrange(width) if draw.random() < noise else (3 * state + 1) % width
         for layer in range(layers):

@@ -1,10 +1,4 @@
-"""Which experts follow which: learnt from the routing itself, while it happens.
-
-For every layer a logistic regression from what was last asked for (in this layer and those before
-it) to what it asks for next and the time after next. It learns by one small step a visit
-(normalised least mean squares), so it needs no calibration and follows a change of subject within
-some hundred tokens. Legend: L layers, E experts of the widest, R layers looked back to.
-"""
+"""What `offload.policies.learned` learns, in numpy: the oracle of kernels/cpu/learning.cpp."""
 
 from __future__ import annotations
 
@@ -15,25 +9,107 @@ from itertools import pairwise
 import numpy as np
 
 from offload.policies.base import Values
+from offload.policies.learned import (
+    AT_FIRST,
+    CYCLE_DISCOUNT,
+    FIRST_RATE,
+    HABIT_RATE,
+    HALF_LIVES,
+    HEADS,
+    KEEP,
+    LEARNING_RATE,
+    MARGIN,
+    MEMORY,
+    LearnedCall,
+    discounts,
+    reach_of,
+)
 
-REACH = 6
-"""R: a layer's habits are looked for in itself and this many less one before it."""
-HABIT_RATE = 0.5
-"""How much of its error a visit takes from the habits that spoke."""
-HEADS = 2
-"""The next visit of a layer, and the one after it."""
-MOST_BYTES = 64 << 20
-"""Of weights: with very many experts, fewer layers are looked back to."""
-MEMORY = 0.995
-"""How much of the running losses a visit keeps."""
-MARGIN = 1e-9
-"""By which a running loss must be less to count as less: rounding is not."""
+Layers = int | slice | Sequence[int]
+"""One, all, or some."""
 
 
-def reach_of(num_layers: int, width: int) -> int:
-    """R for a model."""
-    affordable = MOST_BYTES // (4 * HEADS * num_layers * width * width)
-    return min(REACH, num_layers, max(1, affordable))
+class ReferenceLearner:
+    """In numpy. Worths are kept, and found again for those that something was learnt of."""
+
+    def __init__(self, num_layers: int, width: int, *, habits: bool) -> None:
+        self._width, self._discounts = width, discounts(num_layers)
+        self._rates = Rates(num_layers, width)
+        self._succession = Succession(num_layers, width) if habits else None
+        self._worth = self._rates.worth(slice(None), self._rates.both)
+
+    @property
+    def tails(self) -> Values:
+        return self._rates.tails
+
+    def learn(self, news: Sequence[LearnedCall], layer: int) -> Values:
+        layers: set[int] = set()
+        for call, ahead, units in news:
+            at = units[0] // self._width
+            experts, usual = [unit % self._width for unit in units], self._rates.both[:, at]
+            layers.add(at)
+            if self._succession is not None:
+                layers.update(self._succession.visit(call, ahead, at, experts, usual))
+            self._rates.visit(at, experts)
+        rows = sorted(layers)
+        coming = self._rates.both[:, rows]
+        if self._succession is not None:
+            coming = self._succession.corrected(rows, coming)
+        self._worth[rows] = self._rates.worth(rows, coming)
+        return (self._discounts[layer][:, None] * self._worth).reshape(-1)
+
+
+class Rates:
+    """Of each unit, how often it is asked for when its layer comes.
+
+    Attributes:
+        rates: ``(L, width)``, at the next visit of each layer.
+        usual: the same at later visits, of which short memories know nothing.
+        both: ``(2, L, width)``, the two.
+        tails: ``(L, width)``, what uses at the usual rates are worth, of which the next could come
+            at once.
+    """
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        self.both: Values = np.full((2, num_layers, width), FIRST_RATE)
+        self.rates, self.usual = self.both
+        self._memories: Values = np.full((num_layers, len(HALF_LIVES), width), FIRST_RATE)
+        self._weights: Values = np.array(AT_FIRST)
+        self.tails = _tail(self.usual)
+        self._visits = [0] * num_layers
+
+    def visit(self, layer: int, experts: Sequence[int]) -> None:
+        self._visits[layer] += 1
+        # The first visits are averaged evenly, else the start would be remembered for long.
+        keep = np.minimum(KEEP, 1 - 1 / (self._visits[layer] + 1))[:, None]
+        memories, both = self._memories[layer], self.both[:, layer]
+        # Expectation maximisation: whose word was it?
+        shares = self._weights[:, None] * memories[:, experts]
+        shares /= np.add.reduce(shares, axis=0) + 1e-12
+        told = np.add.reduce(shares, axis=1) / len(experts)
+        self._weights += LEARNING_RATE * (told - self._weights)
+        memories *= keep
+        memories[:, experts] += 1 - keep
+        both[0], both[1] = self._weights @ memories, memories[0]
+        np.minimum(np.maximum(both, 1e-3, out=both), 0.999, out=both)
+        self.tails[layer] = _tail(self.usual[layer])
+
+    def worth(self, layers: Layers, coming: Values) -> Values:
+        """``(..., width)``: what uses are worth, of which the next could come at once.
+
+        Args:
+            layers: whose units.
+            coming: probabilities ``(2, ..., width)`` of a use at the next visit of each layer and
+                at the one after it; later ones have the probability `usual`.
+        """
+        tail: Values = self.tails[layers]
+        for probability in reversed(coming):
+            tail = probability + (1 - probability) * CYCLE_DISCOUNT * tail
+        return tail
+
+
+def _tail(rates: Values) -> Values:
+    return rates / (1 - (1 - rates) * CYCLE_DISCOUNT)
 
 
 class Succession:
