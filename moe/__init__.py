@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from moe.completion import Completion, StreamEvent
     from moe.model import MoE
     from moe.sampling.params import SamplingParams, Structure
-    from moe.settings.profile import Profile
+    from moe.settings import Profile
 
 try:
     __version__ = version("moe-inference")

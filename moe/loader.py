@@ -34,11 +34,11 @@ from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import attach
 from moe.sampling.constraint import Structures
+from moe.settings import Profile
 from moe.settings.device import use_device
-from moe.settings.profile import Profile
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
-from moe.text.generation_config import OwnSampling
+from moe.text.generation_config import ModelSampling
 from moe.text.tokenizer import TextCodec
 from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
@@ -83,7 +83,7 @@ class LoadedModel:
     context_length: int | None
     offloaded: Offloaded | None
     expect: PromptEstimator | None = None
-    sampling: OwnSampling = field(default_factory=OwnSampling)
+    sampling: ModelSampling = field(default_factory=ModelSampling)
     notices: list[str] = field(default_factory=list)
 
 
@@ -130,7 +130,7 @@ def _load(
         check_fit(plan, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
         codec = TextCodec.from_directory(path, planned.config)
-        sampling = OwnSampling.from_directory(path)
+        sampling = ModelSampling.from_directory(path)
         made, read = planned.source.load(weights, device, report, planned.room)
     offloaded = made if isinstance(made, Offloaded) else None
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":

@@ -37,7 +37,8 @@ from moe.parallel.remote import RemoteRunner
 from moe.parallel.worker import WorkerLoop
 from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
-from moe.settings.profile import LoadedProfile, Profile, load_profile
+from moe.settings import Profile
+from moe.settings.profile import LoadedProfile, load_profile
 from moe.text.tokenizer import Prompt
 from routing import LOADED_FOR
 

@@ -13,7 +13,7 @@ from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence, check_priority
 from moe.settings import GenerationSettings
 from moe.text.detokenize import StopStrings
-from moe.text.generation_config import FILE, OwnSampling
+from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 from moe.text.tokenizer import Prompt
 
 CONTINUATION = 128
@@ -117,13 +117,13 @@ class Defaults:
         origins: each sampling parameter's value and where it comes from, ready for JSON.
     """
 
-    def __init__(self, settings: GenerationSettings, own: OwnSampling) -> None:
+    def __init__(self, settings: GenerationSettings, own: ModelSampling) -> None:
         self._settings = settings
         self.origins: dict[str, dict[str, Any]] = {}
         for name, neutral in _NEUTRAL.items():
             value, origin = getattr(settings, name), "profile"
             if value is None and settings.config == "auto" and name in own.values:
-                value, origin = own.values[name], FILE
+                value, origin = own.values[name], GENERATION_CONFIG
             elif value is None:
                 value, origin = neutral, "default"
             self.origins[name] = {"value": value, "origin": origin}

@@ -10,7 +10,7 @@ from moe.commands.terminal import RunStats, load, run, write_out
 from moe.errors import ContextError, RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
-from moe.text.tool_calls.reasoning import KEY, ReasoningParser
+from moe.text.tool_calls.reasoning import REASONING_KEY, ReasoningParser
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -96,7 +96,7 @@ def _answer(model: MoE, history: list[dict[str, object]], line: str) -> RunStats
         print("\n(interrupted; this turn is forgotten)")
         return None
     answer.finish()
-    thought = {KEY: answer.thought} if answer.thought else {}
+    thought = {REASONING_KEY: answer.thought} if answer.thought else {}
     history += [question, {"role": "assistant", "content": answer.said, **thought}]
     return stats
 

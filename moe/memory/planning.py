@@ -24,7 +24,7 @@ from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import measure_footprint
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
-from moe.settings.profile import Profile
+from moe.settings import Profile
 from offload.capacity import Capacity
 from offload.offloaded import HOST
 

@@ -27,7 +27,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from moe.errors import LaunchError
 from moe.parallel.launch import Launch, offer_secret, read_secret
 from moe.parallel.transport import Connection, WireError, accept, connect, listen
-from moe.settings.profile import KEYS, Profile, value_of
+from moe.settings import Profile
+from moe.settings.profile import KEYS, value_of
 from offload.hot_set import FILE_NAME
 
 CONTROL, WATCH = "control", "watch"

@@ -25,7 +25,7 @@ from moe.parallel.launch import LOOPBACK, Launch
 from moe.parallel.membership import WATCH, Membership, identity, rendezvous
 from moe.parallel.remote import EngineMirror
 from moe.parallel.worker import CoordinatorLink, RankWorker, WorkerLoop
-from moe.settings.profile import Profile
+from moe.settings import Profile
 
 WHOLE = (
     "every rank holds all experts, and only shares the work: moe convert writes a store, of which "

@@ -124,7 +124,7 @@ class Proposal(NamedTuple):
         return float(self.chances_C[self.ids_C == self.token_id].item())
 
 
-def draw_judged(
+def rejection_sample(
     ids_C: np.ndarray, weights_C: np.ndarray, proposal: Proposal, uniform: Callable[[], float]
 ) -> int:
     """An id of ids_C with the chances that the weights say, and as often as possible the proposed.
@@ -286,7 +286,7 @@ class Sampler:
             if proposal is None:
                 token_id = int(ids_C[draw(weights_C, self._random.random())])
             else:
-                token_id = draw_judged(ids_C, weights_C, proposal, self._random.random)
+                token_id = rejection_sample(ids_C, weights_C, proposal, self._random.random)
         self._remember(token_id)
         token = Token(token_id)
         if self.params.logprobs is not None:

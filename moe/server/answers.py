@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from moe.completion import StreamEvent
 from moe.server.errors import APIError
 from moe.server.fields import Json
-from moe.text.tool_calls.parser import Call, CallParser
+from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.reasoning import ReasoningParser
 
 Ending = Literal["stop", "length", "tool_calls"]
@@ -38,7 +38,7 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True)
-class Called:
+class EmittedCall:
     """A call of a tool.
 
     Attributes:
@@ -53,7 +53,7 @@ class Called:
     arguments: str
 
 
-class Said(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What a piece of an answer comes to.
 
     Attributes:
@@ -63,11 +63,11 @@ class Said(NamedTuple):
     """
 
     thought: str
-    pieces: Sequence[str | Called]
+    pieces: Sequence[str | EmittedCall]
     ending: Ending | None
 
 
-class AnswerReader:
+class AnswerParser:
     """Takes one answer apart.
 
     Args:
@@ -84,13 +84,13 @@ class AnswerReader:
         self._thinking = thinking
         self._num_calls = 0
 
-    def take(self, text: str, ending: Literal["stop", "length"] | None) -> Said:
+    def take(self, text: str, ending: Literal["stop", "length"] | None) -> AnswerPiece:
         """The next piece of the answer; with an ending, the last."""
         ended = ending is not None
         thought, text = self._thought(text, ended=ended)
         pieces = [self._numbered(piece) for piece in self._called(text, ended=ended)]
         calls = self._num_calls and ending == "stop"
-        return Said(thought, pieces, "tool_calls" if calls else ending)
+        return AnswerPiece(thought, pieces, "tool_calls" if calls else ending)
 
     def _thought(self, text: str, *, ended: bool) -> tuple[str, str]:
         thinking = self._thinking
@@ -105,17 +105,17 @@ class AnswerReader:
             self.num_thought = 0
         return thought, text
 
-    def _called(self, text: str, *, ended: bool) -> list[str | Call]:
+    def _called(self, text: str, *, ended: bool) -> list[str | ParsedCall]:
         if self._calls is None:
             return [text]
         pieces = self._calls.push(text)
         return pieces + self._calls.finish() if ended else pieces
 
-    def _numbered(self, piece: str | Call) -> str | Called:
+    def _numbered(self, piece: str | ParsedCall) -> str | EmittedCall:
         if isinstance(piece, str):
             return piece
         self._num_calls += 1
-        return Called(self._num_calls - 1, _new_id(), piece.name, piece.arguments)
+        return EmittedCall(self._num_calls - 1, _new_id(), piece.name, piece.arguments)
 
 
 def _new_id() -> str:

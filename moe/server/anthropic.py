@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
-from moe.server.answers import Called
-from moe.server.blocks import BlockAnswer, Kind
-from moe.server.bodies import RequestBody, Returned, Sharing
+from moe.server.answers import EmittedCall
+from moe.server.blocks import BlockAnswer, BlockKind
+from moe.server.bodies import RequestBody, ResentBody, SchedulingFields
 from moe.server.errors import APIError
 from moe.server.fields import (
     MAX_MESSAGES,
@@ -29,7 +29,7 @@ from moe.server.openai.options import (
     MAX_CALLS,
     MAX_TOOLS,
     CallId,
-    Effort,
+    ReasoningEffort,
     ToolName,
     call_of,
     function_of,
@@ -37,7 +37,7 @@ from moe.server.openai.options import (
 )
 from moe.server.openai.request import ChatRequest
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.reasoning import KEY
+from moe.text.tool_calls.reasoning import REASONING_KEY
 
 # ---- The turns of a conversation, as ``/v1/messages`` takes them, and the chat that they are.
 
@@ -47,7 +47,7 @@ BlockText = Annotated[str, Blocks]
 """A text, or blocks of text, which become lines."""
 
 
-class Block(Returned):
+class Block(ResentBody):
     cache_control: dict[str, Any] | None = None
     """Of no effect: known prefixes are found by their tokens."""
 
@@ -67,14 +67,14 @@ class ThinkingBlock(Block):
     """Of no effect: nothing is signed."""
 
 
-class UseBlock(Block):
+class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: CallId
     name: ToolName
     input: dict[str, Any]
 
 
-class ResultBlock(Block):
+class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: CallId
     content: BlockText = ""
@@ -85,34 +85,37 @@ class ResultBlock(Block):
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
-    | Annotated[UseBlock, Tag("tool_use")]
-    | Annotated[ResultBlock, Tag("tool_result")],
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
     by_type("text", "thinking", "tool_use", "tool_result"),
 ]
-_ROLES = {"assistant": (TextBlock, ThinkingBlock, UseBlock), "user": (TextBlock, ResultBlock)}
+_ROLES = {
+    "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+    "user": (TextBlock, ToolResultBlock),
+}
 
 
 def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Turn(Returned):
+class InputMessage(ResentBody):
     role: Literal["user", "assistant", "system"]
     content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)] = Field(
         min_length=1, json_schema_extra=text_or
     )
 
     @model_validator(mode="after")
-    def _check_blocks(self) -> Turn:
+    def _check_blocks(self) -> InputMessage:
         for block in self.content:
             if not isinstance(block, _ROLES.get(self.role, TextBlock)):
                 raise ValueError(f"a block of type {block.type} is not of role {self.role}")
-        if sum(isinstance(block, UseBlock) for block in self.content) > MAX_CALLS:
+        if sum(isinstance(block, ToolUseBlock) for block in self.content) > MAX_CALLS:
             raise ValueError(f"a turn may have {MAX_CALLS} calls")
         return self
 
 
-def conversation(system: str | None, turns: Iterable[Turn]) -> list[Json]:
+def _chat_messages(system: str | None, turns: Iterable[InputMessage]) -> list[Json]:
     """Messages of a chat: results of tools are messages of their own, in their place."""
     made = [] if system is None else [_message("system", [system])]
     for turn in turns:
@@ -123,11 +126,11 @@ def conversation(system: str | None, turns: Iterable[Turn]) -> list[Json]:
     return made
 
 
-def _asked(turn: Turn) -> list[Json]:
+def _asked(turn: InputMessage) -> list[Json]:
     made: list[Json] = []
     texts: list[str] = []
     for block in turn.content:
-        if isinstance(block, ResultBlock):
+        if isinstance(block, ToolResultBlock):
             made += [_message(turn.role, texts)] if texts else []
             made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
             texts = []
@@ -136,11 +139,11 @@ def _asked(turn: Turn) -> list[Json]:
     return [*made, _message(turn.role, texts)] if texts or not made else made
 
 
-def _answer(turn: Turn) -> Json:
+def _answer(turn: InputMessage) -> Json:
     message = _message("assistant", [b.text for b in turn.content if isinstance(b, TextBlock)])
     if thoughts := [b.thinking for b in turn.content if isinstance(b, ThinkingBlock)]:
-        message[KEY] = "\n".join(thoughts)
-    if calls := [_call(block) for block in turn.content if isinstance(block, UseBlock)]:
+        message[REASONING_KEY] = "\n".join(thoughts)
+    if calls := [_call(block) for block in turn.content if isinstance(block, ToolUseBlock)]:
         message["tool_calls"] = calls
     return message
 
@@ -149,14 +152,14 @@ def _message(role: str, texts: Iterable[str]) -> Json:
     return {"role": role, "content": "\n".join(texts)}
 
 
-def _call(block: UseBlock) -> Json:
+def _call(block: ToolUseBlock) -> Json:
     return call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
 
 
 # ---- What requests to ``/v1/messages`` may say, and the chats that they are.
 
 
-class Tool(RequestBody):
+class MessagesTool(RequestBody):
     """What the model may call."""
 
     type: Literal["custom"] | None = None
@@ -174,7 +177,7 @@ class Tool(RequestBody):
         return function_of(name=self.name, parameters=self.input_schema, **about)
 
 
-class ToolChoice(RequestBody):
+class MessagesToolChoice(RequestBody):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     """With the type tool."""
@@ -182,7 +185,7 @@ class ToolChoice(RequestBody):
     """true: an answer ends with its first call."""
 
     @model_validator(mode="after")
-    def _check_name(self) -> ToolChoice:
+    def _check_name(self) -> MessagesToolChoice:
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("the type tool, and no other, has a name")
         return self
@@ -209,13 +212,13 @@ class OutputFormat(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    effort: Effort | None = None
+    effort: ReasoningEffort | None = None
     """How much to think, where the chat template reads that."""
     format: OutputFormat | None = None
     """What the answer has to be."""
 
 
-class Metadata(RequestBody):
+class MessagesMetadata(RequestBody):
     user_id: str | None = Field(default=None, max_length=2048)
     """A name for the end user. Not stored, not logged."""
 
@@ -230,19 +233,19 @@ class MessagesChat(ChatRequest):
         return super().asked_to_think if self.thinking is None else self.thinking
 
 
-class CountRequest(Sharing):
+class CountTokensRequest(SchedulingFields):
     """What is counted."""
 
     model: str
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     """The conversation so far; an answer that has been begun is continued."""
     system: BlockText | None = None
     """What the conversation begins with."""
-    tools: list[Annotated[Tool, run_by_client("custom")]] = Field(
+    tools: list[Annotated[MessagesTool, run_by_client("custom")]] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
     """What the model may call."""
-    tool_choice: ToolChoice = Field(default_factory=lambda: ToolChoice(type="auto"))
+    tool_choice: MessagesToolChoice = Field(default_factory=lambda: MessagesToolChoice(type="auto"))
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
     cache_control: dict[str, Any] | None = None
@@ -256,7 +259,7 @@ class CountRequest(Sharing):
         return supported(value, NEUTRAL_MESSAGES) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _translate(self) -> CountRequest:
+    def _translate(self) -> CountTokensRequest:
         effort, thinks = self.output_config.effort, self._thinks
         if None not in (effort, thinks) and thinks != (effort != "none"):
             raise ValueError("thinking and output_config.effort contradict each other")
@@ -277,7 +280,7 @@ class CountRequest(Sharing):
         asked = self.output_config
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
-            "messages": conversation(self.system, self.messages),
+            "messages": _chat_messages(self.system, self.messages),
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [tool.chat for tool in self.tools],
             "tool_choice": self.tool_choice.chat,
@@ -288,7 +291,7 @@ class CountRequest(Sharing):
         }
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountTokensRequest):
     max_tokens: TokenCount
     """Most tokens to generate, thoughts included."""
     stop_sequences: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
@@ -297,7 +300,7 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
-    metadata: Metadata = Field(default_factory=Metadata)
+    metadata: MessagesMetadata = Field(default_factory=MessagesMetadata)
 
     def _fields(self) -> Json:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
@@ -328,17 +331,17 @@ class MessagesAnswer(BlockAnswer):
     def started(self) -> list[Json]:
         return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
 
-    def opened(self, kind: Kind) -> list[Json]:
+    def opened(self, kind: BlockKind) -> list[Json]:
         return [self._event("content_block_start", content_block=_block(kind, ""))]
 
-    def delta(self, kind: Kind, text: str) -> Json:
+    def delta(self, kind: BlockKind, text: str) -> Json:
         name, field = _NAMES[kind]
         return self._event("content_block_delta", delta={"type": f"{name}_delta", field: text})
 
-    def closed(self, kind: Kind, text: str) -> list[Json]:
+    def closed(self, kind: BlockKind, text: str) -> list[Json]:
         return [self._stopped(_block(kind, text))]
 
-    def called(self, call: Called) -> list[Json]:
+    def called(self, call: EmittedCall) -> list[Json]:
         block = {"type": "tool_use", "id": call.id, "name": call.name}
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
         return [
@@ -378,7 +381,7 @@ class MessagesAnswer(BlockAnswer):
         return event
 
 
-def _block(kind: Kind, text: str) -> Json:
+def _block(kind: BlockKind, text: str) -> Json:
     name, field = _NAMES[kind]
     signed = {"signature": ""} if kind == "reasoning" else {}
     return {"type": name, field: text} | signed

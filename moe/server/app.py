@@ -19,7 +19,7 @@ from moe.errors import RequestError
 from moe.server import routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
-from moe.server.engine_thread import Runner
+from moe.server.engine_queue import EngineQueue
 from moe.server.errors import (
     ANTHROPIC_ERROR_SCHEMA,
     ERROR_SCHEMA,
@@ -40,7 +40,7 @@ router = APIRouter()
 
 
 def create_app(
-    runner: Runner,
+    queue: EngineQueue,
     model_names: Sequence[str],
     settings: ServerSettings,
     api_key: str | None = None,
@@ -48,7 +48,7 @@ def create_app(
 ) -> ASGIApp:
     """The application of one model; see `Guard` for the last two."""
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
-    app.state.runner = runner
+    app.state.queue = queue
     app.state.model_names = model_names
     app.state.settings = settings
     app.include_router(router)
@@ -58,7 +58,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
-    guard = Guard(app, runner.metrics, api_key, host_names)
+    guard = Guard(app, queue.metrics, api_key, host_names)
     if not settings.allowed_origins:
         return guard
     # In front of the guard: a browser asks whether it may send the key without sending it.
@@ -107,13 +107,13 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Requests are taken; 503 with the reason, and how far loading is, while they are not."""
-    runner: Runner = request.app.state.runner
+    queue: EngineQueue = request.app.state.queue
     try:
-        runner.ready_model()
+        queue.ready_model()
     except APIError as error:
-        about: dict[str, Any] = {"status": runner.state}
-        if runner.state == "loading":
-            about["progress"] = runner.progress.as_dict()
+        about: dict[str, Any] = {"status": queue.state}
+        if queue.state == "loading":
+            about["progress"] = queue.progress.as_dict()
         return error.response(request.url.path, about)
     return JSONResponse({"status": "ready"})
 
@@ -135,12 +135,12 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _model_card(request: Request, name: str) -> dict[str, Any]:
-    runner: Runner = request.app.state.runner
-    limit = runner.model.context_length if runner.model else None
+    queue: EngineQueue = request.app.state.queue
+    limit = queue.model.context_length if queue.model else None
     return {
         "id": name,
         "object": "model",
-        "created": runner.created,
+        "created": queue.created,
         "owned_by": "moe",
         "max_model_len": limit,
     }
@@ -148,26 +148,26 @@ def _model_card(request: Request, name: str) -> dict[str, Any]:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 def metrics(request: Request) -> Response:
-    runner: Runner = request.app.state.runner
-    return Response(runner.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    queue: EngineQueue = request.app.state.queue
+    return Response(queue.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/status")
 def status(request: Request) -> Response:
     """The settings in force with their origins, what runs how, and all counters."""
-    runner: Runner = request.app.state.runner
+    queue: EngineQueue = request.app.state.queue
     about: dict[str, Any] = {
-        "state": runner.state,
-        "seconds": round(runner.seconds, 1),
-        "occupancy": runner.occupancy(),
-        "engine": runner.engine_status,
+        "state": queue.state,
+        "seconds": round(queue.seconds, 1),
+        "occupancy": queue.occupancy(),
+        "engine": queue.engine_status,
     }
-    if runner.model is not None:
-        loaded = runner.model.profile
+    if queue.model is not None:
+        loaded = queue.model.profile
         about["profile"] = {
             key: {"value": value_of(loaded.profile, key), "origin": loaded.origins[key]}
             for key in KEYS.leaves
         }
-        about |= {"model": runner.model.status(), "stats": runner.model.stats()}
-        about["memory_plan"] = runner.model.memory_plan.as_dict()
+        about |= {"model": queue.model.status(), "stats": queue.model.stats()}
+        about["memory_plan"] = queue.model.memory_plan.as_dict()
     return JSONResponse(about)

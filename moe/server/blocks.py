@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from moe.completion import StreamEvent
-from moe.server.answers import AnswerReader, Called, Ending
+from moe.server.answers import AnswerParser, EmittedCall, Ending
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.openai.request import ChatRequest
 from moe.text.tokenizer import TextCodec
 
-Kind = Literal["reasoning", "text"]
+BlockKind = Literal["reasoning", "text"]
 
 
 class BlockAnswer(ABC):
@@ -36,8 +36,8 @@ class BlockAnswer(ABC):
         self.stop: str | None = None
         self._codec = codec
         self._chat = chat
-        self._reader: AnswerReader | None = None
-        self._kind: Kind | None = None  # of the block that is open
+        self._reader: AnswerParser | None = None
+        self._kind: BlockKind | None = None  # of the block that is open
         self._texts: list[str] = []
 
     @property
@@ -64,7 +64,7 @@ class BlockAnswer(ABC):
         self.num_known = delta.num_cached_tokens
         made = self._added("reasoning", said.thought)
         for piece in said.pieces:
-            if isinstance(piece, Called):
+            if isinstance(piece, EmittedCall):
                 made += self._finished() + self.called(piece)
             else:
                 made += self._added("text", piece)
@@ -73,7 +73,7 @@ class BlockAnswer(ABC):
             made += self._finished()
         return made
 
-    def _added(self, kind: Kind, text: str) -> list[Json]:
+    def _added(self, kind: BlockKind, text: str) -> list[Json]:
         if not text:
             return []
         made = []
@@ -99,17 +99,17 @@ class BlockAnswer(ABC):
     def started(self) -> list[Json]: ...
 
     @abstractmethod
-    def opened(self, kind: Kind) -> list[Json]: ...
+    def opened(self, kind: BlockKind) -> list[Json]: ...
 
     @abstractmethod
-    def delta(self, kind: Kind, text: str) -> Json: ...
+    def delta(self, kind: BlockKind, text: str) -> Json: ...
 
     @abstractmethod
-    def closed(self, kind: Kind, text: str) -> list[Json]:
+    def closed(self, kind: BlockKind, text: str) -> list[Json]:
         """A block of text is complete; adds it to `blocks`."""
 
     @abstractmethod
-    def called(self, call: Called) -> list[Json]:
+    def called(self, call: EmittedCall) -> list[Json]:
         """A call, which comes in one piece; adds it to `blocks`."""
 
     @abstractmethod

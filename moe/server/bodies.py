@@ -157,7 +157,7 @@ class RequestBody(BaseModel):
         return check_size(value, MAX_FIELDS)
 
 
-class Returned(RequestBody):
+class ResentBody(RequestBody):
     """What clients send back as they got it, with fields that are null or empty."""
 
     @model_validator(mode="before")
@@ -173,7 +173,7 @@ class StreamOptions(RequestBody):
     """End the stream with a chunk that has the token counts."""
 
 
-class Labels(RequestBody):
+class LabelFields(RequestBody):
     """Fields that change nothing about the answer."""
 
     user: str | None = Field(default=None, max_length=512)
@@ -186,7 +186,7 @@ class Labels(RequestBody):
     """A hint. Known prefixes are found by their tokens; `cache_salt` keeps tenants apart."""
 
 
-class Sharing(RequestBody):
+class SchedulingFields(RequestBody):
     """How a request shares the server with others; additions, named as in vLLM."""
 
     cache_salt: str = Field(default="", max_length=512)

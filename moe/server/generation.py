@@ -26,7 +26,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
-from moe.server.engine_thread import Job, Runner
+from moe.server.engine_queue import EngineQueue, GenerationJob
 from moe.server.errors import GENERIC, APIError, ClientGone
 from moe.server.fields import Json
 from moe.server.guard import log_failure
@@ -36,7 +36,7 @@ from moe.text.tokenizer import TextCodec
 # ---- Answers that last: stop the work when the client goes away, and do not wait for ever for
 # one that does not read.
 
-Event = Mapping[str, Any] | str
+ServerEvent = Mapping[str, Any] | str
 Result = TypeVar("Result")
 
 
@@ -77,8 +77,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[Event],
-        failed: Callable[[APIError], Iterable[Event]],
+        events: AsyncIterator[ServerEvent],
+        failed: Callable[[APIError], Iterable[ServerEvent]],
         close: Callable[[], None],
         send_timeout_s: float,
     ) -> None:
@@ -103,7 +103,7 @@ class EventStream(Response):
     async def _send_all(self, request_id: str, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last: Iterable[Event] = ()
+        last: Iterable[ServerEvent] = ()
         try:
             async for event in self._events:
                 await self._send_event(send, event)
@@ -118,7 +118,7 @@ class EventStream(Response):
             await self._send_event(send, event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_event(self, send: Send, event: Event) -> None:
+    async def _send_event(self, send: Send, event: ServerEvent) -> None:
         text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
         name = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
         body = f"{name}data: {text}\n\n".encode()
@@ -152,18 +152,18 @@ async def answer(
         make: the answer, from the tokenizer, the id of the request and the name of the model.
     """
     name = check_model(request.app.state.model_names, body.model)
-    runner: Runner = request.app.state.runner
-    job = await while_connected(request.receive, runner.submit(partial(make_groups, body=body)))
-    assert runner.model is not None
-    made = make(runner.model.codec, request.scope["request_id"], name)
+    queue: EngineQueue = request.app.state.queue
+    job = await while_connected(request.receive, queue.submit(partial(make_groups, body=body)))
+    assert queue.model is not None
+    made = make(queue.model.codec, request.scope["request_id"], name)
     if body.stream:
-        close = partial(runner.close, job)
+        close = partial(queue.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
         return EventStream(_events(made, job), made.failed, close, timeout_s)
     try:
         events = await while_connected(request.receive, _all(job))
     finally:
-        runner.close(job)
+        queue.close(job)
     # The texts of a long prompt's tokens take a while.
     whole = partial(made.whole, job.num_prompt_tokens, events)
     return await run_in_threadpool(lambda: JSONResponse(whole()))
@@ -212,11 +212,11 @@ def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
         )
 
 
-async def _all(job: Job) -> list[StreamEvent]:
+async def _all(job: GenerationJob) -> list[StreamEvent]:
     return [event async for event in job.events()]
 
 
-async def _events(answer: Answer, job: Job) -> AsyncIterator[Json | str]:
+async def _events(answer: Answer, job: GenerationJob) -> AsyncIterator[Json | str]:
     for event in answer.begin(job.num_prompt_tokens, len(job.places)):
         yield event
     async for token in job.events():

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
 
-from moe.server.answers import Called
-from moe.server.blocks import BlockAnswer, Kind
-from moe.server.bodies import Labels, RequestBody, Returned, Sharing
+from moe.server.answers import EmittedCall
+from moe.server.blocks import BlockAnswer, BlockKind
+from moe.server.bodies import LabelFields, RequestBody, ResentBody, SchedulingFields
 from moe.server.errors import APIError
 from moe.server.fields import (
     MAX_MESSAGES,
@@ -27,11 +27,11 @@ from moe.server.fields import (
 from moe.server.openai.options import (
     MAX_CALLS,
     MAX_TOOLS,
-    Arguments,
+    ArgumentsText,
     CallId,
-    Effort,
     FunctionDefinition,
     NamedFunction,
+    ReasoningEffort,
     ToolName,
     call_of,
     function_of,
@@ -39,35 +39,35 @@ from moe.server.openai.options import (
 )
 from moe.server.openai.request import ChatRequest
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.reasoning import KEY
+from moe.text.tool_calls.reasoning import REASONING_KEY
 
 # ---- Items of a conversation, as ``/v1/responses`` takes them, and the chat that they are.
 
-Status = Literal["in_progress", "completed", "incomplete"]
-Id = Annotated[str, Field(max_length=256)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ItemId = Annotated[str, Field(max_length=256)]
 _LABELS = ("annotations", "logprobs")
-Text = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
+ItemText = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
 Thought = Annotated[str, BeforeValidator(text_of("reasoning_text"))]
 
 
-class Item(Returned):
-    id: Id | None = None
+class InputItemBase(ResentBody):
+    id: ItemId | None = None
     """Of no effect, as everything is sent."""
-    status: Status | None = None
+    status: ItemStatus | None = None
     """Of no effect."""
 
 
-class MessageItem(Item):
+class MessageItem(InputItemBase):
     type: Literal["message"] = "message"
     role: str = Field(min_length=1, max_length=64)
     """Who speaks; developer is the same as system."""
-    content: Text
+    content: ItemText
     """Text, or parts of the type ``input_text`` or ``output_text``."""
     phase: Literal["commentary", "final_answer"] | None = None
     """Of no effect."""
 
 
-class ReasoningItem(Item):
+class ReasoningItem(InputItemBase):
     """What the model thought before what follows."""
 
     type: Literal["reasoning"]
@@ -76,36 +76,36 @@ class ReasoningItem(Item):
     """There is none in answers of this server."""
 
 
-class CallItem(Item):
+class FunctionCallItem(InputItemBase):
     type: Literal["function_call"]
     call_id: CallId
     name: ToolName
-    arguments: Arguments
+    arguments: ArgumentsText
 
 
-class OutputItem(Item):
+class FunctionOutputItem(InputItemBase):
     type: Literal["function_call_output"]
     call_id: CallId
-    output: Text = ""
+    output: ItemText = ""
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")],
     by_type("message", "reasoning", "function_call", "function_call_output", default="message"),
 ]
 
 
-def conversation(instructions: str | None, items: Iterable[InputItem]) -> list[Json]:
+def _chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[Json]:
     """Messages of a chat: what the model said in one go is one of them."""
     turns = [] if instructions is None else [_turn("system", instructions)]
     answering = False  # the last turn is the model's, and goes on
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             _add_message(turns, item)
-        elif isinstance(item, OutputItem):
+        elif isinstance(item, FunctionOutputItem):
             turns.append(_turn("tool", item.output) | {"tool_call_id": item.call_id})
         else:
             if not (answering and _goes_on(turns[-1], item)):
@@ -132,19 +132,19 @@ def _add_message(turns: list[Json], item: MessageItem) -> None:
         turns.append(_turn(role, item.content))
 
 
-def _goes_on(turn: Json, item: MessageItem | ReasoningItem | CallItem) -> bool:
-    if isinstance(item, CallItem):
+def _goes_on(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) -> bool:
+    if isinstance(item, FunctionCallItem):
         return len(turn.get("tool_calls", ())) < MAX_CALLS
     if isinstance(item, ReasoningItem):
         return False
     return not turn["content"] or "tool_calls" in turn
 
 
-def _add_said(turn: Json, item: MessageItem | ReasoningItem | CallItem) -> None:
+def _add_said(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) -> None:
     if isinstance(item, MessageItem):
         turn["content"].append(item.content)
     elif isinstance(item, ReasoningItem):
-        turn[KEY] = item.content
+        turn[REASONING_KEY] = item.content
     else:
         call = call_of(item.call_id, item.name, item.arguments)
         turn.setdefault("tool_calls", []).append(call)
@@ -158,7 +158,7 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class FunctionTool(FunctionDefinition):
+class ResponsesTool(FunctionDefinition):
     """What the model may call."""
 
     type: Literal["function"]
@@ -168,11 +168,11 @@ class FunctionTool(FunctionDefinition):
         return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
 
 
-class NamedChoice(NamedFunction):
+class ResponsesToolChoice(NamedFunction):
     type: Literal["function"]
 
 
-class Format(RequestBody):
+class ResponsesFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(default=None, min_length=1, max_length=64)
     """Of the schema; for the client's own use, as the description."""
@@ -183,7 +183,7 @@ class Format(RequestBody):
     """Of no effect."""
 
     @model_validator(mode="after")
-    def _check_type(self) -> Format:
+    def _check_type(self) -> ResponsesFormat:
         named = self.name is not None and self.schema_ is not None
         if (self.type == "json_schema") != named:
             raise ValueError("the type json_schema, and no other, has a name and a schema")
@@ -197,23 +197,23 @@ class Format(RequestBody):
 
 
 class TextConfig(RequestBody):
-    format: Format = Field(default_factory=Format)
+    format: ResponsesFormat = Field(default_factory=ResponsesFormat)
     verbosity: Literal["medium"] | None = None
     """Of no effect; others are refused."""
 
 
 class ReasoningConfig(RequestBody):
-    effort: Effort | None = None
+    effort: ReasoningEffort | None = None
     """How much to think, where the chat template reads that; none: not at all."""
     summary: Literal["auto"] | None = None
     """There are no summaries: answers have the reasoning itself."""
 
 
-class StreamOptions(RequestBody):
+class ResponsesStreamOptions(RequestBody):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Labels, Sharing):
+class ResponsesRequest(LabelFields, SchedulingFields):
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
     input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
@@ -226,18 +226,18 @@ class ResponsesRequest(Labels, Sharing):
     """Most tokens to generate, reasoning included."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    tools: list[Annotated[FunctionTool, run_by_client("function")]] = Field(
+    tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
     """What the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     """false: an answer ends with its first call."""
     text: TextConfig = Field(default_factory=TextConfig)
     """What the answer has to be."""
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
     """Reasoning comes in the open, so that it can be sent back without."""
     truncation: Literal["disabled"] = "disabled"
@@ -269,7 +269,7 @@ class ResponsesRequest(Labels, Sharing):
         choice = self.tool_choice
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
-            "messages": conversation(self.instructions, self.input),
+            "messages": _chat_messages(self.instructions, self.input),
             "max_tokens": self.max_output_tokens,
             "tools": [tool.chat for tool in self.tools],
             "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
@@ -308,17 +308,17 @@ class ResponsesAnswer(BlockAnswer):
         about = self._response("in_progress")
         return [self._event(f"response.{word}", response=about) for word in _STARTED]
 
-    def opened(self, kind: Kind) -> list[Json]:
+    def opened(self, kind: BlockKind) -> list[Json]:
         part = self._place(kind) | {"content_index": 0, "part": _part(kind, "")}
         return [
             self._item_event("added", self._item(kind, [], "in_progress")),
             self._event("response.content_part.added", **part),
         ]
 
-    def delta(self, kind: Kind, text: str) -> Json:
+    def delta(self, kind: BlockKind, text: str) -> Json:
         return self._text_event(kind, "delta", {"delta": text})
 
-    def closed(self, kind: Kind, text: str) -> list[Json]:
+    def closed(self, kind: BlockKind, text: str) -> list[Json]:
         part = self._place(kind) | {"content_index": 0, "part": _part(kind, text)}
         status = "incomplete" if self.ending == "length" else "completed"
         return [
@@ -327,7 +327,7 @@ class ResponsesAnswer(BlockAnswer):
             self._item_done(self._item(kind, [_part(kind, text)], status)),
         ]
 
-    def called(self, call: Called) -> list[Json]:
+    def called(self, call: EmittedCall) -> list[Json]:
         about = {"type": "function_call", "call_id": call.id, "name": call.name}
         item = {"id": self._item_id("call"), **about}
         place, word = self._place("call"), "response.function_call_arguments"
@@ -368,7 +368,7 @@ class ResponsesAnswer(BlockAnswer):
     def _item_id(self, kind: str) -> str:
         return f"{_PREFIXES[kind]}_{self._id}_{len(self.blocks)}"
 
-    def _item(self, kind: Kind, parts: list[Json], status: str) -> Json:
+    def _item(self, kind: BlockKind, parts: list[Json], status: str) -> Json:
         item = {"id": self._item_id(kind), "status": status, "content": parts}
         if kind == "reasoning":
             return item | {"type": "reasoning", "summary": []}
@@ -377,7 +377,7 @@ class ResponsesAnswer(BlockAnswer):
     def _place(self, kind: str) -> Json:
         return {"item_id": self._item_id(kind), "output_index": len(self.blocks)}
 
-    def _text_event(self, kind: Kind, word: str, said: Json) -> Json:
+    def _text_event(self, kind: BlockKind, word: str, said: Json) -> Json:
         place = self._place(kind) | {"content_index": 0}
         if kind == "reasoning":
             return self._event(f"response.reasoning_text.{word}", **place, **said)
@@ -401,7 +401,7 @@ _STARTED = ("created", "in_progress")
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-def _part(kind: Kind, text: str) -> Json:
+def _part(kind: BlockKind, text: str) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

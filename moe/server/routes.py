@@ -11,18 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moe.model import MoE
-from moe.server.anthropic import CountRequest, MessagesAnswer, MessagesRequest
+from moe.server.anthropic import CountTokensRequest, MessagesAnswer, MessagesRequest
 from moe.server.bodies import RequestBody, json_body, schema_of
-from moe.server.engine_thread import Runner
+from moe.server.engine_queue import EngineQueue
 from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import answer, chat_prompt, check_model
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
 from moe.server.openai.request import (
     ChatEnding,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
-    Message,
-    conversation,
+    template_messages,
 )
 from moe.server.responses import ResponsesAnswer, ResponsesRequest
 
@@ -62,9 +62,9 @@ async def messages(
     return await answer(request, body.chat, partial(MessagesAnswer, body))
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=schema_of(CountRequest))
+@router.post("/v1/messages/count_tokens", openapi_extra=schema_of(CountTokensRequest))
 async def count_tokens(
-    request: Request, body: Annotated[CountRequest, Depends(json_body(CountRequest))]
+    request: Request, body: Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
 ) -> dict[str, int]:
     """Tokens of the prompt that such a request to ``/v1/messages`` has."""
     check_model(request.app.state.model_names, body.model)
@@ -72,8 +72,8 @@ async def count_tokens(
     def work(model: MoE) -> dict[str, int]:
         return {"input_tokens": len(chat_prompt(model, body.chat))}
 
-    runner: Runner = request.app.state.runner
-    return await runner.text(work)
+    queue: EngineQueue = request.app.state.queue
+    return await queue.text(work)
 
 
 # ---- ``/tokenize`` and ``/detokenize``: prompts to token ids and back.
@@ -84,7 +84,7 @@ class TokenizeRequest(ChatEnding):
 
     model: str | None = None
     prompt: str | None = Field(default=None, min_length=1)
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
@@ -108,12 +108,12 @@ async def tokenize(
     check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
-        prompt = conversation(body.messages or ()) if body.prompt is None else body.prompt
+        prompt = template_messages(body.messages or ()) if body.prompt is None else body.prompt
         ids = model.codec.encode(prompt, ending=body.ending)
         return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
 
-    runner: Runner = request.app.state.runner
-    return await runner.text(work)
+    queue: EngineQueue = request.app.state.queue
+    return await queue.text(work)
 
 
 @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
@@ -126,5 +126,5 @@ async def detokenize(
     def work(model: MoE) -> dict[str, Any]:
         return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
 
-    runner: Runner = request.app.state.runner
-    return await runner.text(work)
+    queue: EngineQueue = request.app.state.queue
+    return await queue.text(work)

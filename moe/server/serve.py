@@ -27,7 +27,7 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
 from moe.server.app import create_app
-from moe.server.engine_thread import Runner
+from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES, TimedProtocol
 from moe.settings.profile import LoadedProfile
 
@@ -58,7 +58,7 @@ class Service:
         api_key: what clients must send; None lets everybody in.
 
     Attributes:
-        runner: while it runs, and afterwards.
+        queue: while it runs, and afterwards.
         stopping: `stop` has been called.
         is_stuck: the engine thread did not end in time.
     """
@@ -74,7 +74,7 @@ class Service:
         self.is_stuck = False
         self._stop = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.runner: Runner | None = None
+        self.queue: EngineQueue | None = None
 
     @property
     def address(self) -> str:
@@ -88,25 +88,25 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
-        self.runner = runner = Runner(self.load, settings.max_waiting)
-        app = create_app(runner, self.model_names, settings, self.api_key, self._host_names())
+        self.queue = queue = EngineQueue(self.load, settings.max_waiting)
+        app = create_app(queue, self.model_names, settings, self.api_key, self._host_names())
         server = _Server(_uvicorn_config(app, settings.read_timeout_s))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
-            await self._first(runner.changed.wait(), self._stop.wait())
-            if runner.state == "ready":
+            await self._first(queue.changed.wait(), self._stop.wait())
+            if queue.state == "ready":
                 on_ready()
-                runner.changed.clear()
-                await self._first(runner.changed.wait(), self._stop.wait())
-            await runner.drain(settings.drain_timeout_s)
+                queue.changed.clear()
+                await self._first(queue.changed.wait(), self._stop.wait())
+            await queue.drain(settings.drain_timeout_s)
         finally:
             server.should_exit = True
             await serving
             # Loading cannot be interrupted, and nothing of it has to be finished.
-            self.is_stuck = not runner.stop(_CLOSE_TIMEOUT_S if runner.model else 0)
-        if runner.failure is not None:
-            if runner.model is None:
-                raise runner.failure
+            self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
+        if queue.failure is not None:
+            if queue.model is None:
+                raise queue.failure
             return 1
         return 0
 
@@ -208,9 +208,9 @@ def serve(
         )
 
     def say_ready() -> None:
-        assert service.runner is not None
-        assert service.runner.model is not None
-        for notice in service.runner.model.notices:
+        assert service.queue is not None
+        assert service.queue.model is not None
+        for notice in service.queue.model.notices:
             print(f"moe: {notice}", file=sys.stderr)
         names = ", ".join(service.model_names)
         print(f"moe: serving {names} at {service.address}", flush=True)

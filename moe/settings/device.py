@@ -6,7 +6,7 @@ import torch
 
 from moe.errors import ProfileError
 from moe.machine import usable_cpus
-from moe.settings.profile import Profile
+from moe.settings import Profile
 
 
 def use_device(profile: Profile) -> torch.device:

@@ -50,14 +50,14 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 @dataclass(frozen=True)
-class Keys:
+class ProfileKeys:
     """The dotted names of a settings tree: ``leaves`` hold values, ``sections`` hold other keys."""
 
     leaves: tuple[str, ...]
     sections: frozenset[str]
 
     @classmethod
-    def of(cls, tree: type[BaseModel]) -> Keys:
+    def of(cls, tree: type[BaseModel]) -> ProfileKeys:
         leaves: list[str] = []
         sections: set[str] = set()
         for name, field in tree.model_fields.items():
@@ -70,7 +70,9 @@ class Keys:
         return cls(tuple(leaves), frozenset(sections))
 
 
-def flatten(tree: Mapping[Any, Any], keys: Keys, source: str, prefix: str = "") -> dict[str, Any]:
+def flatten(
+    tree: Mapping[Any, Any], keys: ProfileKeys, source: str, prefix: str = ""
+) -> dict[str, Any]:
     """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
 
     Raises ``ProfileError`` naming the source, the key and its nearest valid key.
@@ -93,7 +95,7 @@ def flatten(tree: Mapping[Any, Any], keys: Keys, source: str, prefix: str = "") 
     return flat
 
 
-def from_environment(environ: Mapping[str, str], keys: Keys) -> dict[str, tuple[Any, str]]:
+def from_environment(environ: Mapping[str, str], keys: ProfileKeys) -> dict[str, tuple[Any, str]]:
     """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
     names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
     settings: dict[str, tuple[Any, str]] = {}
@@ -205,9 +207,9 @@ def _parse(text: str | bytes, source: str) -> Any:
 
 # ----
 
-__all__ = ["KEYS", "LoadedProfile", "Profile", "load_profile", "print_config", "value_of"]
+__all__ = ["KEYS", "LoadedProfile", "load_profile", "print_config", "value_of"]
 
-KEYS = Keys.of(Profile)
+KEYS = ProfileKeys.of(Profile)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ _BYTES = {chr(byte): byte for byte in _SHOWN}
 _BYTES |= {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
 
 
-class Pieces:
+class TokenBytes:
     """The bytes of each token of a tokenizer, in the midst of a text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from moe.errors import CheckpointError, RequestError
 from moe.sampling.params import SamplingParams
 
-FILE = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class OwnSampling:
+class ModelSampling:
     """What a model says about sampling.
 
     Attributes:
@@ -27,12 +27,12 @@ class OwnSampling:
     notices: list[str] = field(default_factory=list)
 
     @classmethod
-    def from_directory(cls, directory: Path) -> OwnSampling:
+    def from_directory(cls, directory: Path) -> ModelSampling:
         """Raises `CheckpointError` where the file is there and is not a JSON object."""
-        return cls.of(read(directory))
+        return cls.of(read_generation_config(directory))
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> OwnSampling:
+    def of(cls, config: dict[str, Any]) -> ModelSampling:
         """``do_sample: false`` is temperature 0; where it is true and nothing else is said, 1."""
         own = cls()
         for name in _NAMES:
@@ -42,7 +42,9 @@ class OwnSampling:
             try:
                 SamplingParams(**{name: value})
             except RequestError as error:
-                own.notices.append(f"{FILE} of the model: {error}; the value is not used")
+                own.notices.append(
+                    f"{GENERATION_CONFIG} of the model: {error}; the value is not used"
+                )
             else:
                 own.values[name] = value
         sampled = config.get("do_sample")
@@ -52,15 +54,15 @@ class OwnSampling:
             own.values.setdefault("temperature", 1.0)
         elif sampled is not None:
             own.notices.append(
-                f"{FILE} of the model: do_sample must be true or false, got {sampled!r}; "
-                "the value is not used"
+                f"{GENERATION_CONFIG} of the model: do_sample must be true or false, "
+                f"got {sampled!r}; the value is not used"
             )
         return own
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read_generation_config(directory: Path) -> dict[str, Any]:
     """The file's object, empty where there is no file. Raises `CheckpointError` if damaged."""
-    path = directory / FILE
+    path = directory / GENERATION_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from moe.errors import CheckpointError, ContextError, RequestError
 from moe.text.chat import check_message, check_settings, render
 from moe.text.detokenize import IncrementalDecoder, special_token_ids
-from moe.text.generation_config import FILE, read
+from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
 from moe.text.tool_calls.reasoning import (
-    KEY,
+    REASONING_KEY,
     ReasoningSupport,
     as_template_takes,
     probe_reasoning,
@@ -69,11 +69,11 @@ def eos_token_ids(
 
 def _generation_eos(directory: Path) -> set[int]:
     try:
-        return _as_ids(read(directory).get("eos_token_id"))
+        return _as_ids(read_generation_config(directory).get("eos_token_id"))
     except TypeError as error:
         raise CheckpointError(
-            f"{directory / FILE} must be a JSON object whose eos_token_id is an id or a list of "
-            f"ids: {error}; repair or remove the file"
+            f"{directory / GENERATION_CONFIG} must be a JSON object whose eos_token_id is an id "
+            f"or a list of ids: {error}; repair or remove the file"
         ) from error
 
 
@@ -151,7 +151,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
 """How the text of a chat ends: with the opening of the assistant's turn."""
 _BEHIND = 16  # tokens of space that a prompt may have behind what opens reasoning
-Tool = Mapping[str, object]
+ToolSpec = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 
 
@@ -192,7 +192,7 @@ class TextCodec(TemplateFormats):
         self,
         prompt: Prompt,
         max_tokens: int | None = None,
-        tools: Sequence[Tool] | None = None,
+        tools: Sequence[ToolSpec] | None = None,
         settings: Mapping[str, object] | None = None,
         ending: Mapping[str, bool] = OPENED,
     ) -> list[int]:
@@ -266,7 +266,7 @@ class TextCodec(TemplateFormats):
         plain = [dict(message) for message in messages]
         if any(message.get("tool_calls") for message in plain):
             plain = as_template_takes(plain, self.tools.format)
-        if any(message.get(KEY) for message in plain):
+        if any(message.get(REASONING_KEY) for message in plain):
             plain = with_reasoning(plain, self.reasoning.format)
         if settings:
             check_settings(tokenizer, settings)

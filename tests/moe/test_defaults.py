@@ -15,12 +15,12 @@ from moe.errors import RequestError
 from moe.network.kv_cache import KVCache
 from moe.requests import CONTINUATION, Defaults
 from moe.settings import GenerationSettings
-from moe.text.generation_config import FILE, OwnSampling
+from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 
-OWN = OwnSampling({"temperature": 0.6, "top_k": 20, "min_p": 0.05})
+OWN = ModelSampling({"temperature": 0.6, "top_k": 20, "min_p": 0.05})
 
 
-def defaults(own: OwnSampling = OWN, **settings: Any) -> Defaults:
+def defaults(own: ModelSampling = OWN, **settings: Any) -> Defaults:
     return Defaults(GenerationSettings(**settings), own)
 
 
@@ -28,10 +28,10 @@ def test_the_model_is_asked_where_the_profile_does_not_say() -> None:
     params = defaults(top_k=5).params(chat=True, room=10)
     assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.6, 5, 0.05, 1.0)
     assert defaults(top_k=5).origins == {
-        "temperature": {"value": 0.6, "origin": FILE},
+        "temperature": {"value": 0.6, "origin": GENERATION_CONFIG},
         "top_p": {"value": 1.0, "origin": "default"},
         "top_k": {"value": 5, "origin": "profile"},
-        "min_p": {"value": 0.05, "origin": FILE},
+        "min_p": {"value": 0.05, "origin": GENERATION_CONFIG},
         "repetition_penalty": {"value": 1.0, "origin": "default"},
     }
 
@@ -63,13 +63,13 @@ def test_how_long_an_answer_may_be(setting: Any, chat: int, text: int) -> None:
 def model(tiny_checkpoint: Callable[[str], Path], tmp_path: Path) -> MoE:
     path = tmp_path / "model"
     shutil.copytree(tiny_checkpoint("qwen3_moe"), path)
-    (path / FILE).write_text('{"do_sample": true, "temperature": 0.9, "top_p": 7}')
+    (path / GENERATION_CONFIG).write_text('{"do_sample": true, "temperature": 0.9, "top_p": 7}')
     return MoE.from_pretrained(path, memory={"kv_tokens": 60}, generation={"seed": 3})
 
 
 def test_a_models_own_sampling_is_used_and_shown(model: MoE) -> None:
     assert any("top_p must be" in notice for notice in model.notices)
-    assert model.status()["sampling"]["temperature"] == {"value": 0.9, "origin": FILE}
+    assert model.status()["sampling"]["temperature"] == {"value": 0.9, "origin": GENERATION_CONFIG}
     said = model.generate([1, 2, 3])[0]
     explicit = SamplingParams(temperature=0.9, seed=3, max_new_tokens=57)
     assert said == model.generate([1, 2, 3], explicit)[0]

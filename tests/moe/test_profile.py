@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 
 import configs
 from moe.errors import ProfileError
+from moe.settings import Profile
 from moe.settings.profile import (
     KEYS,
-    Profile,
     load_profile,
     parse_assignments,
     print_config,

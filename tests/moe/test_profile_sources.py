@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from moe.errors import MoEError, ProfileError
-from moe.settings.profile import (
-    MAX_FILE_BYTES,
-    Profile,
-    load_profile,
-    parse_assignments,
-    profile_names,
-)
+from moe.settings import Profile
+from moe.settings.profile import MAX_FILE_BYTES, load_profile, parse_assignments, profile_names
 
 NO_ENVIRONMENT: dict[str, str] = {}
 

@@ -35,8 +35,9 @@ from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
 from moe.memory.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
 from moe.memory.planning import PlannedModel, planning
+from moe.settings import Profile
 from moe.settings.device import use_device
-from moe.settings.profile import LoadedProfile, Profile
+from moe.settings.profile import LoadedProfile
 
 MAX_RANKS = 256  # each takes the plan a second and more
 NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")

@@ -13,12 +13,12 @@ from typing import ClassVar
 
 from moe.completion import Completion, StreamEvent, collect
 from moe.sampling.sampler import Token
-from moe.server.answers import AnswerReader, Called
+from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.openai.options import call_of
 from moe.server.openai.request import ChatRequest, CompletionRequest, GenerationRequest
-from moe.text.detokenize import Pieces
+from moe.text.detokenize import TokenBytes
 from moe.text.tokenizer import TextCodec
 
 
@@ -125,7 +125,7 @@ def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
     """The bytes of a token by itself; ``token_id:N`` for a model without tokenizer."""
     if codec.tokenizer is None:
         return lambda token_id: f"token_id:{token_id}".encode()
-    return lru_cache(4096)(Pieces(codec.tokenizer).of)
+    return lru_cache(4096)(TokenBytes(codec.tokenizer).of)
 
 
 # ---- Answers of ``/v1/chat/completions``.
@@ -139,7 +139,7 @@ class ChatAnswer(OpenAIAnswer):
         self._chat = body
         self._codec = codec
         self._token_bytes = token_bytes(codec)
-        self._readers: dict[int, AnswerReader] = {}  # of each sequence
+        self._readers: dict[int, AnswerParser] = {}  # of each sequence
 
     def choice(self, index: int, part: Completion) -> Json:
         content, calls, thought, ending = self._said(index, part)
@@ -159,13 +159,13 @@ class ChatAnswer(OpenAIAnswer):
             delta["tool_calls"] = [{"index": call.index} | _call(call) for call in calls]
         return {"delta": delta | thought, "logprobs": self._logprobs(part.tokens)} | ending
 
-    def _said(self, index: int, part: Completion) -> tuple[str, list[Called], Json, Json]:
+    def _said(self, index: int, part: Completion) -> tuple[str, list[EmittedCall], Json, Json]:
         """Text, calls, reasoning under both names that clients know, and how it ends."""
         if index not in self._readers:
             self._readers[index] = self._chat.answer_reader(self._codec, part.prompt_token_ids)
         said = self._readers[index].take(part.text, part.finish_reason)
         text = "".join(piece for piece in said.pieces if isinstance(piece, str))
-        calls = [piece for piece in said.pieces if isinstance(piece, Called)]
+        calls = [piece for piece in said.pieces if isinstance(piece, EmittedCall)]
         names = ("reasoning_content", "reasoning") if said.thought else ()
         return text, calls, dict.fromkeys(names, said.thought), {"finish_reason": said.ending}
 
@@ -184,7 +184,7 @@ class ChatAnswer(OpenAIAnswer):
         return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
 
-def _call(call: Called) -> Json:
+def _call(call: EmittedCall) -> Json:
     return call_of(call.id, call.name, call.arguments)
 
 

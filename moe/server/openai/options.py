@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from moe.sampling.params import MAX_SOURCE, Structure
-from moe.server.answers import AnswerReader
+from moe.server.answers import AnswerParser
 from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
 from moe.server.fields import Json, at_most
@@ -19,7 +19,7 @@ from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
 
 # ---- Fields that say what an answer has to be: OpenAI's ``response_format``, and vLLM's own.
 
-Source = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
+SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
 
 
 class NamedSchema(RequestBody):
@@ -56,13 +56,13 @@ class ResponseFormat(RequestBody):
 class StructuredOutputs(RequestBody):
     """One of these, named as in vLLM."""
 
-    json_: dict[str, Any] | Source | None = Field(default=None, alias="json")
+    json_: dict[str, Any] | SourceText | None = Field(default=None, alias="json")
     """A JSON schema, as it is or as text."""
-    regex: Source | None = None
+    regex: SourceText | None = None
     """What the answer matches as a whole, in the syntax of Rust's ``regex``."""
-    choice: list[Source] | None = Field(default=None, min_length=1, max_length=MAX_SOURCE)
+    choice: list[SourceText] | None = Field(default=None, min_length=1, max_length=MAX_SOURCE)
     """What the answer is one of."""
-    grammar: Source | None = None
+    grammar: SourceText | None = None
     """A grammar in Lark's syntax (as llguidance has it) or GBNF."""
     json_object: bool = False
     """Any JSON object."""
@@ -114,7 +114,7 @@ MAX_CALLS = 128
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=128)]
-Arguments = Annotated[str, Field(max_length=2**20)]
+ArgumentsText = Annotated[str, Field(max_length=2**20)]
 """A JSON object, as text."""
 
 
@@ -150,7 +150,7 @@ class FunctionDefinition(RequestBody):
     """true: every call keeps to the schema. A tool_choice that makes the model call implies it."""
 
 
-class Tool(RequestBody):
+class ChatTool(RequestBody):
     """What the model may call."""
 
     type: Literal["function"]
@@ -161,17 +161,17 @@ class NamedFunction(RequestBody):
     name: ToolName
 
 
-class NamedChoice(RequestBody):
+class NamedToolChoice(RequestBody):
     type: Literal["function"]
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class CalledFunction(RequestBody):
     name: ToolName
-    arguments: Arguments
+    arguments: ArgumentsText
 
 
 class ToolCall(RequestBody):
@@ -183,7 +183,7 @@ class ToolCall(RequestBody):
 
 
 class ToolBody(RequestBody):
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS)
     """What the model may call."""
     tool_choice: ToolChoice = "auto"
     """none: the model is told of no tools. required, or a function: it has to call."""
@@ -196,7 +196,7 @@ class ToolBody(RequestBody):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tools: {twice[0]!r} is there twice")
         choice = self.tool_choice
-        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
             raise ValueError(f"tool_choice: there is no tool {choice.function.name!r}")
         if choice == "required" and not names:
             raise ValueError("tool_choice may be required only with tools")
@@ -228,7 +228,7 @@ class ToolBody(RequestBody):
             strict = {f.name: (f.strict and f.parameters) or ANY for f in functions}
             text = grammar.text_or_calls(strict, several=several)
             return Structure.grammar(text, _parts(strict))
-        if isinstance(self.tool_choice, NamedChoice):
+        if isinstance(self.tool_choice, NamedToolChoice):
             functions = [f for f in functions if f.name == self.tool_choice.function.name]
             several = False
         schemas = {function.name: function.parameters or ANY for function in functions}
@@ -254,7 +254,7 @@ def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
 # ----
 
 TemplateName = Annotated[str, StringConstraints(max_length=64)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
 
 
@@ -263,7 +263,7 @@ class ReasoningBody(ToolBody, StructuredBody):
         default_factory=dict, max_length=16
     )
     """Variables that the model's chat template reads, such as ``enable_thinking``."""
-    reasoning_effort: Effort | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """How much to think, where the chat template reads that; none: not at all."""
 
     @property
@@ -301,12 +301,12 @@ class ReasoningBody(ToolBody, StructuredBody):
         calls = {} if self.offered_tools is None else codec.call_tokens
         return {*codec.reasoning_tokens.values(), *calls.values()}
 
-    def answer_reader(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerReader:
+    def answer_reader(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
         """Takes one answer to a prompt apart."""
         format, thinking = codec.reasoning.format, None
         if format is not None and self._thinks:
             thinking = ReasoningParser(format, inside=codec.opens_reasoning(prompt))
-        return AnswerReader(self.call_parser(codec), thinking)
+        return AnswerParser(self.call_parser(codec), thinking)
 
     @property
     def _thinks(self) -> bool:
@@ -314,7 +314,9 @@ class ReasoningBody(ToolBody, StructuredBody):
         return self.structure is None or self.structure.kind in CAN_FOLLOW
 
 
-def _settings(support: ReasoningSupport, think: bool, effort: Effort | None) -> dict[str, object]:
+def _settings(
+    support: ReasoningSupport, think: bool, effort: ReasoningEffort | None
+) -> dict[str, object]:
     settings: dict[str, object] = {} if support.switch is None else {support.switch: think}
     if think and effort is not None:
         if not support.takes_effort:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
-from moe.server.bodies import Labels, RequestBody, Returned, Sharing, StreamOptions
+from moe.server.bodies import LabelFields, RequestBody, ResentBody, SchedulingFields, StreamOptions
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,
@@ -30,12 +30,12 @@ from moe.server.fields import (
 )
 from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, StructuredBody, ToolCall
 from moe.text.tokenizer import Prompt
-from moe.text.tool_calls.reasoning import KEY
+from moe.text.tool_calls.reasoning import REASONING_KEY
 
 # ---- The turns of a chat, as clients send them and as a chat template takes them.
 
 
-class Message(Returned):
+class ChatMessage(ResentBody):
     """One turn of a chat. Its other fields in OpenAI's API are refused unless null or empty."""
 
     role: str = Field(min_length=1, max_length=64)
@@ -54,7 +54,7 @@ class Message(Returned):
     """Of role tool: which call this answers."""
 
     @model_validator(mode="after")
-    def _check_fields(self) -> Message:
+    def _check_fields(self) -> ChatMessage:
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError(f"tool_calls are of role assistant; got role {self.role!r:.80}")
         if self.tool_call_id is not None and self.role != "tool":
@@ -94,13 +94,13 @@ class ChatEnding(RequestBody):
         }
 
 
-def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     """Messages for `TextCodec.encode`."""
     made: list[dict[str, object]] = []
     for message in messages:
         turn = {"content": None, **message.model_dump(exclude_none=True, exclude={"reasoning"})}
         if message.reasoning:
-            turn.setdefault(KEY, message.reasoning)
+            turn.setdefault(REASONING_KEY, message.reasoning)
         made.append(turn)
     return made
 
@@ -108,7 +108,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, object]]:
 # ----
 
 
-class GenerationRequest(StructuredBody, Labels, Sharing):
+class GenerationRequest(StructuredBody, LabelFields, SchedulingFields):
     """What chats and completions have in common."""
 
     neutral: ClassVar[Neutral]
@@ -189,7 +189,7 @@ class GenerationRequest(StructuredBody, Labels, Sharing):
 class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
     neutral = NEUTRAL_CHAT
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: TokenCount | None = None
     """The newer name of max_tokens."""
     logprobs: bool = False
@@ -213,7 +213,7 @@ class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        return [conversation(self.messages)]
+        return [template_messages(self.messages)]
 
     @property
     def needs_tools(self) -> bool:

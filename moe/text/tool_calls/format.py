@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Keys from the outside of a JSON object inwards."""
 
 
@@ -21,8 +21,8 @@ class ObjectBody:
         sample: such an object, of the call that the template was asked to write.
     """
 
-    name: Path
-    arguments: Path
+    name: KeyPath
+    arguments: KeyPath
     sample: str = ""
 
     @property

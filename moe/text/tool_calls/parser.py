@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.text.tool_calls.format import CallFormat, ObjectBody, TaggedBody
-from moe.text.tool_calls.reader import Reader, Reading, overlap
+from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
 # ---- Arguments that are written as plain text, by what the tool's schema says they are.
 
@@ -57,11 +57,13 @@ def _types(schema: object) -> set[str]:
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool that may be called, by the tool's name."""
 
-Body = tuple[object, object, int]
+CallBody = tuple[object, object, int]
 """Name and arguments, which may be anything, and where they end."""
 
 
-def read_body(reader: Reader, format: CallFormat, at: int, tools: Schemas) -> Reading[Body | None]:
+def read_body(
+    reader: StreamScanner, format: CallFormat, at: int, tools: Schemas
+) -> Scan[CallBody | None]:
     """None: there is none."""
     body = format.body
     if isinstance(body, ObjectBody):
@@ -85,7 +87,11 @@ def read_body(reader: Reader, format: CallFormat, at: int, tools: Schemas) -> Re
 
 class _Tagged:
     def __init__(
-        self, reader: Reader, body: TaggedBody, call_close: str, schema: Mapping[str, Any] | None
+        self,
+        reader: StreamScanner,
+        body: TaggedBody,
+        call_close: str,
+        schema: Mapping[str, Any] | None,
     ) -> None:
         self._reader = reader
         self._body = body
@@ -93,7 +99,7 @@ class _Tagged:
         properties = (schema or {}).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
 
-    def read(self, at: int) -> Reading[tuple[dict[str, Any] | None, int]]:
+    def read(self, at: int) -> Scan[tuple[dict[str, Any] | None, int]]:
         """Arguments and where they end; None where one is not finished."""
         reader, body = self._reader, self._body
         arguments: dict[str, Any] = {}
@@ -112,7 +118,7 @@ class _Tagged:
             at = ends[1]
         return arguments, at
 
-    def _ends(self, start: int) -> Reading[tuple[int, int] | None]:
+    def _ends(self, start: int) -> Scan[tuple[int, int] | None]:
         """Where a value ends, and where its closing does: one that is not part of the value.
 
         Behind it comes the next key, or the end of the call.
@@ -156,7 +162,7 @@ def _space_after(literal: str) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """A call of a tool.
 
     Attributes:
@@ -180,25 +186,25 @@ class CallParser:
         self._format = format
         self._tools = tools
         self._left = most
-        self._reader = Reader()
+        self._reader = StreamScanner()
         self._at = 0  # everything before is handed out
         self._after_call = False
-        self._out: list[str | Call] = []
+        self._out: list[str | ParsedCall] = []
         self._reading = self._read()
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[str | ParsedCall]:
         """Take in a piece of text; returns text and calls that became final, in their order."""
         self._reader.text += text
         next(self._reading, None)
         out, self._out = self._out, []
         return out
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[str | ParsedCall]:
         """The rest, when the answer has ended."""
         self._reader.ended = True
         return self.push("")
 
-    def _read(self) -> Reading[None]:
+    def _read(self) -> Scan[None]:
         opening = self._format.opening
         found = yield from (self._find(opening) if opening else self._reader.skip(0))
         while found is not None:
@@ -212,7 +218,7 @@ class CallParser:
                 self._emit(len(self._reader.text))
             yield
 
-    def _find(self, word: str) -> Reading[int | None]:
+    def _find(self, word: str) -> Scan[int | None]:
         """Where the next call may begin; the text before it, but for space, is handed out."""
         reader = self._reader
         while True:
@@ -227,7 +233,7 @@ class CallParser:
                 return None
             yield
 
-    def _section(self, at: int | None) -> Reading[bool]:
+    def _section(self, at: int | None) -> Scan[bool]:
         """Calls that follow each other; whether there was any."""
         assert at is not None
         format, literal = self._format, self._reader.literal
@@ -245,7 +251,7 @@ class CallParser:
             self._at = self._at if closed is None else closed
         return num_calls > 0
 
-    def _call(self, at: int) -> Reading[int | None]:
+    def _call(self, at: int) -> Scan[int | None]:
         """Hand out the call that begins here, and where it ends; None: there is none."""
         begin = yield from self._reader.literal(at, self._format.call_open)
         if begin is None:
@@ -275,7 +281,7 @@ class CallParser:
         self._at = max(self._at, end)
 
 
-def _call(name: object, arguments: object, tools: Schemas) -> Call | None:
+def _call(name: object, arguments: object, tools: Schemas) -> ParsedCall | None:
     """A call if it is one, of a tool that there is."""
     if isinstance(arguments, str):  # JSON in JSON, as some templates have it
         arguments = loads(arguments)
@@ -286,4 +292,4 @@ def _call(name: object, arguments: object, tools: Schemas) -> Call | None:
         text.encode()  # there are escapes of halves of characters
     except (ValueError, RecursionError):
         return None
-    return Call(name, text)
+    return ParsedCall(name, text)

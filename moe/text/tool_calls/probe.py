@@ -13,7 +13,7 @@ from typing import Any
 
 from moe.errors import RequestError
 from moe.text.chat import DeadlineError
-from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, Path, TaggedBody
+from moe.text.tool_calls.format import CallFormat, KeyPath, NamedBody, ObjectBody, TaggedBody
 
 # ---- Where calls stand in a rendered text, and which literals are around them.
 
@@ -168,7 +168,7 @@ def _as_object(value: object) -> object:
         return value
 
 
-def _path(value: object, wanted: Any) -> Path | None:
+def _path(value: object, wanted: Any) -> KeyPath | None:
     if wanted(value):
         return ()
     for key, inner in value.items() if isinstance(value, dict) else ():
@@ -179,7 +179,7 @@ def _path(value: object, wanted: Any) -> Path | None:
 
 # ----
 
-Message = dict[str, Any]
+MessageDict = dict[str, Any]
 Render = Callable[..., str]
 """Text of messages, ``tools=`` and ``add_generation_prompt=``; raises `RequestError`."""
 
@@ -215,12 +215,12 @@ def probe_tools(render: Render, special: Collection[str]) -> ToolSupport:
         special: texts of tokens that an answer does not show, those that end it included.
     """
     try:
-        return ToolSupport(_Probe(render, special).run(), "found by probing the chat template")
+        return ToolSupport(_ToolProbe(render, special).run(), "found by probing the chat template")
     except _NoFormat as reason:
         return ToolSupport(None, str(reason))
 
 
-class _Probe:
+class _ToolProbe:
     def __init__(self, render: Render, special: Collection[str]) -> None:
         self._render = render
         self._special = special
@@ -309,7 +309,7 @@ class _Probe:
                 break
         return CallFormat(**{**vars(made), "arguments_as_text": as_text, "no_content": content})
 
-    def _try(self, messages: Sequence[Message], **options: Any) -> str | None:
+    def _try(self, messages: Sequence[MessageDict], **options: Any) -> str | None:
         try:
             return self._render(messages, **options)
         except RequestError as error:
@@ -318,11 +318,11 @@ class _Probe:
             return None
 
 
-def _user() -> Message:
+def _user() -> MessageDict:
     return {"role": "user", "content": _ASKED}
 
 
-def _calling(content: str | None, as_text: bool, count: int) -> Message:
+def _calling(content: str | None, as_text: bool, count: int) -> MessageDict:
     calls = [
         {"id": f"probe000{index}", "type": "function", "function": _function(*call, as_text)}
         for index, call in enumerate(_CALLS[:count])
@@ -330,5 +330,5 @@ def _calling(content: str | None, as_text: bool, count: int) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def _function(name: str, arguments: Mapping[str, Any], as_text: bool) -> Message:
+def _function(name: str, arguments: Mapping[str, Any], as_text: bool) -> MessageDict:
     return {"name": name, "arguments": json.dumps(arguments) if as_text else dict(arguments)}

@@ -16,11 +16,11 @@ from typing import Any
 from moe.errors import RequestError
 from moe.text.chat import DeadlineError
 from moe.text.tool_calls.format import CallFormat
-from moe.text.tool_calls.probe import Message, Render, common
-from moe.text.tool_calls.reader import Reader, Reading, overlap
+from moe.text.tool_calls.probe import MessageDict, Render, common
+from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
-KEY = "reasoning_content"
-_KEYS = (KEY, "thinking", "reasoning")  # what templates call the reasoning of a message
+REASONING_KEY = "reasoning_content"
+_KEYS = (REASONING_KEY, "thinking", "reasoning")  # what templates call the reasoning of a message
 # Some models think only where they are told to, by one of these.
 _SWITCHES = ("enable_thinking", "thinking")
 _OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
@@ -84,7 +84,7 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
     found = None
     try:
         for options in _OPTIONS:
-            found = _Probe(render, options).run()
+            found = _ReasoningProbe(render, options).run()
             if found is not None:
                 reason = "found by probing the chat template"
                 break
@@ -97,11 +97,11 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
 
 def _reads(render: Render, name: str, *values: object) -> bool:
     """Whether prompts differ by what a variable of the template is."""
-    prompts = {_Probe(render, {name: value}).prompt() for value in values}
+    prompts = {_ReasoningProbe(render, {name: value}).prompt() for value in values}
     return None not in prompts and len(prompts) > 1
 
 
-class _Probe:
+class _ReasoningProbe:
     def __init__(self, render: Render, options: dict[str, Any]) -> None:
         self._render = render
         self._options = options
@@ -140,7 +140,7 @@ class _Probe:
         lead = plain[_departs(prompt, plain) : plain.find(_ANSWERED)].strip()
         return "" if lead.startswith(open) else lead
 
-    def _text(self, messages: list[Message], **options: Any) -> str | None:
+    def _text(self, messages: list[MessageDict], **options: Any) -> str | None:
         try:
             return self._render(messages, **options, **self._options)
         except RequestError as error:
@@ -170,15 +170,15 @@ def _departs(prompt: str, text: str) -> int:
     return unfinished.start() if unfinished else end
 
 
-def _user() -> Message:
+def _user() -> MessageDict:
     return {"role": "user", "content": _ASKED}
 
 
-def _answer() -> Message:
+def _answer() -> MessageDict:
     return {"role": "assistant", "content": _ANSWERED}
 
 
-def _thought(key: str, *, called: bool) -> list[Message]:
+def _thought(key: str, *, called: bool) -> list[MessageDict]:
     """A turn with reasoning; some templates write it only while tools are being called."""
     answer = _answer() | {key: _THOUGHT}
     if not called:
@@ -210,7 +210,7 @@ class ReasoningParser:
         self.found = self.over = False
         self._format = format
         self._inside = inside
-        self._reader = Reader()
+        self._reader = StreamScanner()
         self._at = 0  # everything before is handed out
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -230,7 +230,7 @@ class ReasoningParser:
         self._reader.ended = True
         return self.push("")
 
-    def _read(self) -> Reading[None]:
+    def _read(self) -> Scan[None]:
         reader = self._reader
         opened = yield from reader.literal(0, self._format.open)
         if opened is not None or self._inside:
@@ -246,7 +246,7 @@ class ReasoningParser:
             self._hand_out(len(reader.text), self._content)
             yield
 
-    def _think(self) -> Reading[int]:
+    def _think(self) -> Scan[int]:
         """Hand out the reasoning; where what closes it ends, or the text does."""
         reader, close = self._reader, self._format.close
         word = close.split()[0]
@@ -278,7 +278,9 @@ class ReasoningParser:
 # ---- Earlier calls and reasoning as a chat template takes them.
 
 
-def as_template_takes(messages: Sequence[Message], format: CallFormat | None) -> list[Message]:
+def as_template_takes(
+    messages: Sequence[MessageDict], format: CallFormat | None
+) -> list[MessageDict]:
     """Messages of OpenAI's API for a template: arguments as JSON text or as an object.
 
     Answers of tools get the name of the tool, which some templates write. Without a format messages
@@ -301,19 +303,21 @@ def as_template_takes(messages: Sequence[Message], format: CallFormat | None) ->
     return made
 
 
-def with_reasoning(messages: Sequence[Message], format: ReasoningFormat | None) -> list[Message]:
+def with_reasoning(
+    messages: Sequence[MessageDict], format: ReasoningFormat | None
+) -> list[MessageDict]:
     """Reasoning of messages under the name that the template reads; left out if it reads none."""
     key = None if format is None else format.key
     made = []
     for message in messages:
-        plain = {name: value for name, value in message.items() if name != KEY}
-        if key is not None and message.get(KEY):
-            plain[key] = message[KEY]
+        plain = {name: value for name, value in message.items() if name != REASONING_KEY}
+        if key is not None and message.get(REASONING_KEY):
+            plain[key] = message[REASONING_KEY]
         made.append(plain)
     return made
 
 
-def _converted(position: int, call: object, format: CallFormat) -> Message:
+def _converted(position: int, call: object, format: CallFormat) -> MessageDict:
     where = f"chat message {position}"
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise RequestError(

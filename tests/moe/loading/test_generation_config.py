@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe import MoE
 from moe.errors import CheckpointError
 from moe.sampling.params import SamplingParams
-from moe.text.generation_config import FILE, OwnSampling
+from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -34,7 +34,7 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     ],
 )
 def test_what_it_names_counts(config: dict[str, Any], values: dict[str, Any] | None) -> None:
-    own = OwnSampling.of(config)
+    own = ModelSampling.of(config)
     assert own.values == (config if values is None else values)
     assert own.notices == []
 
@@ -51,7 +51,7 @@ def test_what_it_names_counts(config: dict[str, Any], values: dict[str, Any] | N
     ],
 )
 def test_what_is_not_valid_is_a_notice(config: dict[str, Any], notice: str) -> None:
-    own = OwnSampling.of(config | {"min_p": 0.2})
+    own = ModelSampling.of(config | {"min_p": 0.2})
     assert own.values == {"min_p": 0.2}
     (said,) = own.notices
     with pytest.raises(AssertionError, match=notice):
@@ -68,16 +68,16 @@ json_values = st.recursive(
 
 @given(st.dictionaries(st.sampled_from((*NAMES, "do_sample", "other")), json_values))
 def test_any_object_gives_parameters_that_are_valid(config: dict[str, Any]) -> None:
-    own = OwnSampling.of(config)
+    own = ModelSampling.of(config)
     SamplingParams(**own.values)
     assert set(own.values) <= set(NAMES)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "3", '"x"', "[" * 100_000])
 def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / GENERATION_CONFIG).write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json must be a JSON object"):
-        OwnSampling.from_directory(tmp_path)
+        ModelSampling.from_directory(tmp_path)
 
 
 def test_it_is_refused_before_weights_are_read(
@@ -86,18 +86,18 @@ def test_it_is_refused_before_weights_are_read(
     model = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
     phases: list[str] = []
     with suppress(CheckpointError):
-        (model / FILE).write_text('{"eos_token_id": "</s>"}')
+        (model / GENERATION_CONFIG).write_text('{"eos_token_id": "</s>"}')
         MoE.from_pretrained(model, progress=lambda now: phases.append(now.phase))
     assert set(phases) == {"planning"}
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / FILE).mkdir()
+    (tmp_path / GENERATION_CONFIG).mkdir()
     with pytest.raises(CheckpointError, match=r"cannot read .*generation_config.json: Is a dir"):
-        OwnSampling.from_directory(tmp_path)
+        ModelSampling.from_directory(tmp_path)
 
 
 def test_the_file_may_be_absent(tmp_path: Path) -> None:
-    assert OwnSampling.from_directory(tmp_path) == OwnSampling()
-    (tmp_path / FILE).write_text(json.dumps(QWEN3))
-    assert OwnSampling.from_directory(tmp_path).values["top_k"] == 20
+    assert ModelSampling.from_directory(tmp_path) == ModelSampling()
+    (tmp_path / GENERATION_CONFIG).write_text(json.dumps(QWEN3))
+    assert ModelSampling.from_directory(tmp_path).values["top_k"] == 20

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class Running:
 
     @property
     def occupancy(self) -> dict[str, int]:
-        assert self.service.runner is not None
-        return self.service.runner.occupancy()
+        assert self.service.queue is not None
+        return self.service.queue.occupancy()
 
     def is_idle(self) -> bool:
         return not any(self.occupancy.values())
@@ -203,6 +204,6 @@ def say(model: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
 
     monkeypatch.setattr(RunningSequence, "sample", sample)
     # The vocabulary has a token for each character, and templates are long.
-    monkeypatch.setattr(model._loaded, "context_length", 4096)
+    monkeypatch.setattr(model, "_loaded", replace(model._loaded, context_length=4096))
     yield tell
     forget_habits(model)

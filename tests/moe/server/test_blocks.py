@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe.completion import StreamEvent
 from moe.sampling.sampler import Token
 from moe.sequence import Delta, FinishReason
-from moe.server.answers import AnswerReader, Called
+from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.anthropic import MessagesAnswer, MessagesRequest
 from moe.server.blocks import BlockAnswer
 from moe.server.responses import ResponsesAnswer, ResponsesRequest
@@ -52,12 +52,12 @@ def answers(draw: st.DrawFn) -> list[StreamEvent]:
 
 def said(events: list[StreamEvent]) -> list[tuple[str, str]]:
     """Reasoning, text and calls, read from the whole text."""
-    reader: AnswerReader = MESSAGES.chat.answer_reader(CODEC, [1, 2])
+    reader: AnswerParser = MESSAGES.chat.answer_reader(CODEC, [1, 2])
     text = "".join(event.delta.text for event in events)
     got = reader.take(text, events[-1].delta.finish_reason)
     made = [("reasoning", got.thought)] if got.thought else []
     for piece in got.pieces:
-        if isinstance(piece, Called):
+        if isinstance(piece, EmittedCall):
             made.append(("call", piece.arguments))
         elif piece:
             joins = made and made[-1][0] == "text"

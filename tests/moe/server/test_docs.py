@@ -15,7 +15,7 @@ from moe.server import anthropic, responses
 from moe.server import anthropic as turns
 from moe.server import fields as unsupported
 from moe.server import responses as items
-from moe.server.openai.request import ChatRequest, CompletionRequest, Message
+from moe.server.openai.request import ChatMessage, ChatRequest, CompletionRequest
 from moe.server.routes import DetokenizeRequest, TokenizeRequest
 from moe.settings import ServerSettings
 from tests.moe.text.tool_calls.templates import HERMES
@@ -32,11 +32,16 @@ def test_every_field_is_named() -> None:
         if name[:7] == "NEUTRAL"
         for field in vars(unsupported)[name]
     }
-    bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, Message, TokenizeRequest]
+    bodies: list[type[BaseModel]] = [ChatRequest, CompletionRequest, ChatMessage, TokenizeRequest]
     bodies += [DetokenizeRequest, responses.ResponsesRequest, anthropic.MessagesRequest]
-    bodies += [items.MessageItem, items.ReasoningItem, items.CallItem, items.OutputItem]
-    bodies += [turns.Turn, turns.ThinkingBlock, turns.UseBlock, turns.ResultBlock]
-    bodies += [anthropic.Thinking, anthropic.ToolChoice, anthropic.OutputConfig]
+    bodies += [
+        items.MessageItem,
+        items.ReasoningItem,
+        items.FunctionCallItem,
+        items.FunctionOutputItem,
+    ]
+    bodies += [turns.InputMessage, turns.ThinkingBlock, turns.ToolUseBlock, turns.ToolResultBlock]
+    bodies += [anthropic.Thinking, anthropic.MessagesToolChoice, anthropic.OutputConfig]
     for body in bodies:
         fields |= body.model_fields.keys()
     assert sorted(field for field in fields if f"`{field}" not in PAGE) == []

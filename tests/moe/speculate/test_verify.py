@@ -19,7 +19,7 @@ from moe.sampling.sampler import (
     Sampler,
     Token,
     candidates,
-    draw_judged,
+    rejection_sample,
     row_of,
 )
 from moe.speculate.draft import PLAIN, Draft, Mode
@@ -177,7 +177,7 @@ def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
     for token in q.nonzero()[0].tolist():
         for step in range(grid):
             uniforms = iter([(step + 0.5) / grid, ((step * 307) % grid + 0.5) / grid])
-            got = draw_judged(
+            got = rejection_sample(
                 np.arange(4),
                 p,
                 Proposal(token, np.arange(4), q),

@@ -16,7 +16,7 @@ from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.grammar import CallGrammar
-from moe.text.tool_calls.parser import Call, CallParser
+from moe.text.tool_calls.parser import CallParser, ParsedCall
 from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, TAGGED
 from tests.moe.text.tool_calls.test_calls import format_of, read, written
 
@@ -196,4 +196,4 @@ def test_what_the_grammar_lets_through_is_read_as_calls() -> None:
     text = '<tool_call>\n{ "name":"weather",\n  "arguments":{"city":"a","days":1}}\n</tool_call>'
     assert takes(CallGrammar(format, {}).calls(TOOLS, several=True), text)
     arguments = json.dumps({"city": "a", "days": 1})
-    assert read(CallParser(format, TOOLS), [text])[1] == [Call("weather", arguments)]
+    assert read(CallParser(format, TOOLS), [text])[1] == [ParsedCall("weather", arguments)]

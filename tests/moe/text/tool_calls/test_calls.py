@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
-from moe.text.tool_calls import reader
+from moe.text.tool_calls import scanner as reader
 from moe.text.tool_calls.format import CallFormat
-from moe.text.tool_calls.parser import Call, CallParser
+from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.probe import ToolSupport, probe_tools
 from tests.moe.text.test_prompts import make_tokenizer
 from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, SPECIAL, TAGGED, UNKNOWN, wide
@@ -74,13 +74,13 @@ def written(name: str, content: str | None, calls: list[tuple[str, dict[str, Any
     return answered
 
 
-def read(parser: CallParser, pieces: list[str]) -> tuple[str, list[Call], list[str]]:
+def read(parser: CallParser, pieces: list[str]) -> tuple[str, list[ParsedCall], list[str]]:
     """Content, calls, and the order in which they came."""
     out = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
     content = "".join(item for item in out if isinstance(item, str))
     return (
         content,
-        [item for item in out if isinstance(item, Call)],
+        [item for item in out if isinstance(item, ParsedCall)],
         [type(i).__name__ for i in out],
     )
 
@@ -129,7 +129,7 @@ def test_what_a_template_writes_as_json_is_read_back(
     assert got == (content or "")
     assert (got, found) == read(CallParser(format, tools), [text])[:2]
     assert (got, found) == read(CallParser(format, tools), list(text))[:2]
-    assert "".join(kind[0] for kind in order).lstrip("s") == "C" * len(calls)
+    assert "".join(kind[0] for kind in order).lstrip("s") == "P" * len(calls)
 
 
 def schema(value: object) -> dict[str, str]:
@@ -228,7 +228,7 @@ def test_what_is_no_call_is_text(text: str) -> None:
         assert read(CallParser(format_of("hermes"), {"f": {}}), pieces)[:2] == (text, [])
     after = read(CallParser(format_of("hermes"), {"f": {}}), [text + " and " + HERMES])
     if not text.endswith(("}", "1")):
-        assert after[1] == [Call("f", '{"a": 1}')]
+        assert after[1] == [ParsedCall("f", '{"a": 1}')]
 
 
 def test_text_comes_as_soon_as_it_cannot_be_the_beginning_of_a_call() -> None:
@@ -240,7 +240,7 @@ def test_text_comes_as_soon_as_it_cannot_be_the_beginning_of_a_call() -> None:
         [" <tools> it"],
         [" up"],
         [],
-        [Call("f", '{"a": 1}')],
+        [ParsedCall("f", '{"a": 1}')],
         [],
     ]
     assert parser.finish() == []
@@ -248,19 +248,21 @@ def test_text_comes_as_soon_as_it_cannot_be_the_beginning_of_a_call() -> None:
 
 def test_arguments_may_be_json_in_json_and_closings_may_lack() -> None:
     text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}'
-    assert read(CallParser(format_of("hermes"), {"f": {}}), [text])[1] == [Call("f", '{"a": 1}')]
+    assert read(CallParser(format_of("hermes"), {"f": {}}), [text])[1] == [
+        ParsedCall("f", '{"a": 1}')
+    ]
 
 
 def test_one_call_only_where_one_is_wanted() -> None:
     for text in (HERMES * 3, HERMES + " and so on"):
         parser = CallParser(format_of("hermes"), {"f": {}}, most=1)
-        assert read(parser, list("Ok. " + text))[:2] == ("Ok.", [Call("f", '{"a": 1}')])
+        assert read(parser, list("Ok. " + text))[:2] == ("Ok.", [ParsedCall("f", '{"a": 1}')])
 
 
 def test_a_call_without_delimiters_is_one_at_the_start_only() -> None:
     bare = '{"name": "f", "parameters": {"a": 1}}'
     parse = lambda text: read(CallParser(format_of("llama"), {"f": {}}), list(text))[:2]  # noqa: E731
-    assert parse(f" {bare}\n") == ("", [Call("f", '{"a": 1}')])
+    assert parse(f" {bare}\n") == ("", [ParsedCall("f", '{"a": 1}')])
     assert parse(f"It is {bare}") == (f"It is {bare}", [])
     assert parse('{"name": "x", "parameters": {}} it is') == (
         '{"name": "x", "parameters": {}} it is',

@@ -33,7 +33,7 @@ from offload.errors import OffloadError
 
 
 @dataclass(eq=False)
-class Job:
+class GenerationJob:
     """The prompts of a request and what has come back for them.
 
     What waits in `queue` for a client that does not read is bounded by the tokens it asked for.
@@ -85,7 +85,7 @@ class Job:
 
 # ----
 
-Outcomes = list[tuple[Job, StreamEvent | Exception]]
+StepOutcomes = list[tuple[GenerationJob, StreamEvent | Exception]]
 
 
 class Listener(Protocol):
@@ -93,7 +93,7 @@ class Listener(Protocol):
 
     def on_loaded(self, model: MoE) -> None: ...
 
-    def on_step(self, outcomes: Outcomes) -> None: ...
+    def on_step(self, outcomes: StepOutcomes) -> None: ...
 
     def on_failure(self, error: BaseException) -> None:
         """Loading or the engine as a whole has failed; the thread has ended."""
@@ -119,16 +119,16 @@ class EngineThread:
         self._load = load
         self._listener = listener
         self._loop = loop
-        self._places: dict[RunningSequence, tuple[Job, int, int]] = {}
+        self._places: dict[RunningSequence, tuple[GenerationJob, int, int]] = {}
         self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
         self._thread.start()
 
-    def take(self, job: Job) -> None:
+    def take(self, job: GenerationJob) -> None:
         """Queue a job's groups; ``job.accepted`` says whether that went well."""
         self._commands.put(lambda engine: self._take(engine, job))
 
-    def drop(self, job: Job) -> None:
+    def drop(self, job: GenerationJob) -> None:
         """Cancel what still runs of a job."""
         self._commands.put(lambda engine: self._drop(engine, job))
 
@@ -176,8 +176,8 @@ class EngineThread:
             command(engine)
             block = False
 
-    def _step(self, engine: StepLoop) -> Outcomes:
-        outcomes: Outcomes = []
+    def _step(self, engine: StepLoop) -> StepOutcomes:
+        outcomes: StepOutcomes = []
         for sequence, outcome in engine.step():
             if sequence not in self._places:  # its job has failed in this step
                 continue
@@ -192,7 +192,7 @@ class EngineThread:
                 del self._places[sequence]
         return outcomes
 
-    def _take(self, engine: StepLoop, job: Job) -> None:
+    def _take(self, engine: StepLoop, job: GenerationJob) -> None:
         try:
             for group in job.groups:
                 engine.submit(group)
@@ -203,7 +203,7 @@ class EngineThread:
         self._places |= {sequence: (job, *place) for sequence, place in job.places.items()}
         self._post(job.accept)
 
-    def _drop(self, engine: StepLoop, job: Job) -> None:
+    def _drop(self, engine: StepLoop, job: GenerationJob) -> None:
         for group in job.groups:
             engine.cancel(group)
         for sequence in job.places:
@@ -216,12 +216,12 @@ class EngineThread:
 
 # ---- The bounded queue in front of the engine thread, and the state of the server.
 
-State = Literal["loading", "ready", "draining", "failed"]
+ServerState = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 _POLL_S = 0.02
 
 
-class Runner:
+class EngineQueue:
     """Runs requests through one model. Made and called in the event loop.
 
     Args:
@@ -237,15 +237,15 @@ class Runner:
     """
 
     def __init__(self, load: Callable[[Report], MoE], max_waiting: int) -> None:
-        self.state: State = "loading"
+        self.state: ServerState = "loading"
         self.progress = LoadProgress("starting")
         self.model: MoE | None = None
         self.failure: BaseException | None = None
         self.changed = asyncio.Event()
         self.metrics = Metrics(self._readings)
         self._max_waiting = max_waiting
-        self._waiting: set[Job] = set()
-        self._running: set[Job] = set()
+        self._waiting: set[GenerationJob] = set()
+        self._running: set[GenerationJob] = set()
         self.created = int(time.time())
         self._start = time.monotonic()
         # One thread: tokenizers are not made for several at once.
@@ -255,7 +255,7 @@ class Runner:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the runner was made."""
+        """Seconds since the server started."""
         return time.monotonic() - self._start
 
     @property
@@ -286,7 +286,7 @@ class Runner:
         model = self.ready_model()
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work, model)
 
-    async def submit(self, build: Callable[[MoE], Sequence[SequenceGroup]]) -> Job:
+    async def submit(self, build: Callable[[MoE], Sequence[SequenceGroup]]) -> GenerationJob:
         """Make a request and queue it; `close` must follow.
 
         Args:
@@ -300,7 +300,7 @@ class Runner:
         if len(self._waiting) >= self._max_waiting:
             message = f"{len(self._waiting)} requests wait already (server.max_waiting); try again"
             raise APIError(429, message, code="queue_full", retry_after_s=1)
-        job = Job(TokenClock(self.metrics), asyncio.get_running_loop().create_future())
+        job = GenerationJob(TokenClock(self.metrics), asyncio.get_running_loop().create_future())
         self._waiting.add(job)
         self._count()
         try:
@@ -313,7 +313,7 @@ class Runner:
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
 
-    def close(self, job: Job) -> None:
+    def close(self, job: GenerationJob) -> None:
         """Forget a job, finished or not; what still runs of it is cancelled."""
         if job.closed:
             return
@@ -343,7 +343,7 @@ class Runner:
             self.state = "ready"
         self.changed.set()
 
-    def on_step(self, outcomes: Outcomes) -> None:
+    def on_step(self, outcomes: StepOutcomes) -> None:
         for job, outcome in outcomes:
             if job.closed:
                 continue

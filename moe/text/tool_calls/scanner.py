@@ -12,21 +12,21 @@ from collections.abc import Generator
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Reading = Generator[None, None, Result]
+Scan = Generator[None, None, Result]
 
 MAX_NAME = 64
 _NAME = re.compile(r"[\w.-]*")
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
 
-class Reader:
+class StreamScanner:
     """Attributes: `text` so far, and whether it has `ended`."""
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
 
-    def skip(self, at: int) -> Reading[int]:
+    def skip(self, at: int) -> Scan[int]:
         """Past white space; at the end of the text if there is nothing else."""
         while True:
             while at < len(self.text) and self.text[at].isspace():
@@ -35,7 +35,7 @@ class Reader:
                 return at
             yield
 
-    def literal(self, at: int, literal: str) -> Reading[int | None]:
+    def literal(self, at: int, literal: str) -> Scan[int | None]:
         """Past the words of a literal, with any white space between them; None: it is not there."""
         for word in literal.split():
             at = yield from self.skip(at)
@@ -48,7 +48,7 @@ class Reader:
             at += len(word)
         return at
 
-    def name(self, at: int) -> Reading[tuple[str, int] | None]:
+    def name(self, at: int) -> Scan[tuple[str, int] | None]:
         """The name of a tool, and where it ends."""
         at = yield from self.skip(at)
         while True:
@@ -60,7 +60,7 @@ class Reader:
                 return (found.group(), found.end()) if found.group() else None
             yield
 
-    def json_object(self, at: int) -> Reading[tuple[str, int] | None]:
+    def json_object(self, at: int) -> Scan[tuple[str, int] | None]:
         """The text of a JSON object by its brackets and strings, and where it ends."""
         start = yield from self.skip(at)
         if not self.text.startswith("{", start):
@@ -84,7 +84,7 @@ class Reader:
             if depth == 0:
                 return self.text[start:at], at
 
-    def until(self, at: int, word: str) -> Reading[int | None]:
+    def until(self, at: int, word: str) -> Scan[int | None]:
         """Where a word begins next; None: it does not come."""
         while True:
             found = self.text.find(word, at)
