@@ -4,7 +4,7 @@ The step loop calls `Prefetcher.start` at each step, and `visit` at each MoE lay
 missing experts are read. A forecast names absent experts with probabilities; `Odds` corrects each
 by what such forecasts have come to. The prefetcher bids on an expert if the
 wait that it expects to save exceeds the wait that it risks: a wrong read delays those that a layer
-waits for, and evicts an expert that may be needed. Each layer has a `Gate`. While it is closed, the
+waits for, and evicts an expert that may be needed. Each layer has a `PrefetchGate`. While it is closed, the
 layer's bids are only recorded, now and then, and judged as if they had been placed, so a bad
 predictor costs a few forecasts and no bytes. Nothing here changes a result: it only moves experts.
 """
@@ -146,7 +146,7 @@ def _log_odds(probability: float) -> float:
     return math.log(probability / (1 - probability))
 
 
-class Gate:
+class PrefetchGate:
     """Opens a layer for bids while they pay.
 
     Attributes:
@@ -215,7 +215,7 @@ class Prefetcher:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.predictor = self._guide = predictor
-        self.gates = [Gate() for _ in experts]
+        self.gates = [PrefetchGate() for _ in experts]
         self.load_seconds, self.layer_seconds = load_seconds, 0.0
         self.awake = False
         self._cache, self._clock = cache, clock

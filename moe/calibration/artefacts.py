@@ -51,7 +51,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class RouterRuleRecord(_Record):
+class SavedRouterRule(_Record):
     """What chooses in a layer's `RouterRule`, but for its correction."""
 
     top_k: Count
@@ -74,7 +74,7 @@ class CalibrationManifest(_Record):
     tokens: Count
     vocabulary: Count
     num_experts: tuple[Count, ...] = Field(min_length=1)
-    rules: tuple[RouterRuleRecord, ...]
+    rules: tuple[SavedRouterRule, ...]
     unavailable: dict[str, str]
     """Predictors that this model does not have, and why."""
     made_by: dict[str, str]
@@ -108,8 +108,8 @@ def save_calibration(
             vocabulary=model.vocabulary,
             num_experts=model.num_experts,
             rules=tuple(
-                RouterRuleRecord(
-                    **{name: getattr(rule, name) for name in RouterRuleRecord.model_fields}
+                SavedRouterRule(
+                    **{name: getattr(rule, name) for name in SavedRouterRule.model_fields}
                 )
                 for rule in model.rules
             ),

@@ -19,7 +19,7 @@ from moe.calibration.artefacts import (
     MANIFEST_FILE,
     TRACE_FILE,
     CalibrationManifest,
-    RouterRuleRecord,
+    SavedRouterRule,
     fingerprint,
 )
 from moe.calibration.trace import Trace
@@ -56,9 +56,7 @@ def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -
     analyse(model, trace, path, read_tokens=100, group_size=32)
     trace.save(path / TRACE_FILE)
     rule = dict.fromkeys(("top_k", "groups", "groups_kept"), 1)
-    rules = [
-        RouterRuleRecord(**rule, score="softmax", group_score="max") for _ in trace.num_experts
-    ]
+    rules = [SavedRouterRule(**rule, score="softmax", group_score="max") for _ in trace.num_experts]
     about = CalibrationManifest(
         model=fingerprint(model.config),
         architecture="",
