@@ -1,12 +1,13 @@
 """Prefetch experts that a predictor expects the next layers to need, where that pays.
 
-The step loop calls `Prefetcher.start` at each step, and `visit` at each MoE layer while the layer's
-missing experts are read. A forecast names absent experts with probabilities; `Odds` corrects each
-by what such forecasts have come to. The prefetcher bids on an expert if the
-wait that it expects to save exceeds the wait that it risks: a wrong read delays those that a layer
-waits for, and evicts an expert that may be needed. Each layer has a `PrefetchGate`. While it is closed, the
-layer's bids are only recorded, now and then, and judged as if they had been placed, so a bad
-predictor costs a few forecasts and no bytes. Nothing here changes a result: it only moves experts.
+The step loop calls `Prefetcher.start` at each step, and `visit` at each MoE layer while the
+layer's missing experts are read. A forecast names absent experts with probabilities; `Odds`
+corrects each by what such forecasts have come to. The prefetcher bids on an expert if the wait
+that it expects to save exceeds the wait that it risks: a wrong read delays those that a layer
+waits for, and evicts an expert that may be needed. Each layer has a `PrefetchGate`. While it is
+closed, the layer's bids are only recorded, now and then, and judged as if they had been placed, so
+a bad predictor costs a few forecasts and no bytes. Nothing here changes a result: it only moves
+experts.
 """
 
 from __future__ import annotations
