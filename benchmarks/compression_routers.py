@@ -50,7 +50,9 @@ def repaired_weights(model: MoE, own: Calibrated, layers: dict[int, ExpertWeight
     assert after is not None
     return [
         repaired(weight, *rows)
-        for weight, *rows in zip(_weights(model), before.read, after.read, strict=True)
+        for weight, *rows in zip(
+            _weights(model), before.expert_inputs, after.expert_inputs, strict=True
+        )
     ]
 
 

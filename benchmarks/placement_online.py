@@ -18,7 +18,7 @@ from experts.placement.background import RepackJob
 from experts.placement.packing import Repacked
 from experts.placement.rebalance import Rebalancer
 from moe import MoE, SamplingParams
-from moe.commands.calibrate.calibrate import windows
+from moe.commands.calibrate.calibrate import text_windows
 from moe.commands.calibrate.record import record_trace
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.parallel.expected_load import ExpectedLoad
@@ -48,7 +48,7 @@ class AtOnce:
 
 def token_table(model: MoE, tokens: int = TABLE_TOKENS) -> TokenTable:
     """As `moe calibrate` makes it, from other texts than those that are held out."""
-    read = windows(model, calibration_text(6 * tokens), tokens)
+    read = text_windows(model, calibration_text(6 * tokens), tokens)
     trace = record_trace(model.backbone, model.experts, read)
     vocabulary = model.backbone.model.get_input_embeddings().num_embeddings
     return fit_token_table(trace.contexts(2), trace.expert_ids, trace.num_experts, vocabulary)

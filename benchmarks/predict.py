@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from examples.demo_data import NEAR_DUPLICATE, long_lines
 from moe import MoE
-from moe.calibration.artefacts import load_calibration
+from moe.calibration.files import load_calibration
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.calibrate.record import record_trace
@@ -175,7 +175,7 @@ def follow(held: Held, setting: Setting, rows: Tensor, scores: Sequence[Score]) 
     forecasts = [predictor.forecast(-1, ahead)] * min(ahead, layers)
     setting.seconds += time.thread_time() - began
     for layer in range(layers):
-        read = held.rows.read[layer][rows].float()
+        read = held.rows.expert_inputs[layer][rows].float()
         ids, weights = held.trace.expert_ids[layer][rows], held.trace.weights[layer][rows]
         routing = Routing(ids.long(), weights.float())
         began = time.thread_time()

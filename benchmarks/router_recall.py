@@ -62,7 +62,7 @@ def _follow(calibrated: CalibratedPredictors, asked: Trace) -> dict[str, list[fl
                 found[name].append(recall_at_used(torch.from_numpy(named), ids))
         routing = Routing(ids.long(), asked.weights[layer].float())
         for predictor in predictors.values():
-            predictor.observe(layer, asked.rows.read[layer], routing)
+            predictor.observe(layer, asked.rows.expert_inputs[layer], routing)
     return found
 
 

@@ -1,1 +1,10 @@
-"""What calibration leaves beside a model, and how loading reads it."""
+"""What `moe calibrate` leaves beside a model, and what the engine does with it.
+
+- `Trace` (`trace`): which experts each token of the calibration text used.
+- `SampledRows` (`trace`): what the experts read for a sample of these tokens; never saved.
+- `CalibrationManifest` (`files`): ``calibration.json``, which model the files belong to.
+- `FittedPredictors` (`files`): what `save_calibration` writes and `load_calibration` reads.
+- `PromptEstimator` (`predictors`): which experts a prompt will need.
+
+`moe.commands.calibrate` makes calibrations; `routing.predict` has the predictors themselves.
+"""

@@ -1,6 +1,5 @@
-"""What a calibration is for: which predictor looks ahead for experts on disk, by what the profile
-wants and what calibration has left beside the model; what the cache's policy goes by; and which
-experts a prompt will need."""
+"""What the engine does with a calibration: prefetch experts from disk, group prompts by the experts
+they need, and expect the load of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from moe.calibration.artefacts import CALIBRATION_FOLDER, MANIFEST_FILE, load_calibration
+from moe.calibration.files import CALIBRATION_FOLDER, MANIFEST_FILE, load_calibration
 from moe.errors import CalibrationError, ProfileError
 from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
@@ -23,11 +22,11 @@ from routing.predict.forecast import Floats
 from routing.predict.token_table import TokenTable
 
 PromptEstimator = Callable[[Sequence[int]], Floats]
-"""From the tokens of a prompt to how often a token of it visits each unit, ``(units,)``."""
+"""From the tokens of a prompt to ``(units,)``: how often a token of it needs each expert, all
+experts of the first MoE layer first."""
 
-BEST = "ensemble"
-OFF = ("off", "auto")
-_PROMPT_TOKENS = 256  # its last ones: what is said next is nearest to them
+DEFAULT_PREDICTOR = "ensemble"
+_PROMPT_TOKENS = 256  # only the last ones: the answer resembles them most
 
 
 def make_prefetcher(
@@ -37,40 +36,44 @@ def make_prefetcher(
     settings: OffloadSettings,
     drafts: bool = False,
 ) -> tuple[Prefetcher | None, str]:
-    """The prefetcher, or None and why nobody looks ahead (nothing where none is wanted).
+    """The prefetcher that ``offload.predictor`` asks for, or None and a notice that says why not.
 
     Args:
-        drafts: what is drafted says what comes next, where no predictor does.
+        path: of the model; its calibration is beside it.
+        drafts: drafts will forecast experts if there is no calibration.
+
+    Returns:
+        The notice is empty if no prefetcher is wanted.
 
     Raises:
-        ProfileError: no predictor of that name.
-        CalibrationError: a predictor was named, and the calibration is absent or not whole.
+        ProfileError: there is no predictor of that name.
+        CalibrationError: a predictor was named, and the calibration is absent or damaged.
     """
     wanted, folder = settings.predictor, path / CALIBRATION_FOLDER
-    if wanted not in (*OFF, *PREDICTORS):
-        names = ", ".join((*OFF, *PREDICTORS))
+    if wanted not in ("off", "auto", *PREDICTORS):
+        names = ", ".join(("off", "auto", *PREDICTORS))
         raise ProfileError(f"offload.predictor must be one of {names}, got '{wanted}'")
     if wanted == "off" or not settings.prefetch:
         return None, ""
     if wanted == "auto" and not (folder / MANIFEST_FILE).exists():
         if drafts:
             return offloaded.prefetch_with(GivenForecast()), ""
-        return None, "nobody looks ahead for experts on disk: run moe calibrate on this model"
-    name = BEST if wanted == "auto" else wanted
+        return None, "experts on disk are not prefetched: run moe calibrate on this model"
+    name = DEFAULT_PREDICTOR if wanted == "auto" else wanted
     try:
         counts = [layer.num_experts for layer in offloaded.layers]
         predictor = load_calibration(folder, config, counts, [name]).predictor(name)
     except (CalibrationError, RoutingError) as error:
         if wanted != "auto":
             raise CalibrationError(str(error)) from error
-        return None, f"nobody looks ahead for experts on disk: {error}"
+        return None, f"experts on disk are not prefetched: {error}"
     return offloaded.prefetch_with(predictor), ""
 
 
 def load_prompt_estimator(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> tuple[PromptEstimator | None, str]:
-    """What `moe calibrate` left beside the model, or None and why requests keep their order."""
+    """The estimator from the model's token table, or None and a notice that says why not."""
     try:
         calibrated = load_calibration(
             path / CALIBRATION_FOLDER, config, num_experts, ["token_table"]
@@ -79,19 +82,19 @@ def load_prompt_estimator(
     except (CalibrationError, RoutingError) as error:
         return None, f"requests are not grouped by their experts: {error}"
 
-    def expect(token_ids: Sequence[int]) -> Floats:
+    def estimate(token_ids: Sequence[int]) -> Floats:
         recent = torch.tensor(token_ids[-_PROMPT_TOKENS:])
         predictor.start(contexts(recent, predictor.context))
         layers = [predictor.rows(-1, layer) for layer in range(len(num_experts))]
         return np.concatenate([rows.mean(0) for rows in layers if rows is not None])
 
-    return expect, ""
+    return estimate, ""
 
 
 def load_token_table(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> TokenTable | None:
-    """That of `moe calibrate` beside the model; None where there is none."""
+    """The token table that `moe calibrate` left beside the model; None if there is none."""
     try:
         calibrated = load_calibration(
             path / CALIBRATION_FOLDER, config, num_experts, [TokenTable.name]

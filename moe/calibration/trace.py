@@ -1,7 +1,7 @@
-"""A trace: which experts each token of a text visited, and for some tokens also what they read.
+"""A trace: which experts each token of a text used, and what the experts read for some tokens.
 
-Recorded at the seam, so for any model that loads. Traces feed the predictors' calibration, the
-cache's replay and the plan's expected hit ratio.
+`moe.commands.calibrate.record` records it for any model that loads. Predictors are fitted to it,
+`moe plan` takes its expected hit ratio from it and `moe trace` its findings.
 Legend: N tokens, S sequences, K slots a token, R kept rows, H hidden.
 """
 
@@ -24,28 +24,28 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Activations of some tokens.
+    """What experts read for a sample of the tokens.
 
     Attributes:
         tokens: ``(R,)`` int64, which tokens of the trace, ascending.
-        read: of each layer ``(R, H)`` float16, what its experts read.
+        expert_inputs: for each layer ``(R, H)`` float16.
     """
 
     tokens: Tensor
-    read: list[Tensor]
+    expert_inputs: list[Tensor]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What was recorded.
+    """The routing of N tokens.
 
     Attributes:
         token_ids: ``(N,)`` int32, sequences one after the other.
         lengths: of the sequences; they add up to N.
         num_experts: E of each MoE layer.
-        expert_ids: of each layer ``(N, K)`` int16, ascending, -1 for none.
-        weights: of each layer ``(N, K)`` float16.
-        rows: kept for calibration, never saved.
+        expert_ids: for each layer ``(N, K)`` int16, ascending, -1 for none.
+        weights: for each layer ``(N, K)`` float16.
+        rows: for calibration; never saved.
     """
 
     token_ids: Tensor
@@ -60,17 +60,17 @@ class Trace:
         return self.token_ids.shape[0]
 
     def contexts(self, width: int) -> Tensor:
-        """``(N, width)`` int64: each token, last, and those before it in its sequence."""
+        """``(N, width)`` int64: for each token those before it in its sequence, then itself."""
         return torch.cat([contexts(ids, width) for ids in self.token_ids.split(self.lengths)])
 
     def sequences(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Token ids ``(n,)``, and expert ids ``(n, K)`` of each layer, sequence by sequence."""
+        """For each sequence its token ids ``(n,)``, and expert ids ``(n, K)`` for each layer."""
         layers = [ids.split(self.lengths) for ids in self.expert_ids]
         for index, tokens in enumerate(self.token_ids.split(self.lengths)):
             yield tokens, [layer[index] for layer in layers]
 
     def save(self, path: Path) -> None:
-        """Write all but the rows. Raises OSError."""
+        """Write all but the rows. Raises `OSError`."""
         tensors = {"token_ids": self.token_ids, "lengths": torch.tensor(self.lengths)}
         for layer, (ids, weights) in enumerate(zip(self.expert_ids, self.weights, strict=True)):
             tensors[f"expert_ids.{layer}"] = ids.contiguous()
@@ -80,7 +80,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Raises `CalibrationError` saying what is wrong with the file."""
+        """Read what `save` wrote. Raises `CalibrationError` if the file is not a whole trace."""
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}

@@ -1,6 +1,6 @@
 """Everything that `moe calibrate` has fitted to one model: evidence sources and their weights.
 
-`moe.calibration.artefacts` writes it to files and reads it back.
+`moe.calibration.files` writes it to files and reads it back.
 """
 
 from __future__ import annotations

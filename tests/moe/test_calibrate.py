@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibration.artefacts import MANIFEST_FILE, PREDICTORS_FILE, load_calibration, load_trace
+from moe.calibration.files import MANIFEST_FILE, PREDICTORS_FILE, load_calibration, load_trace
 from moe.cli import main
 from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
 from moe.commands.calibrate.fit import HELD_OUT_EVERY
@@ -63,7 +63,7 @@ def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
                 if len(forecast):
                     recalls.append(len(set(ids) & set(forecast.expert[:4].tolist())) / 4)
                 routing = Routing(torch.tensor([ids]), torch.ones(1, 4))
-                predictor.observe(layer, trace.rows.read[layer][row : row + 1], routing)
+                predictor.observe(layer, trace.rows.expert_inputs[layer][row : row + 1], routing)
         recall = sum(recalls) / len(recalls)
         assert recall > (0.65 if name == "ensemble" else 0.3), (name, recall)  # chance: 0.125
 

@@ -41,12 +41,12 @@ def test_kept_rows_fit_their_budget_and_belong_to_their_tokens(
     whole = record_trace(model.backbone, model.experts, WINDOWS).rows
     assert whole is not None
     assert whole.tokens.tolist() == list(range(28))
-    layers, hidden = len(whole.read), whole.read[0].shape[1]
+    layers, hidden = len(whole.expert_inputs), whole.expert_inputs[0].shape[1]
     budget = 10 * layers * hidden * 2
     few = record_trace(model.backbone, model.experts, WINDOWS, row_bytes=budget).rows
     assert few is not None
     assert len(few.tokens) == 10
-    for own, theirs in zip(few.read, whole.read, strict=True):
+    for own, theirs in zip(few.expert_inputs, whole.expert_inputs, strict=True):
         assert torch.equal(own, theirs[few.tokens])
     assert record_trace(model.backbone, model.experts, WINDOWS, row_bytes=0).rows is None
 
@@ -62,7 +62,7 @@ def test_gates_that_are_found_choose_as_the_routers_do(
     assert len(found) == len(trace.num_experts)
     for layer, one in enumerate(found):
         assert one.gate is not None, one.reason
-        chosen = one.gate.choose(floats(trace.rows.read[layer]))
+        chosen = one.gate.choose(floats(trace.rows.expert_inputs[layer]))
         assert (chosen == trace.expert_ids[layer].numpy()).all(-1).mean() > 0.9
 
 

@@ -10,7 +10,7 @@ import pytest
 from experts.manifest import read_manifest
 from kernels import QuantizedExperts
 from moe import MoE
-from moe.calibration.artefacts import PREDICTORS_FILE
+from moe.calibration.files import PREDICTORS_FILE
 from moe.cli import main
 from moe.commands.calibrate.compression import LayerSensitivity, layer_path
 from moe.commands.convert.inspect_store import bit_map, expert_bytes

@@ -120,7 +120,7 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
     resident: MoE, on_disk: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     """Whether there is room for what the original's experts gave, for some of it, or none."""
-    monkeypatch.setattr(sensitivity, "TOGETHER", 600)
+    monkeypatch.setattr(sensitivity, "LANE_TOKENS", 600)
     versions = [pieces.take_experts(resident.experts.layers[other], range(8)) for other in (1, 2)]
     windows = spread(trace, 300)
     expected = []

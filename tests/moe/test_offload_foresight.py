@@ -12,7 +12,7 @@ from torch import Tensor
 from experts.manifest import read_manifest
 from kernels import experts_forward
 from moe import MoE, SamplingParams
-from moe.calibration.artefacts import CALIBRATION_FOLDER, save_calibration
+from moe.calibration.files import CALIBRATION_FOLDER, save_calibration
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.convert.convert import convert
 from moe.errors import CalibrationError, ProfileError

@@ -1,5 +1,4 @@
-"""``moe calibrate``: read a text, fit predictors and what the cache goes by, leave them beside the
-model."""
+"""``moe calibrate``: the model reads a text; predictors are fitted and left beside the model."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe.calibration.artefacts import (
+from moe.calibration.files import (
     CALIBRATION_FOLDER,
     FittedPredictors,
     check_writable,
@@ -30,24 +29,24 @@ from moe.settings.profile import LoadedProfile
 from routing.predict.path import VECTOR
 
 WINDOW = 512
-"""Tokens of a sequence that is read, at most."""
+"""Tokens of a sequence, at most."""
 
 LEAST_TOKENS = 1024
-"""With fewer nothing that is fitted means anything."""
+"""With fewer tokens nothing can be fitted."""
 
 TOKENS = 50_000
-"""Read where nobody says how many: minutes for a large model on two cores."""
+"""Default number of tokens: minutes for a large model on two cores."""
 
 
 def calibrate_model(
     model: MoE, text: str, *, tokens: int = TOKENS, on_step: OnStep = lambda what, done, total: None
 ) -> tuple[Trace, FittedPredictors]:
-    """Predictors from what the model does with a text.
+    """Record a trace of the model reading a text, and fit predictors to it.
 
     Args:
-        text: better of the kind that the model will be used for.
-        tokens: of the text to read, taken evenly from all of it.
-        on_step: hears what is done, and how many of how many steps.
+        text: best of the kind that the model will be used for.
+        tokens: to read, in windows spread evenly over the text.
+        on_step: called with the task, the steps done and all steps.
 
     Raises:
         CalibrationError: there is too little text, or activations are not finite.
@@ -66,8 +65,22 @@ def calibrate(
     *,
     compression: int | None = None,
 ) -> int:
-    """The subcommand: returns the exit code. `compression`: `read_tokens` of `analyse`, if any."""
-    words = _read(text)
+    """The subcommand.
+
+    Args:
+        name: of the model, or its path.
+        text: file to read.
+        tokens: of it to read.
+        out: folder for the calibration; None for the one beside the model.
+        compression: `read_tokens` of `analyse`; None to leave compression out.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        CalibrationError: the text cannot be read or is too short, or `out` cannot be written.
+    """
+    content = _read(text)
     if compression is not None and compression < 1:
         raise CalibrationError(f"--compression must be at least 1 token, got {compression}")
     if out is None and Path(name).suffix == ".gguf":
@@ -81,9 +94,9 @@ def calibrate(
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
     found = find_gates(model.backbone)
     with step_bar() as on_step:
-        trace = _recorded(model, words, tokens, on_step)
+        trace = _recorded(model, content, tokens, on_step)
         unavailable = None
-        if compression is not None:  # perhaps the rest of a run that was stopped
+        if compression is not None:  # a run that was stopped may have left the predictors
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, found, on_step)
@@ -102,7 +115,7 @@ def calibrate(
 
 
 def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
-    read = windows(model, text, tokens)
+    read = text_windows(model, text, tokens)
     total = sum(map(len, read))
     return record_trace(
         model.backbone,
@@ -121,8 +134,10 @@ def _fitted(
 
 @torch.inference_mode()
 def token_vectors(embedding: torch.nn.Module, size: int) -> Tensor:
-    """``(V, size)`` float32: the model's token vectors in their principal directions, scaled to a
-    deviation of 1; zeros where the model's are smaller."""
+    """``(V, size)`` float32: the embedding's principal components, scaled to a deviation of 1.
+
+    Padded with zeros if the embedding has fewer dimensions.
+    """
     count = int(embedding.num_embeddings)  # type: ignore[arg-type]
     device = next((p.device for p in embedding.parameters()), torch.device("cpu"))
     pieces = torch.arange(count, device=device).split(1 << 14)
@@ -142,8 +157,18 @@ def token_vectors(embedding: torch.nn.Module, size: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, size - found.shape[1]))
 
 
-def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
-    """So many tokens in sequences, taken evenly from all of a text. Raises `CalibrationError`."""
+def text_windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
+    """Windows of a text, spread evenly over it.
+
+    Args:
+        tokens: of all windows together, at most.
+
+    Returns:
+        Token ids; at least `HELD_OUT_EVERY` windows.
+
+    Raises:
+        CalibrationError: the text is too short.
+    """
     if not text.strip():
         raise CalibrationError("the text is empty; give --text a file with some hundred kilobytes")
     ids = model.codec.encode(text)
@@ -166,6 +191,6 @@ def windows(model: MoE, text: str, tokens: int) -> list[list[int]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode(errors="replace")  # to the byte, as a prompt is
+        return path.read_bytes().decode(errors="replace")  # no newline translation, as in prompts
     except OSError as error:
         raise CalibrationError(f"cannot read the text {path}: {error}") from error

@@ -1,12 +1,13 @@
-"""What compression needs to know of each MoE layer, found out layer by layer.
+"""``moe calibrate --compression``: what each MoE layer loses at fewer bits, layer by layer.
 
-The trace of a calibration has the rows that experts read. From these each layer is quantised at all
-widths as ``moe convert`` would do it, the error of each expert is measured, and a part of the text
-is read with that layer quantised and everything else as it is: what the model's predictions lose.
-A finished layer's file is not made again, so a run that was stopped goes on where it was.
+The trace has the rows that experts read. From these, `analyse` quantises a layer at every width as
+``moe convert`` would, measures the error of each expert, and reads a part of the text with that
+layer quantised and all others as they are: what the model's predictions lose. It writes a file for
+each layer and keeps those that are there, so that a run that was stopped goes on where it was.
 
-Memory does not grow with the number of layers or experts beyond what the model itself takes: one
-layer's planes and a few whole experts are there at a time, and experts may stay on disk.
+Memory does not grow with the number of layers or experts beyond the model itself: one layer's
+planes and a few whole experts are there at a time, and experts may stay on disk.
+Legend: T tokens of a window, E experts, W widths.
 """
 
 from __future__ import annotations
@@ -38,205 +39,22 @@ from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.speculate.contrast import uncontrasted
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
-# ---- A layer's weights a few experts at a time, wherever they are: in memory, or in a store on
-# disk.
-#
-# Experts in float32 take up to sixteen times what a store keeps of them, so no step of a
-# calibration holds a whole layer of them.
+COMPRESSION_FOLDER = "compression"
 
 PIECE_WEIGHTS = 1 << 25
-"""Weights of the gated experts that are taken at once: 128 MiB in float32."""
-
-_BIASES = ("gate_up_bias_EG", "down_bias_EH")
-
-
-def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]:
-    """All experts of a layer, in order: their ids, and the weights that they are served with.
-
-    Raises:
-        OffloadError: an expert cannot be read.
-    """
-    held = held_experts(layer)
-    weights = 3 * held.hidden_size * held.intermediate_size
-    size = max(1, PIECE_WEIGHTS // weights)
-    for start in range(0, layer.num_experts, size):
-        ids = range(start, min(start + size, layer.num_experts))
-        yield ids, take_experts(layer, ids)
-
-
-def take_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
-    """Some experts of a layer, ids ascending, as a layer of their own.
-
-    Raises:
-        OffloadError: an expert cannot be read.
-    """
-    if not isinstance(layer, OffloadedExperts):
-        return _taken(layer, experts)
-    found = []
-    with layer.cache.acquire(layer.layer, list(experts)) as held:
-        for wave in held.waves:
-            slots = wave.slot_ids[torch.tensor(wave.experts)].tolist()
-            found.append(_taken(layer.slots, slots))
-    return _joined(found)
-
-
-def join_experts(parts: Sequence[QuantizedExperts]) -> QuantizedExperts:
-    """One layer of the experts of several pieces, in order."""
-    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in parts]) for name in _BIASES}
-    own["planes"] = tuple(planes for part in parts for planes in part.planes)
-    own["scales"] = tuple(scales for part in parts for scales in part.scales)
-    return replace(parts[0], **own)
-
-
-def _taken(layer: AnyExperts, experts: Sequence[int]) -> ExpertWeights:
-    """A copy, biases included."""
-    chosen = torch.tensor(experts)
-    own: dict[str, Any] = {
-        name: None if (bias := getattr(layer, name)) is None else bias[chosen] for name in _BIASES
-    }
-    if isinstance(layer, QuantizedExperts):
-        own["planes"] = tuple(layer.planes[expert] for expert in experts)
-        own["scales"] = tuple(layer.scales[expert] for expert in experts)
-        return dequantize_experts(replace(layer, **own))
-    own |= {"gate_up_EGH": layer.gate_up_EGH[chosen], "down_EHF": layer.down_EHF[chosen]}
-    return replace(layer, **own)
-
-
-def _joined(layers: Sequence[ExpertWeights]) -> ExpertWeights:
-    names = ("gate_up_EGH", "down_EHF", *_BIASES)
-    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in layers]) for name in names}
-    return replace(layers[0], **own)
-
-
-def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
-
-
-# ---- What a model's predictions of a text lose when one MoE layer is replaced, all else as it
-# is.
-#
-# The original and all versions of the layer read side by side, each a lane. Up to the layer they
-# are one: what the original's experts gave is handed to all, and kept, so that the experts of
-# earlier layers are neither fetched nor run for it. Behind it lanes meet at each layer, so that
-# its experts are fetched once for all versions and windows. Only at the end do they go on one by
-# one, as predictions take more memory than all else. Legend: T tokens of a window.
+"""Weights that `pieces` yields at a time: 128 MiB in float32, up to 16 times what a store keeps."""
 
 KEPT_BYTES = 256 << 20
-"""Of what the original's experts gave; what is more is made anew for each layer."""
+"""Memory for outputs of the original's experts; the rest is computed again for each layer."""
 
-TOGETHER = 2048
-"""Tokens of all lanes that are read side by side: each holds its keys and values."""
+LANE_TOKENS = 2048
+"""Tokens of all lanes that run side by side: each lane holds its keys and values."""
 
+_BIASES = ("gate_up_bias_EG", "down_bias_EH")
 _ORIGINAL = -1
 
 Lanes = dict[Lane[list[Tensor]], tuple[int, int]]
-"""Which window a lane reads, and with which version."""
-
-
-class LayerSensitivity:
-    """A text as a model reads it, window by window."""
-
-    def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
-        self._model, self._windows = model, windows
-        self._given: dict[tuple[int, int], Tensor] = {}  # by window and layer
-        self._room = KEPT_BYTES
-
-    @torch.inference_mode()
-    def losses(self, layer: int, versions: Sequence[AnyExperts]) -> Tensor:
-        """``(len(versions),)`` float64: KL in bits a token with each of these in a layer's place.
-
-        Raises:
-            OffloadError: an expert cannot be read.
-        """
-        lost = torch.zeros(len(versions), dtype=torch.float64)
-        with uncontrasted(self._model.backbone, self._model.experts):
-            for windows in window_batches(self._windows, TOGETHER // (1 + len(versions))):
-                lost += self._divergences(windows, layer, versions)
-        return lost.clamp_min(0) / sum(map(len, self._windows))
-
-    def _divergences(
-        self, windows: Sequence[int], layer: int, versions: Sequence[AnyExperts]
-    ) -> Tensor:
-        """Sums over the tokens of these windows."""
-        lanes: Lanes = {
-            self._lane(self._windows[window]): (window, version)
-            for window in windows
-            for version in range(_ORIGINAL, len(versions))
-        }
-        run = partial(self._run, layer, versions, lanes)
-        last = len(self._model.experts.layers) - 1
-        run_lanes(list(lanes), run, pause_at=dict.fromkeys(lanes, last))
-        for failed in [lane for lane in lanes if lane.finished]:
-            failed.result()
-        rows = run(last, [lane.call for lane in lanes if lane.call is not None])
-        lost, before = torch.zeros(len(versions), dtype=torch.float64), torch.empty(0)
-        for own, (_, version) in zip(rows, list(lanes.values()), strict=True):
-            lane = next(iter(lanes))
-            del lanes[lane]  # and with it, at the next, its predictions
-            if isinstance(own, Exception):
-                raise own
-            lane.resume(own)
-            logprobs_TV = lane.result()[0].log_softmax(-1)
-            if version == _ORIGINAL:
-                before = logprobs_TV
-            else:
-                lost[version] += divergence(before, logprobs_TV)
-        return lost
-
-    def _lane(self, window: Sequence[int]) -> Lane[list[Tensor]]:
-        backbone = self._model.backbone
-        (lane,) = backbone.lanes(
-            [Work(list(window), backbone.new_cache(len(window)), all_logits=True)]
-        )
-        return lane
-
-    def _run(
-        self,
-        replaced: int,
-        versions: Sequence[AnyExperts],
-        lanes: Lanes,
-        layer: int,
-        calls: Sequence[ExpertCall],
-    ) -> Sequence[Tensor | Exception]:
-        """Rows for the lanes that wait at a layer: known, a version's, or run for all together."""
-        waiting = {id(lane.call): about for lane, about in lanes.items()}
-        whose = [waiting[id(call)] for call in calls]
-        if layer < replaced:  # versions are still as the original
-            whose = [(window, _ORIGINAL) for window, _ in whose]
-        rows: dict[tuple[int, int], Tensor | Exception] = {}
-        others: dict[tuple[int, int], ExpertCall] = {}
-        for about, call in zip(whose, calls, strict=True):
-            window, version = about
-            if version == _ORIGINAL and (window, layer) in self._given:
-                rows[about] = self._given[window, layer]
-            elif version != _ORIGINAL and layer == replaced:
-                ids, weights = call.routing.expert_ids, call.routing.weights
-                rows[about] = experts_forward(call.hidden_states, ids, weights, versions[version])
-            else:
-                others[about] = call
-        if others:
-            rows |= zip(others, self._model.experts.run(layer, list(others.values())), strict=True)
-        for (window, version), own in rows.items():
-            if version == _ORIGINAL and isinstance(own, Tensor):
-                self._keep(window, layer, own)
-        found = [rows[about] for about in whose]
-        return [own.clone() if isinstance(own, Tensor) else own for own in found]
-
-    def _keep(self, window: int, layer: int, rows_TH: Tensor) -> None:
-        if (window, layer) not in self._given and rows_TH.nbytes <= self._room:
-            self._room -= rows_TH.nbytes
-            self._given[window, layer] = rows_TH
-
-
-# ----
-
-FOLDER = "compression"
-
-
-def layer_path(folder: Path, layer: int) -> Path:
-    """File of a layer's statistics within a calibration's folder."""
-    return folder / FOLDER / f"layer-{layer:05}.safetensors"
+"""The window that a lane reads, and the version it reads with."""
 
 
 @torch.inference_mode()
@@ -249,14 +67,14 @@ def analyse(
     read_tokens: int = 2048,
     group_size: int = 64,
 ) -> list[str]:
-    """Statistics of every MoE layer, in `folder`; finished ones of the same trace are kept.
+    """Write the statistics of every MoE layer to `folder`; keep those of this trace already there.
 
     Args:
-        read_tokens: of the text, for measuring what a layer's precision costs; one sequence at
-            least.
+        read_tokens: of the text, to measure what a layer's precision costs; at least one sequence.
+        group_size: of the quantisation.
 
     Returns:
-        Which experts had too few tokens, one sentence a layer that has such.
+        One sentence for each layer where experts had too few tokens.
 
     Raises:
         CalibrationError: the trace has no rows, the model is not on the CPU, a layer's losses are
@@ -293,37 +111,6 @@ def analyse(
     return notices
 
 
-def load_statistics(folder: Path, num_layers: int) -> list[LayerCalibration]:
-    """What `analyse` left. Raises `CalibrationError`."""
-    return [load_layer(folder, layer) for layer in range(num_layers)]
-
-
-def load_layer(folder: Path, layer: int) -> LayerCalibration:
-    """What it left of one layer."""
-    try:
-        return LayerCalibration.load(layer_path(folder, layer))
-    except StatisticsError as error:
-        raise CalibrationError(
-            f"{error}; run moe calibrate MODEL --text FILE --compression first"
-        ) from error
-
-
-def layer_inputs(trace: Trace, layer: int) -> LayerInputs:
-    """The rows of a layer that a trace kept."""
-    assert trace.rows is not None
-    tokens = trace.rows.tokens
-    ids, weights = trace.expert_ids[layer][tokens], trace.weights[layer][tokens]
-    return LayerInputs(trace.rows.read[layer], ids, weights)
-
-
-def spread(trace: Trace, tokens: int) -> list[list[int]]:
-    """Sequences of the trace from all over it, about so many tokens together."""
-    sequences = trace.token_ids.split(trace.lengths)
-    wanted = max(1, tokens * len(sequences) // trace.num_tokens)
-    stride = max(1, len(sequences) // wanted)
-    return [ids.tolist() for ids in sequences[::stride]]
-
-
 def _analyse(
     model: MoE, layer: int, inputs: LayerInputs, original: LayerSensitivity, group_size: int
 ) -> LayerCalibration:
@@ -348,11 +135,11 @@ def _analyse(
 
 
 def _job(model: MoE, trace: Trace, read_tokens: int, group_size: int) -> str:
-    """Digest of what the statistics depend on; the same with another number of threads."""
+    """Digest of what the statistics depend on; it does not depend on the number of threads."""
     about = (model.config.to_json_string(), read_tokens, group_size, trace.lengths)
     digest = hashlib.sha256(repr(about).encode())
     digest.update(trace.token_ids.numpy().tobytes())
-    for ids in trace.expert_ids:  # the weights show in where they send the text
+    for ids in trace.expert_ids:  # other weights would route the text differently
         digest.update(ids.numpy().tobytes())
     return digest.hexdigest()
 
@@ -363,3 +150,207 @@ def _finished(path: Path, job: str) -> bool:
     except StatisticsError:
         return False
     return True
+
+
+def load_statistics(folder: Path, num_layers: int) -> list[LayerCalibration]:
+    """What `analyse` wrote. Raises `CalibrationError` if a layer is missing or damaged."""
+    return [load_layer(folder, layer) for layer in range(num_layers)]
+
+
+def load_layer(folder: Path, layer: int) -> LayerCalibration:
+    """What `analyse` wrote for one layer. Raises `CalibrationError` if missing or damaged."""
+    try:
+        return LayerCalibration.load(layer_path(folder, layer))
+    except StatisticsError as error:
+        raise CalibrationError(
+            f"{error}; run moe calibrate MODEL --text FILE --compression first"
+        ) from error
+
+
+def layer_path(folder: Path, layer: int) -> Path:
+    """The file of a layer's statistics in a calibration's folder."""
+    return folder / COMPRESSION_FOLDER / f"layer-{layer:05}.safetensors"
+
+
+def layer_inputs(trace: Trace, layer: int) -> LayerInputs:
+    """The sampled rows of a layer, with their routing."""
+    assert trace.rows is not None
+    tokens = trace.rows.tokens
+    ids, weights = trace.expert_ids[layer][tokens], trace.weights[layer][tokens]
+    return LayerInputs(trace.rows.expert_inputs[layer], ids, weights)
+
+
+def spread(trace: Trace, tokens: int) -> list[list[int]]:
+    """Sequences spread evenly over the trace, with about ``tokens`` tokens; at least one."""
+    sequences = trace.token_ids.split(trace.lengths)
+    wanted = max(1, tokens * len(sequences) // trace.num_tokens)
+    stride = max(1, len(sequences) // wanted)
+    return [ids.tolist() for ids in sequences[::stride]]
+
+
+class LayerSensitivity:
+    """What predictions of a text lose when other experts take the place of one MoE layer's.
+
+    The original and all versions of the layer read side by side, each in a lane. Below the layer
+    they are one: the original's expert outputs go to all lanes, and are kept for the next layers.
+    Above it the lanes meet at each layer, so that experts are fetched once for all versions and
+    windows. The last layer and the logits run one lane at a time: logits take most memory.
+
+    Args:
+        model: on the CPU.
+        windows: token ids.
+    """
+
+    def __init__(self, model: MoE, windows: Sequence[Sequence[int]]) -> None:
+        self._model, self._windows = model, windows
+        self._given: dict[tuple[int, int], Tensor] = {}  # by window and layer
+        self._room = KEPT_BYTES
+
+    @torch.inference_mode()
+    def losses(self, layer: int, versions: Sequence[AnyExperts]) -> Tensor:
+        """``(len(versions),)`` float64: KL divergence in bits a token with each version.
+
+        Raises:
+            OffloadError: an expert cannot be read.
+        """
+        lost = torch.zeros(len(versions), dtype=torch.float64)
+        with uncontrasted(self._model.backbone, self._model.experts):
+            for windows in window_batches(self._windows, LANE_TOKENS // (1 + len(versions))):
+                lost += self._divergences(windows, layer, versions)
+        return lost.clamp_min(0) / sum(map(len, self._windows))
+
+    def _divergences(
+        self, windows: Sequence[int], layer: int, versions: Sequence[AnyExperts]
+    ) -> Tensor:
+        """KL divergences summed over the tokens of these windows."""
+        lanes: Lanes = {
+            self._lane(self._windows[window]): (window, version)
+            for window in windows
+            for version in range(_ORIGINAL, len(versions))
+        }
+        run = partial(self._run, layer, versions, lanes)
+        last = len(self._model.experts.layers) - 1
+        run_lanes(list(lanes), run, pause_at=dict.fromkeys(lanes, last))
+        for failed in [lane for lane in lanes if lane.finished]:
+            failed.result()
+        rows = run(last, [lane.call for lane in lanes if lane.call is not None])
+        lost, before = torch.zeros(len(versions), dtype=torch.float64), torch.empty(0)
+        for own, (_, version) in zip(rows, list(lanes.values()), strict=True):
+            lane = next(iter(lanes))
+            del lanes[lane]  # frees its logits in the next round
+            if isinstance(own, Exception):
+                raise own
+            lane.resume(own)
+            logprobs_TV = lane.result()[0].log_softmax(-1)
+            if version == _ORIGINAL:
+                before = logprobs_TV
+            else:
+                lost[version] += divergence(before, logprobs_TV)
+        return lost
+
+    def _lane(self, window: Sequence[int]) -> Lane[list[Tensor]]:
+        backbone = self._model.backbone
+        (lane,) = backbone.lanes(
+            [Work(list(window), backbone.new_cache(len(window)), all_logits=True)]
+        )
+        return lane
+
+    def _run(
+        self,
+        replaced: int,
+        versions: Sequence[AnyExperts],
+        lanes: Lanes,
+        layer: int,
+        calls: Sequence[ExpertCall],
+    ) -> Sequence[Tensor | Exception]:
+        """Expert outputs for the lanes that wait at a layer: kept, a version's, or computed."""
+        waiting = {id(lane.call): about for lane, about in lanes.items()}
+        whose = [waiting[id(call)] for call in calls]
+        if layer < replaced:  # versions do not differ from the original yet
+            whose = [(window, _ORIGINAL) for window, _ in whose]
+        rows: dict[tuple[int, int], Tensor | Exception] = {}
+        others: dict[tuple[int, int], ExpertCall] = {}
+        for about, call in zip(whose, calls, strict=True):
+            window, version = about
+            if version == _ORIGINAL and (window, layer) in self._given:
+                rows[about] = self._given[window, layer]
+            elif version != _ORIGINAL and layer == replaced:
+                ids, weights = call.routing.expert_ids, call.routing.weights
+                rows[about] = experts_forward(call.hidden_states, ids, weights, versions[version])
+            else:
+                others[about] = call
+        if others:
+            rows |= zip(others, self._model.experts.run(layer, list(others.values())), strict=True)
+        for (window, version), own in rows.items():
+            if version == _ORIGINAL and isinstance(own, Tensor):
+                self._keep(window, layer, own)
+        found = [rows[about] for about in whose]
+        return [own.clone() if isinstance(own, Tensor) else own for own in found]
+
+    def _keep(self, window: int, layer: int, rows_TH: Tensor) -> None:
+        if (window, layer) not in self._given and rows_TH.nbytes <= self._room:
+            self._room -= rows_TH.nbytes
+            self._given[window, layer] = rows_TH
+
+
+def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]:
+    """All experts of a layer, a few at a time: their ids, and the weights they are served with.
+
+    Raises:
+        OffloadError: an expert cannot be read.
+    """
+    held = held_experts(layer)
+    weights = 3 * held.hidden_size * held.intermediate_size
+    size = max(1, PIECE_WEIGHTS // weights)
+    for start in range(0, layer.num_experts, size):
+        ids = range(start, min(start + size, layer.num_experts))
+        yield ids, take_experts(layer, ids)
+
+
+def take_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
+    """Some experts of a layer, ids ascending, as a layer of their own. They may be on disk.
+
+    Raises:
+        OffloadError: an expert cannot be read.
+    """
+    if not isinstance(layer, OffloadedExperts):
+        return _taken(layer, experts)
+    found = []
+    with layer.cache.acquire(layer.layer, list(experts)) as held:
+        for wave in held.waves:
+            slots = wave.slot_ids[torch.tensor(wave.experts)].tolist()
+            found.append(_taken(layer.slots, slots))
+    return _joined(found)
+
+
+def join_experts(parts: Sequence[QuantizedExperts]) -> QuantizedExperts:
+    """Several pieces as one layer, experts in order."""
+    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in parts]) for name in _BIASES}
+    own["planes"] = tuple(planes for part in parts for planes in part.planes)
+    own["scales"] = tuple(scales for part in parts for scales in part.scales)
+    return replace(parts[0], **own)
+
+
+def _taken(layer: AnyExperts, experts: Sequence[int]) -> ExpertWeights:
+    """A copy of the experts and their biases."""
+    chosen = torch.tensor(experts)
+    own: dict[str, Any] = {
+        name: None if (bias := getattr(layer, name)) is None else bias[chosen] for name in _BIASES
+    }
+    if isinstance(layer, QuantizedExperts):
+        own["planes"] = tuple(layer.planes[expert] for expert in experts)
+        own["scales"] = tuple(layer.scales[expert] for expert in experts)
+        return dequantize_experts(replace(layer, **own))
+    own |= {"gate_up_EGH": layer.gate_up_EGH[chosen], "down_EHF": layer.down_EHF[chosen]}
+    return replace(layer, **own)
+
+
+def _joined(layers: Sequence[ExpertWeights]) -> ExpertWeights:
+    names = ("gate_up_EGH", "down_EHF", *_BIASES)
+    own: dict[str, Any] = {name: _cat([getattr(part, name) for part in layers]) for name in names}
+    return replace(layers[0], **own)
+
+
+def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None

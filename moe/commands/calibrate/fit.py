@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe.calibration.artefacts import FittedPredictors
+from moe.calibration.files import FittedPredictors
 from moe.calibration.trace import SampledRows, Trace
 from moe.commands.console import OnStep
 from moe.describe.routers import find_selectors
@@ -139,7 +139,7 @@ def _fit_weights(
             trace.expert_ids[layer][tokens].long(), trace.weights[layer][tokens].float()
         )
         for source in sources.values():
-            source.observe(layer, sampled.read[layer][rows], routing)
+            source.observe(layer, sampled.expert_inputs[layer][rows], routing)
         fit(layer, REACH)
     return {name: fitted for name, fitted in weights.items() if fitted}
 
@@ -159,7 +159,7 @@ class _LookaheadFitter:
 
     def __init__(self, trace: Trace, found: Sequence[FoundGate], learn: Tensor) -> None:
         assert trace.rows is not None
-        self._read = trace.rows.read
+        self._read = trace.rows.expert_inputs
         self._learn = learn
         self.unavailable: dict[str, str] = {}
         chosen = [ids[trace.rows.tokens] for ids in trace.expert_ids]

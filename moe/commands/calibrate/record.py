@@ -1,7 +1,7 @@
-"""Recording a trace: a model reads windows of text, and the seam tells where their tokens go.
+"""Record a trace: the model reads windows of text, and the MoE layers tell where tokens go.
 
-Memory is bounded: expert ids are small, and activations are kept of as many tokens, spread over the
-text, as a budget allows.
+Memory is bounded: expert ids are small, and what the experts read is kept only for as many tokens,
+evenly spread over the text, as a budget allows.
 """
 
 from __future__ import annotations
@@ -24,46 +24,40 @@ from offload.layer import LayerExperts
 from routing import Routing
 from routing.routing import UNUSED
 
-# ---- A compressed model reads a recorded text with its tokens sent where the original sent them.
-#
-# What its routers read then differs from the original's rows by the experts' errors alone, not by
-# earlier routers' other choices: what routers that choose as the original's did will have to
-# read.
+ROW_BYTES = 1 << 29
+"""Memory for sampled rows, at most; at most an eighth of what is available."""
+
+PASS_TOKENS = 2048
+"""Tokens of one pass, if the model can pack sequences: a pass fetches each expert once."""
 
 
 class TeacherForcedExperts:
-    """Experts behind recorded choices; takes the place of `MoELayers` in `record_trace`.
+    """Routes tokens as a recorded trace did, in place of `MoELayers` in `record_trace`.
+
+    A compressed model that follows the original's routing shows each router rows that differ from
+    the original's by the errors of experts alone, not by other choices of earlier routers.
 
     Args:
-        layers: experts of each layer, for their numbers.
-        trace: whose windows are read, each once and in order.
-        run: what runs the experts.
+        layers: the experts of each layer.
+        trace: its windows are read once each, in order.
+        run: runs the experts.
     """
 
     def __init__(self, layers: Sequence[LayerExperts], trace: Trace, run: ExpertsRunner) -> None:
         self.layers = list(layers)
         self._trace, self._run = trace, run
-        self._read = [0] * len(self.layers)
+        self._tokens_read = [0] * len(self.layers)
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         (call,) = calls  # one lane a pass
-        start = self._read[layer]
-        end = self._read[layer] = start + call.routing.num_tokens
+        start = self._tokens_read[layer]
+        end = self._tokens_read[layer] = start + call.routing.num_tokens
         ids, weights = (
             own[layer][start:end] for own in (self._trace.expert_ids, self._trace.weights)
         )
         device = call.routing.weights.device
         chosen = Routing(ids.to(device).long(), weights.to(call.routing.weights))
         return self._run(layer, [replace(call, routing=chosen)])
-
-
-# ----
-
-ROW_BYTES = 1 << 30
-"""Memory for kept activations."""
-
-PASS_TOKENS = 2048
-"""Read in one pass where sequences may share one, so that experts are read once for all."""
 
 
 @torch.inference_mode()
@@ -79,16 +73,18 @@ def record_trace(
 
     Args:
         backbone: of a loaded model.
-        experts: of the same; `TeacherForcedExperts` follow a trace's routing, not the router's.
+        experts: of the same model; `TeacherForcedExperts` follow a trace instead of the router.
         windows: token ids; at least one, none empty.
-        row_bytes: memory for activations; 0 keeps none; None: `ROW_BYTES`, if affordable.
-        on_tokens: hears how many tokens have been read.
+        row_bytes: memory for sampled rows; 0 keeps none; None: `ROW_BYTES`, or less if memory is
+            short.
+        on_tokens: called with the number of tokens read.
 
     Raises:
         CalibrationError: activations are not finite.
     """
     if row_bytes is None:
-        row_bytes = affordable(ROW_BYTES)
+        available = memory_available()
+        row_bytes = ROW_BYTES if available is None else max(1, min(ROW_BYTES, available // 8))
     recorder = _Recorder(experts, sum(map(len, windows)), row_bytes)
     for indices in window_batches(windows, PASS_TOKENS if backbone.packed else 0):
         batch = [windows[index] for index in indices]
@@ -101,7 +97,24 @@ def record_trace(
     return recorder.trace(windows)
 
 
+def window_batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[int]]:
+    """Indices of windows that have at most ``tokens`` together, or of one longer window."""
+    batch: list[int] = []
+    for index, window in enumerate(windows):
+        if batch and sum(len(windows[own]) for own in batch) + len(window) > tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
+
+
 class _Recorder:
+    """Runs the experts and keeps what passes by.
+
+    Attributes:
+        done: tokens that all layers have read.
+    """
+
     def __init__(
         self, experts: MoELayers | TeacherForcedExperts, total: int, row_bytes: int
     ) -> None:
@@ -113,7 +126,7 @@ class _Recorder:
         count = len(self._num_experts)
         self._ids: list[list[Tensor]] = [[] for _ in range(count)]
         self._weights: list[list[Tensor]] = [[] for _ in range(count)]
-        self._read: list[list[Tensor]] = [[] for _ in range(count)]
+        self._rows: list[list[Tensor]] = [[] for _ in range(count)]
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         (call,) = calls  # one lane a pass
@@ -127,23 +140,23 @@ class _Recorder:
             )
         self._ids[layer].append(routing.expert_ids.to("cpu", torch.int16))
         self._weights[layer].append(routing.weights.to("cpu", torch.float16))
-        self._keep_rows(layer, rows)
+        self._sample(layer, rows)
         return self._experts.run(layer, calls)
 
-    def _keep_rows(self, layer: int, rows: Tensor) -> None:
-        if not self._stride:  # hidden size is known only now
+    def _sample(self, layer: int, rows: Tensor) -> None:
+        if not self._stride:  # the hidden size is known only now
             needed = self._total * len(self._num_experts) * rows.shape[-1] * 2
             self._stride = max(-(-needed // self._row_bytes), 1) if self._row_bytes else -1
-        if self._stride < 0:
-            return
-        kept = slice(-self.done % self._stride, None, self._stride)
-        self._read[layer].append(_half(rows[kept]))
+        if self._stride > 0:
+            sampled = rows[-self.done % self._stride :: self._stride].float()
+            limit = torch.finfo(torch.float16).max
+            self._rows[layer].append(sampled.clamp(-limit, limit).to("cpu", torch.float16))
 
     def trace(self, windows: Sequence[Sequence[int]]) -> Trace:
         rows = None
         if self._stride > 0:
             tokens = torch.arange(0, self._total, self._stride)
-            rows = SampledRows(tokens, [torch.cat(parts) for parts in self._read])
+            rows = SampledRows(tokens, [torch.cat(parts) for parts in self._rows])
         return Trace(
             torch.tensor([token for window in windows for token in window], dtype=torch.int32),
             [len(window) for window in windows],
@@ -154,29 +167,7 @@ class _Recorder:
         )
 
 
-def affordable(most: int) -> int:
-    """Bytes up to so many that may be kept: the model may have filled memory."""
-    available = memory_available()
-    return most if available is None else max(1, min(most, available // 4))
-
-
 def _stacked(parts: Sequence[Tensor], unused: int) -> Tensor:
-    """Rows of all passes; some routers take another number of slots in each."""
+    """The rows of all passes; some routers take another number of slots in each pass."""
     slots = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, slots - part.shape[1]), value=unused) for part in parts])
-
-
-def _half(rows: Tensor) -> Tensor:
-    limit = torch.finfo(torch.float16).max
-    return rows.float().clamp(-limit, limit).to("cpu", torch.float16)
-
-
-def window_batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[list[int]]:
-    """Indices of windows of at most ``tokens`` together, at least one at a time."""
-    batch: list[int] = []
-    for index, window in enumerate(windows):
-        if batch and sum(len(windows[own]) for own in batch) + len(window) > tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    yield batch

@@ -17,7 +17,7 @@ from experts.compress.statistics import LayerCalibration
 from experts.weights import ExpertShape
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PREFIX_BITS
-from moe.calibration.artefacts import read_calibration_manifest
+from moe.calibration.files import load_manifest
 from moe.commands.calibrate.compression import layer_path, load_layer, load_statistics
 from moe.errors import CalibrationError
 from moe.loading.memory_plan import GIB
@@ -113,7 +113,7 @@ def allot(
     modules = [module for _, module in experts_modules(network)]
     counts = [module.num_experts for module in modules]
     shapes = [expert_shape(module, settings.group_size) for module in modules]
-    read_calibration_manifest(calibration, network.config, counts)
+    load_manifest(calibration, network.config, counts)
     layers = load_statistics(calibration, len(counts))
     for layer, (statistics, shape, count) in enumerate(zip(layers, shapes, counts, strict=True)):
         found = len(statistics.frequency_E), statistics.inputs.hidden_TH.shape[1]

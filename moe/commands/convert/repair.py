@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe.calibration.artefacts import load_trace
+from moe.calibration.files import load_trace
 from moe.commands.calibrate.compression import layer_path, load_layer
 from moe.commands.calibrate.fit import HELD_OUT_EVERY
 from moe.commands.calibrate.record import TeacherForcedExperts, record_trace
@@ -116,7 +116,7 @@ def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype])
             repairs.append(Repair("", None, 0.0, 0.0, one.reason))
             continue
         name = _name_of(model, one.selector.weight)
-        pair = inputs.hidden_TH, rows.read[layer]
+        pair = inputs.hidden_TH, rows.expert_inputs[layer]
         repairs.append(_repair(name, dtypes[name], one.selector, pair, kept, aside))
     return repairs
 

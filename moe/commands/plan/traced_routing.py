@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.calibration.artefacts import CALIBRATION_FOLDER, load_trace
+from moe.calibration.files import CALIBRATION_FOLDER, load_trace
 from moe.calibration.trace import Trace
 from moe.commands.plan.ranks import LAYERS, STEPS
 from moe.memory.decode_speed import DecodeSizes, Locality, UniformRouting

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from experts.manifest import TRUNK_NAME
 from moe import MoE
-from moe.calibration.artefacts import (
+from moe.calibration.files import (
     MANIFEST_FILE,
     TRACE_FILE,
     CalibrationManifest,

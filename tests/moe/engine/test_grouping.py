@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.calibration.artefacts import CALIBRATION_FOLDER
+from moe.calibration.files import CALIBRATION_FOLDER
 from moe.cli import main
 from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.prefill_batch import SequenceGroup

@@ -1,7 +1,7 @@
-"""Write what calibration leaves beside a model, and read it back.
+"""The files of a calibration, in the folder `CALIBRATION_FOLDER` beside the model.
 
-``predictors.safetensors`` and ``trace.safetensors`` hold numbers, ``calibration.json`` says what
-they are for. It is written last: without it there is no calibration.
+``predictors.safetensors`` and ``trace.safetensors`` hold numbers; ``calibration.json`` says which
+model they belong to. It is written last: without it there is no calibration.
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ from routing.routers import GroupScore, RouterRule, Score
 CALIBRATION_FOLDER = "moe-calibration"
 MANIFEST_FILE = "calibration.json"
 PREDICTORS_FILE, TRACE_FILE = "predictors.safetensors", "trace.safetensors"
-_MAX_ABOUT_BYTES = 16 << 20
-_PASSING = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "quantization_config")
+_MAX_MANIFEST_BYTES = 16 << 20
+_NOT_IDENTITY = (
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 @dataclass(frozen=True)
 class FittedPredictors:
-    """What calibration gave, and why it could not give the rest.
+    """What calibration fitted, and why it could not fit the rest.
 
     Attributes:
-        unavailable: reasons by name of the predictor.
+        unavailable: reasons by name of a missing source.
     """
 
     calibrated: CalibratedPredictors
     unavailable: dict[str, str]
 
 
-class _Record(BaseModel):
+class SavedRouterRule(BaseModel):
+    """A layer's `RouterRule` without its correction, which is a tensor."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SavedRouterRule(_Record):
-    """What chooses in a layer's `RouterRule`, but for its correction."""
 
     top_k: Count
     score: Score
@@ -61,9 +65,10 @@ class SavedRouterRule(_Record):
     group_score: GroupScore
 
 
-class CalibrationManifest(_Record):
+class CalibrationManifest(BaseModel):
     """``calibration.json``."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["moe-calibration"] = "moe-calibration"
     version: Literal[2] = 2
     model: str
@@ -76,7 +81,7 @@ class CalibrationManifest(_Record):
     num_experts: tuple[Count, ...] = Field(min_length=1)
     rules: tuple[SavedRouterRule, ...]
     unavailable: dict[str, str]
-    """Predictors that this model does not have, and why."""
+    """Evidence sources that this model does not have, and why."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]
@@ -84,23 +89,33 @@ class CalibrationManifest(_Record):
 
 
 def fingerprint(config: Any) -> str:
-    """Digest of a transformers configuration, but for what passes: a model's identity here, as its
-    weights differ with the precision they were loaded at."""
-    content = {key: value for key, value in config.to_dict().items() if key not in _PASSING}
+    """Digest of a transformers configuration: a model's identity here.
+
+    Weights differ with the precision they are loaded at, so neither they nor dtypes count.
+    """
+    content = {key: value for key, value in config.to_dict().items() if key not in _NOT_IDENTITY}
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def save_calibration(
     folder: Path, config: Any, text: str, trace: Trace, fitted: FittedPredictors
 ) -> None:
-    """Replace what `folder` holds. Raises `CalibrationError` where it cannot be written."""
+    """Replace the calibration in `folder`.
+
+    Args:
+        config: of the model.
+        text: name of the text that was read.
+
+    Raises:
+        CalibrationError: the folder cannot be written.
+    """
     model, files = fitted.calibrated.model, [PREDICTORS_FILE, TRACE_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST_FILE).unlink(missing_ok=True)
         (folder / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
         trace.save(folder / TRACE_FILE)
-        about = CalibrationManifest(
+        manifest = CalibrationManifest(
             model=fingerprint(config),
             architecture=(getattr(config, "architectures", None) or ["?"])[0],
             text=text,
@@ -118,14 +133,14 @@ def save_calibration(
             files={name: _digest(folder / name) for name in files},
         )
         (folder / MANIFEST_FILE).write_text(
-            about.model_dump_json(indent=1) + "\n", encoding="utf-8"
+            manifest.model_dump_json(indent=1) + "\n", encoding="utf-8"
         )
     except (OSError, SafetensorError) as error:
         raise _not_writable(folder, error) from error
 
 
 def check_writable(folder: Path) -> None:
-    """Before anything takes time. Raises `CalibrationError`."""
+    """Raise `CalibrationError` if `folder` cannot be written: to be asked before hours of work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -140,19 +155,17 @@ def _not_writable(folder: Path, error: Exception) -> CalibrationError:
     )
 
 
-def read_calibration_manifest(
-    folder: Path, config: Any, num_experts: Sequence[int]
-) -> CalibrationManifest:
-    """What is known of the calibration in `folder`, checked against the model.
+def load_manifest(folder: Path, config: Any, num_experts: Sequence[int]) -> CalibrationManifest:
+    """Read the manifest in `folder` and check that it belongs to the model.
 
     Raises:
         CalibrationError: there is none, it is damaged, or it is another model's.
     """
     path = folder / MANIFEST_FILE
     try:
-        if path.stat().st_size > _MAX_ABOUT_BYTES:
-            raise CalibrationError(f"{path} is larger than {_MAX_ABOUT_BYTES} bytes: not ours")
-        about = CalibrationManifest.model_validate_json(path.read_bytes())
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise CalibrationError(f"{path} is larger than {_MAX_MANIFEST_BYTES} bytes: not ours")
+        manifest = CalibrationManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CalibrationError(
             f"{folder} has no {MANIFEST_FILE}: run moe calibrate MODEL --text FILE"
@@ -165,18 +178,18 @@ def read_calibration_manifest(
         raise CalibrationError(
             f"{path} cannot be used: {place}: {first['msg']}; run moe calibrate again"
         ) from error
-    if about.model != fingerprint(config) or list(about.num_experts) != list(num_experts):
+    if manifest.model != fingerprint(config) or list(manifest.num_experts) != list(num_experts):
         raise CalibrationError(
-            f"{folder} was made for another model ({about.architecture}, "
-            f"{len(about.num_experts)} MoE layers, {about.model[:12]}; this one is "
+            f"{folder} was made for another model ({manifest.architecture}, "
+            f"{len(manifest.num_experts)} MoE layers, {manifest.model[:12]}; this one is "
             f"{fingerprint(config)[:12]} with {len(num_experts)}); run moe calibrate again"
         )
-    if len(about.rules) != len(about.num_experts):
+    if len(manifest.rules) != len(manifest.num_experts):
         raise CalibrationError(
-            f"{path} has {len(about.rules)} rules for {len(about.num_experts)} MoE layers; run "
-            "moe calibrate again"
+            f"{path} has {len(manifest.rules)} rules for {len(manifest.num_experts)} MoE layers; "
+            "run moe calibrate again"
         )
-    return about
+    return manifest
 
 
 def load_calibration(
@@ -185,20 +198,20 @@ def load_calibration(
     num_experts: Sequence[int],
     predictors: Collection[str] = tuple(PREDICTORS),
 ) -> CalibratedPredictors:
-    """The named predictors in `folder`.
+    """Load the named predictors from `folder`.
 
     Raises:
-        CalibrationError: as `read_calibration_manifest`, or the file of predictors is damaged.
+        CalibrationError: as `load_manifest`, or the predictors are damaged.
     """
-    about = read_calibration_manifest(folder, config, num_experts)
-    clues = {clue for name in predictors for clue in PREDICTORS[name]}
-    heads = ("rules.", *(f"weights.{n}." for n in predictors), *(f"{c}." for c in clues))
-    tensors = _load(folder / PREDICTORS_FILE, about, heads)
+    manifest = load_manifest(folder, config, num_experts)
+    sources = {source for name in predictors for source in PREDICTORS[name]}
+    prefixes = ("rules.", *(f"weights.{n}." for n in predictors), *(f"{s}." for s in sources))
+    tensors = _load_tensors(folder / PREDICTORS_FILE, manifest, prefixes)
     rules = tuple(
         RouterRule(correction=tensors.pop(f"rules.{layer}.correction", None), **rule.model_dump())
-        for layer, rule in enumerate(about.rules)
+        for layer, rule in enumerate(manifest.rules)
     )
-    model = PredictedModel(about.num_experts, about.vocabulary, rules)
+    model = PredictedModel(manifest.num_experts, manifest.vocabulary, rules)
     try:
         return CalibratedPredictors.restore(tensors, model)
     except (LookupError, RuntimeError, ValueError) as error:
@@ -208,39 +221,45 @@ def load_calibration(
 
 
 def load_trace(folder: Path, config: Any, num_experts: Sequence[int]) -> Trace:
-    """The calibration's trace. Raises `CalibrationError` as `read_calibration_manifest` does."""
-    read_calibration_manifest(folder, config, num_experts)
+    """Load the calibration's trace.
+
+    Raises:
+        CalibrationError: as `load_manifest`, or the trace is damaged.
+    """
+    load_manifest(folder, config, num_experts)
     return Trace.load(folder / TRACE_FILE)
 
 
 def unavailable_before(folder: Path, config: Any, trace: Trace) -> dict[str, str] | None:
-    """`CalibrationManifest.unavailable` if `folder` holds predictors fitted to this very trace.
+    """`CalibrationManifest.unavailable` if `folder` holds predictors of this very trace, else None.
 
-    A run that was stopped while it measured compression has left them, and need not fit again.
+    A run that is stopped while it measures compression leaves them; the next one need not fit them.
     """
     try:
-        about = read_calibration_manifest(folder, config, trace.num_experts)
+        manifest = load_manifest(folder, config, trace.num_experts)
         before = Trace.load(folder / TRACE_FILE)
-        whole = _digest(folder / PREDICTORS_FILE) == about.files.get(PREDICTORS_FILE)
+        whole = _digest(folder / PREDICTORS_FILE) == manifest.files.get(PREDICTORS_FILE)
     except (CalibrationError, OSError):
         return None
     pairs = zip(
         [before.token_ids, *before.expert_ids], [trace.token_ids, *trace.expert_ids], strict=True
     )
     same = before.lengths == trace.lengths and all(torch.equal(one, two) for one, two in pairs)
-    return about.unavailable if whole and same else None
+    return manifest.unavailable if whole and same else None
 
 
-def _load(path: Path, about: CalibrationManifest, heads: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors whose names begin with one of ``heads``."""
+def _load_tensors(
+    path: Path, manifest: CalibrationManifest, prefixes: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Tensors whose names begin with one of ``prefixes``."""
     try:
-        if _digest(path) != about.files.get(path.name):
+        if _digest(path) != manifest.files.get(path.name):
             raise CalibrationError(
                 f"{path} is not the file that {MANIFEST_FILE} describes; run moe calibrate again, "
                 "or copy all of its folder"
             )
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(heads)]  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CalibrationError(
