@@ -1,7 +1,22 @@
-"""``moe serve``: an HTTP server for OpenAI's and Anthropic's clients around one model.
+"""``moe serve``: one model over HTTP, for OpenAI's and Anthropic's clients.
 
-`service.py` is the life of a server, `runner.py` the queue in front of the engine thread, `app.py`
-and `routes.py` the routes. `openai/` says what chats and completions may ask for and how they are
-answered; `responses/` and `anthropic/` translate theirs to chats and back. `guard.py`, `bodies.py`
-and `streams.py` keep out what is not allowed, too large or too slow.
+The three dialects are translations of one request. Chats and completions (`openai/`) are the
+native one: `openai/request.py` and `openai/options.py` say what a request may ask for,
+`openai/answers.py` writes its answer. `responses.py` and `anthropic.py` turn their requests into
+chats and write the answer in their own words; `translation.py` is what those two share.
+
+A request passes through these, in this order:
+
+- `guard.Guard` checks the API key and the host name, and gives the request its id;
+- `bodies.json_body` reads the body within limits and checks it against a pydantic model
+  (`fields.py` has the types of fields);
+- `routes.py` and `app.py` hold the routes: the first those that read prompts, the second those
+  that describe the server;
+- `generation.answer` builds the sequence groups, and returns the answer whole or as a stream;
+- `engine_queue.EngineQueue` bounds what waits; its `GenerationJob` carries tokens from the engine
+  thread to the event loop;
+- an `answers.Answer` turns tokens into the JSON of its dialect;
+- `connections.py` stops the work when the client goes away or does not read.
+
+`serve.py` is the process, `metrics.py` what Prometheus reads, `errors.py` the shape of errors.
 """

@@ -1,4 +1,8 @@
-"""What the answers of all APIs have in common: what makes one up, and what each has to say."""
+"""What the dialects' answers share: the `Answer` protocol and the parser of generated text.
+
+`AnswerParser` cuts the text of a sequence into reasoning, content and tool calls. Each dialect's
+`Answer` writes these as its JSON.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +18,36 @@ from moe.server.fields import Json
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.reasoning import ReasoningParser
 
-Ending = Literal["stop", "length", "tool_calls"]
-_ID_LENGTH = 9  # some chat templates take ids of nine letters and digits, and no others
+FinishReason = Literal["stop", "length", "tool_calls"]
+_ID_LENGTH = 9  # some chat templates accept only ids of nine letters and digits
 
 
 class Answer(Protocol):
-    """The answer to one request, in the words of its API."""
+    """The answer to one request, in its dialect: `whole`, or the other four for a stream."""
 
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
-        """The answer when all of its sequences have ended."""
+        """The complete answer, once all sequences have ended."""
 
     def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
-        """What a stream begins with, before the first token."""
+        """Events before the first token; `num_prompt` counts prompt tokens."""
 
     def more(self, event: StreamEvent) -> list[Json]:
-        """What a token adds to the stream."""
+        """Events for one new token."""
 
     def end(self) -> list[Json | str]:
-        """What the stream ends with."""
+        """Events after the last token."""
 
     def failed(self, error: APIError) -> list[Json | str]:
-        """What the stream ends with where an error cuts it off."""
+        """Events that end a stream after an error."""
 
 
 @dataclass(frozen=True)
 class EmittedCall:
-    """A call of a tool.
+    """A tool call as it is sent to the client.
 
     Attributes:
-        index: its place among the calls of the answer.
-        id: what its result will be known by.
+        index: its position among the calls of the answer.
+        id: the client sends it back with the tool's result.
         arguments: a JSON object, as text.
     """
 
@@ -54,68 +58,69 @@ class EmittedCall:
 
 
 class AnswerPiece(NamedTuple):
-    """What a piece of an answer comes to.
+    """What one piece of generated text contains.
 
     Attributes:
-        thought: reasoning, which comes before all else.
-        pieces: text and calls, in their order.
-        ending: set with the last piece.
+        reasoning: comes before the rest.
+        parts: text and calls, in order.
+        finish_reason: set with the last piece.
     """
 
-    thought: str
-    pieces: Sequence[str | EmittedCall]
-    ending: Ending | None
+    reasoning: str
+    parts: Sequence[str | EmittedCall]
+    finish_reason: FinishReason | None
 
 
 class AnswerParser:
-    """Takes one answer apart.
+    """Separates the text of one sequence into reasoning, content and tool calls.
 
     Args:
-        calls: reads calls out of it; None: there can be none.
-        thinking: reads reasoning out of it; None: there can be none.
+        calls: finds tool calls; None: the answer cannot have any.
+        reasoning: finds reasoning; None: the answer cannot have any.
 
     Attributes:
-        num_thought: tokens of reasoning so far, if `take` was called once a token.
+        num_reasoning_tokens: so far, provided that `take` is called once for each token.
     """
 
-    def __init__(self, calls: CallParser | None, thinking: ReasoningParser | None) -> None:
-        self.num_thought = 0
+    def __init__(self, calls: CallParser | None, reasoning: ReasoningParser | None) -> None:
+        self.num_reasoning_tokens = 0
         self._calls = calls
-        self._thinking = thinking
+        self._reasoning = reasoning
         self._num_calls = 0
 
-    def take(self, text: str, ending: Literal["stop", "length"] | None) -> AnswerPiece:
-        """The next piece of the answer; with an ending, the last."""
-        ended = ending is not None
-        thought, text = self._thought(text, ended=ended)
-        pieces = [self._numbered(piece) for piece in self._called(text, ended=ended)]
-        calls = self._num_calls and ending == "stop"
-        return AnswerPiece(thought, pieces, "tool_calls" if calls else ending)
+    def take(self, text: str, finish_reason: Literal["stop", "length"] | None) -> AnswerPiece:
+        """Parse the next piece of text. A finish reason marks the last piece."""
+        ended = finish_reason is not None
+        reasoning, text = self._cut_reasoning(text, ended=ended)
+        parts = [self._with_id(part) for part in self._cut_calls(text, ended=ended)]
+        calls = self._num_calls and finish_reason == "stop"
+        return AnswerPiece(reasoning, parts, "tool_calls" if calls else finish_reason)
 
-    def _thought(self, text: str, *, ended: bool) -> tuple[str, str]:
-        thinking = self._thinking
-        if thinking is None:
+    def _cut_reasoning(self, text: str, *, ended: bool) -> tuple[str, str]:
+        """The reasoning in a piece of text, and the text behind it."""
+        parser = self._reasoning
+        if parser is None:
             return "", text
-        self.num_thought += not thinking.over
-        thought, text = thinking.push(text)
+        self.num_reasoning_tokens += not parser.over
+        reasoning, text = parser.push(text)
         if ended:
-            rest = thinking.finish()
-            thought, text = thought + rest[0], text + rest[1]
-        if thinking.over and not thinking.found:
-            self.num_thought = 0
-        return thought, text
+            rest = parser.finish()
+            reasoning, text = reasoning + rest[0], text + rest[1]
+        if parser.over and not parser.found:
+            self.num_reasoning_tokens = 0
+        return reasoning, text
 
-    def _called(self, text: str, *, ended: bool) -> list[str | ParsedCall]:
+    def _cut_calls(self, text: str, *, ended: bool) -> list[str | ParsedCall]:
         if self._calls is None:
             return [text]
-        pieces = self._calls.push(text)
-        return pieces + self._calls.finish() if ended else pieces
+        parts = self._calls.push(text)
+        return parts + self._calls.finish() if ended else parts
 
-    def _numbered(self, piece: str | ParsedCall) -> str | EmittedCall:
-        if isinstance(piece, str):
-            return piece
+    def _with_id(self, part: str | ParsedCall) -> str | EmittedCall:
+        if isinstance(part, str):
+            return part
         self._num_calls += 1
-        return EmittedCall(self._num_calls - 1, _new_id(), piece.name, piece.arguments)
+        return EmittedCall(self._num_calls - 1, _new_id(), part.name, part.arguments)
 
 
 def _new_id() -> str:

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from moe.server.answers import EmittedCall
-from moe.server.blocks import BlockAnswer, BlockKind
-from moe.server.bodies import RequestBody, ResentBody, SchedulingFields
+from moe.server.bodies import RequestBody, ResentBody
 from moe.server.errors import APIError
 from moe.server.fields import (
     MAX_MESSAGES,
@@ -21,7 +20,6 @@ from moe.server.fields import (
     StopString,
     TokenCount,
     by_type,
-    supported,
     text_of,
     text_or,
 )
@@ -36,6 +34,7 @@ from moe.server.openai.options import (
     run_by_client,
 )
 from moe.server.openai.request import ChatRequest
+from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.reasoning import REASONING_KEY
 
@@ -233,8 +232,11 @@ class MessagesChat(ChatRequest):
         return super().asked_to_think if self.thinking is None else self.thinking
 
 
-class CountTokensRequest(SchedulingFields):
-    """What is counted."""
+class CountTokensRequest(TranslatedRequest):
+    """The body of ``/v1/messages/count_tokens``."""
+
+    neutral = NEUTRAL_MESSAGES
+    chat_class = MessagesChat
 
     model: str
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -251,33 +253,15 @@ class CountTokensRequest(SchedulingFields):
     cache_control: dict[str, Any] | None = None
     """Of no effect: known prefixes are found by their tokens."""
 
-    _chat: MessagesChat = PrivateAttr()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, value: Any) -> Any:
-        return supported(value, NEUTRAL_MESSAGES) if isinstance(value, dict) else value
-
-    @model_validator(mode="after")
-    def _translate(self) -> CountTokensRequest:
-        effort, thinks = self.output_config.effort, self._thinks
-        if None not in (effort, thinks) and thinks != (effort != "none"):
-            raise ValueError("thinking and output_config.effort contradict each other")
-        self._chat = MessagesChat.model_validate(self._fields())
-        return self
-
-    @property
-    def chat(self) -> MessagesChat:
-        """The same request as a chat."""
-        return self._chat
-
     @property
     def _thinks(self) -> bool | None:
         asked = self.thinking
         return None if asked is None or asked.type == "adaptive" else asked.type == "enabled"
 
-    def _fields(self) -> Json:
-        asked = self.output_config
+    def _chat_fields(self) -> Json:
+        asked, thinks = self.output_config, self._thinks
+        if None not in (asked.effort, thinks) and thinks != (asked.effort != "none"):
+            raise ValueError("thinking and output_config.effort contradict each other")
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
             "messages": _chat_messages(self.system, self.messages),
@@ -287,7 +271,7 @@ class CountTokensRequest(SchedulingFields):
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "response_format": format and {"type": "json_schema", "json_schema": format},
             "reasoning_effort": asked.effort,
-            "thinking": self._thinks,
+            "thinking": thinks,
         }
 
 
@@ -302,10 +286,10 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(default=None, ge=0)
     metadata: MessagesMetadata = Field(default_factory=MessagesMetadata)
 
-    def _fields(self) -> Json:
+    def _chat_fields(self) -> Json:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         more = {name: getattr(self, name) for name in same}
-        return super()._fields() | more | {"stop": self.stop_sequences}
+        return super()._chat_fields() | more | {"stop": self.stop_sequences}
 
 
 # ---- Answers of ``/v1/messages``: content in blocks, and the events of a stream.
@@ -358,18 +342,21 @@ class MessagesAnswer(BlockAnswer):
         return [error.anthropic_body()]
 
     def _ending(self) -> Json:
-        reason = _REASONS.get(self.ending or "")
-        if self.ending == "stop" and self.stop is not None:
+        reason = _REASONS.get(self.finish_reason or "")
+        if self.finish_reason == "stop" and self.stop is not None:
             reason = "stop_sequence"
         stopped = self.stop if reason == "stop_sequence" else None
         return {"stop_reason": reason, "stop_sequence": stopped}
 
     def _usage(self) -> Json:
-        known = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": self.num_known}
+        known = {
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.num_cached_tokens,
+        }
         return {
-            **{"input_tokens": self.num_prompt - self.num_known, **known},
-            "output_tokens": self.num_new,
-            "output_tokens_details": {"thinking_tokens": self.num_thought},
+            **{"input_tokens": self.num_prompt_tokens - self.num_cached_tokens, **known},
+            "output_tokens": self.num_new_tokens,
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
         }
 
     def _event(self, name: str, **said: object) -> Json:

@@ -1,6 +1,7 @@
-"""Request bodies: counted while they come, parsed with limits, checked against a pydantic model.
+"""Request bodies: read within limits of size and time, then checked against a pydantic model.
 
-FastAPI's own reading is not used: it has no limit on size or depth, and takes NaN.
+`json_body` replaces FastAPI's own reading, which has no limit on size or depth and accepts NaN.
+The classes below are the bases of all models of bodies.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -18,12 +19,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from moe.sequence import MAX_PRIORITY
 from moe.server.errors import APIError, ClientGone
-from moe.server.fields import CODES, Metadata, check_size
+from moe.server.fields import CODES, Metadata, Neutral, check_size, supported
 from moe.settings import ServerSettings
 
 _REFERENCE = "#/components/schemas/{model}"
-_MOST_PROBLEMS = 64  # that are looked at
-_LONGEST_PLACE = 100  # characters: keys of a client's own objects may be as long as its body
+_MOST_PROBLEMS = 64  # only so many problems are looked at
+_LONGEST_PLACE = 100  # characters; a client's own keys may be as long as its body
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -42,9 +43,9 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
 
 
 def parse(model: type[Body], data: bytes) -> Body:
-    """JSON as the model. NaN, depth over 200, numbers out of range and lone surrogates are refused.
+    """JSON as the model. Refuses NaN, depth over 200, numbers out of range and lone surrogates.
 
-    Fields that are null count as left out, as OpenAI's clients mean them.
+    A field that is null counts as left out: OpenAI's clients mean it so.
     """
     try:
         tree = from_json(data, allow_inf_nan=False)
@@ -61,7 +62,8 @@ def parse(model: type[Body], data: bytes) -> Body:
 def _refusal(error: ValidationError, tree: Any) -> APIError:
     """The first problem, with the field's name as clients write it.
 
-    Where a field may be one of several things there is one with each: what came furthest is told.
+    A field that may be one of several things has a problem with each of them: the one that lies
+    deepest in the body is reported.
     """
     problems = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
     places = [_place(problem["loc"], problem["type"], tree) for problem in problems]
@@ -82,7 +84,7 @@ def _refusal(error: ValidationError, tree: Any) -> APIError:
 
 
 def _place(loc: tuple[int | str, ...], kind: str, tree: Any) -> tuple[int | str, ...]:
-    """Where in a body that is, without the names that pydantic has for the ways of a choice."""
+    """The problem's location in the body, without pydantic's names for the members of a union."""
     place: list[int | str] = []
     for depth, step in enumerate(loc):
         if isinstance(tree, dict) and (key := str(step)) in tree:
@@ -96,7 +98,7 @@ def _place(loc: tuple[int | str, ...], kind: str, tree: Any) -> tuple[int | str,
 
 
 def _rule(messages: Iterable[str]) -> str:
-    """What a field should be, of all that it may be."""
+    """One sentence of what a field may be, from a message for each member of a union."""
     first, *others = dict.fromkeys(messages)
     first = first.removeprefix("Value error, ").removeprefix("Assertion failed, ")
     rule = " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
@@ -141,12 +143,12 @@ def nested_schemas(*models: type[BaseModel]) -> dict[str, Any]:
     return nested
 
 
-# ---- What the models of request bodies have in common, and fields that several of them have.
-
 MAX_FIELDS = 128
 
 
 class RequestBody(BaseModel):
+    """The base of every JSON object in a body: unknown fields are refused."""
+
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
@@ -158,7 +160,7 @@ class RequestBody(BaseModel):
 
 
 class ResentBody(RequestBody):
-    """What clients send back as they got it, with fields that are null or empty."""
+    """Part of an answer that a client sends back; null and empty fields count as left out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -186,10 +188,21 @@ class LabelFields(RequestBody):
     """A hint. Known prefixes are found by their tokens; `cache_salt` keeps tenants apart."""
 
 
-class SchedulingFields(RequestBody):
-    """How a request shares the server with others; additions, named as in vLLM."""
+class EndpointBody(RequestBody):
+    """The base of bodies that generate. The two fields are additions, named as in vLLM.
+
+    Attributes:
+        neutral: see `moe.server.fields.supported`.
+    """
+
+    neutral: ClassVar[Neutral]
 
     cache_salt: str = Field(default="", max_length=512)
     """Requests share known prefixes of their prompts only with requests of the same salt."""
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """Of the requests that wait, lower numbers go first."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: Any) -> Any:
+        return supported(value, cls.neutral) if isinstance(value, dict) else value

@@ -1,138 +1,38 @@
-"""From a checked request to its answer, whole or streamed."""
+"""From a checked request to its HTTP answer.
+
+`answer` queues the sequence groups that `make_groups` builds, and returns their tokens, as the
+dialect's `Answer` writes them, in one piece or as a stream of events.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from moe.completion import StreamEvent
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
+from moe.server.connections import EventStream, while_connected
 from moe.server.engine_queue import EngineQueue, GenerationJob
-from moe.server.errors import GENERIC, APIError, ClientGone
+from moe.server.errors import APIError
 from moe.server.fields import Json
-from moe.server.guard import log_failure
 from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.text.tokenizer import TextCodec
-
-# ---- Answers that last: stop the work when the client goes away, and do not wait for ever for
-# one that does not read.
-
-ServerEvent = Mapping[str, Any] | str
-Result = TypeVar("Result")
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run the work to its end, or cancel it and raise `ClientGone`.
-
-    The request's body must have been read.
-    """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events, one JSON object or text each.
-
-    Args:
-        events: what they say. An event with a type is sent under its name.
-        failed: what to say last where an exception ends it.
-        close: called once, however the stream ends.
-        send_timeout_s: seconds that the client may take no data before the stream is given up.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncIterator[ServerEvent],
-        failed: Callable[[APIError], Iterable[ServerEvent]],
-        close: Callable[[], None],
-        send_timeout_s: float,
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-        self._failed = failed
-        self._close = close
-        self._send_timeout_s = send_timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._send_all(scope["request_id"], send))
-        except (ClientGone, TimeoutError, asyncio.TimeoutError):
-            pass
-        finally:
-            self._close()
-
-    async def _send_all(self, request_id: str, send: Send) -> None:
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last: Iterable[ServerEvent] = ()
-        try:
-            async for event in self._events:
-                await self._send_event(send, event)
-        except APIError as error:
-            last = self._failed(error)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise
-        except Exception as error:
-            log_failure(request_id, error)
-            last = self._failed(APIError(500, GENERIC))
-        for event in last:
-            await self._send_event(send, event)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_event(self, send: Send, event: ServerEvent) -> None:
-        text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
-        name = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
-        body = f"{name}data: {text}\n\n".encode()
-        message = {"type": "http.response.body", "body": body, "more_body": True}
-        await asyncio.wait_for(send(message), self._send_timeout_s)
-
-
-# ----
 
 MAX_ECHO_LOGPROBS = 2**20
 
 
 def check_model(served: Sequence[str], asked: str | None) -> str:
-    """The name that was asked for, the first one where none was; `APIError` 404 for any other."""
+    """The model name that a request means; the first one if it names none.
+
+    Raises `APIError` 404 for a name that is not served.
+    """
     if asked is None:
         return served[0]
     if asked not in served:
@@ -146,10 +46,10 @@ def check_model(served: Sequence[str], asked: str | None) -> str:
 async def answer(
     request: Request, body: GenerationRequest, make: Callable[[TextCodec, str, str], Answer]
 ) -> Response:
-    """What a request asks for, whole or as a stream.
+    """Run a request and answer it, whole or as a stream.
 
     Args:
-        make: the answer, from the tokenizer, the id of the request and the name of the model.
+        make: makes the `Answer` from the tokenizer, the request's id and the model's name.
     """
     name = check_model(request.app.state.model_names, body.model)
     queue: EngineQueue = request.app.state.queue
@@ -164,32 +64,35 @@ async def answer(
         events = await while_connected(request.receive, _all(job))
     finally:
         queue.close(job)
-    # The texts of a long prompt's tokens take a while.
+    # Decoding the tokens of a long prompt takes too long for the event loop.
     whole = partial(made.whole, job.num_prompt_tokens, events)
     return await run_in_threadpool(lambda: JSONResponse(whole()))
 
 
 def make_groups(model: MoE, body: GenerationRequest) -> list[SequenceGroup]:
-    """What the engine is to run: a group for each prompt. Takes a while, and has no event loop."""
-    said, chat = body.sampling(), isinstance(body, ChatRequest)
+    """One sequence group for each prompt. Slow: call it outside of the event loop.
+
+    Raises `APIError` 400 and `RequestError` for what this model cannot do.
+    """
+    sampling, chat = body.sampling(), isinstance(body, ChatRequest)
     shown: Collection[int] = ()
     if isinstance(body, ChatRequest):
         batch = [chat_prompt(model, body)]
-        said["structure"] = body.structure_for(model.codec, batch[0])
+        sampling["structure"] = body.structure_for(model.codec, batch[0])
         shown = body.shown_tokens(model.codec)
     else:
         batch = [model.codec.encode(prompt, model.context_length) for prompt in body.prompts]
     _check_echo(body, sum(map(len, batch)))
     groups = []
     for token_ids in batch:
-        params = model.params(len(token_ids), chat=chat, **said)
+        params = model.params(len(token_ids), chat=chat, **sampling)
         salt, priority = body.cache_salt, body.priority
         groups.append(model.request(token_ids, params, salt, priority, shown, chat=chat))
     return groups
 
 
 def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
-    """Token ids of a conversation. Raises `APIError` 400 and `RequestError`."""
+    """Token ids of a conversation. Raises `APIError` 400 and `RequestError` if it has none."""
     tools = model.codec.tools
     if body.needs_tools and tools.format is None:
         message = f"this model cannot be given tools: {tools.reason}"

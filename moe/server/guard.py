@@ -1,21 +1,20 @@
-"""What stands in front of every route: the key, the host name, a request id, and a wall that no
-exception passes. Routes are closed unless listed as public."""
+"""The middleware in front of every route.
+
+It checks the API key and the host name, gives each request an id, counts answers, and turns an
+exception that escapes a route into status 500. Routes need the key unless listed as public.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
-import math
 import re
 import traceback
 import uuid
 from collections.abc import Collection
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe.server.errors import GENERIC, APIError
 from moe.server.metrics import Metrics
@@ -30,11 +29,11 @@ class Guard:
 
     Args:
         app: the routes.
-        metrics: where requests are counted.
-        api_key: what clients must send as ``Authorization: Bearer KEY``, or as ``x-api-key`` like
-            Anthropic's; None lets everybody in.
-        host_names: names that a request's Host header may have, without port; None for any. On a
-            loopback address without a key this keeps web pages out that point their own name here
+        metrics: counts requests by route and status.
+        api_key: clients must send it as ``Authorization: Bearer KEY`` or as ``x-api-key``; None:
+            no key is needed.
+        host_names: names, without port, that the Host header may have; None: any. On a loopback
+            address without a key this stops web pages that point their own name at this address
             (DNS rebinding).
     """
 
@@ -105,69 +104,6 @@ class Guard:
 
 
 def log_failure(request_id: str, error: BaseException) -> None:
-    """The place of a failure, not its message: a message may quote what a client wrote."""
+    """Log where a request failed. Not the message of the error: it may quote the client's text."""
     frames = "".join(traceback.format_tb(error.__traceback__))
     logger.error("request %s failed: %s\n%s", request_id, type(error).__name__, frames)
-
-
-# ---- Connections that send too slowly, or nothing at all, are closed.
-#
-# uvicorn times only the pause between two requests: a client could hold a connection for ever
-# with headers that drip in, with a body that nobody reads any more, or by not reading its answer.
-
-
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol with a time limit on everything that is not an answer being made.
-
-    Bodies are timed where they are read, and streams where they are sent.
-
-    Args:
-        read_timeout_s: from the start of the connection, or the end of the last answer, until the
-            next request's headers are complete.
-    """
-
-    def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._read_timeout_s = read_timeout_s
-        self._timer: asyncio.TimerHandle | None = None
-        self._unsent = math.inf
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """Time the client, unless a request of its is being answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
-        elif self._timer is None:
-            self._unsent = math.inf
-            self._start_timer()
-
-    def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self._read_timeout_s, self._time_is_up)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _time_is_up(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if 0 < unsent < self._unsent:  # it still reads its answer
-            self._unsent = unsent
-            self._start_timer()
-        else:
-            self.transport.abort()  # closing would wait for what it does not read

@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 
 from moe.server.answers import EmittedCall
-from moe.server.blocks import BlockAnswer, BlockKind
-from moe.server.bodies import LabelFields, RequestBody, ResentBody, SchedulingFields
+from moe.server.bodies import LabelFields, RequestBody, ResentBody
 from moe.server.errors import APIError
 from moe.server.fields import (
     MAX_MESSAGES,
@@ -20,7 +19,6 @@ from moe.server.fields import (
     TokenCount,
     at_most,
     by_type,
-    supported,
     text_of,
     text_or,
 )
@@ -37,7 +35,7 @@ from moe.server.openai.options import (
     function_of,
     run_by_client,
 )
-from moe.server.openai.request import ChatRequest
+from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.reasoning import REASONING_KEY
 
@@ -213,7 +211,9 @@ class ResponsesStreamOptions(RequestBody):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(LabelFields, SchedulingFields):
+class ResponsesRequest(LabelFields, TranslatedRequest):
+    neutral = NEUTRAL_RESPONSES
+
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
     input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
@@ -248,24 +248,7 @@ class ResponsesRequest(LabelFields, SchedulingFields):
     )
     """Labels. Not stored, not logged."""
 
-    _chat: ChatRequest = PrivateAttr()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, value: Any) -> Any:
-        return supported(value, NEUTRAL_RESPONSES) if isinstance(value, dict) else value
-
-    @model_validator(mode="after")
-    def _translate(self) -> ResponsesRequest:
-        self._chat = ChatRequest.model_validate(self._fields())
-        return self
-
-    @property
-    def chat(self) -> ChatRequest:
-        """The same request as a chat."""
-        return self._chat
-
-    def _fields(self) -> Json:
+    def _chat_fields(self) -> Json:
         choice = self.tool_choice
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
@@ -302,7 +285,7 @@ class ResponsesAnswer(BlockAnswer):
         }
 
     def answer(self) -> Json:
-        return self._response("incomplete" if self.ending == "length" else "completed")
+        return self._response("incomplete" if self.finish_reason == "length" else "completed")
 
     def started(self) -> list[Json]:
         about = self._response("in_progress")
@@ -320,7 +303,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def closed(self, kind: BlockKind, text: str) -> list[Json]:
         part = self._place(kind) | {"content_index": 0, "part": _part(kind, text)}
-        status = "incomplete" if self.ending == "length" else "completed"
+        status = "incomplete" if self.finish_reason == "length" else "completed"
         return [
             self._text_event(kind, "done", {"text": text}),
             self._event("response.content_part.done", **part),
@@ -358,11 +341,14 @@ class ResponsesAnswer(BlockAnswer):
 
     def _usage(self) -> Json:
         return {
-            "input_tokens": self.num_prompt,
-            "input_tokens_details": {"cached_tokens": self.num_known, "cache_write_tokens": 0},
-            "output_tokens": self.num_new,
-            "output_tokens_details": {"reasoning_tokens": self.num_thought},
-            "total_tokens": self.num_prompt + self.num_new,
+            "input_tokens": self.num_prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": self.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": self.num_new_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": self.num_prompt_tokens + self.num_new_tokens,
         }
 
     def _item_id(self, kind: str) -> str:

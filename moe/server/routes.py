@@ -1,9 +1,10 @@
-"""The routes that generate: OpenAI's chats, completions and responses, Anthropic's messages."""
+"""The routes that read prompts: the four that generate, and those that count or show tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
@@ -28,6 +29,7 @@ from moe.server.responses import ResponsesAnswer, ResponsesRequest
 
 _STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
 router = APIRouter()
+Result = TypeVar("Result")
 
 
 @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest), responses=_STREAMS)
@@ -50,7 +52,7 @@ async def completions(
 async def responses(
     request: Request, body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))]
 ) -> Response:
-    """Answer a conversation, in OpenAI's newer words."""
+    """Answer a conversation in the shape of OpenAI's Responses."""
     return await answer(request, body.chat, partial(ResponsesAnswer, body))
 
 
@@ -58,7 +60,7 @@ async def responses(
 async def messages(
     request: Request, body: Annotated[MessagesRequest, Depends(json_body(MessagesRequest))]
 ) -> Response:
-    """Answer a conversation, in Anthropic's words."""
+    """Answer a conversation in the shape of Anthropic's Messages."""
     return await answer(request, body.chat, partial(MessagesAnswer, body))
 
 
@@ -66,21 +68,14 @@ async def messages(
 async def count_tokens(
     request: Request, body: Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
 ) -> dict[str, int]:
-    """Tokens of the prompt that such a request to ``/v1/messages`` has."""
-    check_model(request.app.state.model_names, body.model)
-
-    def work(model: MoE) -> dict[str, int]:
-        return {"input_tokens": len(chat_prompt(model, body.chat))}
-
-    queue: EngineQueue = request.app.state.queue
-    return await queue.text(work)
-
-
-# ---- ``/tokenize`` and ``/detokenize``: prompts to token ids and back.
+    """Number of prompt tokens of the same request to ``/v1/messages``."""
+    return await _with_model(
+        request, body.model, lambda model: {"input_tokens": len(chat_prompt(model, body.chat))}
+    )
 
 
 class TokenizeRequest(ChatEnding):
-    """A prompt or messages, as one of the two routes above would read them."""
+    """A prompt, as `/v1/completions` reads it, or messages, as `/v1/chat/completions` does."""
 
     model: str | None = None
     prompt: str | None = Field(default=None, min_length=1)
@@ -105,15 +100,13 @@ async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> dict[str, Any]:
     """Token ids of a text, or of messages put through the chat template."""
-    check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         prompt = template_messages(body.messages or ()) if body.prompt is None else body.prompt
         ids = model.codec.encode(prompt, ending=body.ending)
         return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
 
-    queue: EngineQueue = request.app.state.queue
-    return await queue.text(work)
+    return await _with_model(request, body.model, work)
 
 
 @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
@@ -121,10 +114,15 @@ async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 ) -> dict[str, Any]:
     """Text of token ids, special tokens included."""
-    check_model(request.app.state.model_names, body.model)
 
     def work(model: MoE) -> dict[str, Any]:
         return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
 
+    return await _with_model(request, body.model, work)
+
+
+async def _with_model(request: Request, name: str | None, work: Callable[[MoE], Result]) -> Result:
+    """Run work with the model of that name, off the event loop."""
+    check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
     return await queue.text(work)

@@ -27,8 +27,9 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
 from moe.server.app import create_app
+from moe.server.connections import TimedProtocol
 from moe.server.engine_queue import EngineQueue
-from moe.server.guard import LOOPBACK_NAMES, TimedProtocol
+from moe.server.guard import LOOPBACK_NAMES
 from moe.settings.profile import LoadedProfile
 
 # ---- A model behind a socket: loads, serves, drains. `serve.py` is its process.

@@ -1,4 +1,4 @@
-"""What answers of OpenAI's chats and completions have in common, whole and streamed in chunks."""
+"""Answers of OpenAI's chats and completions, whole and streamed in chunks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from moe.text.tokenizer import TextCodec
 
 
 class OpenAIAnswer(ABC):
-    """The answer to a request; see `moe.server.answers.Answer`.
+    """What both have in common; implements `moe.server.answers.Answer`.
 
     Attributes:
-        prefix: of ids.
-        whole_object, chunk_object: what OpenAI calls the two kinds of answers.
+        prefix: what the answer's id begins with.
+        whole_object, chunk_object: OpenAI's names for a whole answer and for a chunk.
     """
 
     prefix: ClassVar[str]
@@ -41,25 +41,25 @@ class OpenAIAnswer(ABC):
         asked = body.stream_options
         self._with_usage = asked is not None and asked.include_usage
         self._num_prompt = self._num_new = 0
-        self._known: dict[int, int] = {}  # tokens of each prompt that were read for another before
+        self._cached: dict[int, int] = {}  # tokens of each prompt that the prefix cache had
 
     @abstractmethod
     def choice(self, index: int, part: Completion) -> Json:
-        """A finished sequence."""
+        """The JSON of a finished sequence."""
 
     @abstractmethod
     def delta(self, index: int, part: Completion) -> Json:
-        """What a new token adds to a sequence."""
+        """The JSON that a new token adds to a sequence."""
 
     def opening(self) -> Json | None:
-        """What the stream of a sequence begins with, before its first token."""
+        """What the stream of each sequence begins with, before its first token."""
         return None
 
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
         parts = [self._reported(completion) for completion in collect(events)]
         choices = [self._ended(self.choice, part) for part in parts]
         self._num_prompt, self._num_new = num_prompt, sum(len(part.tokens) for part in parts)
-        self._known = {event.prompt: event.delta.num_cached_tokens for event in events}
+        self._cached = {event.prompt: event.delta.num_cached_tokens for event in events}
         about = {**self._common, "object": self.whole_object, "choices": choices}
         return about | {"usage": self._usage()}
 
@@ -72,13 +72,13 @@ class OpenAIAnswer(ABC):
         return [self._chunk([choice]) for choice in choices]
 
     def more(self, event: StreamEvent) -> list[Json]:
-        """One chunk a token, even without new text: clients measure the time between tokens.
+        """One chunk for each token, even without new text: clients measure the time between tokens.
 
-        Two where a call comes with the end, because clients expect the call first.
+        Two chunks if a tool call comes with the last token: clients expect the call first.
         """
         part = self._reported(*collect([event]))
         self._num_new += len(part.tokens)
-        self._known[event.prompt] = event.delta.num_cached_tokens
+        self._cached[event.prompt] = event.delta.num_cached_tokens
         choice = self._ended(self.delta, part)
         if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
             return [self._chunk([choice])]
@@ -94,7 +94,7 @@ class OpenAIAnswer(ABC):
         return [json.dumps(error.body())]
 
     def _reported(self, part: Completion) -> Completion:
-        """Leaves out the token that was only generated to score a prompt."""
+        """Without the token that was only generated to score a prompt."""
         if not self._body.scores_only:
             return part
         return replace(part, text="", tokens=[], finish_reason="length")
@@ -106,7 +106,7 @@ class OpenAIAnswer(ABC):
     def _usage(self) -> Json:
         return {
             "prompt_tokens": self._num_prompt,
-            "prompt_tokens_details": {"cached_tokens": sum(self._known.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
             "completion_tokens": self._num_new,
             "total_tokens": self._num_prompt + self._num_new,
         }
@@ -117,7 +117,7 @@ class OpenAIAnswer(ABC):
 
 
 def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity: a token that cannot come gets the number that OpenAI uses for that."""
+    """JSON has no infinity: an impossible token gets the number that OpenAI uses for it."""
     return None if logprob is None else max(logprob, -9999.0)
 
 
@@ -128,10 +128,9 @@ def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
     return lru_cache(4096)(TokenBytes(codec.tokenizer).of)
 
 
-# ---- Answers of ``/v1/chat/completions``.
-
-
 class ChatAnswer(OpenAIAnswer):
+    """The answer of ``/v1/chat/completions``."""
+
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatRequest, codec: TextCodec, request_id: str, model: str) -> None:
@@ -139,35 +138,36 @@ class ChatAnswer(OpenAIAnswer):
         self._chat = body
         self._codec = codec
         self._token_bytes = token_bytes(codec)
-        self._readers: dict[int, AnswerParser] = {}  # of each sequence
+        self._parsers: dict[int, AnswerParser] = {}  # of each sequence
 
     def choice(self, index: int, part: Completion) -> Json:
-        content, calls, thought, ending = self._said(index, part)
+        content, calls, reasoning, finish = self._parsed(index, part)
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
         logprobs = self._logprobs(part.tokens)
-        return {"message": message | thought, "logprobs": logprobs} | ending
+        return {"message": message | reasoning, "logprobs": logprobs} | finish
 
     def opening(self) -> Json:
         return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
 
     def delta(self, index: int, part: Completion) -> Json:
-        content, calls, thought, ending = self._said(index, part)
+        content, calls, reasoning, finish = self._parsed(index, part)
         delta: Json = {"content": content} if content else {}
         if calls:  # clients put them together by index
             delta["tool_calls"] = [{"index": call.index} | _call(call) for call in calls]
-        return {"delta": delta | thought, "logprobs": self._logprobs(part.tokens)} | ending
+        return {"delta": delta | reasoning, "logprobs": self._logprobs(part.tokens)} | finish
 
-    def _said(self, index: int, part: Completion) -> tuple[str, list[EmittedCall], Json, Json]:
-        """Text, calls, reasoning under both names that clients know, and how it ends."""
-        if index not in self._readers:
-            self._readers[index] = self._chat.answer_reader(self._codec, part.prompt_token_ids)
-        said = self._readers[index].take(part.text, part.finish_reason)
-        text = "".join(piece for piece in said.pieces if isinstance(piece, str))
-        calls = [piece for piece in said.pieces if isinstance(piece, EmittedCall)]
-        names = ("reasoning_content", "reasoning") if said.thought else ()
-        return text, calls, dict.fromkeys(names, said.thought), {"finish_reason": said.ending}
+    def _parsed(self, index: int, part: Completion) -> tuple[str, list[EmittedCall], Json, Json]:
+        """Text, calls, reasoning under both names that clients know, and the finish reason."""
+        if index not in self._parsers:
+            self._parsers[index] = self._chat.answer_parser(self._codec, part.prompt_token_ids)
+        piece = self._parsers[index].take(part.text, part.finish_reason)
+        text = "".join(part for part in piece.parts if isinstance(part, str))
+        calls = [part for part in piece.parts if isinstance(part, EmittedCall)]
+        names = ("reasoning_content", "reasoning") if piece.reasoning else ()
+        reasoning = dict.fromkeys(names, piece.reasoning)
+        return text, calls, reasoning, {"finish_reason": piece.finish_reason}
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         if not self._chat.logprobs:
@@ -188,11 +188,11 @@ def _call(call: EmittedCall) -> Json:
     return call_of(call.id, call.name, call.arguments)
 
 
-# ---- Answers of ``/v1/completions``.
-
-
 class CompletionAnswer(OpenAIAnswer):
-    """Whole choices and deltas look alike. With ``echo`` the prompt comes before the first part."""
+    """The answer of ``/v1/completions``, whose choices and deltas have the same shape.
+
+    With ``echo`` the prompt comes before the first part.
+    """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -226,7 +226,7 @@ class CompletionAnswer(OpenAIAnswer):
         return self._codec.decode(prompt) if self._codec.tokenizer is not None else ""
 
     def _logprobs(self, index: int, tokens: Iterable[tuple[int, Token | None]]) -> Json:
-        """Of token ids, with None for the first one of a prompt, which nothing predicts."""
+        """Log probabilities of token ids; None for a prompt's first token, which has none."""
         ids, scores = zip(*tokens, strict=True) if tokens else ((), ())
         texts = [self._text(token_id) for token_id in ids]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets[index])
@@ -239,7 +239,7 @@ class CompletionAnswer(OpenAIAnswer):
 
     def _top(self, token: Token) -> dict[str, float | None]:
         top: dict[str, float | None] = {}
-        for token_id, logprob in token.top or ():  # of tokens with the same text, the likeliest
+        for token_id, logprob in token.top or ():  # the likeliest of tokens with the same text
             top.setdefault(self._text(token_id), finite(logprob))
         return top
 

@@ -301,7 +301,7 @@ class ReasoningBody(ToolBody, StructuredBody):
         calls = {} if self.offered_tools is None else codec.call_tokens
         return {*codec.reasoning_tokens.values(), *calls.values()}
 
-    def answer_reader(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
+    def answer_parser(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
         """Takes one answer to a prompt apart."""
         format, thinking = codec.reasoning.format, None
         if format is not None and self._thinks:

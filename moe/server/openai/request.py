@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
-from moe.server.bodies import LabelFields, RequestBody, ResentBody, SchedulingFields, StreamOptions
+from moe.server.bodies import EndpointBody, LabelFields, RequestBody, ResentBody, StreamOptions
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,
     NEUTRAL_CHAT,
     NEUTRAL_COMPLETIONS,
     LogitBias,
-    Neutral,
     PromptList,
     StopList,
     Text,
     TokenCount,
     TokenIds,
-    supported,
 )
 from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, StructuredBody, ToolCall
 from moe.text.tokenizer import Prompt
@@ -108,10 +106,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]
 # ----
 
 
-class GenerationRequest(StructuredBody, LabelFields, SchedulingFields):
+class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     """What chats and completions have in common."""
-
-    neutral: ClassVar[Neutral]
 
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
@@ -136,11 +132,6 @@ class GenerationRequest(StructuredBody, LabelFields, SchedulingFields):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, value: Any) -> Any:
-        return supported(value, cls.neutral) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:

@@ -14,8 +14,8 @@ from moe.sampling.sampler import Token
 from moe.sequence import Delta, FinishReason
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.anthropic import MessagesAnswer, MessagesRequest
-from moe.server.blocks import BlockAnswer
 from moe.server.responses import ResponsesAnswer, ResponsesRequest
+from moe.server.translation import BlockAnswer
 from moe.text.tool_calls.format import CallFormat, ObjectBody
 from moe.text.tool_calls.reasoning import ReasoningFormat
 
@@ -52,11 +52,11 @@ def answers(draw: st.DrawFn) -> list[StreamEvent]:
 
 def said(events: list[StreamEvent]) -> list[tuple[str, str]]:
     """Reasoning, text and calls, read from the whole text."""
-    reader: AnswerParser = MESSAGES.chat.answer_reader(CODEC, [1, 2])
+    reader: AnswerParser = MESSAGES.chat.answer_parser(CODEC, [1, 2])
     text = "".join(event.delta.text for event in events)
     got = reader.take(text, events[-1].delta.finish_reason)
-    made = [("reasoning", got.thought)] if got.thought else []
-    for piece in got.pieces:
+    made = [("reasoning", got.reasoning)] if got.reasoning else []
+    for piece in got.parts:
         if isinstance(piece, EmittedCall):
             made.append(("call", piece.arguments))
         elif piece:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe.server.guard import TimedProtocol
+from moe.server.connections import TimedProtocol
 from moe.server.metrics import Metrics
 
 URL = "/v1/completions"

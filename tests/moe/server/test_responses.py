@@ -201,7 +201,7 @@ def test_a_stream_that_fails_says_so(
     def fail(*_: Any) -> Any:
         raise RuntimeError("inside")
 
-    monkeypatch.setattr(RunningSequence, "take", fail)
+    monkeypatch.setattr(RunningSequence, "append_token", fail)
     events = events_of(server.http, ROUTE, {"model": "tiny", "input": "x"})
     assert [event["type"] for event in events[2:]] == ["response.failed"]
     failed = events[-1]["response"]

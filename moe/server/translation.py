@@ -1,0 +1,151 @@
+"""What OpenAI's Responses and Anthropic's Messages share.
+
+A `TranslatedRequest` makes a `ChatRequest` of itself. A `BlockAnswer` is a list of blocks:
+reasoning, text and tool calls. Its whole answer is built from the events of its stream, so both
+say the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import PrivateAttr, model_validator
+
+from moe.completion import StreamEvent
+from moe.server.answers import AnswerParser, EmittedCall, FinishReason
+from moe.server.bodies import EndpointBody
+from moe.server.errors import APIError
+from moe.server.fields import Json
+from moe.server.openai.request import ChatRequest
+from moe.text.tokenizer import TextCodec
+
+BlockKind = Literal["reasoning", "text"]
+
+
+class TranslatedRequest(EndpointBody):
+    """A request body that is a chat in other words. The chat is made, and checked, with it."""
+
+    chat_class: ClassVar[type[ChatRequest]] = ChatRequest
+    _chat: ChatRequest = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _translate(self) -> TranslatedRequest:
+        self._chat = self.chat_class.model_validate(self._chat_fields())
+        return self
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The same request as a chat."""
+        return self._chat
+
+    def _chat_fields(self) -> Json:
+        """Fields of the chat. Raises `ValueError` if this body contradicts itself."""
+        raise NotImplementedError
+
+
+class BlockAnswer(ABC):
+    """The answer to a request for one sequence; implements `moe.server.answers.Answer`.
+
+    A dialect implements the abstract methods. Those that return events also keep `blocks`.
+
+    Attributes:
+        blocks: finished blocks, in the dialect's JSON.
+        num_prompt_tokens, num_cached_tokens, num_new_tokens: cached ones are part of the prompt.
+        finish_reason, stop: how the answer ended, and by which stop string; None until then.
+    """
+
+    def __init__(self, chat: ChatRequest, codec: TextCodec) -> None:
+        self.blocks: list[Json] = []
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_new_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop: str | None = None
+        self._codec = codec
+        self._chat = chat
+        self._parser: AnswerParser | None = None
+        self._kind: BlockKind | None = None  # of the open block
+        self._texts: list[str] = []
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Those of the new tokens that are reasoning."""
+        return 0 if self._parser is None else self._parser.num_reasoning_tokens
+
+    def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
+        self.begin(num_prompt, 1)
+        for event in events:
+            self.more(event)
+        return self.answer()
+
+    def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
+        assert num_sequences == 1, num_sequences
+        self.num_prompt_tokens = num_prompt
+        return self.started()
+
+    def more(self, event: StreamEvent) -> list[Json]:
+        delta = event.delta
+        if self._parser is None:
+            self._parser = self._chat.answer_parser(self._codec, event.prompt_token_ids)
+        piece = self._parser.take(delta.text, delta.finish_reason)
+        self.num_new_tokens += 1
+        self.num_cached_tokens = delta.num_cached_tokens
+        made = self._add("reasoning", piece.reasoning)
+        for part in piece.parts:
+            if isinstance(part, EmittedCall):
+                made += self._close() + self.called(part)
+            else:
+                made += self._add("text", part)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop = piece.finish_reason, delta.stop
+            made += self._close()
+        return made
+
+    def _add(self, kind: BlockKind, text: str) -> list[Json]:
+        """Add text to the open block; opens a new one if that has another kind."""
+        if not text:
+            return []
+        made = []
+        if self._kind != kind:
+            made = self._close() + self.opened(kind)
+            self._kind = kind
+        self._texts.append(text)
+        return [*made, self.delta(kind, text)]
+
+    def _close(self) -> list[Json]:
+        if self._kind is None:
+            return []
+        made = self.closed(self._kind, "".join(self._texts))
+        self._kind = None
+        self._texts.clear()
+        return made
+
+    @abstractmethod
+    def answer(self) -> Json:
+        """The complete answer."""
+
+    @abstractmethod
+    def started(self) -> list[Json]:
+        """Events before the first token."""
+
+    @abstractmethod
+    def opened(self, kind: BlockKind) -> list[Json]:
+        """Events that open a block."""
+
+    @abstractmethod
+    def delta(self, kind: BlockKind, text: str) -> Json:
+        """The event for more text of the open block."""
+
+    @abstractmethod
+    def closed(self, kind: BlockKind, text: str) -> list[Json]:
+        """Events that close a block; adds the block to `blocks`."""
+
+    @abstractmethod
+    def called(self, call: EmittedCall) -> list[Json]:
+        """Events for a tool call, which comes in one piece; adds it to `blocks`."""
+
+    @abstractmethod
+    def end(self) -> list[Json | str]: ...
+
+    @abstractmethod
+    def failed(self, error: APIError) -> list[Json | str]: ...
