@@ -40,9 +40,9 @@ class TranslatedRequest(EndpointBody):
         """The same request as a chat."""
         return self._chat
 
+    @abstractmethod
     def _chat_fields(self) -> Json:
         """Fields of the chat. Raises `ValueError` if this body contradicts itself."""
-        raise NotImplementedError
 
 
 class BlockAnswer(ABC):
