@@ -241,7 +241,9 @@ def _worked(model: str, profile: Any) -> bool:
     if launch is None:
         return False
     end_with_parent()
-    if launch.rank == 0:  # launchers make SIGTERM of the SIGINT that a terminal sends to everybody
+    if (
+        launch.rank == 0
+    ):  # launchers turn the SIGINT of a terminal, which reaches all ranks, into SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return False
     with importing():

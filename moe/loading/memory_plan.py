@@ -27,7 +27,7 @@ class Offloadable:
         experts: how many, of all layers.
         slot_bytes: memory of one.
         least: the fewest that must be in memory at once.
-        fixed_bytes: of what stays in memory whoever else does: biases.
+        fixed_bytes: of what always stays in memory: biases.
         most: the most that are wanted in memory at once, by a rank that others share the experts
             with; None for all.
     """

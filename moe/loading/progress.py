@@ -1,4 +1,4 @@
-"""How far loading is: one callback for everybody who wants to know.
+"""How far loading is: one callback for bars, servers and tests.
 
 The bar in a terminal is one of them, the server's ``/ready`` another.
 """
@@ -43,7 +43,7 @@ Report = Callable[[LoadProgress], object]
 
 @contextmanager
 def reporting(progress: bool | Report) -> Iterator[Report]:
-    """The callback itself; a bar on stderr for True, nobody for False."""
+    """The callback itself; a bar on stderr for True, nothing for False."""
     if callable(progress):
         yield progress
     elif not progress:

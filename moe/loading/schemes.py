@@ -21,7 +21,7 @@ class SchemeError(Exception):
 
 @dataclass(frozen=True)
 class Coding:
-    """What is to be known of a way of quantising, whoever decodes it.
+    """A way of quantising, as far as loading needs to know it.
 
     Attributes:
         name: the method.

@@ -422,7 +422,7 @@ def run_experts(
     """``(N, H)``: each row's weighted sum of its experts.
 
     Args:
-        prefetcher: hears which experts are needed, if they are in a cache.
+        prefetcher: is given the experts that are needed, if they are in a cache.
         add_to: as in `kernels.experts_forward`.
 
     Raises:

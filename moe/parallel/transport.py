@@ -95,7 +95,7 @@ def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Co
 
     Raises:
         WireError: it does not; the next one may.
-        TimeoutError: nobody connected.
+        TimeoutError: no rank connected.
     """
     sock, _ = listener.accept()
     sock.settimeout(timeout_s)

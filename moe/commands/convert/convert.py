@@ -85,7 +85,7 @@ def convert(
         calibration: folder of a calibration with ``compression``; experts are then compensated.
         budget: what experts may take, in place of ``expert_bits``; wants a calibration.
         repair: see `moe.commands.convert.repair`; wants a calibration. The store is loaded for it.
-        progress, on_notice: see `moe.loading.progress.reporting`; hears notices.
+        progress, on_notice: see `moe.loading.progress.reporting`; called with notices.
 
     Raises:
         CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.

@@ -67,7 +67,7 @@ def repair_routers(
         network: with the trunk's weights, as they are in the store.
         store: all of it; it is loaded as for serving.
         calibration: folder that ``moe calibrate --compression`` left for the original.
-        on_notice: hears what became of each router.
+        on_notice: called with a sentence about each router.
 
     Raises:
         CalibrationError: the calibration is absent, damaged, or another model's or version's.

@@ -122,7 +122,7 @@ def analyse(
         trace: at least one token.
         vocabulary: V, which token ids are below.
         model, text: names.
-        on_layer: hears how many layers are done.
+        on_layer: called with the number of layers done.
     """
     recall = table_recall(trace, vocabulary)
     ratios = weight_ratios(trace.weights)

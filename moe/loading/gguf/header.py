@@ -86,7 +86,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file, checked; whoever opens it closes `fd`."""
+    """An open file, checked. The caller closes `fd`."""
 
     path: Path
     fd: int
