@@ -241,9 +241,7 @@ def _worked(model: str, profile: Any) -> bool:
     if launch is None:
         return False
     end_with_parent()
-    if (
-        launch.rank == 0
-    ):  # launchers turn the SIGINT of a terminal, which reaches all ranks, into SIGTERM
+    if launch.rank == 0:  # launchers turn a terminal's SIGINT, sent to all, into SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return False
     with importing():

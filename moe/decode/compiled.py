@@ -72,7 +72,7 @@ class CompiledStep:
         return self._finish(work, step, routed, step.go(self._stopping))
 
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
-        """Logits; ``experts.passed`` is called for a layer before ``experts.run`` for a later one."""
+        """Logits; calls ``experts.passed`` for a layer before ``experts.run`` for a later one."""
         assert self._experts
         step, waits = self._begin(work), True
         while waits:

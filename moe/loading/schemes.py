@@ -99,8 +99,8 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
 
 # The arithmetic of quantised checkpoints: stored tensors of one weight in, float32 out.
 #
-# Every function gives the exact products of codes and scales; what is rounded, and to what, is up
-# to whoever keeps the result. Legend: N rows (outputs), K columns (inputs), D groups of a row.
+# Every function gives the exact products of codes and scales; the caller rounds them to what it
+# keeps. Legend: N rows (outputs), K columns (inputs), D groups of a row.
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
