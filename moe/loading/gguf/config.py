@@ -111,8 +111,8 @@ class GgufKeys:
         )
 
     def check(self, known: Architecture) -> None:
-        """Refuse keys that state another routing or rotation than the model class computes, and keys
-        that are not known here; log the rest."""
+        """Refuse keys that state another routing or rotation than the model class computes, and
+        keys that are not known here; log the rest."""
         for key, wanted in (
             ("expert_gating_func", (None, 0, known.gating)),
             ("expert_weights_norm", (None, known.fixed.get("norm_topk_prob", True))),
