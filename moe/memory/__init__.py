@@ -1,1 +1,6 @@
-"""What a model will take and how fast it will be, before it is loaded."""
+"""What a model takes in memory, known before it is loaded.
+
+- `Footprint` (`footprint`): activations, keys and values, measured on the meta device.
+- `plan_memory` (`budget`): from sizes and a profile to a `moe.loading.memory_plan.MemoryPlan`.
+- `PlannedModel` (`planning`): an opened model with its plan; `check_fit` refuses what cannot fit.
+"""

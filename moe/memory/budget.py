@@ -1,8 +1,7 @@
-"""How much of memory each use gets: all experts if they fit, else some, and keys and values.
+"""How much memory each use gets: weights, activations, keys and values, and a cache of experts.
 
-Weights are counted from the headers of the checkpoint, everything else by `moe.memory.footprint`.
-Experts that do not fit may stay on disk, if they are in a store: what is left holds a cache of
-them.
+Sizes of weights come from the checkpoint's headers, all others from `moe.memory.footprint`. Experts
+that do not fit may stay on disk if they are in a store; the memory left over caches them.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from offload.offloaded import HOST
 RESERVE = "reserve"
 RESERVE_SHARE = 1 / 20
 LEAST_POOL = 2048
-"""Tokens of keys and values below which a pool that nobody has set is not worth loading for."""
+"""A KV pool that the profile does not set holds at least so many tokens, or one context."""
 UNKNOWN_CONTEXT = 2**17
-"""Tokens of a sequence where neither the model nor the profile sets a limit."""
+"""Tokens of a sequence if neither the model nor the profile sets a limit."""
 KV_SHARE = 1 / 8
-"""Of what experts on disk leave, for a pool of keys and values that nobody has set."""
+"""Share for a KV pool that the profile does not set, if experts are on disk."""
 
 
 def plan_memory(
@@ -38,14 +37,16 @@ def plan_memory(
     offloadable: Offloadable | None = None,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The plan of one model: with all experts in memory if they fit, else with some.
+    """Plan one model: with all experts in memory if they fit, else with some.
 
     Args:
         weights: bytes of each kind of weights, by name.
         footprint: measured with `prefill_batch_tokens` of this profile.
-        available_bytes: what can be taken now; None where that is not known.
+        place: name of the memory, for people.
+        available_bytes: free now; None if unknown.
+        context_length: most tokens of a sequence; None for no limit.
         logits_size: V of the logits.
-        offloadable: experts that may stay on disk; None where they may not.
+        offloadable: experts that may stay on disk; None if they must be resident.
         host_bytes: main memory for experts that a GPU does not hold; None on a CPU.
     """
     if profile.memory.device_gib is not None:
@@ -80,7 +81,7 @@ def plan_memory(
 def _with_pool(
     plan: MemoryPlan, profile: Profile, left: int | None, context_length: int | None
 ) -> MemoryPlan:
-    """The plan with a line for keys and values, of which ``left`` bytes are a part."""
+    """Add a line for keys and values, in ``left`` bytes if the profile does not set their size."""
     per_token = plan.kv_bytes_per_token
     tokens, why = _pool(profile, per_token, left, context_length)
     how = f"{tokens} tokens of {per_token} B, {why}"
@@ -95,7 +96,7 @@ def _offloaded(
     context_length: int | None,
     offloadable: Offloadable,
 ) -> MemoryPlan:
-    """The plan with as many experts in memory as fit, or the fewest that there must be."""
+    """The plan with as many experts in memory as fit, or the fewest that work."""
     fixed = offloadable.fixed_bytes if plan.host_bytes is None else 0
     left -= fixed
     size, total = offloadable.slot_bytes, offloadable.experts
@@ -119,7 +120,7 @@ def _offloaded(
 
 
 def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[PlannedTier, ...]:
-    """Beside a GPU: as many experts as there is room for, or the fewest that there must be."""
+    """Beside a GPU: as many experts in host memory as fit, or the fewest that work."""
     if plan.host_bytes is None:
         return ()
     size, fixed, total = offloadable.slot_bytes, offloadable.fixed_bytes, offloadable.experts
@@ -128,7 +129,7 @@ def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[PlannedTier,
 
 
 def prefill_batch_tokens(profile: Profile) -> int:
-    """Most prompt tokens that a step reads together."""
+    """Most prompt tokens that a step reads."""
     prefill = profile.prefill
     return prefill.chunk_tokens if prefill.mode == "chunked" else prefill.wave_tokens
 
@@ -136,7 +137,7 @@ def prefill_batch_tokens(profile: Profile) -> int:
 def _pool(
     profile: Profile, per_token: int, left: int | None, context_length: int | None
 ) -> tuple[int, str]:
-    """Tokens of keys and values, and who says so."""
+    """Tokens of the KV pool, and what set their number."""
     memory = profile.memory
     if memory.kv_tokens is not None:
         return memory.kv_tokens, "memory.kv_tokens"
@@ -151,7 +152,7 @@ def _pool(
 
 
 def available_for(profile: Profile, plan: MemoryPlan) -> int:
-    """Bytes that must be available for what a plan needs: with more of them the reserve grows."""
+    """Bytes that must be free for a plan to fit, with the reserve, which grows with them."""
     needed = sum(line.bytes for line in plan.lines if line.name != RESERVE)
     if profile.memory.reserve_gib is not None:
         return needed + _reserve(profile, None)

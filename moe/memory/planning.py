@@ -1,4 +1,8 @@
-"""The first half of loading: what a model will take and where it would be, before it is read."""
+"""The first half of loading: what a model takes and where it goes, before its weights are read.
+
+`planning` opens a model and yields a `PlannedModel`; `check_fit` refuses one that does not fit and
+says what to change.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +33,23 @@ from offload.capacity import Capacity
 from offload.offloaded import HOST
 
 HOST_RESERVE = 1 / 10
-"""Of free main memory, for others, beside the experts that a GPU does not hold."""
+"""Share of free main memory that experts which a GPU does not hold leave to others."""
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model that could be loaded.
+    """A model that can be loaded.
 
     Attributes:
         config: of transformers.
-        network: on meta.
-        source: where its weights are, open.
-        weights: what will be read of them.
-        memory: what all of it will take.
+        network: on the meta device.
+        source: of its weights, open.
+        weights: what to read of them.
+        memory: what everything takes.
         logits_size: V of the logits.
-        context_length: most tokens of a sequence, None where nothing limits it.
-        why_resident: why its experts cannot stay on disk, and what would help; empty where they
-            can.
-        room: for how many experts there is room where; None where the device holds all.
+        context_length: most tokens of a sequence; None for no limit.
+        why_resident: why its experts cannot stay on disk and what would help; empty if they can.
+        room: how many experts fit where; None if the device holds all.
     """
 
     config: PreTrainedConfig
@@ -64,16 +67,16 @@ class PlannedModel:
 def planning(
     path: Path, profile: Profile, device: torch.device, report: Report, ranks: int = 1
 ) -> Iterator[PlannedModel]:
-    """Plan the model in a directory; its files are open meanwhile.
+    """Plan the model in a directory; its files stay open in the context.
 
     Args:
-        ranks: how many share the experts; each wants its part of them in memory.
+        ranks: that share the experts; each holds its part in memory.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
     """
     config = read_config(path)
-    network = build_meta_model(config, dtype=_trunk_dtype(profile, device))
+    network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
     with open_source(path, config, network, profile, report) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable()
@@ -96,7 +99,7 @@ def planning(
 
 
 def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
-    """Bytes of host memory for experts that are not on the device; None where it is a CPU."""
+    """Bytes of host memory for experts that are not on the device; None if the device is a CPU."""
     if device.type == "cpu":
         return None
     free, wanted = memory_available(), profile.memory.host_gib
@@ -119,7 +122,7 @@ def _room(plan: MemoryPlan, profile: Profile, device: torch.device, ranks: int) 
 
 
 def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
-    """Experts that each of several ranks holds, copies included."""
+    """Experts that each of several ranks holds, replicas included."""
     counts = [module.num_experts for _, module in experts_modules(network)]
     return sum(slots_for(count, ranks, replicas) for count in counts) // ranks
 
@@ -135,11 +138,11 @@ def _plan(
     prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
     experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
     context = _context_length(network.config, profile)
-    wave = prefill_batch_tokens(profile)
+    batch = prefill_batch_tokens(profile)
     on_cuda = device.type == "cuda"
     return plan_memory(
         {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
-        measure_footprint(network, wave, min(context or wave, wave), on_cuda=on_cuda),
+        measure_footprint(network, batch, min(context or batch, batch), on_cuda=on_cuda),
         profile,
         place=str(device) if on_cuda else "memory",
         available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
@@ -150,8 +153,8 @@ def _plan(
     )
 
 
-def _trunk_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
-    """What the trunk is kept in; None for the checkpoint's own dtype."""
+def _backbone_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
+    """Dtype of all weights but experts; None for the checkpoint's own."""
     if profile.model.dtype != "auto":
         return _dtype(profile.model.dtype)
     return torch.float32 if device.type == "cpu" else None
@@ -160,15 +163,15 @@ def _trunk_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:
 def _dtypes(
     network: PreTrainedModel, profile: Profile, device: torch.device, embedding: str | None
 ) -> DtypeFor:
-    """Trunk weights become what arithmetic is fast in; others stay as small as they came."""
+    """Experts keep their dtype or get the profile's; other weights get one that is fast."""
     experts = tuple(f"{name}." for name, _ in experts_modules(network))
-    trunk_dtype = _trunk_dtype(profile, device)
+    backbone_dtype = _backbone_dtype(profile, device)
 
     def dtype_for(name: str, stored: torch.dtype) -> torch.dtype:
         if not stored.is_floating_point or (name == embedding and is_half(stored)):
             return stored
         if not name.startswith(experts):
-            return trunk_dtype or stored
+            return backbone_dtype or stored
         wanted = profile.model.expert_dtype
         return stored if wanted == "auto" else _dtype(wanted)
 
@@ -192,14 +195,11 @@ def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
     return own if wanted is None else wanted
 
 
-# ---- What to say and to change where a model does not fit.
-
-
 def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> None:
-    """Raise `DoesNotFitError`, with all numbers and what to change, if it does not fit.
+    """Raise `DoesNotFitError`, with all numbers and what to change, if a plan does not fit.
 
     Args:
-        why_resident: why experts cannot stay on disk, and what would help.
+        why_resident: why experts cannot stay on disk and what would help.
     """
     if plan.fits:
         return
@@ -218,7 +218,7 @@ def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> Non
 
 
 def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str]:
-    """What would make room, most effective settings first; the last one always helps."""
+    """What would make room, the most effective first; the last one always helps."""
     assert plan.available_bytes is not None
     size = {line.name: line.bytes for line in plan.lines}
     missing = plan.needed_bytes - plan.available_bytes
@@ -227,10 +227,10 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
         fit = (size["keys and values"] - missing) // plan.kv_bytes_per_token
         if fit > 0:
             remedies.append(f"memory.kv_tokens={fit} would fit ({fit * plan.kv_bytes_per_token} B)")
-    wave = prefill_batch_tokens(profile)
-    if wave > 512 and size["activations"] > missing // 4:
+    batch = prefill_batch_tokens(profile)
+    if batch > 512 and size["activations"] > missing // 4:
         key = "chunk_tokens" if profile.prefill.mode == "chunked" else "wave_tokens"
-        remedies.append(f"a smaller prefill.{key} lowers the activations (it is {wave})")
+        remedies.append(f"a smaller prefill.{key} lowers the activations (it is {batch})")
     if profile.model.expert_dtype == "float32":
         half = size_text(size["experts"] // 2).strip()
         remedies.append(f"model.expert_dtype=bfloat16 lowers the experts to {half}")
@@ -249,5 +249,5 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
 
 
 def _gib(size: int) -> str:
-    """Bytes in GiB, rounded up: whoever gives so much has enough."""
+    """Bytes in GiB, rounded up so that so many GiB are enough."""
     return f"{math.ceil(size / GIB * 1000) / 1000:g}"

@@ -13,12 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from moe.commands.console import stdout_console
-from moe.commands.plan.speeds import disk_speed, memory_speed, to_device_speed
-from moe.commands.plan.traced_routing import known_routing
-from moe.errors import DoesNotFitError
-from moe.loading.hub import experts_per_token, resolve_model
-from moe.loading.memory_plan import GIB, MemoryPlan
-from moe.memory.decode_speed import (
+from moe.commands.plan.decode_speed import (
     BATCHES,
     Bandwidths,
     DecodeEstimate,
@@ -26,6 +21,11 @@ from moe.memory.decode_speed import (
     Locality,
     estimate_decode,
 )
+from moe.commands.plan.speeds import disk_speed, memory_speed, to_device_speed
+from moe.commands.plan.traced_routing import known_routing
+from moe.errors import DoesNotFitError
+from moe.loading.hub import experts_per_token, resolve_model
+from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device

@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from experts.placement import Placement, first_placement
 from moe.commands.console import stdout_console
 from moe.commands.plan.command import disk_of, model_sizes
+from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
 from moe.commands.plan.ranks import (
     LAYERS,
     Machine,
@@ -33,7 +34,6 @@ from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
-from moe.memory.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
 from moe.memory.planning import PlannedModel, planning
 from moe.settings import Profile
 from moe.settings.device import use_device

@@ -1,7 +1,7 @@
 """Predict decoding on one rank, on several that share the experts, and on independent replicas.
 
-The prediction is the least time of a decode step, as in `moe.memory.decode_speed`: bytes over
-bandwidths, without overlap. Ranks of a node share its memory bandwidth and its disk; ranks that
+The prediction is the least time of a decode step, as in `decode_speed`: bytes over bandwidths,
+without overlap. Ranks of a node share its memory bandwidth and its disk; ranks that
 share experts exchange ids, rows and results at each layer. What they send and serve is counted on
 routing decisions. Arithmetic and other waiting are not in it.
 Legend: R ranks, B sequences of all ranks (tokens of a step), S steps, L layers, K experts a token,
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from experts.dispatch import should_inline_rows
 from experts.dispatch.assignment import serving_ranks
 from experts.placement import Placement, slots_for
+from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, Locality
 from moe.commands.plan.speeds import Link
-from moe.memory.decode_speed import Bandwidths, DecodeSizes, Locality
 
 WORTH = 1.05
 """More than one rank is recommended where it is faster by this factor."""

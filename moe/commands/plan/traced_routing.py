@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from moe.calibration.files import CALIBRATION_FOLDER, load_trace
 from moe.calibration.trace import Trace
+from moe.commands.plan.decode_speed import DecodeSizes, Locality, UniformRouting
 from moe.commands.plan.ranks import LAYERS, STEPS
-from moe.memory.decode_speed import DecodeSizes, Locality, UniformRouting
 from moe.memory.planning import PlannedModel
 from moe.network.seam import experts_modules
 from offload.policies import POLICIES

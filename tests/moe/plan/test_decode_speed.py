@@ -15,9 +15,9 @@ from transformers import Qwen3MoeConfig
 from examples.models.random_store import write_random_store
 from moe.calibration.trace import Trace
 from moe.cli import main
+from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.loading.memory_plan import GIB
-from moe.memory.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
 from offload.policies import LRU
 from offload.replay import calls_of
 from offload.replay import hit_ratio as replay_hits

@@ -22,7 +22,7 @@ from moe.loading.meta_model import build_meta_model
 from moe.memory.budget import plan_memory
 from moe.memory.footprint import (
     Footprint,
-    _run,
+    _probe,
     measure_footprint,
     stand_in_for_experts,
     tensor_bytes,
@@ -101,7 +101,7 @@ def test_activations_are_those_of_a_real_pass(model_type: str) -> None:
     stand_in_for_experts(real)
     backbone = Backbone(real)
     backbone.set_packed(True)
-    run = _run(backbone, [LENGTH])
+    run = _probe(backbone, [LENGTH])
     assert run.kept == predicted.kv_bytes_per_token * LENGTH
     assert 0.8 * (run.peak - run.kept) <= predicted.activation_bytes
     assert predicted.activation_bytes <= 1.5 * (run.peak - run.kept)

@@ -18,6 +18,7 @@ from examples.models.random_store import write_random_store
 from experts.placement import first_placement
 from moe.calibration.trace import Trace
 from moe.cli import main
+from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouting
 from moe.commands.plan.rank_command import expected_traffic, first_placements
 from moe.commands.plan.ranks import (
     Machine,
@@ -35,7 +36,6 @@ from moe.commands.plan.ranks import (
 from moe.commands.plan.speeds import Link, given_link, measure_link
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.errors import ProfileError
-from moe.memory.decode_speed import Bandwidths, DecodeSizes, UniformRouting
 
 SIZES = DecodeSizes(
     layers=10, experts=64, top_k=8, expert_bytes=1_000_000, trunk_bytes=100_000_000, slots=640

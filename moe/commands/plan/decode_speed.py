@@ -1,10 +1,10 @@
-"""How fast will a model decode that does not fit, and how much of it comes from the disk?
+"""How fast a model decodes whose experts do not all fit, estimated before anything is read.
 
-A step of B tokens reads the trunk once and, of every MoE layer, the distinct experts that its
-tokens choose; those that are not in device memory come from the host's or from the disk first. The
-bytes of each way over its measured bandwidth are the least time of a step. Known before anything of
-the model is read; what a real run adds (arithmetic, waiting for one read after another) is not in
-it. Legend: E experts of a layer, K of them a token, B tokens of a step.
+A step of B tokens reads the trunk (all weights but experts) once and, in every MoE layer, the
+distinct experts that its tokens choose; experts that are not in device memory come from the host or
+the disk first. The bytes of each path over its measured bandwidth are the least time of a step.
+Arithmetic and reads that wait for each other come on top.
+Legend: E experts of a layer, K of them a token, B tokens of a step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Bandwidths:
     """Measured bandwidths, bytes a second.
 
     Attributes:
-        memory: at which the device reads its memory.
-        disk: of random reads of whole experts; None where the disk is not needed.
+        memory: of the device's own memory.
+        disk: of random reads of whole experts; None if the disk is not needed.
         to_device: from pinned host memory to a CUDA device; None on a CPU.
     """
 
@@ -33,14 +33,14 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """What a model's decode step moves, and where its experts are.
+    """What a decode step moves, and where the experts are.
 
     Attributes:
         layers: MoE layers.
         experts: E.
         top_k: K.
-        expert_bytes: one expert at the precision it is served at.
-        trunk_bytes: weights that every step reads.
+        expert_bytes: of one expert at the precision it is served at.
+        trunk_bytes: of the weights that every step reads.
         slots: experts that device memory holds.
         host_slots: experts that host memory holds for a CUDA device; 0 on a CPU.
     """
@@ -60,27 +60,27 @@ class DecodeSizes:
 
 
 class Locality(Protocol):
-    """What is known of a model's routing."""
+    """How many experts a step needs, and how many of them a cache holds."""
 
     @property
     def how(self) -> str:
-        """Where it is known from."""
+        """Where the figures come from, for people."""
         ...
 
     def distinct(self, batch: int) -> float:
-        """Distinct experts that a layer's B tokens choose."""
+        """Distinct experts that B tokens choose in a layer."""
         ...
 
     def hit_ratio(self, batch: int, slots: int) -> float:
-        """Share of them that are among the ``slots`` experts held, over all layers."""
+        """Share of them that a cache of ``slots`` experts for all layers holds."""
         ...
 
 
 @dataclass(frozen=True)
 class UniformRouting:
-    """Every expert is as likely as any other, whatever came before.
+    """Every expert is equally likely at every token.
 
-    Real routing has favourites and repeats itself, so it visits fewer and hits more.
+    Real routing has favourites and repeats itself: it needs fewer experts and hits more often.
     """
 
     sizes: DecodeSizes
@@ -97,14 +97,14 @@ class UniformRouting:
 
 @dataclass(frozen=True)
 class DecodeEstimate:
-    """What a decode step of so many tokens should do.
+    """A decode step of B tokens.
 
     Attributes:
         batch: B.
-        hit_ratio: experts that are in device memory when they are wanted.
-        host_hit_ratio: experts that are at least in host memory; as `hit_ratio` on a CPU.
+        hit_ratio: share of experts that are in device memory when they are needed.
+        host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from the disk.
-        seconds: of a step by way: ``memory``, ``disk``, ``to_device``.
+        seconds: of a step, by path: ``memory``, ``disk``, ``to_device``.
     """
 
     batch: int
@@ -115,18 +115,18 @@ class DecodeEstimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Where each way waits for the others."""
+        """If the paths run one after the other."""
         return self.batch / sum(self.seconds.values())
 
     @property
     def best_tokens_per_second(self) -> float:
-        """Where every transfer runs under something else."""
+        """If all paths run at the same time."""
         return self.batch / max(self.seconds.values())
 
     @property
     def bound(self) -> str:
-        """The way that takes longest."""
-        return max(self.seconds, key=lambda way: self.seconds[way])
+        """The path that takes longest."""
+        return max(self.seconds, key=lambda path: self.seconds[path])
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -140,9 +140,9 @@ class DecodeEstimate:
 def estimate_decode(
     sizes: DecodeSizes, speeds: Bandwidths, locality: Locality, batch: int
 ) -> DecodeEstimate:
-    """What a step of ``batch`` tokens should do."""
+    """Estimate a step of ``batch`` tokens."""
 
-    def share_of(slots: int) -> float:  # a replay misses what it has not seen before
+    def share_of(slots: int) -> float:  # even with all slots, a replay misses first uses
         return 1.0 if slots == sizes.total else locality.hit_ratio(batch, slots)
 
     hits = share_of(sizes.slots)
