@@ -1,7 +1,9 @@
-"""The settings tree: every key that a profile has, its default and what it does.
+"""`Profile`: every key that a run can set, with its default and meaning.
 
-Defaults are written here and nowhere else (a test holds ``configs/default.yaml`` to them). The
-docstring under a field is its description, also in ``Profile.model_json_schema()``.
+The sections below it are in `moe.settings.sections`; import them from here. `moe.settings.profile`
+loads a profile from files, environment and command line; `moe.settings.device` applies its device
+and threads. Defaults are written here and nowhere else (a test compares ``configs/default.yaml``
+with them). The docstring under a field is its description, also in `Profile.model_json_schema`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _NOT_LOSSLESS = (
     ("offload", "late", "prefix", "wait", "computes experts that come late with fewer bits"),
     ("parallel", "payload", "int8", "plain", "rounds what experts of other ranks read"),
 )
-"""Section, key, the value that changes what the model says, the one that does not, and why."""
+"""Section, key, the value that changes the model's output, the value that does not, and why."""
 
 
 def _check_device(device: str) -> str:
@@ -61,43 +63,43 @@ class Profile(Settings):
     """Every setting of a run. Immutable: a changed setting is a new profile."""
 
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
-    """Where the model runs: cpu, cuda or cuda:N. auto: cuda where there is one, else cpu."""
+    """Device that the model runs on: cpu, cuda or cuda:N. auto: cuda if there is one, else cpu."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads used by torch. null: torch's own choice."""
+    """CPU threads that torch uses. null: torch's own choice."""
 
     lossless: bool = True
-    """Refuse everything that can change what the model says at the chosen precision."""
+    """Refuse every setting that can change the model's output at the chosen precision."""
 
     model: ModelSettings = ModelSettings()
-    """How the weights are held."""
+    """Number formats of the weights, and checks while they are loaded."""
 
     kernels: KernelSettings = KernelSettings()
-    """What multiplies the experts."""
+    """The code that computes the experts."""
 
     routing: RoutingSettings = RoutingSettings()
-    """Which experts a token goes to."""
+    """Changes to the model's choice of experts."""
 
     generation: GenerationSettings = GenerationSettings()
-    """What a request gets when it does not say."""
+    """Sampling of requests that do not set it themselves."""
 
     engine: EngineSettings = EngineSettings()
-    """How requests share the machine."""
+    """The scheduler, and how decode steps are run."""
 
     prefill: PrefillSettings = PrefillSettings()
-    """How prompts are read beside running sequences."""
+    """How prompts are processed beside sequences that are decoding."""
 
     memory: MemorySettings = MemorySettings()
-    """What may be held in memory."""
+    """Limits on memory: KV cache, experts and reserve."""
 
     offload: OffloadSettings = OffloadSettings()
-    """How experts come from disk where memory does not hold them all."""
+    """How experts of a store are cached and read from disk if memory does not hold them all."""
 
     speculation: SpeculationSettings = SpeculationSettings()
-    """How the next tokens are drafted, for the model to verify several in one pass."""
+    """Speculative decoding: tokens are drafted, and the model verifies several in one pass."""
 
     parallel: ParallelSettings = ParallelSettings()
-    """How the processes of one launch share the experts of a model."""
+    """Expert parallelism: the ranks of one launch share the experts of a model."""
 
     server: ServerSettings = ServerSettings()
     """Limits of ``moe serve``."""
@@ -114,8 +116,8 @@ class Profile(Settings):
             if wrong:
                 raise PydanticCustomError(
                     "contrast",
-                    "speculation.contrast changes what the model says and reads each token twice: "
-                    "it needs {key}: {value}; set that, or speculation.contrast: 0",
+                    "speculation.contrast changes the model's output and computes each token "
+                    "twice: it needs {key}: {value}; set that, or speculation.contrast: 0",
                     {"key": key, "value": value},
                 )
         return self

@@ -1,4 +1,4 @@
-"""Which device, and how many threads, a profile asks for, checked against what there is."""
+"""Sets torch's device and number of threads as a profile says."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from moe.settings import Profile
 
 
 def use_device(profile: Profile) -> torch.device:
-    """Where the profile wants a model, with as many threads as it says; torch uses both from now
-    on.
+    """The device that a profile asks for. Sets torch's current device and number of threads.
 
     Raises:
-        ProfileError: the device is not there, or there are fewer processors than threads, which
-            would spend their time on waiting.
+        ProfileError: the device does not exist, or the profile asks for more threads than this
+            process may use CPUs: they would wait for each other.
     """
     device = _chosen(profile)
     if device.index is not None:

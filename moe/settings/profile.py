@@ -1,6 +1,6 @@
-"""Profile: every setting of a run, as one frozen tree, and where each value came from.
+"""Loads a `Profile` from its sources, and remembers where each value came from.
 
-The tree itself, with each key's default and meaning, is ``moe/settings/``.
+The tree itself, with each key's default and meaning, is `moe.settings.Profile`.
 Precedence: command line (or keyword) > environment ``MOE_...`` > profile file > default.
 
     loaded = load_profile("default", {"engine.max_batch_size": 8})
@@ -27,21 +27,18 @@ from pydantic.fields import FieldInfo
 from moe.errors import ProfileError
 from moe.settings import Profile
 
-# ---- Where profile values are read from: YAML files, ``MOE_...`` variables, ``key=value`` texts.
-#
-# Every source becomes one flat ``{dotted key: value}`` mapping, checked against the keys that
-# exist. What a key means is in ``moe/settings/``, which source wins in ``moe/settings/profile.py``.
+__all__ = ["KEYS", "LoadedProfile", "load_profile", "print_config", "value_of"]
 
 MAX_FILE_BYTES = 64 * 1024
 ENVIRONMENT_PREFIX = "MOE_"
 
-# Variables with our prefix that are not profile keys. They are read where they act, before any
-# profile exists; docs list them. Everything else that starts with the prefix is a typing error.
+# Variables with our prefix that are not profile keys: the code that needs them reads them before
+# any profile exists. Every other variable with the prefix is refused as a misspelling.
 OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The settings below a field; None for a field that holds a value."""
+    """The class of a field's section; None for a field that holds a value."""
     kind = field.annotation
     # Python 3.10 takes `list[str]` for a class.
     if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -70,152 +67,15 @@ class ProfileKeys:
         return cls(tuple(leaves), frozenset(sections))
 
 
-def flatten(
-    tree: Mapping[Any, Any], keys: ProfileKeys, source: str, prefix: str = ""
-) -> dict[str, Any]:
-    """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
-
-    Raises ``ProfileError`` naming the source, the key and its nearest valid key.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in keys.sections:
-            if not isinstance(value, Mapping | None):
-                raise ProfileError(f"{source}: {key} is a section: write its keys below it")
-            new = flatten(value or {}, keys, source, f"{key}.")
-        elif key in keys.leaves:
-            new = {key: value}
-        else:
-            valid = keys.leaves if "." in key else [*keys.leaves, *keys.sections]
-            raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
-        if twice := flat.keys() & new.keys():
-            raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
-        flat |= new
-    return flat
-
-
-def from_environment(environ: Mapping[str, str], keys: ProfileKeys) -> dict[str, tuple[Any, str]]:
-    """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
-    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
-    settings: dict[str, tuple[Any, str]] = {}
-    for variable in sorted(environ):
-        if variable in names:
-            origin = f"environment {variable}"
-            settings[names[variable]] = (_parse(environ[variable], origin), origin)
-        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
-            near = suggestion(variable, [*names, *OTHER_VARIABLES])
-            raise ProfileError(f"environment: unknown variable {variable!r}{near}")
-    return settings
-
-
-def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
-    """``["engine.max_batch_size=8"]`` -> ``{"engine.max_batch_size": 8}``; values are YAML."""
-    parsed: dict[str, Any] = {}
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
-            raise ProfileError(f"--set: expected KEY=VALUE; got {assignment!r}")
-        parsed[key.strip()] = _parse(text, f"--set {key.strip()}")
-    return parsed
-
-
-def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
-    """The tree of a profile given by name (``configs/NAME.yaml``) or by path, and its label."""
-    text_form = str(name_or_path)
-    if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.ya?ml$", text_form):
-        file, label = Path(name_or_path), text_form
-    else:
-        label = f"configs/{text_form}.yaml"
-        file = _configs() / f"{text_form}.yaml"
-        if text_form not in profile_names():
-            near = suggestion(text_form, profile_names())
-            known = ", ".join(profile_names())
-            raise ProfileError(
-                f"unknown profile {text_form!r}{near} (profiles: {known}; a file's name ends in "
-                ".yaml or has a /)"
-            )
-    try:
-        with file.expanduser().open("rb") as stream:
-            content = stream.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise ProfileError(f"profile file {label!r} does not exist") from None
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, an unknown ~user
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ProfileError(f"profile file {label[:200]!r} cannot be read: {why}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ProfileError(
-            f"{label}: a profile has at most {MAX_FILE_BYTES} bytes; this one has more"
-        )
-    tree = _parse(content, label)
-    if not isinstance(tree, Mapping | None):
-        raise ProfileError(f"{label}: the top level must be a mapping of keys to values")
-    return tree or {}, label
-
-
-def profile_names() -> list[str]:
-    """Names of the profiles that are installed with the package."""
-    return sorted(file.stem for file in _configs().glob("*.yaml"))
-
-
-def _configs() -> Path:
-    return Path(str(resources.files("configs")))
-
-
-def suggestion(word: str, valid: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest valid word, or nothing when none is near. Those
-    that only lack their section are nearest."""
-    words = list(valid)
-    ended = [each for each in words if each.endswith(f".{word}")]
-    begun = [each for each in words if "." in word and each.startswith(word)]
-    near = ended or begun[:1] or difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-class _Loader(yaml.SafeLoader):
-    """``yaml.SafeLoader`` that refuses duplicate keys and reads ``1e-3`` as a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    problem = f"key {key.value!r} is given twice"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _parse(text: str | bytes, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ProfileError(f"{source}: {line}{error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ProfileError(f"{source}: not valid YAML: {error}") from None
-    except (LookupError, AttributeError):  # what PyYAML raises of `!!bool x`
-        raise ProfileError(f"{source}: not valid YAML: its tag does not suit a value") from None
-    except RecursionError:
-        raise ProfileError(f"{source}: not valid YAML: nested too deeply") from None
-
-
-# ----
-
-__all__ = ["KEYS", "LoadedProfile", "load_profile", "print_config", "value_of"]
-
 KEYS = ProfileKeys.of(Profile)
 
 
 @dataclass(frozen=True)
 class LoadedProfile:
-    """A profile, and for every dotted key the source that decided it: ``default``, a file's name,
-    ``environment MOE_...`` or ``command line``."""
+    """A profile and its `origins`: for each dotted key the source that set it.
+
+    A source is ``default``, a file's name, ``environment MOE_...`` or ``command line``.
+    """
 
     profile: Profile
     origins: Mapping[str, str]
@@ -227,13 +87,18 @@ def load_profile(
     environ: Mapping[str, str] | None = None,
     overrides_origin: str = "command line",
 ) -> LoadedProfile:
-    """Merge the sources of a profile; the module's prologue has the precedence.
+    """Merge the sources of a profile in the order of precedence.
 
-    ``source`` is a name (``configs/NAME.yaml``), a path (has a separator or ends in .yaml / .yml),
-    a mapping or ``Profile`` in the place of a file, a ``LoadedProfile`` (the environment is then
-    not read a second time), or None for the defaults. ``overrides`` have dotted keys, nested
-    mappings or both. ``environ`` is ``os.environ`` unless given.
-    Raises ``ProfileError`` naming the source, the key, the rule and the value.
+    Args:
+        source: a name (``configs/NAME.yaml``), a path (has a separator or ends in .yaml or .yml),
+            a mapping or `Profile` instead of a file, a `LoadedProfile` (the environment is then
+            not read again), or None for the defaults.
+        overrides: dotted keys, nested mappings or both.
+        environ: None: ``os.environ``.
+        overrides_origin: the origin of the overridden values.
+
+    Raises:
+        ProfileError: names the source, the key, the rule and the value.
     """
     settings: dict[str, tuple[Any, str]] = {}
     if isinstance(source, LoadedProfile):
@@ -258,7 +123,7 @@ def value_of(profile: Profile, key: str) -> Any:
 
 
 def print_config(loaded: LoadedProfile) -> str:
-    """One line a key, ``key = value  # origin``; the values are YAML, as ``--set`` reads them."""
+    """A line for each key: ``key = value  # origin``. Values are YAML, as ``--set`` reads them."""
     lines = [f"{key} = {_as_yaml(value_of(loaded.profile, key))}" for key in KEYS.leaves]
     width = max(map(len, lines))
     return "\n".join(
@@ -314,3 +179,147 @@ def _as_yaml(value: Any) -> str:
         value = list(value)
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     return text.removesuffix("...\n").strip()
+
+
+# ---- Sources: YAML files, ``MOE_...`` variables, ``key=value`` texts. Each becomes one flat
+# mapping of dotted keys to values.
+
+
+def flatten(
+    tree: Mapping[Any, Any], keys: ProfileKeys, source: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
+
+    Raises ``ProfileError`` naming the source, the key and its nearest valid key.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in keys.sections:
+            if not isinstance(value, Mapping | None):
+                raise ProfileError(f"{source}: {key} is a section: write its keys below it")
+            new = flatten(value or {}, keys, source, f"{key}.")
+        elif key in keys.leaves:
+            new = {key: value}
+        else:
+            valid = keys.leaves if "." in key else [*keys.leaves, *keys.sections]
+            raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
+        if twice := flat.keys() & new.keys():
+            raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
+        flat |= new
+    return flat
+
+
+def from_environment(environ: Mapping[str, str], keys: ProfileKeys) -> dict[str, tuple[Any, str]]:
+    """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
+    settings: dict[str, tuple[Any, str]] = {}
+    for variable in sorted(environ):
+        if variable in names:
+            origin = f"environment {variable}"
+            settings[names[variable]] = (_parse(environ[variable], origin), origin)
+        elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
+            near = suggestion(variable, [*names, *OTHER_VARIABLES])
+            raise ProfileError(f"environment: unknown variable {variable!r}{near}")
+    return settings
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """``["engine.max_batch_size=8"]`` -> ``{"engine.max_batch_size": 8}``; values are YAML."""
+    parsed: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ProfileError(f"--set: expected KEY=VALUE; got {assignment!r}")
+        parsed[key.strip()] = _parse(text, f"--set {key.strip()}")
+    return parsed
+
+
+def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
+    """The tree in a profile file, given by name (``configs/NAME.yaml``) or path, and its label.
+
+    Messages show the label.
+    """
+    text_form = str(name_or_path)
+    if isinstance(name_or_path, Path) or re.search(r"[/\\]|\.ya?ml$", text_form):
+        file, label = Path(name_or_path), text_form
+    else:
+        label = f"configs/{text_form}.yaml"
+        file = _configs() / f"{text_form}.yaml"
+        if text_form not in profile_names():
+            near = suggestion(text_form, profile_names())
+            known = ", ".join(profile_names())
+            raise ProfileError(
+                f"unknown profile {text_form!r}{near} (profiles: {known}; a file's name ends in "
+                ".yaml or has a /)"
+            )
+    try:
+        with file.expanduser().open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise ProfileError(f"profile file {label!r} does not exist") from None
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, an unknown ~user
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"profile file {label[:200]!r} cannot be read: {why}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ProfileError(
+            f"{label}: a profile has at most {MAX_FILE_BYTES} bytes; this one has more"
+        )
+    tree = _parse(content, label)
+    if not isinstance(tree, Mapping | None):
+        raise ProfileError(f"{label}: the top level must be a mapping of keys to values")
+    return tree or {}, label
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that are installed with the package."""
+    return sorted(file.stem for file in _configs().glob("*.yaml"))
+
+
+def _configs() -> Path:
+    return Path(str(resources.files("configs")))
+
+
+def suggestion(word: str, valid: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` for the nearest valid word, or "" if none is near.
+
+    Nearest are keys of which only the section is missing.
+    """
+    words = list(valid)
+    ended = [each for each in words if each.endswith(f".{word}")]
+    begun = [each for each in words if "." in word and each.startswith(word)]
+    near = ended or begun[:1] or difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """``yaml.SafeLoader`` that refuses duplicate keys and reads ``1e-3`` as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"key {key.value!r} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _parse(text: str | bytes, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ProfileError(f"{source}: {line}{error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ProfileError(f"{source}: not valid YAML: {error}") from None
+    except (LookupError, AttributeError):  # PyYAML raises these for `!!bool x`
+        raise ProfileError(f"{source}: not valid YAML: its tag does not suit a value") from None
+    except RecursionError:
+        raise ProfileError(f"{source}: not valid YAML: nested too deeply") from None
