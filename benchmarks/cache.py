@@ -27,7 +27,8 @@ from benchmarks.cache_traces import Recorded, other_recordings, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from offload.policies import LRU, POLICIES, FrequencyRecency
-from offload.replay import RandomChoice, belady, hit_ratio
+from offload.replay import hit_ratio
+from tests.oracles.replay_bounds import RandomChoice, belady
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 CAPACITIES = (0.0625, 0.125, 0.25, 0.5)

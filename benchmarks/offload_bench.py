@@ -17,7 +17,8 @@ from benchmarks.memory_group import Usage, drop_from_cache, run_limited
 from benchmarks.offload_models import Target, limit_of
 from benchmarks.offload_routing import Trace
 from benchmarks.offload_run import Job
-from offload.replay import belady, calls_of
+from offload.replay import calls_of
+from tests.oracles.replay_bounds import belady
 
 TIMEOUT_S = 1800
 PLAIN = {"policy": "lru", "prefetch": False}

@@ -24,8 +24,9 @@ from moe.calibration.trace import Trace
 from moe.commands.calibrate.record import record_trace
 from moe.commands.trace.findings import distinct
 from offload.policies import LRU
-from offload.replay import belady, calls_of, hit_ratio
+from offload.replay import calls_of, hit_ratio
 from routing.routers import RouterRule
+from tests.oracles.replay_bounds import belady
 
 RUN = 8
 """Consecutive tokens whose experts are joined."""

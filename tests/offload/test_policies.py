@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from offload.policies import POLICIES
-from offload.replay import RandomChoice, belady, hit_ratio
+from offload.replay import hit_ratio
+from tests.oracles.replay_bounds import RandomChoice, belady
 
 LAYERS, WIDTH = 4, 16
 

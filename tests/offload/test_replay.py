@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
-from offload.replay import RandomChoice, belady, calls_of, hit_ratio
+from offload.replay import calls_of, hit_ratio
 from offload.slots import Sizes
 from tests.offload.cache_cases import FakeRoom, FakeSource
+from tests.oracles.replay_bounds import RandomChoice, belady
 
 LAYERS, WIDTH = 3, 8
 

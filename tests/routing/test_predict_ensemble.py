@@ -62,9 +62,9 @@ def loss(probability: Floats, visits: torch.Tensor) -> float:
 
 def test_probabilities_are_calibrated_and_two_clues_beat_one() -> None:
     first, second, visits = world(1.5)
-    clues = [FixedEvidence("a", first), FixedEvidence("b", second)]
+    sources = [FixedEvidence("a", first), FixedEvidence("b", second)]
     losses = []
-    for own in ([clues[0]], clues):
+    for own in ([sources[0]], sources):
         weights: dict[Situation, torch.Tensor] = {}
         fit_situation(weights, own, -1, 0, visits)
         rows = Ensemble("x", own, weights, 1).rows(-1, 0)
@@ -93,12 +93,12 @@ def test_logistic_regression_of_what_always_or_never_is(label: float) -> None:
 
 def test_each_situation_has_its_own_weights() -> None:
     first, second, visits = world(1.0)
-    clues = [FixedEvidence("early", first), FixedEvidence("late", second, since=0)]
+    sources = [FixedEvidence("early", first), FixedEvidence("late", second, since=0)]
     weights: dict[Situation, torch.Tensor] = {}
     for layer in (-1, 0):
-        fit_situation(weights, clues, layer, 1, visits)
+        fit_situation(weights, sources, layer, 1, visits)
     assert set(weights) == {(1, 0, 1), (1, 1, 3)}
-    predictor = Ensemble("x", clues, weights, 3)
+    predictor = Ensemble("x", sources, weights, 3)
     early, late = predictor.rows(-1, 1), predictor.rows(0, 1)
     assert early is not None
     assert late is not None

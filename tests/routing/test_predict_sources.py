@@ -29,8 +29,8 @@ E, K, V, H = 12, 2, 30, 16
 ROUTING = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
 
 
-def best(clue: EvidenceSource, layer: int, target: int) -> list[list[int]]:
-    evidence = clue.evidence(layer, target)
+def best(source: EvidenceSource, layer: int, target: int) -> list[list[int]]:
+    evidence = source.evidence(layer, target)
     assert evidence is not None
     return np.sort(np.argsort(-evidence, -1)[:, :K], -1).tolist()
 
@@ -167,22 +167,22 @@ def test_lookahead_is_the_later_gate_on_earlier_rows() -> None:
     gate = Gate(
         torch.randn(E, H, generator=generator), RouterRule(K), torch.randn(E, generator=generator)
     )
-    clue = Lookahead("x", {(2, 1): gate, (3, ANY_DISTANCE): gate})
+    source = Lookahead("x", {(2, 1): gate, (3, ANY_DISTANCE): gate})
     rows = torch.randn(4, H, generator=generator)
-    clue.start(torch.zeros(4, 1, dtype=torch.int64))
-    assert clue.evidence(-1, 0) is None
-    clue.observe(1, rows, ROUTING)
+    source.start(torch.zeros(4, 1, dtype=torch.int64))
+    assert source.evidence(-1, 0) is None
+    source.observe(1, rows, ROUTING)
     assert gate.bias is not None
     expected = (rows @ gate.weight.T + gate.bias).topk(K).indices.sort(-1).values
-    assert best(clue, 1, 2) == expected.tolist()
-    assert best(clue, 1, 3) == expected.tolist()
-    assert clue.evidence(1, 1) is None
-    assert clue.evidence(0, 2) is None
-    clue.observe(0, rows, ROUTING)
-    assert clue.evidence(0, 2) is None, "fitted for another distance"
-    assert clue.evidence(0, 3) is None, "beyond its reach"
-    clue.start(torch.zeros(4, 1, dtype=torch.int64))
-    assert clue.evidence(0, 3) is None, "rows of the last step"
+    assert best(source, 1, 2) == expected.tolist()
+    assert best(source, 1, 3) == expected.tolist()
+    assert source.evidence(1, 1) is None
+    assert source.evidence(0, 2) is None
+    source.observe(0, rows, ROUTING)
+    assert source.evidence(0, 2) is None, "fitted for another distance"
+    assert source.evidence(0, 3) is None, "beyond its reach"
+    source.start(torch.zeros(4, 1, dtype=torch.int64))
+    assert source.evidence(0, 3) is None, "rows of the last step"
 
 
 @pytest.mark.parametrize("experts", [E, 48])
