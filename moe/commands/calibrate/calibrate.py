@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from moe.calibration.files import (
 )
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
-from moe.commands.calibrate.fit import HELD_OUT_EVERY, FoundGate, find_gates, fit_predictors
+from moe.commands.calibrate.fit import HELD_OUT_EVERY, find_gates, fit_predictors
 from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
@@ -51,9 +50,8 @@ def calibrate_model(
     Raises:
         CalibrationError: there is too little text, or activations are not finite.
     """
-    found = find_gates(model.backbone)
     trace = _recorded(model, text, tokens, on_step)
-    return trace, _fitted(model, trace, found, on_step)
+    return trace, _fitted(model, trace, on_step)
 
 
 def calibrate(
@@ -92,14 +90,13 @@ def calibrate(
     check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
-    found = find_gates(model.backbone)
     with step_bar() as on_step:
         trace = _recorded(model, content, tokens, on_step)
         unavailable = None
         if compression is not None:  # a run that was stopped may have left the predictors
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
-            fitted = _fitted(model, trace, found, on_step)
+            fitted = _fitted(model, trace, on_step)
             save_calibration(folder, model.config, text.name, trace, fitted)
             unavailable = fitted.unavailable
     if compression is not None:
@@ -125,11 +122,9 @@ def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:
     )
 
 
-def _fitted(
-    model: MoE, trace: Trace, found: Sequence[FoundGate], on_step: OnStep
-) -> FittedPredictors:
+def _fitted(model: MoE, trace: Trace, on_step: OnStep) -> FittedPredictors:
     vectors = token_vectors(model.backbone.model.get_input_embeddings(), VECTOR)
-    return fit_predictors(trace, found, vectors, on_step)
+    return fit_predictors(trace, find_gates(model.backbone), vectors, on_step)
 
 
 @torch.inference_mode()
