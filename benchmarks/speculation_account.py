@@ -17,9 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from moe.sampling.sampler import Token
-from moe.speculate.control.controller import AutoController
-from moe.speculate.control.coverage import Sizes
-from moe.speculate.control.steps import StepCosts
+from moe.speculate.controller import AutoController
+from moe.speculate.cost_model import ExpertSizes, StepCosts
 from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
 from moe.speculate.ngram import ModelFree, NGram, Past
@@ -197,7 +196,7 @@ class World:
     start = read
 
     def controller(self) -> AutoController:
-        sizes = Sizes(EXPERTS, VISITS, EXPERTS)
+        sizes = ExpertSizes(EXPERTS, VISITS, EXPERTS)
         costs = StepCosts(sizes, (1.0, 0.05, 1 / VISITS, 0.0), dict.fromkeys(MODES, 0.8))
         counter: Any = self
         return AutoController(MODES, MAX_DEPTH, costs, counter, self.thinks)

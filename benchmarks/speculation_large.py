@@ -28,7 +28,7 @@ from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decod
 from benchmarks.speculation_tables import describe
 from moe import MoE
 from moe.describe.routers import find_selectors
-from moe.speculate.control.make import make_controller
+from moe.speculate.controller import make_controller
 from moe.speculate.draft import Controller, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree, NGram
 from routing import PolicyChain

@@ -16,7 +16,7 @@ from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers, Selector
 from moe.settings import SpeculationSettings
-from moe.speculate.control.make import make_controller
+from moe.speculate.controller import make_controller
 from moe.speculate.draft import Controller, FixedDepth, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from moe.speculate.ngram import ModelFree, NGram, Recycling

@@ -17,10 +17,10 @@ from torch import Tensor
 from moe.errors import StructureError
 from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak, peaks
 from moe.sequence import RunningSequence
-from moe.speculate.control.report import Report
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Plain, Round, Trial
 from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.ngram import ModelFree, Offers
+from moe.speculate.report import Report
 from routing.predict import Forecast
 
 # ---- Which drafted tokens stand: those that the model itself would have chosen, and one more.

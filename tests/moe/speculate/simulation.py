@@ -16,9 +16,8 @@ from typing import Any, cast
 import numpy as np
 
 from moe.sequence import RunningSequence
-from moe.speculate.control.controller import AutoController
-from moe.speculate.control.coverage import Sizes
-from moe.speculate.control.steps import StepCosts
+from moe.speculate.controller import AutoController
+from moe.speculate.cost_model import ExpertSizes, StepCosts
 from moe.speculate.draft import Choice, Controller, Draft, Mode, Round, Trial
 from moe.speculate.speculator import PlainSteps
 
@@ -142,7 +141,7 @@ class Simulation:
     def controller(self, max_depth: int = MAX_DEPTH) -> AutoController:
         """One that starts with no more knowledge than the real one."""
         world = self.world
-        sizes = Sizes(world.experts, world.visits, int(world.resident * world.experts))
+        sizes = ExpertSizes(world.experts, world.visits, int(world.resident * world.experts))
         modes = [mode for mode in world.accepts if mode.source == "elastic"]
         relative = dict.fromkeys(modes, 0.7)
         far = 20.0 if world.far else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe import MoE, SamplingParams
-from moe.speculate.control.make import ExpertCounts
+from moe.speculate.controller import ExpertCounts
 from tests.moe.speculate.demo_models import Models
 
 DEMO = Path("examples/demo-model").resolve()

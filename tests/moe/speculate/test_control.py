@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.speculate.control.account import UNSPENT
-from moe.speculate.control.looking import typical
+from moe.speculate.account import UNSPENT, typical
 from moe.speculate.draft import Mode, Plain
 from moe.speculate.speculator import PlainSteps
 from tests.moe.speculate.simulation import NGRAM, Always, Simulation, World, best_fixed

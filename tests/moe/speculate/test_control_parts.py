@@ -10,16 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.sequence import RunningSequence
-from moe.speculate.control.account import CREDIT, SHARE, TRUST, UNSPENT, Account
-from moe.speculate.control.coverage import Coverage, Sizes
-from moe.speculate.control.goodput import best_option
-from moe.speculate.control.looking import BURST, EVERY, FIRST, Looking
-from moe.speculate.control.looking import SHARE as LOOKED
-from moe.speculate.control.rates import Calibration, PositionRates
-from moe.speculate.control.report import Report
-from moe.speculate.control.steps import StepCosts
-from moe.speculate.control.times import Times
+from moe.speculate.acceptance import Calibration, PositionRates
+from moe.speculate.account import (
+    BURST,
+    CREDIT,
+    EVERY,
+    FIRST,
+    SHARE,
+    TRUST,
+    UNSPENT,
+    Account,
+    Looking,
+)
+from moe.speculate.account import LOOKING_SHARE as LOOKED
+from moe.speculate.cost_model import Coverage, ExpertSizes, StepCosts, Times
 from moe.speculate.draft import Mode, Round, Trial
+from moe.speculate.report import Report
+from moe.speculate.search import best_option
 
 MODE = Mode("elastic", bits=4)
 
@@ -31,7 +38,7 @@ MODE = Mode("elastic", bits=4)
     resident=st.floats(0.1, 1.0),
 )
 def test_coverage_keeps_to_its_bounds(experts: int, top_k: int, rows: int, resident: float) -> None:
-    coverage = Coverage(Sizes(experts, min(top_k, experts), max(1, int(resident * experts))))
+    coverage = Coverage(ExpertSizes(experts, min(top_k, experts), max(1, int(resident * experts))))
     distinct, missing = coverage.distinct(1, rows), coverage.missing(1, rows)
     assert coverage.distinct(1, 1) == pytest.approx(min(top_k, experts))
     assert 0 <= missing <= distinct + 1e-6 <= experts + 1e-5
@@ -40,7 +47,7 @@ def test_coverage_keeps_to_its_bounds(experts: int, top_k: int, rows: int, resid
 
 @pytest.mark.parametrize(("a", "b", "hits"), [(0.7, 0.5, 0.9), (1.0, 1.0, 0.5)])
 def test_coverage_is_learnt(a: float, b: float, hits: float) -> None:
-    sizes = Sizes(1024, 64, 512)
+    sizes = ExpertSizes(1024, 64, 512)
     truth, learnt = Coverage(sizes), Coverage(sizes)
     truth.exponents, truth.hits = (a, b), hits
     for step in range(200):
@@ -252,7 +259,7 @@ def test_plain_steps_are_measured_first_for_every_batch_and_again_where_there_ar
 
 def test_the_first_rows_of_a_verification_cost_more_than_others() -> None:
     """As many as it takes to be worth it are drafted, or none."""
-    costs = StepCosts(Sizes(100, 10, 100), (1.0, 0.0, 0.01, 0.0), {})
+    costs = StepCosts(ExpertSizes(100, 10, 100), (1.0, 0.0, 0.01, 0.0), {})
     for _ in range(40):
         for drafted in range(7):
             seconds = 1.0 + 0.5 * (drafted > 0) + 0.1 * drafted

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from moe.sequence import RunningSequence
-from moe.speculate.control.account import SHARE
+from moe.speculate.account import SHARE
 from moe.speculate.draft import Choice, FixedDepth, Plain
 from moe.speculate.ngram import NGram
 from moe.speculate.speculator import Speculator

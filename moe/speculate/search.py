@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -10,10 +10,83 @@ from operator import mul
 from typing import NamedTuple
 
 from moe.sequence import RunningSequence
-from moe.speculate.control.acceptance import Acceptance
-from moe.speculate.control.goodput import Option, best_option
-from moe.speculate.control.steps import Effort, StepCosts
+from moe.speculate.acceptance import Acceptance
+from moe.speculate.cost_model import Depths, Effort, StepCosts
 from moe.speculate.draft import Choice, Draft, Mode
+
+# ---- Which depths bring the most tokens a second.
+#
+# Expected tokens over predicted seconds (SmartSpec's goodput, MoESD's speed-up). Depth 0 is
+# always among the choices: plain decoding is the bar.
+
+CUTS = 12
+"""Ways to divide the drafted tokens of a batch that are compared."""
+
+Chain = Sequence[float]
+"""Of one sequence: the probability of each position that it and all before it are accepted."""
+
+
+class Option(NamedTuple):
+    """Depths of all sequences of a step, and what is expected of them."""
+
+    depths: Depths
+    tokens: float
+    seconds: float
+
+    @property
+    def goodput(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def best_option(chains: Sequence[Chain], seconds: Callable[[Depths], float]) -> Option:
+    """The depths with the highest goodput, among those that take likelier tokens first.
+
+    Args:
+        chains: what each sequence may draft.
+        seconds: predicted for a step with such depths.
+    """
+    accepted = [list(accumulate(chain, initial=0.0)) for chain in chains]
+    best = option_of((0,) * len(chains), accepted, seconds)
+    for depths in _candidates(chains):
+        option = option_of(depths, accepted, seconds)
+        if option.goodput > best.goodput:
+            best = option
+    return best
+
+
+def option_of(
+    depths: Depths, accepted: Sequence[Sequence[float]], seconds: Callable[[Depths], float]
+) -> Option:
+    """What is expected: of each sequence the accepted tokens, and one that the model adds.
+
+    Args:
+        accepted: tokens expected of each sequence by its depth, from depth 0 on.
+    """
+    tokens = float(len(depths))
+    for depth, own in zip(depths, accepted, strict=True):
+        tokens += own[depth]
+    return Option(depths, tokens, seconds(depths))
+
+
+def _candidates(chains: Sequence[Chain]) -> Iterator[Depths]:
+    for depth in range(1, max(map(len, chains), default=0) + 1):
+        yield tuple(min(depth, len(chain)) for chain in chains)
+    if len(chains) == 1:
+        return
+    tokens = sorted(
+        (-survival, position, index)
+        for index, chain in enumerate(chains)
+        for position, survival in enumerate(chain)
+    )
+    depths, every = [0] * len(chains), max(len(tokens) // CUTS, 1)
+    for taken, (_, position, index) in enumerate(tokens, 1):
+        depths[index] = position + 1
+        if taken % every == 0:
+            yield tuple(depths)
+
+
+# ----
 
 LOYALTY = 1.02
 """How much better than the last way another one must look."""
@@ -33,7 +106,7 @@ class Taken(NamedTuple):
     mode: Mode | None
 
 
-class Plan(NamedTuple):
+class DraftPlan(NamedTuple):
     """What was decided for a step.
 
     Attributes:
@@ -53,7 +126,7 @@ class Plan(NamedTuple):
         return self.mode, max(self.option.depths, default=0)
 
 
-class Step(NamedTuple):
+class DecodingSequences(NamedTuple):
     """Who decodes, and what each could draft; see `moe.speculate.draft.Controller.plan`."""
 
     sequences: Sequence[RunningSequence]
@@ -61,14 +134,14 @@ class Step(NamedTuple):
     offers: Sequence[Sequence[Draft]]
 
 
-def plain(step: Step, costs: StepCosts) -> Plan:
+def plain(step: DecodingSequences, costs: StepCosts) -> DraftPlan:
     """No drafts."""
     batch = len(step.sequences)
     seconds = costs.verify(batch, batch)
-    return Plan(None, (NONE,) * batch, Option((0,) * batch, float(batch), seconds))
+    return DraftPlan(None, (NONE,) * batch, Option((0,) * batch, float(batch), seconds))
 
 
-def prices(plan: Plan, goodput: float, costs: StepCosts) -> tuple[float, float]:
+def prices(plan: DraftPlan, goodput: float, costs: StepCosts) -> tuple[float, float]:
     """What drafting one more token, and verifying one more, have to bring, in tokens.
 
     Args:
@@ -98,7 +171,9 @@ class Search:
     acceptance: Acceptance
     costs: StepCosts
 
-    def best(self, step: Step, incumbent: Way, caution: float = 1.0, optimism: float = 0.0) -> Plan:
+    def best(
+        self, step: DecodingSequences, incumbent: Way, caution: float = 1.0, optimism: float = 0.0
+    ) -> DraftPlan:
         """
         Args:
             incumbent: the way that needs to be beaten clearly.
@@ -117,7 +192,7 @@ class Search:
                 best, score = plan, own_score
         return best
 
-    def again(self, step: Step, last: Plan, row_price: float) -> Plan:
+    def again(self, step: DecodingSequences, last: DraftPlan, row_price: float) -> DraftPlan:
         """The same way as in the step before, for as many sequences, without a search.
 
         Args:
@@ -134,9 +209,9 @@ class Search:
                 if sum(planned) >= sum(kept):
                     kept, mode = planned, before.mode
             choices.append(Choice(mode, len(kept)) if kept else NONE)
-        return Plan(last.mode, tuple(choices), last.option)
+        return DraftPlan(last.mode, tuple(choices), last.option)
 
-    def seconds(self, plan: Plan) -> float:
+    def seconds(self, plan: DraftPlan) -> float:
         """Of a plan in which every planned token is drafted, without any hope."""
         batch, depths = len(plan.choices), [choice.depth for choice in plan.choices]
         seconds = self.costs.verify(batch, batch + sum(depths))
@@ -145,7 +220,9 @@ class Search:
             return seconds
         return seconds + self.costs.draft(plan.mode, max(own), sum(own))
 
-    def _plan(self, step: Step, mode: Mode | None, free: Sequence[Taken], optimism: float) -> Plan:
+    def _plan(
+        self, step: DecodingSequences, mode: Mode | None, free: Sequence[Taken], optimism: float
+    ) -> DraftPlan:
         chains, takers = [chain for chain, _ in free], [own for _, own in free]
         effort: Effort = ((), ())
         if mode is not None:
@@ -162,7 +239,7 @@ class Search:
             for taker, depth in zip(takers, option.depths, strict=True)
         )
         with_passes = mode is not None and any(choice.mode is mode for choice in choices)
-        return Plan(mode if with_passes else None, choices, option)
+        return DraftPlan(mode if with_passes else None, choices, option)
 
 
 def _likeliest(offers: Sequence[Draft], limit: int) -> Taken:

@@ -1,1 +1,0 @@
-"""How far to draft, and how: one goodput function, fitted while steps are measured."""
