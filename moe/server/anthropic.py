@@ -1,4 +1,8 @@
-"""Anthropic's ``/v1/messages``, translated to chats and back."""
+"""Anthropic's ``/v1/messages``, translated to chats and back.
+
+From top to bottom: the messages of a conversation, the request, its translation to a chat, the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +42,8 @@ from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.reasoning import REASONING_KEY
 
-# ---- The turns of a conversation, as ``/v1/messages`` takes them, and the chat that they are.
-
 _LABELS = ("cache_control", "citations")
-Blocks = BeforeValidator(text_of("text", labels=_LABELS, between="\n"))
-BlockText = Annotated[str, Blocks]
+BlockText = Annotated[str, BeforeValidator(text_of("text", labels=_LABELS, between="\n"))]
 """A text, or blocks of text, which become lines."""
 
 
@@ -58,7 +59,7 @@ class TextBlock(Block):
 
 
 class ThinkingBlock(Block):
-    """What the model thought before what follows."""
+    """The model's reasoning before the block that follows."""
 
     type: Literal["thinking"]
     thinking: str
@@ -114,59 +115,15 @@ class InputMessage(ResentBody):
         return self
 
 
-def _chat_messages(system: str | None, turns: Iterable[InputMessage]) -> list[Json]:
-    """Messages of a chat: results of tools are messages of their own, in their place."""
-    made = [] if system is None else [_message("system", [system])]
-    for turn in turns:
-        if turn.role == "assistant":
-            made.append(_answer(turn))
-        else:
-            made += _asked(turn)
-    return made
-
-
-def _asked(turn: InputMessage) -> list[Json]:
-    made: list[Json] = []
-    texts: list[str] = []
-    for block in turn.content:
-        if isinstance(block, ToolResultBlock):
-            made += [_message(turn.role, texts)] if texts else []
-            made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
-            texts = []
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-    return [*made, _message(turn.role, texts)] if texts or not made else made
-
-
-def _answer(turn: InputMessage) -> Json:
-    message = _message("assistant", [b.text for b in turn.content if isinstance(b, TextBlock)])
-    if thoughts := [b.thinking for b in turn.content if isinstance(b, ThinkingBlock)]:
-        message[REASONING_KEY] = "\n".join(thoughts)
-    if calls := [_call(block) for block in turn.content if isinstance(block, ToolUseBlock)]:
-        message["tool_calls"] = calls
-    return message
-
-
-def _message(role: str, texts: Iterable[str]) -> Json:
-    return {"role": role, "content": "\n".join(texts)}
-
-
-def _call(block: ToolUseBlock) -> Json:
-    return call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-
-
-# ---- What requests to ``/v1/messages`` may say, and the chats that they are.
-
-
 class MessagesTool(RequestBody):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: Annotated[str, Field(max_length=2**16)] | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """true: every call keeps to the schema."""
+    """true: every call follows the schema."""
     cache_control: dict[str, Any] | None = None
     """Of no effect."""
 
@@ -198,11 +155,11 @@ class MessagesToolChoice(RequestBody):
 
 class Thinking(RequestBody):
     type: Literal["enabled", "adaptive", "disabled"]
-    """adaptive: as the model does by itself."""
+    """adaptive: the model's own default."""
     budget_tokens: int | None = Field(default=None, ge=1)
-    """Of no effect: a target in Anthropic's API too; max_tokens is the limit."""
+    """Of no effect: only a target in Anthropic's API too; max_tokens is the limit."""
     display: Literal["summarized"] | None = None
-    """Thoughts come as they are."""
+    """Of no effect: reasoning is never summarized."""
 
 
 class OutputFormat(RequestBody):
@@ -212,9 +169,9 @@ class OutputFormat(RequestBody):
 
 class OutputConfig(RequestBody):
     effort: ReasoningEffort | None = None
-    """How much to think, where the chat template reads that."""
+    """How much to think, if the chat template reads it."""
     format: OutputFormat | None = None
-    """What the answer has to be."""
+    """The form of the answer."""
 
 
 class MessagesMetadata(RequestBody):
@@ -223,7 +180,7 @@ class MessagesMetadata(RequestBody):
 
 
 class MessagesChat(ChatRequest):
-    """A chat that may ask for reasoning without saying how much."""
+    """A chat that can ask for reasoning without an effort."""
 
     thinking: bool | None = None
 
@@ -240,13 +197,13 @@ class CountTokensRequest(TranslatedRequest):
 
     model: str
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    """The conversation so far; an answer that has been begun is continued."""
+    """The conversation so far. If it ends with an assistant's message, the model continues it."""
     system: BlockText | None = None
-    """What the conversation begins with."""
+    """A system message in front of the conversation."""
     tools: list[Annotated[MessagesTool, run_by_client("custom")]] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
-    """What the model may call."""
+    """Tools that the model may call."""
     tool_choice: MessagesToolChoice = Field(default_factory=lambda: MessagesToolChoice(type="auto"))
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
@@ -277,7 +234,7 @@ class CountTokensRequest(TranslatedRequest):
 
 class MessagesRequest(CountTokensRequest):
     max_tokens: TokenCount
-    """Most tokens to generate, thoughts included."""
+    """Most tokens to generate, reasoning included."""
     stop_sequences: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
     """Text ends before the first of them."""
     stream: bool = False
@@ -292,14 +249,55 @@ class MessagesRequest(CountTokensRequest):
         return super()._chat_fields() | more | {"stop": self.stop_sequences}
 
 
-# ---- Answers of ``/v1/messages``: content in blocks, and the events of a stream.
+def _chat_messages(system: str | None, turns: Iterable[InputMessage]) -> list[Json]:
+    """Messages of a chat. Each tool result becomes a message of its own, in its place."""
+    made = [] if system is None else [_message("system", [system])]
+    for turn in turns:
+        if turn.role == "assistant":
+            made.append(_from_assistant(turn))
+        else:
+            made += _from_user(turn)
+    return made
+
+
+def _from_user(turn: InputMessage) -> list[Json]:
+    made: list[Json] = []
+    texts: list[str] = []
+    for block in turn.content:
+        if isinstance(block, ToolResultBlock):
+            made += [_message(turn.role, texts)] if texts else []
+            made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
+            texts = []
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+    return [*made, _message(turn.role, texts)] if texts or not made else made
+
+
+def _from_assistant(turn: InputMessage) -> Json:
+    message = _message("assistant", [b.text for b in turn.content if isinstance(b, TextBlock)])
+    if thoughts := [b.thinking for b in turn.content if isinstance(b, ThinkingBlock)]:
+        message[REASONING_KEY] = "\n".join(thoughts)
+    if calls := [_call(block) for block in turn.content if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _message(role: str, texts: Iterable[str]) -> Json:
+    return {"role": role, "content": "\n".join(texts)}
+
+
+def _call(block: ToolUseBlock) -> Json:
+    return call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# the type of a block, and the field that its text is in
+# Kind of block -> its type, and the field of its text.
 _NAMES = {"reasoning": ("thinking", "thinking"), "text": ("text", "text")}
 
 
 class MessagesAnswer(BlockAnswer):
+    """A list of content blocks; a stream has an event for each change of a block."""
+
     def __init__(
         self, body: MessagesRequest, codec: TextCodec, request_id: str, model: str
     ) -> None:

@@ -1,4 +1,8 @@
-"""The ASGI application: routes about the server itself, errors in one shape, and the guard."""
+"""The ASGI application, and the routes that describe the server: health, models, metrics, status.
+
+`create_app` puts them, the routes of `moe.server.routes` and the handlers of errors behind the
+`Guard`.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def create_app(
     api_key: str | None = None,
     host_names: Collection[str] | None = None,
 ) -> ASGIApp:
-    """The application of one model; see `Guard` for the last two."""
+    """The application of one model. `Guard` explains the key and the host names."""
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.queue = queue
     app.state.model_names = model_names
@@ -61,7 +65,7 @@ def create_app(
     guard = Guard(app, queue.metrics, api_key, host_names)
     if not settings.allowed_origins:
         return guard
-    # In front of the guard: a browser asks whether it may send the key without sending it.
+    # In front of the guard: a browser's preflight request carries no key.
     return CORSMiddleware(
         guard,
         settings.allowed_origins,
@@ -72,7 +76,7 @@ def create_app(
 
 
 def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """FastAPI's description, with what it does not know: our bodies and our errors."""
+    """FastAPI's description with the schemas of bodies and errors, which it does not know."""
     description = describe()
     description["components"] = {"schemas": _ERRORS | nested_schemas(*_BODIES)}
     for path, operations in description["paths"].items():
@@ -100,13 +104,13 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """The process is alive, whatever the model does."""
+    """The process is alive. Says nothing about the model."""
     return {"status": "alive"}
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Requests are taken; 503 with the reason, and how far loading is, while they are not."""
+    """200 if requests are accepted; else 503 with the reason and the progress of loading."""
     queue: EngineQueue = request.app.state.queue
     try:
         queue.ready_model()
@@ -154,7 +158,7 @@ def metrics(request: Request) -> Response:
 
 @router.get("/v1/status")
 def status(request: Request) -> Response:
-    """The settings in force with their origins, what runs how, and all counters."""
+    """The profile with the origin of each value, the state of model and engine, all counters."""
     queue: EngineQueue = request.app.state.queue
     about: dict[str, Any] = {
         "state": queue.state,

@@ -1,6 +1,9 @@
-"""The thread that loads the model, owns the engine and steps it (greenlets belong to one thread).
+"""The queue of requests in front of the engine, and the thread that runs the engine.
 
-It obeys commands between steps, and hands the tokens of a whole step to the event loop in one call.
+`EngineQueue` lives in the event loop: it bounds what waits, and knows the state of the server. A
+`GenerationJob` is one HTTP request in it. `EngineThread` loads the model, owns the engine and steps
+it (greenlets belong to one thread); it runs commands between steps, and hands the tokens of a whole
+step to the event loop in one call.
 """
 
 from __future__ import annotations
@@ -29,20 +32,22 @@ from moe.server.guard import log_failure, logger
 from moe.server.metrics import Metrics, TokenClock
 from offload.errors import OffloadError
 
-# ---- One HTTP request's work for the engine, as both threads see it.
+ServerState = Literal["loading", "ready", "draining", "failed"]
+Result = TypeVar("Result")
+_POLL_S = 0.02
 
 
 @dataclass(eq=False)
 class GenerationJob:
-    """The prompts of a request and what has come back for them.
+    """One HTTP request: its sequence groups and their tokens. Both threads use it.
 
-    What waits in `queue` for a client that does not read is bounded by the tokens it asked for.
+    The length of `queue` is bounded by the number of tokens that the client asked for.
 
     Attributes:
-        groups: one for each prompt.
-        accepted: done when the engine has taken all groups, or refused one.
+        groups: one for each prompt; empty until they are built.
+        accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
-        closed: nobody waits for it any more.
+        closed: `EngineQueue.close` has been called.
     """
 
     clock: TokenClock
@@ -53,7 +58,7 @@ class GenerationJob:
 
     @property
     def places(self) -> dict[RunningSequence, tuple[int, int]]:
-        """Index of prompt and sample of each sequence."""
+        """Each sequence's index of prompt and index of sample."""
         return places_of(self.groups)
 
     @property
@@ -61,7 +66,7 @@ class GenerationJob:
         return sum(len(group.sequences[0].prompt_token_ids) for group in self.groups)
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """Tokens as they come, until every sequence has ended. Raises what ended the job."""
+        """Yield tokens until every sequence has ended. Raises the exception that ended the job."""
         left = len(self.places)
         while left:
             event = await self.queue.get()
@@ -71,169 +76,35 @@ class GenerationJob:
             yield event
 
     def accept(self) -> None:
-        """The engine has it. Called in the event loop."""
+        """Mark the job as accepted by the engine. Called in the event loop."""
         if not self.accepted.done():
             self.accepted.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, wherever it is. Called in the event loop."""
+        """End the job with an error, in any state. Called in the event loop."""
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # the waiter may have gone
+            self.accepted.exception()  # read it: asyncio warns if no waiter is left to do so
         self.queue.put_nowait(error)
 
 
-# ----
-
 StepOutcomes = list[tuple[GenerationJob, StreamEvent | Exception]]
-
-
-class Listener(Protocol):
-    """Who hears of what happens; called in the event loop."""
-
-    def on_loaded(self, model: MoE) -> None: ...
-
-    def on_step(self, outcomes: StepOutcomes) -> None: ...
-
-    def on_failure(self, error: BaseException) -> None:
-        """Loading or the engine as a whole has failed; the thread has ended."""
-
-
-class EngineThread:
-    """Commands may come from any thread.
-
-    Args:
-        load: makes the model.
-        listener: hears of tokens and failures, in `loop`.
-
-    Attributes:
-        occupancy: of the engine after the last step or command; see `Engine.occupancy`.
-        status: of the engine then; see `Engine.status`, and ``kv_tokens_limit``.
-    """
-
-    def __init__(
-        self, load: Callable[[], MoE], listener: Listener, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        self.occupancy: dict[str, int] = {}
-        self.status: dict[str, Any] = {}
-        self._load = load
-        self._listener = listener
-        self._loop = loop
-        self._places: dict[RunningSequence, tuple[GenerationJob, int, int]] = {}
-        self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
-        self._thread.start()
-
-    def take(self, job: GenerationJob) -> None:
-        """Queue a job's groups; ``job.accepted`` says whether that went well."""
-        self._commands.put(lambda engine: self._take(engine, job))
-
-    def drop(self, job: GenerationJob) -> None:
-        """Cancel what still runs of a job."""
-        self._commands.put(lambda engine: self._drop(engine, job))
-
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after its step; whether it has ended within the time."""
-        self._commands.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            with closing(self._load()) as model:
-                self._serve(model)
-        except BaseException as error:  # nobody else sees what ends a thread
-            self._post(self._listener.on_failure, error)
-
-    def _serve(self, model: MoE) -> None:
-        engine = model.loop()
-        model.on_rank_loss(partial(self._post, self._listener.on_failure))
-        self._look(engine)
-        self._post(self._listener.on_loaded, model)
-        while self._obey(engine):
-            outcomes = [] if engine.idle else self._step(engine)
-            self._look(engine)  # before anybody hears of the step, and asks
-            if outcomes:
-                self._post(self._listener.on_step, outcomes)
-
-    def _look(self, engine: StepLoop) -> None:
-        limit = engine.kv_tokens
-        self.occupancy = engine.occupancy()
-        self.status = engine.status() | {
-            "kv_tokens_limit": int(limit) if math.isfinite(limit) else None
-        }
-
-    def _obey(self, engine: StepLoop) -> bool:
-        """Carry out the commands there are; wait for one when idle. False: it was the last."""
-        block = engine.idle
-        while True:
-            try:
-                command = self._commands.get(block)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command(engine)
-            block = False
-
-    def _step(self, engine: StepLoop) -> StepOutcomes:
-        outcomes: StepOutcomes = []
-        for sequence, outcome in engine.step():
-            if sequence not in self._places:  # its job has failed in this step
-                continue
-            job, prompt, sample = self._places[sequence]
-            if isinstance(outcome, Exception):
-                outcomes.append((job, outcome))
-                self._drop(engine, job)
-                continue
-            event = StreamEvent(prompt, sample, outcome, sequence.prompt_token_ids)
-            outcomes.append((job, event))
-            if outcome.finish_reason is not None:
-                del self._places[sequence]
-        return outcomes
-
-    def _take(self, engine: StepLoop, job: GenerationJob) -> None:
-        try:
-            for group in job.groups:
-                engine.submit(group)
-        except RequestError as error:
-            self._drop(engine, job)
-            self._post(job.fail, error)
-            return
-        self._places |= {sequence: (job, *place) for sequence, place in job.places.items()}
-        self._post(job.accept)
-
-    def _drop(self, engine: StepLoop, job: GenerationJob) -> None:
-        for group in job.groups:
-            engine.cancel(group)
-        for sequence in job.places:
-            self._places.pop(sequence, None)
-
-    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *arguments)
-
-
-# ---- The bounded queue in front of the engine thread, and the state of the server.
-
-ServerState = Literal["loading", "ready", "draining", "failed"]
-Result = TypeVar("Result")
-_POLL_S = 0.02
 
 
 class EngineQueue:
     """Runs requests through one model. Made and called in the event loop.
 
     Args:
-        load: makes the model, and reports how far it is; called in the engine thread.
-        max_waiting: requests without a first token; more are refused with 429.
+        load: loads the model and reports its progress; called in the engine thread.
+        max_waiting: most requests without a first token; further ones are refused with 429.
 
     Attributes:
         state: ``loading``, ``ready``, ``draining`` (no new requests) or ``failed`` (for good).
         progress: of loading.
-        model: the loaded model.
-        failure: why it failed.
+        model: None until it is loaded.
+        failure: the exception behind the state ``failed``.
         changed: set when the model is loaded; set again when the state becomes ``failed``.
+        created: Unix time, in seconds, at which the server started.
     """
 
     def __init__(self, load: Callable[[Report], MoE], max_waiting: int) -> None:
@@ -248,7 +119,7 @@ class EngineQueue:
         self._running: set[GenerationJob] = set()
         self.created = int(time.time())
         self._start = time.monotonic()
-        # One thread: tokenizers are not made for several at once.
+        # One thread: tokenizers are not thread-safe.
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="moe-text")
         loop = asyncio.get_running_loop()
         self._engine = EngineThread(lambda: load(self._on_progress), self, loop)
@@ -260,11 +131,11 @@ class EngineQueue:
 
     @property
     def engine_status(self) -> dict[str, Any]:
-        """Prefill choice and known prefixes; see `Engine.status`. Empty while loading."""
+        """See `Engine.status`. Empty while loading."""
         return self._engine.status
 
     def occupancy(self) -> dict[str, int]:
-        """Requests here, and sequences and tokens of keys and values in the engine."""
+        """Number of requests in this queue, and the engine's sequences and KV tokens."""
         requests = {
             "waiting_requests": len(self._waiting),
             "running_requests": len(self._running),
@@ -272,7 +143,7 @@ class EngineQueue:
         return requests | self._engine.occupancy
 
     def ready_model(self) -> MoE:
-        """The model. Raises `APIError` 503 while there is none, or no requests are taken."""
+        """The model. Raises `APIError` 503 unless the state is ``ready``."""
         if self.state == "ready" and self.model is not None:
             return self.model
         why = {
@@ -282,19 +153,19 @@ class EngineQueue:
         raise APIError(503, why, code=self.state, retry_after_s=5)
 
     async def text(self, work: Callable[[MoE], Result]) -> Result:
-        """Run work with the tokenizer, off the event loop. Raises what it raises."""
+        """Run work that uses the tokenizer in the text thread. Raises what the work raises."""
         model = self.ready_model()
         return await asyncio.get_running_loop().run_in_executor(self._text_thread, work, model)
 
     async def submit(self, build: Callable[[MoE], Sequence[SequenceGroup]]) -> GenerationJob:
-        """Make a request and queue it; `close` must follow.
+        """Build a request and queue it. The caller must `close` the job in the end.
 
         Args:
-            build: turns the request into groups; runs beside the event loop.
+            build: makes the sequence groups; runs in the text thread.
 
         Raises:
-            APIError: 429 where too many requests wait, 503 where none are taken.
-            RequestError: the request is not valid; nothing is left of it.
+            APIError: 429 if too many requests wait, 503 unless the state is ``ready``.
+            RequestError: the request is not valid; the job is closed already.
         """
         self.ready_model()
         if len(self._waiting) >= self._max_waiting:
@@ -314,7 +185,7 @@ class EngineQueue:
         return job
 
     def close(self, job: GenerationJob) -> None:
-        """Forget a job, finished or not; what still runs of it is cancelled."""
+        """Forget a job, and cancel its unfinished sequences. Closing again does nothing."""
         if job.closed:
             return
         job.closed = True
@@ -324,7 +195,7 @@ class EngineQueue:
         self._engine.drop(job)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests; return when the running ones are done or had their time."""
+        """Refuse new requests, and wait for the running ones; those left at the end fail."""
         if self.state != "failed":
             self.state = "draining"
         deadline = time.monotonic() + timeout_s
@@ -333,7 +204,7 @@ class EngineQueue:
         self._fail_all(APIError(503, "the server is shutting down", code="draining"))
 
     def stop(self, timeout_s: float) -> bool:
-        """End the threads; whether they have ended within the time."""
+        """End the threads; returns whether they ended within the time."""
         self._text_thread.shutdown(wait=False, cancel_futures=True)
         return self._engine.stop(timeout_s)
 
@@ -386,3 +257,129 @@ class EngineQueue:
     def _count(self) -> None:
         self.metrics.waiting.set(len(self._waiting))
         self.metrics.running.set(len(self._running))
+
+
+class Listener(Protocol):
+    """Receives what happens in the engine thread. Its methods are called in the event loop."""
+
+    def on_loaded(self, model: MoE) -> None: ...
+
+    def on_step(self, outcomes: StepOutcomes) -> None: ...
+
+    def on_failure(self, error: BaseException) -> None:
+        """Loading, or the engine as a whole, has failed. The engine thread ends."""
+
+
+class EngineThread:
+    """Loads the model and steps its engine. Its public methods may be called from any thread.
+
+    Args:
+        load: loads the model.
+        listener: receives tokens and failures, in `loop`.
+
+    Attributes:
+        occupancy: `Engine.occupancy` after the last step or command.
+        status: `Engine.status` then, and ``kv_tokens_limit``.
+    """
+
+    def __init__(
+        self, load: Callable[[], MoE], listener: Listener, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.occupancy: dict[str, int] = {}
+        self.status: dict[str, Any] = {}
+        self._load = load
+        self._listener = listener
+        self._loop = loop
+        self._places: dict[RunningSequence, tuple[GenerationJob, int, int]] = {}
+        self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
+        self._thread.start()
+
+    def take(self, job: GenerationJob) -> None:
+        """Submit a job's groups to the engine; ``job.accepted`` has the outcome."""
+        self._commands.put(lambda engine: self._take(engine, job))
+
+    def drop(self, job: GenerationJob) -> None:
+        """Cancel a job's unfinished sequences."""
+        self._commands.put(lambda engine: self._drop(engine, job))
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its step; returns whether it ended within the time."""
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with closing(self._load()) as model:
+                self._serve(model)
+        except BaseException as error:  # else the thread would end without a trace
+            self._post(self._listener.on_failure, error)
+
+    def _serve(self, model: MoE) -> None:
+        engine = model.loop()
+        model.on_rank_loss(partial(self._post, self._listener.on_failure))
+        self._publish_status(engine)
+        self._post(self._listener.on_loaded, model)
+        while self._run_commands(engine):
+            outcomes = [] if engine.idle else self._step(engine)
+            self._publish_status(engine)  # before the listener hears of the step
+            if outcomes:
+                self._post(self._listener.on_step, outcomes)
+
+    def _publish_status(self, engine: StepLoop) -> None:
+        limit = engine.kv_tokens
+        self.occupancy = engine.occupancy()
+        self.status = engine.status() | {
+            "kv_tokens_limit": int(limit) if math.isfinite(limit) else None
+        }
+
+    def _run_commands(self, engine: StepLoop) -> bool:
+        """Run queued commands; waits for one if the engine is idle. False: the thread must end."""
+        block = engine.idle
+        while True:
+            try:
+                command = self._commands.get(block)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(engine)
+            block = False
+
+    def _step(self, engine: StepLoop) -> StepOutcomes:
+        outcomes: StepOutcomes = []
+        for sequence, outcome in engine.step():
+            if sequence not in self._places:  # its job has failed in this step
+                continue
+            job, prompt, sample = self._places[sequence]
+            if isinstance(outcome, Exception):
+                outcomes.append((job, outcome))
+                self._drop(engine, job)
+                continue
+            event = StreamEvent(prompt, sample, outcome, sequence.prompt_token_ids)
+            outcomes.append((job, event))
+            if outcome.finish_reason is not None:
+                del self._places[sequence]
+        return outcomes
+
+    def _take(self, engine: StepLoop, job: GenerationJob) -> None:
+        try:
+            for group in job.groups:
+                engine.submit(group)
+        except RequestError as error:
+            self._drop(engine, job)
+            self._post(job.fail, error)
+            return
+        self._places |= {sequence: (job, *place) for sequence, place in job.places.items()}
+        self._post(job.accept)
+
+    def _drop(self, engine: StepLoop, job: GenerationJob) -> None:
+        for group in job.groups:
+            engine.cancel(group)
+        for sequence in job.places:
+            self._places.pop(sequence, None)
+
+    def _post(self, callback: Callable[..., None], *arguments: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)

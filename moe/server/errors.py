@@ -1,5 +1,8 @@
-"""Errors as clients expect them: OpenAI's ``{"error": {"message", "type", "param", "code"}}``, and
-Anthropic's on its routes."""
+"""Errors in the shape that clients expect.
+
+On Anthropic's routes that is Anthropic's; on all others OpenAI's
+``{"error": {"message", "type", "param", "code"}}``.
+"""
 
 from __future__ import annotations
 
@@ -61,14 +64,14 @@ def speaks_anthropic(path: str) -> bool:
 
 
 class APIError(Exception):
-    """What a client is told.
+    """An error answer.
 
     Args:
         status: HTTP status, 400-599.
-        message: for the client; says nothing about the inside of the server.
+        message: for the client; must not reveal the server's internals.
         param: the field of the request that is at fault.
         code: a word that programs can compare.
-        retry_after_s: seconds after which to try again.
+        retry_after_s: seconds after which the client may try again.
         headers: further headers of the answer.
     """
 
@@ -107,7 +110,7 @@ class APIError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str, more: Mapping[str, Any] | None = None) -> JSONResponse:
-        """The answer to a request of a path; `more` is said beside the error."""
+        """The HTTP answer on a path; `more` has further fields beside the error."""
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
@@ -118,18 +121,18 @@ class APIError(Exception):
 
 
 class ClientGone(APIError):
-    """The client closed the connection; nobody reads the answer."""
+    """The client closed the connection before it was answered."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed_request")
 
 
 def api_error(error: Exception) -> APIError:
-    """What a client is told of an error, over HTTP as in a batch."""
+    """The error that a client sees, over HTTP as in a batch. Hides unexpected ones."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestError):
-        # the word that OpenAI's clients look for to shorten a conversation
+        # OpenAI's clients look for this code to shorten a conversation.
         codes = {ContextError: "context_length_exceeded", StructureError: "structure_too_complex"}
         return APIError(400, str(error), code=codes.get(type(error)))
     if isinstance(error, OffloadError):

@@ -1,4 +1,7 @@
-"""Types of request fields: what may be written in several ways becomes one."""
+"""Types of request fields, which bring every accepted spelling into one form.
+
+At the end: fields of the dialects that this server can only accept with a neutral value.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from moe.sampling.params import MAX_SEQUENCES
 Json = dict[str, Any]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], FailFast()]
-"""A list of any length, whose first fault is the only one looked for: two million fit in a body."""
+"""A list of any length; only its first fault is reported, as a body has room for two million."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
@@ -52,12 +55,12 @@ def _prompts(value: Any) -> Any:
 
 
 def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Callable[[Any], Any]:
-    """Content given in parts becomes one text.
+    """A validator that joins content given in parts into one text.
 
     Args:
         kinds: types that parts may have.
-        labels: further fields of parts, which ask for nothing.
-        between: what stands between two parts.
+        labels: further fields that parts may have; they are ignored.
+        between: the separator of two parts.
     """
 
     def text(content: Any) -> Any:
@@ -79,7 +82,7 @@ def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Cal
 
 
 def by_type(*kinds: str, default: str | None = None) -> Discriminator:
-    """Of a union of models with these tags: which one a part is, by its type."""
+    """The discriminator of a union of models with these tags, by the field ``type``."""
 
     def kind(part: Any) -> str | None:
         named = part.get("type", default) if isinstance(part, dict) else None
@@ -90,25 +93,25 @@ def by_type(*kinds: str, default: str | None = None) -> Discriminator:
 
 
 def text_or(schema: dict[str, Any]) -> None:
-    """Makes the JSON schema of a list one of a text or such a list."""
+    """Change the JSON schema of a list into that of a text or such a list."""
     names = [name for name in ("type", "items", "minItems", "maxItems") if name in schema]
     schema["anyOf"] = [{"type": "string"}, {name: schema.pop(name) for name in names}]
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Of an object: it has no more entries. ``max_length`` looks at each of them first."""
+    """A limit on an object's entries, checked before them; ``max_length`` is checked after them."""
     return BeforeValidator(lambda value: check_size(value, count))
 
 
 def check_size(value: Any, most: int) -> Any:
-    """Each entry that is not valid is a problem of its own, and a body has room for a million."""
+    """Refuse an object with more entries. (Each invalid entry would make a problem of its own.)"""
     if isinstance(value, dict) and len(value) > most:
         raise ValueError(f"this object may have {most} entries, and has {len(value)}; send fewer")
     return value
 
 
 def _token_keys(value: Any) -> Any:
-    """A JSON object's keys are strings; here they are token ids."""
+    """Convert a JSON object's keys, which are strings, to token ids."""
     if not isinstance(check_size(value, MAX_BIASES), dict):
         return value
     for key in value:
@@ -170,9 +173,8 @@ Metadata = Annotated[
 ]
 
 
-# ---- Fields of OpenAI's API that nothing here can honour. Only values that ask for nothing pass.
-
 Neutral = dict[str, tuple[object, ...]]
+"""Fields that this server does not support -> their values that ask for nothing, which pass."""
 
 NEUTRAL_CHAT: Neutral = {
     "audio": (),
@@ -218,12 +220,12 @@ _REASONS = {
     "previous_response_id": _STATELESS,
     "thread": _STATELESS,
 }
-# Anthropic's client then goes on without.
+# With this code, Anthropic's client continues without the field.
 CODES = {"thread": "thread_unsupported_request"}
 
 
 def supported(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """The body without the fields of `neutral`; raises where one of them asks for something."""
+    """The body without the fields of `neutral`. Raises if one of them has another value."""
     for name in body.keys() & neutral.keys():
         value = body[name]
         if not any(type(value) is type(n) and value == n for n in neutral[name]):

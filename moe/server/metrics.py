@@ -1,4 +1,8 @@
-"""Prometheus metrics of one server, in a registry of its own."""
+"""Prometheus metrics of one server.
+
+`Metrics` counts requests and tokens in a registry of its own. Everything else is read from
+`MoE.stats`, `Engine.status` and the occupancy whenever Prometheus asks.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,176 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# ---- Prometheus metrics of several ranks, from `MoE.stats`.
+Readings = Mapping[str, Mapping[str, Any]]
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+
+class Metrics:
+    """All metrics of one server.
+
+    Args:
+        read: returns ``stats`` (`MoE.stats`), ``engine`` (`Engine.status`) and ``occupancy``;
+            each is empty before the model is loaded.
+    """
+
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "moe_http_requests",
+            "Requests answered, by route and HTTP status (499: the client went away)",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = self._counter("moe_prompt_tokens", "Prompt tokens accepted")
+        self.new_tokens = self._counter("moe_generated_tokens", "Tokens generated")
+        self.first_token = self._histogram(
+            "moe_time_to_first_token_seconds", "From the request to its first token"
+        )
+        self.between_tokens = self._histogram(
+            "moe_inter_token_seconds", "Between two tokens of a sequence"
+        )
+        self.waiting = self._gauge("moe_requests_waiting", "Requests without a first token yet")
+        self.running = self._gauge("moe_requests_running", "Requests that are being answered")
+        self.registry.register(_Readings(read))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
+
+
+class TokenClock:
+    """Measures TTFT and the times between tokens of one request, which begins now."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last: dict[tuple[int, int], float] = {}
+
+    def tick(self, prompt: int, sample: int) -> None:
+        """Count a new token of one of the request's sequences."""
+        now = time.perf_counter()
+        self._metrics.new_tokens.inc()
+        if not self._last:
+            self._metrics.first_token.observe(now - self._start)
+        elif (prompt, sample) in self._last:
+            self._metrics.between_tokens.observe(now - self._last[prompt, sample])
+        self._last[prompt, sample] = now
+
+
+class _Readings(Collector):
+    """The metrics that are read only when Prometheus asks."""
+
+    def __init__(self, read: Callable[[], Readings]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        readings = self._read()
+        yield from _experts(readings["stats"])
+        yield from _offload(readings["stats"].get("offload"))
+        yield from speculation_metrics(readings["stats"].get("speculation"))
+        yield from rank_metrics(readings["stats"].get("parallel"))
+        yield from _prefixes(readings["engine"].get("prefixes") or {})
+        for name, text, key in (
+            ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
+            ("moe_sequences_running", "Sequences that are decoded", "running_sequences"),
+            ("moe_kv_tokens", "Tokens whose keys and values requests hold", "kv_tokens"),
+        ):
+            yield GaugeMetricFamily(name, text, value=readings["occupancy"].get(key, 0))
+        limit = readings["engine"].get("kv_tokens_limit")
+        text = "Most tokens whose keys and values may be held"
+        yield GaugeMetricFamily("moe_kv_tokens_limit", text, value=limit or math.inf)
+
+
+def _experts(stats: Mapping[str, Any]) -> Iterator[Metric]:
+    """Bytes and loads of experts by phase: prefill steps, decode steps, or both in one step."""
+    for name, text, key in (
+        ("moe_expert_bytes_read", "Bytes of the distinct experts of every step", "bytes_read"),
+        ("moe_expert_loads", "Distinct experts of every layer and step", "loads"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["phase"])
+        by_phase = stats.get(f"expert_{key}_by", {})
+        for phase in ("prefill", "decode", "both"):
+            family.add_metric([phase], by_phase.get(phase, 0))
+        yield family
+
+
+def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """The expert cache; nothing if all experts are in memory."""
+    if offload is None:
+        return
+    for name, text, key in (
+        ("moe_expert_cache_hits", "Experts that a layer asked for and were in memory", "hits"),
+        ("moe_expert_cache_misses", "Experts that a layer had to wait for", "misses"),
+        ("moe_expert_prefixes", "Experts computed with a prefix of their bits", "prefixes"),
+        ("moe_expert_prefixes_refined", "Prefixes that had to be read again, whole", "refined"),
+        ("moe_expert_cache_evictions", "Experts that gave their slot to others", "evictions"),
+        ("moe_offload_prefetches", "Reads begun for layers to come", "prefetches"),
+        ("moe_offload_prefetches_cancelled", "Those taken back in time", "cancelled"),
+        ("moe_offload_read_failures", "Reads that failed", "failures"),
+        ("moe_offload_stall_seconds", "Time that steps waited for experts", "stall_seconds"),
+    ):
+        yield CounterMetricFamily(name, text, value=offload[key])
+    text = "Bytes of experts brought to be computed with: why, and prefetched ones by their use"
+    family = CounterMetricFamily("moe_offload_bytes", text, labels=["cause"])
+    for cause in ("demand", "streamed", "useful", "wasted", "restored"):
+        family.add_metric([cause], offload[f"{cause}_bytes"])
+    yield family
+    yield from _tiers(offload["tiers"])
+    for name, text, key in (
+        ("moe_expert_cache_hit_ratio", "Share of hits since the start", "hit_ratio"),
+        ("moe_expert_cache_slots", "Experts that fit into memory", "slots"),
+        ("moe_expert_slot_bytes", "Bytes of one expert, on average", "expert_bytes"),
+    ):
+        yield GaugeMetricFamily(name, text, value=offload[key])
+
+
+def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Each memory that holds experts, beginning with the device's."""
+    for name, text, key in (
+        ("moe_expert_tier_hits", "Experts asked of a tier that were there", "hits"),
+        ("moe_expert_tier_misses", "Experts asked of a tier that it had to bring", "misses"),
+        (
+            "moe_expert_tier_bytes",
+            "Bytes brought to a tier from the next, or from disk",
+            "bytes_in",
+        ),
+        ("moe_expert_tier_stall_seconds", "Time for which a tier was waited for", "stall_seconds"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier["name"]], tier[key])
+        yield family
+    slots = GaugeMetricFamily(
+        "moe_expert_tier_slots", "Experts a tier has room for", labels=["tier"]
+    )
+    for tier in tiers:
+        slots.add_metric([tier["name"]], tier["slots"])
+    yield slots
+
+
+def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:
+    for name, text, key in (
+        ("moe_prefix_asked_tokens", "Prompt tokens looked up", "asked_tokens"),
+        ("moe_prefix_hit_tokens", "Prompt tokens that were known already", "hit_tokens"),
+        ("moe_prefix_evictions", "Known prefixes given up", "evictions"),
+    ):
+        yield CounterMetricFamily(name, text, value=prefixes.get(key, 0))
+    held = prefixes.get("held_tokens", 0)
+    yield GaugeMetricFamily("moe_prefix_tokens", "Tokens of known prefixes held", value=held)
 
 
 def rank_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """What each rank has served and sent; nothing where there is one, or before their first step.
+    """Load and traffic of each rank; nothing with one rank, or before the first step.
 
-    Counters begin anew where ranks go on without one that they have lost.
+    After a rank is lost, the others count from 0 again.
     """
     ranks = [] if figures is None else [rank for rank in figures["ranks"] if rank is not None]
     if not ranks:
@@ -45,11 +212,8 @@ def rank_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:
     )
 
 
-# ---- Prometheus metrics of speculation, from `MoE.stats`.
-
-
 def speculation_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """What drafts came to; nothing where none are made."""
+    """Drafts and their acceptance; nothing if no tokens are drafted."""
     if figures is None:
         return
     for name, text, key in (
@@ -108,171 +272,3 @@ def _control(control: Mapping[str, Any]) -> Iterator[Metric]:
     if control["prediction_error"] is not None:
         name, text = "moe_speculation_prediction_error", "Median relative error of step times"
         yield GaugeMetricFamily(name, text, value=control["prediction_error"])
-
-
-# ----
-
-Readings = Mapping[str, Mapping[str, Any]]
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-
-
-class Metrics:
-    """What is counted.
-
-    Args:
-        read: what others count: ``stats`` (`MoE.stats`), ``engine`` (`Engine.status`) and
-            ``occupancy``; empty before the model is loaded.
-    """
-
-    def __init__(self, read: Callable[[], Readings]) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "moe_http_requests",
-            "Requests answered, by route and HTTP status (499: the client went away)",
-            ["route", "status"],
-            registry=self.registry,
-        )
-        self.prompt_tokens = self._counter("moe_prompt_tokens", "Prompt tokens accepted")
-        self.new_tokens = self._counter("moe_generated_tokens", "Tokens generated")
-        self.first_token = self._histogram(
-            "moe_time_to_first_token_seconds", "From the request to its first token"
-        )
-        self.between_tokens = self._histogram(
-            "moe_inter_token_seconds", "Between two tokens of a sequence"
-        )
-        self.waiting = self._gauge("moe_requests_waiting", "Requests without a first token yet")
-        self.running = self._gauge("moe_requests_running", "Requests that are being answered")
-        self.registry.register(_Readings(read))
-
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, registry=self.registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
-
-
-class TokenClock:
-    """Times of one request's tokens, from the moment it came in."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._start = time.perf_counter()
-        self._last: dict[tuple[int, int], float] = {}
-
-    def tick(self, prompt: int, sample: int) -> None:
-        """A token of one of the request's sequences has come."""
-        now = time.perf_counter()
-        self._metrics.new_tokens.inc()
-        if not self._last:
-            self._metrics.first_token.observe(now - self._start)
-        elif (prompt, sample) in self._last:
-            self._metrics.between_tokens.observe(now - self._last[prompt, sample])
-        self._last[prompt, sample] = now
-
-
-class _Readings(Collector):
-    """What the model and its engine count, read when somebody asks."""
-
-    def __init__(self, read: Callable[[], Readings]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterator[Metric]:
-        readings = self._read()
-        yield from _experts(readings["stats"])
-        yield from _offload(readings["stats"].get("offload"))
-        yield from speculation_metrics(readings["stats"].get("speculation"))
-        yield from rank_metrics(readings["stats"].get("parallel"))
-        yield from _prefixes(readings["engine"].get("prefixes") or {})
-        for name, text, key in (
-            ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
-            ("moe_sequences_running", "Sequences that are decoded", "running_sequences"),
-            ("moe_kv_tokens", "Tokens whose keys and values requests hold", "kv_tokens"),
-        ):
-            yield GaugeMetricFamily(name, text, value=readings["occupancy"].get(key, 0))
-        limit = readings["engine"].get("kv_tokens_limit")
-        text = "Most tokens whose keys and values may be held"
-        yield GaugeMetricFamily("moe_kv_tokens_limit", text, value=limit or math.inf)
-
-
-def _experts(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """By what read them: steps of prompts alone, of decoding alone, or both at once."""
-    for name, text, key in (
-        ("moe_expert_bytes_read", "Bytes of the distinct experts of every step", "bytes_read"),
-        ("moe_expert_loads", "Distinct experts of every layer and step", "loads"),
-    ):
-        family = CounterMetricFamily(name, text, labels=["phase"])
-        by_phase = stats.get(f"expert_{key}_by", {})
-        for phase in ("prefill", "decode", "both"):
-            family.add_metric([phase], by_phase.get(phase, 0))
-        yield family
-
-
-def _offload(offload: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """The cache of experts, where not all of them are in memory."""
-    if offload is None:
-        return
-    for name, text, key in (
-        ("moe_expert_cache_hits", "Experts that a layer asked for and were in memory", "hits"),
-        ("moe_expert_cache_misses", "Experts that a layer had to wait for", "misses"),
-        ("moe_expert_prefixes", "Experts computed with a prefix of their bits", "prefixes"),
-        ("moe_expert_prefixes_refined", "Prefixes that had to be read again, whole", "refined"),
-        ("moe_expert_cache_evictions", "Experts that gave their slot to others", "evictions"),
-        ("moe_offload_prefetches", "Reads begun for layers to come", "prefetches"),
-        ("moe_offload_prefetches_cancelled", "Those taken back in time", "cancelled"),
-        ("moe_offload_read_failures", "Reads that failed", "failures"),
-        ("moe_offload_stall_seconds", "Time that steps waited for experts", "stall_seconds"),
-    ):
-        yield CounterMetricFamily(name, text, value=offload[key])
-    text = "Bytes of experts brought to be computed with: why, and prefetched ones by their use"
-    family = CounterMetricFamily("moe_offload_bytes", text, labels=["cause"])
-    for cause in ("demand", "streamed", "useful", "wasted", "restored"):
-        family.add_metric([cause], offload[f"{cause}_bytes"])
-    yield family
-    yield from _tiers(offload["tiers"])
-    for name, text, key in (
-        ("moe_expert_cache_hit_ratio", "Share of hits since the start", "hit_ratio"),
-        ("moe_expert_cache_slots", "Experts that fit into memory", "slots"),
-        ("moe_expert_slot_bytes", "Bytes of one expert, on average", "expert_bytes"),
-    ):
-        yield GaugeMetricFamily(name, text, value=offload[key])
-
-
-def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-    """Of each memory that holds experts, the one that is computed with first."""
-    for name, text, key in (
-        ("moe_expert_tier_hits", "Experts asked of a tier that were there", "hits"),
-        ("moe_expert_tier_misses", "Experts asked of a tier that it had to bring", "misses"),
-        (
-            "moe_expert_tier_bytes",
-            "Bytes brought to a tier from the next, or from disk",
-            "bytes_in",
-        ),
-        ("moe_expert_tier_stall_seconds", "Time for which a tier was waited for", "stall_seconds"),
-    ):
-        family = CounterMetricFamily(name, text, labels=["tier"])
-        for tier in tiers:
-            family.add_metric([tier["name"]], tier[key])
-        yield family
-    slots = GaugeMetricFamily(
-        "moe_expert_tier_slots", "Experts a tier has room for", labels=["tier"]
-    )
-    for tier in tiers:
-        slots.add_metric([tier["name"]], tier["slots"])
-    yield slots
-
-
-def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:
-    for name, text, key in (
-        ("moe_prefix_asked_tokens", "Prompt tokens looked up", "asked_tokens"),
-        ("moe_prefix_hit_tokens", "Prompt tokens that were known already", "hit_tokens"),
-        ("moe_prefix_evictions", "Known prefixes given up", "evictions"),
-    ):
-        yield CounterMetricFamily(name, text, value=prefixes.get(key, 0))
-    held = prefixes.get("held_tokens", 0)
-    yield GaugeMetricFamily("moe_prefix_tokens", "Tokens of known prefixes held", value=held)

@@ -1,4 +1,7 @@
-"""OpenAI's ``/v1/responses``, translated to chats and back."""
+"""OpenAI's ``/v1/responses``, translated to chats and back.
+
+From top to bottom: the items of a conversation, the request, its translation to a chat, the answer.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,6 @@ from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.reasoning import REASONING_KEY
 
-# ---- Items of a conversation, as ``/v1/responses`` takes them, and the chat that they are.
-
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(max_length=256)]
 _LABELS = ("annotations", "logprobs")
@@ -50,7 +51,7 @@ Thought = Annotated[str, BeforeValidator(text_of("reasoning_text"))]
 
 class InputItemBase(ResentBody):
     id: ItemId | None = None
-    """Of no effect, as everything is sent."""
+    """Of no effect: the conversation is sent in full."""
     status: ItemStatus | None = None
     """Of no effect."""
 
@@ -66,12 +67,12 @@ class MessageItem(InputItemBase):
 
 
 class ReasoningItem(InputItemBase):
-    """What the model thought before what follows."""
+    """The model's reasoning before the item that follows."""
 
     type: Literal["reasoning"]
     content: Thought = ""
     summary: list[Any] = Field(default_factory=list, max_length=0)
-    """There is none in answers of this server."""
+    """Must be empty: answers of this server have no summaries."""
 
 
 class FunctionCallItem(InputItemBase):
@@ -96,10 +97,120 @@ InputItem = Annotated[
 ]
 
 
+def _items(value: Any) -> Any:
+    """A text counts as one message of the user."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponsesTool(FunctionDefinition):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+
+    @property
+    def chat(self) -> Json:
+        return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
+
+
+class ResponsesToolChoice(NamedFunction):
+    type: Literal["function"]
+
+
+class ResponsesFormat(RequestBody):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = Field(default=None, min_length=1, max_length=64)
+    """A name for the schema; for the client's own use, as the description."""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """The JSON schema of the answer; it is always enforced."""
+    strict: bool | None = None
+    """Of no effect."""
+
+    @model_validator(mode="after")
+    def _check_type(self) -> ResponsesFormat:
+        named = self.name is not None and self.schema_ is not None
+        if (self.type == "json_schema") != named:
+            raise ValueError("the type json_schema, and no other, has a name and a schema")
+        return self
+
+    @property
+    def chat(self) -> Json:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class TextConfig(RequestBody):
+    format: ResponsesFormat = Field(default_factory=ResponsesFormat)
+    verbosity: Literal["medium"] | None = None
+    """Of no effect; other values are refused."""
+
+
+class ReasoningConfig(RequestBody):
+    effort: ReasoningEffort | None = None
+    """How much to think, if the chat template reads it; none: not at all."""
+    summary: Literal["auto"] | None = None
+    """Of no effect: answers contain the reasoning itself, not a summary."""
+
+
+class ResponsesStreamOptions(RequestBody):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(LabelFields, TranslatedRequest):
+    neutral = NEUTRAL_RESPONSES
+
+    model: str | None = None
+    """One of the names in ``/v1/models``; left out: the first of them."""
+    input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
+        min_length=1, max_length=MAX_MESSAGES, json_schema_extra=text_or
+    )
+    """A question, or the conversation so far."""
+    instructions: str | None = None
+    """A system message in front of the conversation."""
+    max_output_tokens: TokenCount | None = None
+    """Most tokens to generate, reasoning included."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
+        default_factory=list, max_length=MAX_TOOLS
+    )
+    """Tools that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """false: an answer ends with its first call."""
+    text: TextConfig = Field(default_factory=TextConfig)
+    """The form of the answer."""
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    stream: bool = False
+    stream_options: ResponsesStreamOptions | None = None
+    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
+    """Of no effect: reasoning is not encrypted, and can be sent back as it is."""
+    truncation: Literal["disabled"] = "disabled"
+    store: bool = True
+    """Of no effect: nothing is stored, and every answer has store: false."""
+    client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
+        default_factory=dict, max_length=64
+    )
+    """Labels. Not stored, not logged."""
+
+    def _chat_fields(self) -> Json:
+        choice = self.tool_choice
+        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
+        return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
+            "messages": _chat_messages(self.instructions, self.input),
+            "max_tokens": self.max_output_tokens,
+            "tools": [tool.chat for tool in self.tools],
+            "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
+            "response_format": self.text.format.chat,
+            "reasoning_effort": self.reasoning.effort,
+        }
+
+
 def _chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[Json]:
-    """Messages of a chat: what the model said in one go is one of them."""
+    """Messages of a chat. Consecutive items of the model become one message."""
     turns = [] if instructions is None else [_turn("system", instructions)]
-    answering = False  # the last turn is the model's, and goes on
+    answering = False  # whether the last turn is the model's, and still open
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             _add_message(turns, item)
@@ -122,7 +233,7 @@ def _turn(role: str, *texts: str) -> Json:
 
 
 def _add_message(turns: list[Json], item: MessageItem) -> None:
-    """What leads a conversation is one message: most chat templates take no more of the kind."""
+    """Add a message. Leading system messages become one: most chat templates accept only one."""
     role = "system" if item.role == "developer" else item.role
     if role == "system" and len(turns) == 1 and turns[0]["role"] == "system":
         turns[0]["content"].append(item.content)
@@ -148,121 +259,6 @@ def _add_said(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) 
         turn.setdefault("tool_calls", []).append(call)
 
 
-# ---- What a request to ``/v1/responses`` may say, and the chat that it is.
-
-
-def _items(value: Any) -> Any:
-    """A text is what the user says."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ResponsesTool(FunctionDefinition):
-    """What the model may call."""
-
-    type: Literal["function"]
-
-    @property
-    def chat(self) -> Json:
-        return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
-
-
-class ResponsesToolChoice(NamedFunction):
-    type: Literal["function"]
-
-
-class ResponsesFormat(RequestBody):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = Field(default=None, min_length=1, max_length=64)
-    """Of the schema; for the client's own use, as the description."""
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    """What the answer is; every schema is kept to."""
-    strict: bool | None = None
-    """Of no effect."""
-
-    @model_validator(mode="after")
-    def _check_type(self) -> ResponsesFormat:
-        named = self.name is not None and self.schema_ is not None
-        if (self.type == "json_schema") != named:
-            raise ValueError("the type json_schema, and no other, has a name and a schema")
-        return self
-
-    @property
-    def chat(self) -> Json:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
-
-
-class TextConfig(RequestBody):
-    format: ResponsesFormat = Field(default_factory=ResponsesFormat)
-    verbosity: Literal["medium"] | None = None
-    """Of no effect; others are refused."""
-
-
-class ReasoningConfig(RequestBody):
-    effort: ReasoningEffort | None = None
-    """How much to think, where the chat template reads that; none: not at all."""
-    summary: Literal["auto"] | None = None
-    """There are no summaries: answers have the reasoning itself."""
-
-
-class ResponsesStreamOptions(RequestBody):
-    include_obfuscation: Literal[False] | None = None
-
-
-class ResponsesRequest(LabelFields, TranslatedRequest):
-    neutral = NEUTRAL_RESPONSES
-
-    model: str | None = None
-    """One of the names in ``/v1/models``; left out: the first of them."""
-    input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
-        min_length=1, max_length=MAX_MESSAGES, json_schema_extra=text_or
-    )
-    """A question, or the conversation so far."""
-    instructions: str | None = None
-    """What the conversation begins with."""
-    max_output_tokens: TokenCount | None = None
-    """Most tokens to generate, reasoning included."""
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
-        default_factory=list, max_length=MAX_TOOLS
-    )
-    """What the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    """false: an answer ends with its first call."""
-    text: TextConfig = Field(default_factory=TextConfig)
-    """What the answer has to be."""
-    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
-    stream: bool = False
-    stream_options: ResponsesStreamOptions | None = None
-    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
-    """Reasoning comes in the open, so that it can be sent back without."""
-    truncation: Literal["disabled"] = "disabled"
-    store: bool = True
-    """Nothing is stored, and every answer says so."""
-    client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
-        default_factory=dict, max_length=64
-    )
-    """Labels. Not stored, not logged."""
-
-    def _chat_fields(self) -> Json:
-        choice = self.tool_choice
-        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
-        return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
-            "messages": _chat_messages(self.instructions, self.input),
-            "max_tokens": self.max_output_tokens,
-            "tools": [tool.chat for tool in self.tools],
-            "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
-            "response_format": self.text.format.chat,
-            "reasoning_effort": self.reasoning.effort,
-        }
-
-
-# ---- Answers of ``/v1/responses``: items, and the events of a stream, each with its type.
-
 _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key"),
     *("reasoning", "safety_identifier", "temperature", "tool_choice", "tools", "top_p"),
@@ -271,6 +267,8 @@ _ECHOED = (
 
 
 class ResponsesAnswer(BlockAnswer):
+    """A list of items; a stream has events with types and sequence numbers."""
+
     def __init__(
         self, body: ResponsesRequest, codec: TextCodec, request_id: str, model: str
     ) -> None:

@@ -1,6 +1,6 @@
-"""The process of ``moe serve``.
+"""The process of ``moe serve``: `serve` runs a `Service` until a signal or a failure ends it.
 
-The socket is bound first, so that a taken port is an error before anything is loaded, and probes
+The socket is bound before the model is loaded: a port in use is an error at once, and health probes
 get answers meanwhile. SIGTERM or Ctrl-C drains; a second one ends the process at once.
 """
 
@@ -32,15 +32,13 @@ from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.settings.profile import LoadedProfile
 
-# ---- A model behind a socket: loads, serves, drains. `serve.py` is its process.
-
 HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 2048
 _CLOSE_TIMEOUT_S = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would end the process by the signal."""
+    """uvicorn without its signal handlers, which would end the process without draining."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -49,17 +47,17 @@ class _Server(uvicorn.Server):
 
 @dataclass
 class Service:
-    """A model behind a bound socket.
+    """A model behind a bound socket: loads it, serves it, drains.
 
     Args:
-        load: makes the model, and reports how far it is.
-        model_names: what clients call it, one of these.
+        load: loads the model and reports its progress.
+        model_names: names that requests may use for the model.
         profile: its ``server`` section is used here.
-        listener: bound; closed in the end.
-        api_key: what clients must send; None lets everybody in.
+        listener: a bound socket; `run` closes it.
+        api_key: clients must send it; None: no key is needed.
 
     Attributes:
-        queue: while it runs, and afterwards.
+        queue: None before `run`.
         stopping: `stop` has been called.
         is_stuck: the engine thread did not end in time.
     """
@@ -103,7 +101,7 @@ class Service:
         finally:
             server.should_exit = True
             await serving
-            # Loading cannot be interrupted, and nothing of it has to be finished.
+            # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
         if queue.failure is not None:
             if queue.model is None:
@@ -124,7 +122,7 @@ class Service:
         return self.api_key is None and host != "::1" and not host.startswith("127.")
 
     def _host_names(self) -> set[str] | None:
-        """On a loopback address without a key, only its own names; see `Guard`."""
+        """Names that the Host header may have, on a loopback address without a key; see `Guard`."""
         if self.api_key is not None or self.is_open_to_all:
             return None
         return {*LOOPBACK_NAMES, self.listener.getsockname()[0]}
@@ -153,12 +151,9 @@ def _uvicorn_config(app: ASGIApp, read_timeout_s: float) -> uvicorn.Config:
     )
 
 
-# ----
-
-
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 takes a free one. Raises `MoEError` where that is impossible."""
-    if not host:  # which sockets take for every address
+    """A bound TCP socket; port 0 takes a free one. Raises `MoEError` if it cannot be bound."""
+    if not host:  # sockets read an empty host as every address
         raise MoEError("the host is empty; give one, or leave out --host for 127.0.0.1")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -167,8 +162,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise MoEError(
             f"cannot listen on {host} port {port}: {error}; choose another with --port or --host"
         ) from None
-    # asyncio does this only for sockets made with an explicit protocol; without it tokens wait for
-    # the client's delayed acknowledgements (40 ms). Accepted connections inherit it.
+    # Without this, tokens wait for the client's delayed acknowledgements (40 ms). asyncio sets it
+    # only for sockets made with an explicit protocol. Accepted connections inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -184,14 +179,14 @@ def serve(
     """``moe serve``; returns the exit code.
 
     Args:
-        served_names: what clients call the model; none: as its directory or hub id is called.
+        served_names: names that requests may use; empty: the name of the directory or hub id.
     """
     if not all(served_names):
         raise MoEError("a served model name is empty; give one, or leave out --served-model-name")
     if api_key is None:
         api_key = os.environ.get("MOE_API_KEY")
     if api_key is not None:
-        api_key = api_key.strip()  # of a secret in a file: no header ends with its line break
+        api_key = api_key.strip()  # a secret read from a file may end with a line break
     if api_key == "":
         raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
     own_name = public_name(name)
@@ -224,16 +219,16 @@ def serve(
         return await service.run(say_ready)
 
     code = asyncio.run(run())
-    if service.is_stuck:  # the interpreter would wait for the thread, or crash with it
+    if service.is_stuck:  # else the interpreter waits for the thread, or crashes with it
         os._exit(code)
     return code
 
 
 def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
-    """Load for the server and for whoever watches the terminal."""
+    """Load the model; shows the memory plan and the progress on the terminal too."""
 
     def say_plan(plan: MemoryPlan) -> None:
-        if plan.fits:  # or the error shows it
+        if plan.fits:  # else the error shows it
             print(f"moe: {plan}", file=sys.stderr)
 
     with reporting(sys.stderr.isatty()) as show:

@@ -1,1 +1,1 @@
-"""OpenAI's chats and completions. The other APIs are translated to chats and back."""
+"""OpenAI's chats and completions, the native dialect: the others are translated to chats."""

@@ -1,4 +1,8 @@
-"""Reasoning in requests, in OpenAI's and vLLM's shapes."""
+"""Options of requests in OpenAI's and vLLM's shapes: structured outputs, tools and reasoning.
+
+Each option is a base class with its fields, and with what they mean for one model's tokenizer:
+`StructuredBody` <- `ToolBody` and `ReasoningBody`, on which `ChatRequest` stands.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,6 @@ from moe.text.tool_calls.grammar import ANY, CAN_FOLLOW, CallGrammar, Schema, af
 from moe.text.tool_calls.parser import CallParser
 from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
 
-# ---- Fields that say what an answer has to be: OpenAI's ``response_format``, and vLLM's own.
-
 SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
 
 
@@ -26,17 +28,17 @@ class NamedSchema(RequestBody):
     name: str = Field(min_length=1, max_length=64)
     """For the client's own use."""
     description: str | None = None
-    """For the client's own use: the model is not told of it."""
+    """For the client's own use: the model does not see it."""
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """A JSON schema; any JSON object where it is left out."""
     strict: bool | None = None
-    """Of no effect: every schema is kept to, and one that cannot be is refused."""
+    """Of no effect: every schema is enforced, or refused if it cannot be."""
 
 
 class ResponseFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    """With the type of that name."""
+    """Only with the type json_schema."""
 
     @model_validator(mode="after")
     def _check_type(self) -> ResponseFormat:
@@ -54,14 +56,14 @@ class ResponseFormat(RequestBody):
 
 
 class StructuredOutputs(RequestBody):
-    """One of these, named as in vLLM."""
+    """Exactly one of these, named as in vLLM."""
 
     json_: dict[str, Any] | SourceText | None = Field(default=None, alias="json")
-    """A JSON schema, as it is or as text."""
+    """A JSON schema, as an object or as text."""
     regex: SourceText | None = None
-    """What the answer matches as a whole, in the syntax of Rust's ``regex``."""
+    """The whole answer matches it; in the syntax of Rust's ``regex``."""
     choice: list[SourceText] | None = Field(default=None, min_length=1, max_length=MAX_SOURCE)
-    """What the answer is one of."""
+    """The answer is one of these texts."""
     grammar: SourceText | None = None
     """A grammar in Lark's syntax (as llguidance has it) or GBNF."""
     json_object: bool = False
@@ -89,9 +91,9 @@ class StructuredOutputs(RequestBody):
 
 class StructuredBody(RequestBody):
     response_format: ResponseFormat | None = None
-    """What the answer has to be; text by default."""
+    """The form of the answer; text by default."""
     structured_outputs: StructuredOutputs | None = None
-    """The same in more ways."""
+    """More forms; give at most one of the two."""
 
     @model_validator(mode="after")
     def _check_structures(self) -> StructuredBody:
@@ -102,12 +104,10 @@ class StructuredBody(RequestBody):
 
     @property
     def structure(self) -> Structure | None:
-        """Raises `RequestError` where it cannot be anything of the kind."""
+        """The form that the answer must have. Raises `RequestError` if it is not valid."""
         asked = self.structured_outputs or self.response_format
         return None if asked is None else asked.structure
 
-
-# ---- Tools in requests, in OpenAI's shapes.
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -119,17 +119,17 @@ ArgumentsText = Annotated[str, Field(max_length=2**20)]
 
 
 def function_of(**about: object) -> Json:
-    """What a tool, the choice of one and a call have around them in chats."""
+    """The object that chats put around a tool, a choice of tool or a call."""
     return {"type": "function", "function": about}
 
 
 def call_of(id: str, name: str, arguments: str) -> Json:
-    """A call in a message of a chat."""
+    """A tool call in a message of a chat."""
     return {"id": id, **function_of(name=name, arguments=arguments)}
 
 
 def run_by_client(kind: str) -> BeforeValidator:
-    """Of a tool: it must have the type that says that the client runs it."""
+    """A validator of tools: refuses types other than `kind`, the type of tools that clients run."""
 
     def check(tool: Any) -> Any:
         if isinstance(tool, dict) and (tool.get("type") or kind) != kind:
@@ -147,11 +147,11 @@ class FunctionDefinition(RequestBody):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
     strict: bool | None = None
-    """true: every call keeps to the schema. A tool_choice that makes the model call implies it."""
+    """true: every call follows the schema. A tool_choice that forces a call implies it."""
 
 
 class ChatTool(RequestBody):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -175,7 +175,7 @@ class CalledFunction(RequestBody):
 
 
 class ToolCall(RequestBody):
-    """A call in an answer that is sent back."""
+    """A call in an earlier answer, which the client sends back."""
 
     id: CallId
     type: Literal["function"] = "function"
@@ -184,9 +184,9 @@ class ToolCall(RequestBody):
 
 class ToolBody(RequestBody):
     tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    """What the model may call."""
+    """Tools that the model may call."""
     tool_choice: ToolChoice = "auto"
-    """none: the model is told of no tools. required, or a function: it has to call."""
+    """none: the model does not see the tools. required, or a function: it must call."""
     parallel_tool_calls: bool = True
     """false: an answer ends with its first call."""
 
@@ -204,7 +204,7 @@ class ToolBody(RequestBody):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the model is told of, and may call."""
+        """The tools that the model sees and may call; None if there are none."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [
@@ -212,10 +212,10 @@ class ToolBody(RequestBody):
             for tool in self.tools
         ]
 
-    def called(self, codec: TextCodec) -> Structure | None:
-        """What an answer has to be if it must call, or must call strict tools as they say.
+    def call_structure(self, codec: TextCodec) -> Structure | None:
+        """The grammar of answers that must call, or whose calls of strict tools must be valid.
 
-        Raises `RequestError` where that cannot be enforced.
+        Raises `RequestError` if it cannot be enforced.
         """
         if self.offered_tools is None or codec.tools.format is None:
             return None
@@ -235,7 +235,7 @@ class ToolBody(RequestBody):
         return Structure.grammar(grammar.calls(schemas, several=several), _parts(schemas))
 
     def call_parser(self, codec: TextCodec) -> CallParser | None:
-        """Reads calls out of one answer; None where there can be none."""
+        """A parser of one answer's calls; None if it cannot have any."""
         if self.offered_tools is None or codec.tools.format is None:
             return None
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
@@ -244,14 +244,12 @@ class ToolBody(RequestBody):
 
 
 def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
-    """What is said of the grammar of calls, to people who wrote schemas."""
+    """The schemas by names that error messages use: clients wrote the schemas, not the grammar."""
     return [
         (f"tools: the schema of {name!r}", Structure.json_schema(schema))
         for name, schema in schemas.items()
     ]
 
-
-# ----
 
 TemplateName = Annotated[str, StringConstraints(max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -264,32 +262,31 @@ class ReasoningBody(ToolBody, StructuredBody):
     )
     """Variables that the model's chat template reads, such as ``enable_thinking``."""
     reasoning_effort: ReasoningEffort | None = None
-    """How much to think, where the chat template reads that; none: not at all."""
+    """How much to think, if the chat template reads it; none: not at all."""
 
     @property
     def asked_to_think(self) -> bool | None:
-        """None: as the model does by itself."""
+        """None: the model's own default."""
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
     def template_settings(self, codec: TextCodec) -> dict[str, object]:
-        """Variables for the chat template. Raises `APIError` 400 where it has none to ask with."""
-        said: dict[str, object] = dict(self.chat_template_kwargs)
+        """Variables for the chat template. Raises `APIError` 400 if it has none for reasoning."""
+        given: dict[str, object] = dict(self.chat_template_kwargs)
         asked: dict[str, object] = {}
         if self.asked_to_think is not None:
             effort = self.reasoning_effort
-            asked = _settings(codec.reasoning, self.asked_to_think, effort)
-        if twice := sorted(said.keys() & asked.keys()):
+            asked = _reasoning_variables(codec.reasoning, self.asked_to_think, effort)
+        if twice := sorted(given.keys() & asked.keys()):
             message = f"chat_template_kwargs: another field says {twice[0]!r}; give one of them"
             raise APIError(400, message, param="chat_template_kwargs")
-        return said | asked
+        return given | asked
 
     def structure_for(self, codec: TextCodec, prompt: Sequence[int]) -> Structure | None:
-        """What the answer to a prompt has to be, behind its reasoning if there may be any.
+        """The form that the answer to a prompt must have; reasoning may come before it.
 
-        Raises `RequestError` where it cannot be anything of the kind.
+        Raises `RequestError` if it cannot be enforced.
         """
-        called = self.called(codec)
-        structure = called or self.structure
+        structure = self.call_structure(codec) or self.structure
         format = codec.reasoning.format
         if structure is None or format is None or not self._thinks:
             return structure
@@ -297,12 +294,12 @@ class ReasoningBody(ToolBody, StructuredBody):
         return after_reasoning(structure, format, codec.reasoning_tokens, inside=inside)
 
     def shown_tokens(self, codec: TextCodec) -> Collection[int]:
-        """Special tokens that are part of the answer's text."""
+        """Ids of special tokens that stay in the answer's text, for its parser."""
         calls = {} if self.offered_tools is None else codec.call_tokens
         return {*codec.reasoning_tokens.values(), *calls.values()}
 
     def answer_parser(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
-        """Takes one answer to a prompt apart."""
+        """A parser of one answer to a prompt."""
         format, thinking = codec.reasoning.format, None
         if format is not None and self._thinks:
             thinking = ReasoningParser(format, inside=codec.opens_reasoning(prompt))
@@ -310,11 +307,11 @@ class ReasoningBody(ToolBody, StructuredBody):
 
     @property
     def _thinks(self) -> bool:
-        """A grammar or a regular expression is of the whole answer."""
+        """Whether answers may reason: a grammar or regular expression covers the whole answer."""
         return self.structure is None or self.structure.kind in CAN_FOLLOW
 
 
-def _settings(
+def _reasoning_variables(
     support: ReasoningSupport, think: bool, effort: ReasoningEffort | None
 ) -> dict[str, object]:
     settings: dict[str, object] = {} if support.switch is None else {support.switch: think}

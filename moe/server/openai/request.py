@@ -1,7 +1,7 @@
-"""What a request may say: every field is honoured or refused, none is ignored.
+"""Bodies of OpenAI's chats and completions. Every field is honoured or refused, none ignored.
 
-What a request leaves out of sampling is `moe.requests`' business. Ranges are those of OpenAI's API;
-`top_k` and the fields below it are our own additions, named as in vLLM.
+`moe.requests` fills in sampling that a request leaves out. Ranges are those of OpenAI's API;
+`top_k` and the fields below it are additions, named as in vLLM.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, Structur
 from moe.text.tokenizer import Prompt
 from moe.text.tool_calls.reasoning import REASONING_KEY
 
-# ---- The turns of a chat, as clients send them and as a chat template takes them.
-
 
 class ChatMessage(ResentBody):
-    """One turn of a chat. Its other fields in OpenAI's API are refused unless null or empty."""
+    """One message of a chat. Other fields of OpenAI's API are refused unless null or empty."""
 
     role: str = Field(min_length=1, max_length=64)
-    """Who speaks; the model's chat template decides which roles there are."""
+    """Who speaks. The model's chat template decides which roles are valid."""
     content: Text | None = None
     """Text, or a list of ``{"type": "text", "text": ...}``; null only beside tool_calls."""
     reasoning_content: Text | None = None
-    """What the model thought before this answer; for the chat template, if it reads it."""
+    """The reasoning before this answer, for chat templates that read it."""
     reasoning: Text | None = None
     """Another name of the same."""
     name: str | None = Field(default=None, min_length=1, max_length=64)
-    """Which of several speakers of the role; for the chat template, if it writes names."""
+    """Which of several speakers with this role, for chat templates that write names."""
     tool_calls: list[ToolCall] | None = Field(default=None, min_length=1, max_length=MAX_CALLS)
-    """What the model called in this answer."""
+    """The calls in this answer."""
     tool_call_id: CallId | None = None
-    """Of role tool: which call this answers."""
+    """With role tool: the call whose result this is."""
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatMessage:
@@ -66,12 +64,12 @@ class ChatMessage(ResentBody):
 
 
 class ChatEnding(RequestBody):
-    """Where the text of a conversation ends, named as in vLLM."""
+    """How the prompt of a conversation ends, named as in vLLM."""
 
     add_generation_prompt: bool | None = None
     """Open the assistant's turn; left out: true, unless the last message is continued."""
     continue_final_message: bool = False
-    """Leave the last message open, for the model to go on with."""
+    """Leave the last message open, so that the model continues it."""
 
     @model_validator(mode="after")
     def _check_ending(self) -> ChatEnding:
@@ -103,9 +101,6 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]
     return made
 
 
-# ----
-
-
 class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     """What chats and completions have in common."""
 
@@ -119,7 +114,7 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: LogitBias = Field(default_factory=dict)
-    """Token id -> what is added to its logit, from -100 to 100."""
+    """Token id -> number added to its logit, from -100 to 100."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: StopList = Field(default_factory=list)
     """A string or a list of strings; text ends before the first of them."""
@@ -142,11 +137,11 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     @property
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
-        """What is to be continued or answered."""
+        """The prompts to continue or answer."""
 
     @property
     def scores_only(self) -> bool:
-        """The prompt is to be reported, and nothing new."""
+        """Whether only the prompt's log probabilities are wanted, and no new tokens."""
         return False
 
     @property
@@ -155,16 +150,16 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of likely tokens to report beside the chosen one; None for nothing."""
+        """Number of likeliest tokens to report with each token; None: no log probabilities."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same of the prompt's tokens."""
+        """The same for the prompt's tokens."""
         return None
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`, None where the request does not say."""
+        """Fields of `SamplingParams`; None for those that the request leaves out."""
         with_default = ("max_new_tokens", "temperature", "top_p", "min_p", "seed")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
         names = (*with_default, *penalties, "ignore_eos", "n", "structure")
@@ -208,7 +203,7 @@ class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
 
     @property
     def needs_tools(self) -> bool:
-        """Only a model that can be given tools can answer."""
+        """Whether only a model with tool support can answer."""
         called = any(message.tool_calls for message in self.messages)
         return called or self.offered_tools is not None
 
@@ -230,7 +225,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """Begin the text with the prompt, and the logprobs with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Report the log probability of every token, and so many of the likeliest tokens."""
+    """Report each token's log probability, and those of this many likeliest tokens."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> CompletionRequest:
