@@ -1,10 +1,13 @@
-"""What drafting may still lose: a small share of the time, and a little of what it has gained.
+"""What drafting may still lose, and when to look for drafts at all.
 
-Everything that is not plain decoding is charged with its whole time, looking for drafts and
-learning included, and credited with what its tokens would have taken plainly. A step that could
-lose more than there is room for, if no draft of it were accepted, is not taken. So in any stretch
-of time no more is lost than the share of it, `CREDIT` plain steps and `TRUST`, and from the
-beginning on no more than the share, `UNSPENT` steps and `TRUST`.
+`Account` charges everything that is not plain decoding with its whole time, looking for drafts and
+learning included, and credits it with what its tokens would have taken plainly. The controller
+takes no step that could lose more than there is room for if no draft of it were accepted. So in any
+stretch of time drafting loses at most the share of it, `CREDIT` plain steps and `TRUST`; from the
+beginning on, at most the share, `UNSPENT` steps and `TRUST`.
+
+`Looking` decides on plain steps without a look: a few at first, to learn what they take, and longer
+and longer rests where looking has gained nothing. `Upkeep` bounds work that takes time of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +34,20 @@ TRUST = 12.0
 probable they are has been counted on tokens that came, whoever drafted, so a few wrong ones running
 are bad luck."""
 RECENT = 0.998
+UPKEEP_FOLLOW = 0.2
+LONGEST_WAIT = 1024
+"""Steps that it waits at most."""
+FIRST = 8
+"""Plain steps before looking begins with a new number of sequences."""
+EVERY, BURST = 128, 2
+"""Steps with drafts, and none without, after which so many plain ones are measured again."""
+HOPE, HELD, MEMORY = 0.18, 16, 64
+"""Plain steps that looking gains before anything has been seen; steps that this counts for; steps
+that are remembered."""
+LOOKING_SHARE, LONGEST_REST = 0.005, 128
+"""Of the time that looking may take where it does not pay; steps between two looks at most."""
+OUTLIER = 2.0
+"""Times what was expected, or the median of its like, that a step may count for."""
 
 
 class Account:
@@ -90,13 +107,6 @@ class Account:
         self._trying = min(self._trying + TRYING * seconds, UNSPENT * step)
 
 
-# ---- How often something may be done that takes time of its own.
-
-UPKEEP_FOLLOW = 0.2
-LONGEST_WAIT = 1024
-"""Steps that it waits at most."""
-
-
 @dataclass
 class Upkeep:
     """Something that is to take no more than a share of the time.
@@ -114,21 +124,6 @@ class Upkeep:
     def steps(self, step: float) -> int:
         """Steps, of ``step`` seconds, until it may be done again."""
         return int(min(self.seconds / (self.share * step), LONGEST_WAIT))
-
-
-# ---- When nobody looks for drafts: at first, to know plain steps, and where it never paid.
-
-FIRST = 8
-"""Plain steps before looking begins with a new number of sequences."""
-EVERY, BURST = 128, 2
-"""Steps with drafts, and none without, after which so many plain ones are measured again."""
-HOPE, HELD, MEMORY = 0.18, 16, 64
-"""Plain steps that looking gains before anything has been seen; steps that this counts for; steps
-that are remembered."""
-LOOKING_SHARE, LONGEST_REST = 0.005, 128
-"""Of the time that looking may take where it does not pay; steps between two looks at most."""
-OUTLIER = 2.0
-"""Times what was expected, or the median of its like, that a step may count for."""
 
 
 class Looking:

@@ -1,9 +1,10 @@
-"""How far to draft, and how: what brings the most tokens a second, as far as is known so far.
+"""How far to draft, and how: the most tokens a second, as far as is known.
 
-What model-free drafts offer is taken where it pays beside plain decoding; of drafts by the model
-itself the best that is known, and now and then another one that luck could make better. Nothing is
-drafted that could lose more than an account has room for. No tensors here: it runs in simulated
-worlds, too.
+`AutoController` takes what model-free drafts offer where it pays beside plain decoding. Of drafts
+by the model itself it uses the best known plan (`Planner`, searched for as often as a share of the
+time allows), and now and then tries one that luck could make better (`Budget`). It drafts nothing
+that could lose more than the `Account` has room for. It knows no tensors, so it runs in
+simulations too (`python -m benchmarks.speculation --parts account`).
 """
 
 from __future__ import annotations
@@ -38,200 +39,18 @@ from moe.speculate.search import (
 )
 from offload.layer import OffloadedExperts, held_experts
 
-# ---- Which plans may be carried out: none that could lose more than the account has room for.
-
 OPTIMISM = 2.0
 """Standard deviations by which a trial is hoped to do better than is known."""
 KEPT = 2.0
 """Plain steps' time that trials leave in the account for drafts that look good already."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Judges plans by what they cost if nothing that they draft is accepted."""
-
-    search: Search
-    account: Account
-
-    def trial(self, step: DecodingSequences, best: DraftPlan) -> DraftPlan | None:
-        """Something else than the best that is known, where luck could make it better; the search
-        for it takes time, too, and waits until there is room."""
-        batch = len(best.choices)
-        if self.steps_until_trial(batch) > 0:
-            return None
-        least = LOYALTY * best.option.goodput
-        short = step._replace(limits=[min(limit, 1) for limit in step.limits])
-        for each in (step, short):
-            hope = self.search.best(each, PLAIN, optimism=OPTIMISM)
-            if hope.option.goodput < least or hope.way == best.way:
-                continue
-            lost = self.search.seconds(hope) - len(best.choices) / best.option.goodput
-            kept = KEPT * self.search.costs.verify(batch, batch)
-            if self.account.affords(self._risk(hope) + kept) and self.account.affords_trial(lost):
-                return hope._replace(trial=True)
-        return None
-
-    def steps_until_trial(self, batch: int) -> int:
-        """Plain steps after which there is room for the least trial; 0 if there is now."""
-        step, least = self.search.costs.verify(batch, batch), self._least_risk(batch)
-        room = min(least / step + KEPT, UNSPENT)
-        return max(self.account.steps_until(room, step), self.account.until_trial(least, step))
-
-    def within(self, plan: DraftPlan) -> DraftPlan | None:
-        """A plan, or the beginning of it for which there is room."""
-        deepest = max(choice.depth for choice in plan.choices)
-        while deepest and not self.account.affords(self._risk(plan)):
-            deepest //= 2
-            choices = tuple(
-                Choice(choice.mode, min(choice.depth, deepest)) if deepest else Choice()
-                for choice in plan.choices
-            )
-            plan = plan._replace(choices=choices)
-        return plan if deepest else None
-
-    def _least_risk(self, batch: int) -> float:
-        """Seconds that the least trial loses if nothing is accepted."""
-        costs = self.search.costs
-        passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
-        row = costs.verify(batch, batch + 1) - costs.verify(batch, batch)
-        return min(passes, default=0.0) + max(row, 0.0)
-
-    def _risk(self, plan: DraftPlan) -> float:
-        """Seconds that a plan loses against plain decoding if nothing is accepted."""
-        batch = len(plan.choices)
-        return self.search.seconds(plan) - self.search.costs.verify(batch, batch)
-
-
-# ---- Which drafts by the model itself to make: the best that is known, searched for as often as
-# a share of the time allows.
-
 PLANNING = 0.0025
 """Share of the time that searching for the best plan may take; between searches plans stand."""
-
-
-class Planner:
-    """Plans steps.
-
-    Args:
-        clock: measures how long a search takes.
-
-    Attributes:
-        best: that was known at the last search; None before the first.
-        prices: tokens that a pass more, and a row more, have to bring.
-        wakes: the step from which on `plan` has something to say: while no such drafts are made,
-            when there is room for a trial.
-    """
-
-    def __init__(self, search: Search, account: Account, clock: Callable[[], float]) -> None:
-        self.search, self.budget = search, Budget(search, account)
-        self.best: DraftPlan | None = None
-        self.prices = 0.0, 0.0
-        self.wakes = 0 if search.modes else inf
-        self._clock = clock
-        self._next = 0  # step of the next search
-        self._tried = False  # something since the last one
-        self._searching = Upkeep(PLANNING)
-
-    def plan(self, step: DecodingSequences) -> DraftPlan | None:
-        """What to draft; None where nothing by the model itself."""
-        now, best, batch = self.search.acceptance.step, self.best, len(step.sequences)
-        if best is not None and best.mode is not None:
-            stands = now < self._next and batch == len(best.choices)
-            plan = self.search.again(step, best, self.prices[1]) if stands else self._search(step)
-        elif best and not self._tried and (left := self.budget.steps_until_trial(batch)):
-            self.wakes = now + left
-            return None
-        else:
-            plan = self._search(step)
-        assert self.best is not None
-        self.wakes = self._next if self.best.mode is None else now + 1
-        return None if plan.mode is None else self.budget.within(plan)
-
-    def _search(self, step: DecodingSequences) -> DraftPlan:
-        start, before = self._clock(), PLAIN if self.best is None else self.best.way
-        best = self.search.best(step, before, CAUTION)
-        plan = self.budget.trial(step, best) or best
-        self.best, self._tried = best, plan.trial
-        self.prices = prices(plan, best.option.goodput, self.search.costs)
-        self._searching.took(self._clock() - start)
-        every = 1 + self._searching.steps(best.option.seconds)
-        self._next = self.search.acceptance.step + every
-        return plan
-
-
-# ---- Which offers of model-free drafts are worth reading: decided in every step that looks for
-# any.
-
-
-class Offered:
-    """Judges them beside plain decoding: offers come and go, and where one is left a sequence
-    decodes plainly meanwhile."""
-
-    def __init__(self, costs: StepCosts, account: Account) -> None:
-        self._costs, self._account = costs, account
-
-    def choose(self, offers: Sequence[Sequence[Draft]]) -> Sequence[Choice] | None:
-        """A choice for each sequence; None where all together are not worth it, or could lose more
-        than there is room for."""
-        if not any(offers):
-            return None
-        costs, batch, choices = self._costs, len(offers), list[Choice]()
-        step, row = costs.verify(batch, batch), costs.row(batch)
-        price, rows, gained = row * batch / step, batch, 0.0
-        for own in offers:
-            best, most = NONE, 0.0
-            for draft in own:
-                depth, survival, expected = 0, 1.0, 0.0
-                for chance in draft.confidence:
-                    survival *= chance
-                    if survival < price:
-                        break
-                    depth, expected = depth + 1, expected + survival
-                if expected > most:
-                    best, most = Choice(draft.mode, depth), expected
-            choices.append(best)
-            rows, gained = rows + best.depth, gained + most
-        seconds = costs.verify(batch, rows) + costs.overhead
-        if (batch + gained) * step <= CAUTION * batch * seconds:
-            return None
-        return choices if self._account.affords(seconds - step, TRUST * step) else None
-
-
-# ---- What a controller knows, as plain figures for statistics and metrics.
-
-
-def control_figures(
-    best: DraftPlan | None, costs: StepCosts, account: Account, acceptance: Acceptance
-) -> dict[str, Any]:
-    """For JSON; what is predicted is None before the first step.
-
-    Args:
-        best: the plan that was best at the last search.
-    """
-    predicted, errors = None, costs.errors.medians()
-    if best is not None:
-        batch = len(best.choices)
-        predicted = best.option.goodput * costs.verify(batch, batch) / batch
-    return {
-        "predicted_gain": predicted,
-        "measured_gain": account.gain,
-        "target_efficiency": costs.efficiency.as_dict(),
-        "prediction_error": errors["step"],
-        "prediction_error_together": errors["together"],
-        "trials": account.trials,
-        "mode": None if best is None or best.mode is None else best.mode.name,
-        "depth": 0 if best is None else best.way[1],
-        "expected_acceptance": {
-            mode.name: list(rates.rates(acceptance.step))
-            for mode, rates in acceptance.positions.items()
-        },
-    }
-
-
-# ----
-
 LEARNING = 0.005
 """Share of the time that learning may take; then only some steps are learnt from."""
+MEMORY, DISK = 12e9, 1e9
+"""Bytes a second that are assumed until steps have been measured; their proportion matters."""
+OPERATIONS = 1e11
+"""The same of multiplications."""
 
 
 class AutoController(Controller):
@@ -365,12 +184,172 @@ class AutoController(Controller):
             self.costs.observe(None if plan is None else plan.mode, round, counts)
 
 
-# ---- A controller for a model: how large its experts are, where they lie, and what reads them.
+@dataclass(frozen=True)
+class Budget:
+    """Judges plans by what they cost if nothing that they draft is accepted."""
 
-MEMORY, DISK = 12e9, 1e9
-"""Bytes a second that are assumed until steps have been measured; their proportion matters."""
-OPERATIONS = 1e11
-"""The same of multiplications."""
+    search: Search
+    account: Account
+
+    def trial(self, step: DecodingSequences, best: DraftPlan) -> DraftPlan | None:
+        """Something else than the best that is known, where luck could make it better; the search
+        for it takes time, too, and waits until there is room."""
+        batch = len(best.choices)
+        if self.steps_until_trial(batch) > 0:
+            return None
+        least = LOYALTY * best.option.goodput
+        short = step._replace(limits=[min(limit, 1) for limit in step.limits])
+        for each in (step, short):
+            hope = self.search.best(each, PLAIN, optimism=OPTIMISM)
+            if hope.option.goodput < least or hope.way == best.way:
+                continue
+            lost = self.search.seconds(hope) - len(best.choices) / best.option.goodput
+            kept = KEPT * self.search.costs.verify(batch, batch)
+            if self.account.affords(self._risk(hope) + kept) and self.account.affords_trial(lost):
+                return hope._replace(trial=True)
+        return None
+
+    def steps_until_trial(self, batch: int) -> int:
+        """Plain steps after which there is room for the least trial; 0 if there is now."""
+        step, least = self.search.costs.verify(batch, batch), self._least_risk(batch)
+        room = min(least / step + KEPT, UNSPENT)
+        return max(self.account.steps_until(room, step), self.account.until_trial(least, step))
+
+    def within(self, plan: DraftPlan) -> DraftPlan | None:
+        """A plan, or the beginning of it for which there is room."""
+        deepest = max(choice.depth for choice in plan.choices)
+        while deepest and not self.account.affords(self._risk(plan)):
+            deepest //= 2
+            choices = tuple(
+                Choice(choice.mode, min(choice.depth, deepest)) if deepest else Choice()
+                for choice in plan.choices
+            )
+            plan = plan._replace(choices=choices)
+        return plan if deepest else None
+
+    def _least_risk(self, batch: int) -> float:
+        """Seconds that the least trial loses if nothing is accepted."""
+        costs = self.search.costs
+        passes = [costs.draft(mode, 1, 1) for mode in self.search.modes]
+        row = costs.verify(batch, batch + 1) - costs.verify(batch, batch)
+        return min(passes, default=0.0) + max(row, 0.0)
+
+    def _risk(self, plan: DraftPlan) -> float:
+        """Seconds that a plan loses against plain decoding if nothing is accepted."""
+        batch = len(plan.choices)
+        return self.search.seconds(plan) - self.search.costs.verify(batch, batch)
+
+
+class Planner:
+    """Plans steps.
+
+    Args:
+        clock: measures how long a search takes.
+
+    Attributes:
+        best: that was known at the last search; None before the first.
+        prices: tokens that a pass more, and a row more, have to bring.
+        wakes: the step from which on `plan` has something to say: while no such drafts are made,
+            when there is room for a trial.
+    """
+
+    def __init__(self, search: Search, account: Account, clock: Callable[[], float]) -> None:
+        self.search, self.budget = search, Budget(search, account)
+        self.best: DraftPlan | None = None
+        self.prices = 0.0, 0.0
+        self.wakes = 0 if search.modes else inf
+        self._clock = clock
+        self._next = 0  # step of the next search
+        self._tried = False  # something since the last one
+        self._searching = Upkeep(PLANNING)
+
+    def plan(self, step: DecodingSequences) -> DraftPlan | None:
+        """What to draft; None where nothing by the model itself."""
+        now, best, batch = self.search.acceptance.step, self.best, len(step.sequences)
+        if best is not None and best.mode is not None:
+            stands = now < self._next and batch == len(best.choices)
+            plan = self.search.again(step, best, self.prices[1]) if stands else self._search(step)
+        elif best and not self._tried and (left := self.budget.steps_until_trial(batch)):
+            self.wakes = now + left
+            return None
+        else:
+            plan = self._search(step)
+        assert self.best is not None
+        self.wakes = self._next if self.best.mode is None else now + 1
+        return None if plan.mode is None else self.budget.within(plan)
+
+    def _search(self, step: DecodingSequences) -> DraftPlan:
+        start, before = self._clock(), PLAIN if self.best is None else self.best.way
+        best = self.search.best(step, before, CAUTION)
+        plan = self.budget.trial(step, best) or best
+        self.best, self._tried = best, plan.trial
+        self.prices = prices(plan, best.option.goodput, self.search.costs)
+        self._searching.took(self._clock() - start)
+        every = 1 + self._searching.steps(best.option.seconds)
+        self._next = self.search.acceptance.step + every
+        return plan
+
+
+class Offered:
+    """Judges them beside plain decoding: offers come and go, and where one is left a sequence
+    decodes plainly meanwhile."""
+
+    def __init__(self, costs: StepCosts, account: Account) -> None:
+        self._costs, self._account = costs, account
+
+    def choose(self, offers: Sequence[Sequence[Draft]]) -> Sequence[Choice] | None:
+        """A choice for each sequence; None where all together are not worth it, or could lose more
+        than there is room for."""
+        if not any(offers):
+            return None
+        costs, batch, choices = self._costs, len(offers), list[Choice]()
+        step, row = costs.verify(batch, batch), costs.row(batch)
+        price, rows, gained = row * batch / step, batch, 0.0
+        for own in offers:
+            best, most = NONE, 0.0
+            for draft in own:
+                depth, survival, expected = 0, 1.0, 0.0
+                for chance in draft.confidence:
+                    survival *= chance
+                    if survival < price:
+                        break
+                    depth, expected = depth + 1, expected + survival
+                if expected > most:
+                    best, most = Choice(draft.mode, depth), expected
+            choices.append(best)
+            rows, gained = rows + best.depth, gained + most
+        seconds = costs.verify(batch, rows) + costs.overhead
+        if (batch + gained) * step <= CAUTION * batch * seconds:
+            return None
+        return choices if self._account.affords(seconds - step, TRUST * step) else None
+
+
+def control_figures(
+    best: DraftPlan | None, costs: StepCosts, account: Account, acceptance: Acceptance
+) -> dict[str, Any]:
+    """For JSON; what is predicted is None before the first step.
+
+    Args:
+        best: the plan that was best at the last search.
+    """
+    predicted, errors = None, costs.errors.medians()
+    if best is not None:
+        batch = len(best.choices)
+        predicted = best.option.goodput * costs.verify(batch, batch) / batch
+    return {
+        "predicted_gain": predicted,
+        "measured_gain": account.gain,
+        "target_efficiency": costs.efficiency.as_dict(),
+        "prediction_error": errors["step"],
+        "prediction_error_together": errors["together"],
+        "trials": account.trials,
+        "mode": None if best is None or best.mode is None else best.mode.name,
+        "depth": 0 if best is None else best.way[1],
+        "expected_acceptance": {
+            mode.name: list(rates.rates(acceptance.step))
+            for mode, rates in acceptance.positions.items()
+        },
+    }
 
 
 def make_controller(

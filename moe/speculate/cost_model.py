@@ -1,7 +1,9 @@
 """What a step of drafting and verifying costs, from what such steps have cost.
 
-MoESD's model with a measured curve of coverage in place of uniform routing, and
-with cache misses: more rows read more experts, and those that are not in memory cost most.
+`StepCosts` predicts seconds. `Coverage` says how many distinct experts a pass visits, and how many
+of them are missing; `Times` fits prices (of a pass, a row, an expert in memory, a missing one) and
+keeps what passes that are alike have taken. It is MoESD's model with a measured curve of coverage
+in place of uniform routing, and with cache misses. Legend: B sequences of a pass.
 """
 
 from __future__ import annotations
@@ -17,127 +19,10 @@ import numpy as np
 
 from moe.speculate.draft import Mode, Round
 
-# ---- How many distinct experts a pass visits, and how many of them are missing: measured, not
-# assumed.
-#
-# Uniform routing is a bound; real models visit fewer, and the gap is what speculation lives on
-# Legend: B sequences of a pass.
-
 Counts = tuple[float, float]
 """Distinct experts that a pass visited in all layers, and those of them not in memory."""
-
 HITS_FOLLOW = 0.1
 """Weight of the last pass in what is known of hits: texts change what is in memory."""
-
-
-class Counter(Protocol):
-    """Counts the experts of a step."""
-
-    def start(self) -> None: ...
-
-    def read(self) -> Counts | None:
-        """Since `start`; None where it does not know."""
-        ...
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """A model's experts.
-
-    Attributes:
-        experts: of all layers together.
-        visits: of one token in all layers: the sum of K.
-        slots: experts that are in memory; all of them without offload.
-    """
-
-    experts: int
-    visits: float
-    slots: int
-
-    @property
-    def resident(self) -> float:
-        return min(self.slots / self.experts, 1.0)
-
-
-class Coverage:
-    """Distinct experts of a pass, and those of them that are not in memory.
-
-    The rows of a pass are worth fewer independent ones, ``B^a * (rows / B)^b``: rows of different
-    sequences, and neighbours in one, go to the same experts more often than chance would have it.
-    Both exponents are fitted; then uniform routing's law holds.
-
-    Attributes:
-        exponents: a and b.
-        hits: share of one token's experts that are in memory.
-    """
-
-    def __init__(self, sizes: ExpertSizes) -> None:
-        self.sizes = sizes
-        self.exponents = (0.9, 0.8)
-        self.hits = sizes.resident
-        self._share = min(sizes.visits / sizes.experts, 1 - 1e-9)
-        self._gram = np.eye(2)
-        self._moment = np.array(self.exponents)
-
-    def independent(self, sequences: int, rows: float) -> float:
-        """Rows of uniform routing that would visit as many experts."""
-        a, b = self.exponents
-        return sequences**a * (rows / sequences) ** b
-
-    def distinct(self, sequences: int, rows: float) -> float:
-        """Experts of all layers that a pass visits."""
-        return self.sizes.experts * self._covered(self._share, self.independent(sequences, rows))
-
-    def missing(self, sequences: int, rows: float) -> float:
-        """Those of them that have to be fetched."""
-        return self._missing(self.hits, self.independent(sequences, rows))
-
-    def missing_instead(self, sequences: int, rows: int, missing: float) -> float:
-        """Experts that one row of each sequence would have missed, where so many were missing."""
-        if self.sizes.resident == 1:
-            return 0.0
-        hits = self._share_of_hits(self.independent(sequences, rows), missing)
-        return self._missing(hits, self.independent(sequences, sequences))
-
-    def follow(self, sequences: int, rows: int, missing: float, passes: int = 1) -> None:
-        """So many experts of a pass, or of several on average, were not in memory."""
-        if self.sizes.resident < 1:
-            recent = 1 - (1 - HITS_FOLLOW) ** passes
-            hits = self._share_of_hits(self.independent(sequences, rows), missing)
-            self.hits += recent * (hits - self.hits)
-
-    def observe(self, sequences: int, rows: int, distinct: float) -> None:
-        """So many experts a pass, or several on average, really visited."""
-        covered = min(distinct / self.sizes.experts, 1 - 1e-3)
-        worth = log(1 - covered) / log(1 - self._share)
-        if rows > 1 and worth > 0:
-            x = np.array([log(sequences), log(rows / sequences)])
-            self._gram = 0.98 * self._gram + np.outer(x, x) + 0.002 * np.eye(2)
-            self._moment = 0.98 * self._moment + x * log(worth) + 0.002 * np.array(self.exponents)
-            a, b = np.clip(np.linalg.solve(self._gram, self._moment), 0.05, 1.2).tolist()
-            self.exponents = a, b
-
-    def _missing(self, hits: float, worth: float) -> float:
-        away = 1 - self.sizes.resident
-        if away <= 0:
-            return 0.0
-        share = min((1 - hits) * self._share / away, 1 - 1e-9)
-        return self.sizes.experts * away * self._covered(share, worth)
-
-    def _share_of_hits(self, worth: float, missing: float) -> float:
-        """The hit share at which so many would be missing."""
-        away = 1 - self.sizes.resident
-        covered = min(missing / (self.sizes.experts * away), 1 - 1e-9)
-        lost = 1 - (1 - covered) ** (1 / max(worth, 1e-9))
-        return min(max(1 - lost * away / self._share, 0.0), 1.0)
-
-    @staticmethod
-    def _covered(share: float, worth: float) -> float:
-        return 1 - exp(worth * log(1 - share))
-
-
-# ---- What passes take: seconds from prices of what they do, fitted while they are measured.
-
 STIFFNESS = 0.02
 """How hard fitted prices are held to the proportions that were assumed, in bucket weights."""
 BELIEF = 2.0
@@ -149,123 +34,6 @@ FOLLOW = 0.06
 """Weight of the last measurement in the machine's pace."""
 OUTLIER = 1.5
 """Factor by which a time may differ from what was known without being cut."""
-
-
-@dataclass
-class Pace:
-    """How much slower the machine is now than when it was measured: it has other work, too."""
-
-    value: float = 1.0
-
-    def follow(self, ratio: float, passes: int = 1) -> None:
-        """Passes took ``ratio`` times what was known of such passes."""
-        self.value *= ratio ** (1 - (1 - FOLLOW) ** passes)
-
-
-@dataclass
-class _Point:
-    """What was measured of passes that are alike; seconds at pace 1."""
-
-    features: np.ndarray
-    seconds: float
-    count: float = 1.0
-    used: int = 0
-
-
-@dataclass
-class Times:
-    """Seconds of passes, from features that each have a price.
-
-    Args:
-        assumed: prices, of which only the proportions are believed: the first measurement says how
-            fast the machine is.
-        pace: of the machine, shared by everything that runs on it.
-
-    Prices are fitted to all points by ridge regression. By how much passes like one have been
-    slower than prices say is remembered too, where they have been measured often; what differs
-    between passes that are alike, as what they have to fetch does, counts by its price.
-    """
-
-    assumed: Sequence[float]
-    pace: Pace = field(default_factory=Pace)
-    prices: list[float] = field(init=False)
-    _points: dict[object, _Point] = field(default_factory=dict)
-    _clock: int = 0
-    _stale: int = 0
-
-    def __post_init__(self) -> None:
-        self.prices = list(self.assumed)
-
-    @property
-    def known(self) -> bool:
-        return bool(self._points)
-
-    def modelled(self, features: Sequence[float]) -> float:
-        """By prices alone."""
-        prices = zip(self.prices, features, strict=True)
-        return self.pace.value * sum(price * feature for price, feature in prices)
-
-    def predict(self, point: object, features: Sequence[float]) -> float:
-        """By prices, and by what was measured of passes that are alike."""
-        return self.modelled(features) * self._ratio(self._points.get(point))
-
-    def observe(
-        self, point: object, features: Sequence[float], seconds: float, passes: int = 1
-    ) -> None:
-        """Passes that are alike have been measured, or their mean."""
-        self._clock += 1
-        row, known = np.asarray(features, dtype=float), self._points.get(point)
-        if known is None:
-            if len(self._points) >= POINTS:
-                del self._points[min(self._points, key=lambda key: self._points[key].used)]
-            self._points[point] = _Point(row, seconds / self.pace.value, passes, self._clock)
-            self._fit()
-            return
-        if known.count > 3:
-            expected = self.predict(point, features)
-            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-            self.pace.follow(seconds / expected, passes)
-        known.count = min(known.count + passes, MOST_COUNT)
-        weight = min(passes / known.count, 1.0)
-        known.features = known.features + weight * (row - known.features)
-        known.seconds += weight * (seconds / self.pace.value - known.seconds)
-        known.used = self._clock
-        self._stale += 1
-        if known.count < 4 or self._stale >= 16:
-            self._fit()
-
-    def _ratio(self, known: _Point | None) -> float:
-        """By how much what is known of a point differs from what prices say of it."""
-        if known is None:
-            return 1.0
-        modelled = self.modelled(known.features.tolist()) / self.pace.value
-        return (known.count * known.seconds / modelled + BELIEF) / (known.count + BELIEF)
-
-    def _fit(self) -> None:
-        """Least squares of relative errors, held to the assumed proportions, no price below 0."""
-        self._stale = 0
-        points = list(self._points.values())
-        assumed = np.array(self.assumed, dtype=float)
-        rows = np.stack([p.features / p.seconds for p in points])
-        weight = np.array([min(p.count, 8.0) / 8.0 for p in points])
-        fit = rows @ assumed
-        scale = float((weight * fit).sum() / (weight * fit**2).sum())
-        columns = rows * (scale * assumed)  # prices in units of the assumed ones
-        gram = (columns * weight[:, None]).T @ columns + STIFFNESS * np.eye(len(assumed))
-        moment = (columns * weight[:, None]).sum(0) + STIFFNESS
-        used = np.ones(len(assumed), dtype=bool)
-        solved = np.zeros(len(assumed))
-        while used.any():
-            solved[:] = 0.0
-            solved[used] = np.linalg.solve(gram[np.ix_(used, used)], moment[used])
-            if (solved >= 0).all():
-                break
-            used &= solved > 0
-        self.prices = (solved * scale * assumed).tolist()
-
-
-# ---- How steps that were measured compare with what was predicted of them.
-
 JUDGED = 128
 """Predictions that are judged."""
 LEARNING = 16
@@ -273,75 +41,11 @@ LEARNING = 16
 TOGETHER = 8
 """Steps that are judged as one as well: what a single one has to fetch is luck."""
 RECENT = 0.99
-
-
-class Errors:
-    """How far predictions have been off."""
-
-    def __init__(self) -> None:
-        self._single = deque[float](maxlen=JUDGED)
-        self._together = deque[float](maxlen=JUDGED)
-        self._steps, self._predicted, self._seconds = 0, 0.0, 0.0
-
-    def add(self, predicted: float, seconds: float) -> None:
-        """Of one step."""
-        self._steps += 1
-        if self._steps <= LEARNING:
-            return
-        self._single.append(abs(predicted / seconds - 1))
-        self._predicted, self._seconds = self._predicted + predicted, self._seconds + seconds
-        if self._steps % TOGETHER == 0:
-            self.together(self._predicted, self._seconds)
-            self._predicted = self._seconds = 0.0
-
-    def together(self, predicted: float, seconds: float) -> None:
-        """Of several steps."""
-        self._together.append(abs(predicted / seconds - 1))
-
-    def medians(self) -> dict[str, float | None]:
-        """Relative errors of late, of single steps and of a few together, for JSON: medians, as
-        other work on the machine comes in bursts; None before any."""
-        return {
-            name: median(errors) if errors else None
-            for name, errors in (("step", self._single), ("together", self._together))
-        }
-
-
-@dataclass
-class Efficiency:
-    """MoESD's target efficiency of late: a plain pass over one that verifies, in time.
-
-    Attributes:
-        plain, predicted, measured: seconds, fading.
-    """
-
-    plain: float = 0.0
-    predicted: float = 0.0
-    measured: float = 0.0
-
-    def add(self, plain: float, predicted: float, measured: float) -> None:
-        self.plain = RECENT * self.plain + plain
-        self.predicted = RECENT * self.predicted + predicted
-        self.measured = RECENT * self.measured + measured
-
-    def as_dict(self) -> dict[str, float | None]:
-        """For JSON; None before anything was verified."""
-        if not self.measured:
-            return {"predicted": None, "measured": None}
-        return {
-            "predicted": self.plain / self.predicted,
-            "measured": self.plain / self.measured,
-        }
-
-
-# ----
-
 HOPE = 0.1
 """Least that a draft pass may cost beside a plain one."""
 STEP_FOLLOW = 0.1
 ROWS = 7
 """Of a sequence in a long draft."""
-
 Features = tuple[float, float, float, float]
 """Of a pass: one, its rows, distinct experts, and those of them to be fetched."""
 Depths = tuple[int, ...]
@@ -521,3 +225,281 @@ class StepCosts:
 def _point(sequences: int, rows: int, features: Features) -> object:
     """Passes with the same are alike."""
     return sequences, rows, int(features[-1]).bit_length()
+
+
+class Counter(Protocol):
+    """Counts the experts of a step."""
+
+    def start(self) -> None: ...
+
+    def read(self) -> Counts | None:
+        """Since `start`; None where it does not know."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """A model's experts.
+
+    Attributes:
+        experts: of all layers together.
+        visits: of one token in all layers: the sum of K.
+        slots: experts that are in memory; all of them without offload.
+    """
+
+    experts: int
+    visits: float
+    slots: int
+
+    @property
+    def resident(self) -> float:
+        return min(self.slots / self.experts, 1.0)
+
+
+class Coverage:
+    """Distinct experts of a pass, and those of them that are not in memory.
+
+    The rows of a pass are worth fewer independent ones, ``B^a * (rows / B)^b``: rows of different
+    sequences, and neighbours in one, go to the same experts more often than chance would have it.
+    Both exponents are fitted; then uniform routing's law holds.
+
+    Attributes:
+        exponents: a and b.
+        hits: share of one token's experts that are in memory.
+    """
+
+    def __init__(self, sizes: ExpertSizes) -> None:
+        self.sizes = sizes
+        self.exponents = (0.9, 0.8)
+        self.hits = sizes.resident
+        self._share = min(sizes.visits / sizes.experts, 1 - 1e-9)
+        self._gram = np.eye(2)
+        self._moment = np.array(self.exponents)
+
+    def independent(self, sequences: int, rows: float) -> float:
+        """Rows of uniform routing that would visit as many experts."""
+        a, b = self.exponents
+        return sequences**a * (rows / sequences) ** b
+
+    def distinct(self, sequences: int, rows: float) -> float:
+        """Experts of all layers that a pass visits."""
+        return self.sizes.experts * self._covered(self._share, self.independent(sequences, rows))
+
+    def missing(self, sequences: int, rows: float) -> float:
+        """Those of them that have to be fetched."""
+        return self._missing(self.hits, self.independent(sequences, rows))
+
+    def missing_instead(self, sequences: int, rows: int, missing: float) -> float:
+        """Experts that one row of each sequence would have missed, where so many were missing."""
+        if self.sizes.resident == 1:
+            return 0.0
+        hits = self._share_of_hits(self.independent(sequences, rows), missing)
+        return self._missing(hits, self.independent(sequences, sequences))
+
+    def follow(self, sequences: int, rows: int, missing: float, passes: int = 1) -> None:
+        """So many experts of a pass, or of several on average, were not in memory."""
+        if self.sizes.resident < 1:
+            recent = 1 - (1 - HITS_FOLLOW) ** passes
+            hits = self._share_of_hits(self.independent(sequences, rows), missing)
+            self.hits += recent * (hits - self.hits)
+
+    def observe(self, sequences: int, rows: int, distinct: float) -> None:
+        """So many experts a pass, or several on average, really visited."""
+        covered = min(distinct / self.sizes.experts, 1 - 1e-3)
+        worth = log(1 - covered) / log(1 - self._share)
+        if rows > 1 and worth > 0:
+            x = np.array([log(sequences), log(rows / sequences)])
+            self._gram = 0.98 * self._gram + np.outer(x, x) + 0.002 * np.eye(2)
+            self._moment = 0.98 * self._moment + x * log(worth) + 0.002 * np.array(self.exponents)
+            a, b = np.clip(np.linalg.solve(self._gram, self._moment), 0.05, 1.2).tolist()
+            self.exponents = a, b
+
+    def _missing(self, hits: float, worth: float) -> float:
+        away = 1 - self.sizes.resident
+        if away <= 0:
+            return 0.0
+        share = min((1 - hits) * self._share / away, 1 - 1e-9)
+        return self.sizes.experts * away * self._covered(share, worth)
+
+    def _share_of_hits(self, worth: float, missing: float) -> float:
+        """The hit share at which so many would be missing."""
+        away = 1 - self.sizes.resident
+        covered = min(missing / (self.sizes.experts * away), 1 - 1e-9)
+        lost = 1 - (1 - covered) ** (1 / max(worth, 1e-9))
+        return min(max(1 - lost * away / self._share, 0.0), 1.0)
+
+    @staticmethod
+    def _covered(share: float, worth: float) -> float:
+        return 1 - exp(worth * log(1 - share))
+
+
+@dataclass
+class Pace:
+    """How much slower the machine is now than when it was measured: it has other work, too."""
+
+    value: float = 1.0
+
+    def follow(self, ratio: float, passes: int = 1) -> None:
+        """Passes took ``ratio`` times what was known of such passes."""
+        self.value *= ratio ** (1 - (1 - FOLLOW) ** passes)
+
+
+@dataclass
+class _Point:
+    """What was measured of passes that are alike; seconds at pace 1."""
+
+    features: np.ndarray
+    seconds: float
+    count: float = 1.0
+    used: int = 0
+
+
+@dataclass
+class Times:
+    """Seconds of passes, from features that each have a price.
+
+    Args:
+        assumed: prices, of which only the proportions are believed: the first measurement says how
+            fast the machine is.
+        pace: of the machine, shared by everything that runs on it.
+
+    Prices are fitted to all points by ridge regression. By how much passes like one have been
+    slower than prices say is remembered too, where they have been measured often; what differs
+    between passes that are alike, as what they have to fetch does, counts by its price.
+    """
+
+    assumed: Sequence[float]
+    pace: Pace = field(default_factory=Pace)
+    prices: list[float] = field(init=False)
+    _points: dict[object, _Point] = field(default_factory=dict)
+    _clock: int = 0
+    _stale: int = 0
+
+    def __post_init__(self) -> None:
+        self.prices = list(self.assumed)
+
+    @property
+    def known(self) -> bool:
+        return bool(self._points)
+
+    def modelled(self, features: Sequence[float]) -> float:
+        """By prices alone."""
+        prices = zip(self.prices, features, strict=True)
+        return self.pace.value * sum(price * feature for price, feature in prices)
+
+    def predict(self, point: object, features: Sequence[float]) -> float:
+        """By prices, and by what was measured of passes that are alike."""
+        return self.modelled(features) * self._ratio(self._points.get(point))
+
+    def observe(
+        self, point: object, features: Sequence[float], seconds: float, passes: int = 1
+    ) -> None:
+        """Passes that are alike have been measured, or their mean."""
+        self._clock += 1
+        row, known = np.asarray(features, dtype=float), self._points.get(point)
+        if known is None:
+            if len(self._points) >= POINTS:
+                del self._points[min(self._points, key=lambda key: self._points[key].used)]
+            self._points[point] = _Point(row, seconds / self.pace.value, passes, self._clock)
+            self._fit()
+            return
+        if known.count > 3:
+            expected = self.predict(point, features)
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+            self.pace.follow(seconds / expected, passes)
+        known.count = min(known.count + passes, MOST_COUNT)
+        weight = min(passes / known.count, 1.0)
+        known.features = known.features + weight * (row - known.features)
+        known.seconds += weight * (seconds / self.pace.value - known.seconds)
+        known.used = self._clock
+        self._stale += 1
+        if known.count < 4 or self._stale >= 16:
+            self._fit()
+
+    def _ratio(self, known: _Point | None) -> float:
+        """By how much what is known of a point differs from what prices say of it."""
+        if known is None:
+            return 1.0
+        modelled = self.modelled(known.features.tolist()) / self.pace.value
+        return (known.count * known.seconds / modelled + BELIEF) / (known.count + BELIEF)
+
+    def _fit(self) -> None:
+        """Least squares of relative errors, held to the assumed proportions, no price below 0."""
+        self._stale = 0
+        points = list(self._points.values())
+        assumed = np.array(self.assumed, dtype=float)
+        rows = np.stack([p.features / p.seconds for p in points])
+        weight = np.array([min(p.count, 8.0) / 8.0 for p in points])
+        fit = rows @ assumed
+        scale = float((weight * fit).sum() / (weight * fit**2).sum())
+        columns = rows * (scale * assumed)  # prices in units of the assumed ones
+        gram = (columns * weight[:, None]).T @ columns + STIFFNESS * np.eye(len(assumed))
+        moment = (columns * weight[:, None]).sum(0) + STIFFNESS
+        used = np.ones(len(assumed), dtype=bool)
+        solved = np.zeros(len(assumed))
+        while used.any():
+            solved[:] = 0.0
+            solved[used] = np.linalg.solve(gram[np.ix_(used, used)], moment[used])
+            if (solved >= 0).all():
+                break
+            used &= solved > 0
+        self.prices = (solved * scale * assumed).tolist()
+
+
+class Errors:
+    """How far predictions have been off."""
+
+    def __init__(self) -> None:
+        self._single = deque[float](maxlen=JUDGED)
+        self._together = deque[float](maxlen=JUDGED)
+        self._steps, self._predicted, self._seconds = 0, 0.0, 0.0
+
+    def add(self, predicted: float, seconds: float) -> None:
+        """Of one step."""
+        self._steps += 1
+        if self._steps <= LEARNING:
+            return
+        self._single.append(abs(predicted / seconds - 1))
+        self._predicted, self._seconds = self._predicted + predicted, self._seconds + seconds
+        if self._steps % TOGETHER == 0:
+            self.together(self._predicted, self._seconds)
+            self._predicted = self._seconds = 0.0
+
+    def together(self, predicted: float, seconds: float) -> None:
+        """Of several steps."""
+        self._together.append(abs(predicted / seconds - 1))
+
+    def medians(self) -> dict[str, float | None]:
+        """Relative errors of late, of single steps and of a few together, for JSON: medians, as
+        other work on the machine comes in bursts; None before any."""
+        return {
+            name: median(errors) if errors else None
+            for name, errors in (("step", self._single), ("together", self._together))
+        }
+
+
+@dataclass
+class Efficiency:
+    """MoESD's target efficiency of late: a plain pass over one that verifies, in time.
+
+    Attributes:
+        plain, predicted, measured: seconds, fading.
+    """
+
+    plain: float = 0.0
+    predicted: float = 0.0
+    measured: float = 0.0
+
+    def add(self, plain: float, predicted: float, measured: float) -> None:
+        self.plain = RECENT * self.plain + plain
+        self.predicted = RECENT * self.predicted + predicted
+        self.measured = RECENT * self.measured + measured
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON; None before anything was verified."""
+        if not self.measured:
+            return {"predicted": None, "measured": None}
+        return {
+            "predicted": self.plain / self.predicted,
+            "measured": self.plain / self.measured,
+        }

@@ -195,9 +195,6 @@ class Controller(ABC):
         return None
 
 
-# ---- A controller that decides nothing: one mode, one depth.
-
-
 @dataclass(frozen=True)
 class FixedDepth(Controller):
     """Always drafts in one mode, and as far as it may; at depth 0 it rests."""

@@ -20,8 +20,6 @@ from moe.sampling.sampler import peaks
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Mode
 
-# ---- Where a sequence had its last tokens before: what followed them then may follow again.
-
 LONGEST, SHORTEST = 4, 2
 """Last tokens that must have been seen before, tried in this order."""
 SIZES = (2, 3, 4, 6, 8, 12, 16, 32)
@@ -79,8 +77,6 @@ class History:
             size = longer
         return size
 
-
-# ----
 
 JUDGED = 16
 """Tokens of those that have come since nobody looked, the last ones, that guesses are judged on."""
@@ -257,10 +253,6 @@ class Recycling(ModelFree[Last]):
             if confidence[0] < LEAST:
                 return PLAIN
         return Draft.sure(self.mode, tokens, confidence) if tokens else PLAIN
-
-
-# ---- What model-free drafts have to say of running sequences, whose tokens are read to them
-# once.
 
 
 class Offers:

@@ -1,8 +1,10 @@
-"""Speculation within a step: who drafts, how far, and what stands of it.
+"""Speculation within a step: draft, verify, and account for it.
 
-The runner calls `propose` before a step's lanes and `finish` behind them; where there are drafts,
-`accept` as well, for each sequence with the logits that they gave. Whatever is drafted, tokens are
-those of the model itself (`verify`).
+The runner calls `Speculator.propose` before a step's lanes and `finish` after them; with drafts it
+also calls `accept`, for each sequence with the logits of its drafted tokens. Tokens are always the
+model's own (`verify`): at temperature 0, with a seed, or for a draft by rule, the model chooses its
+token as if there were no draft, and the draft is right as far as it says the same; a drawn draft
+goes through rejection sampling, which keeps the model's distribution exact.
 """
 
 from __future__ import annotations
@@ -23,114 +25,11 @@ from moe.speculate.ngram import ModelFree, Offers
 from moe.speculate.report import Report
 from routing.predict import Forecast
 
-# ---- Which drafted tokens stand: those that the model itself would have chosen, and one more.
-#
-# Where nothing is left to chance (temperature 0, a seed, a draft by rule) the model's token is
-# chosen as if there were no draft, and the draft is right as far as it says the same. Where a
-# draft was drawn from chances of its own, rejection sampling keeps the model's chances exact.
-# Penalties see each accepted token, and log-probabilities are the model's own.
-
-
-def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
-    """The next tokens of a sequence: accepted ones, and one that the draft did not foresee.
-
-    Args:
-        sampler: of the sequence; it goes on by these tokens.
-        logits_TV: of the sequence's last token and of each drafted one, T = drafted tokens + 1.
-
-    Raises:
-        LogitsError, StructureError: no token can be drawn from the first row. A later row like that
-            ends what is accepted before it, and is met again as the first one.
-    """
-    assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
-    if sampler.is_argmax:
-        return _likeliest(draft.tokens, logits_TV)
-    tokens: list[Token] = []
-    guesses, proposals = (*draft.tokens, None), (*draft.proposals, None)
-    for row, guess, proposal in zip(logits_TV, guesses, proposals, strict=True):
-        try:
-            tokens.append(sampler.sample(row, proposal))
-        except (LogitsError, StructureError):
-            if not tokens:
-                raise
-            break
-        if tokens[-1].id != guess:
-            break
-    return tokens
-
-
-def _likeliest(guesses: Sequence[int], logits_TV: Tensor) -> list[Token]:
-    """The same where tokens are largest logits: of all rows at once."""
-    tokens: list[Token] = []
-    best, values = peaks(logits_TV)
-    for token, peak, guess in zip(best, values, (*guesses, None), strict=True):
-        try:
-            check_peak(peak)
-        except LogitsError:
-            if not tokens:
-                raise
-            break
-        tokens.append(Token(token))
-        if token != guess:
-            break
-    return tokens
-
-
-# ---- Plain steps, in some of which nobody looks for drafts: they are timed, and told of
-# together.
-
 TOLD = 4, 256
-"""Steps that are told of together: twice as many each time, while the number of sequences stays and
-nothing is drafted."""
-
+"""Plain steps that are reported together: twice as many each time, while the number of sequences
+stays and nothing is drafted."""
 LOOK = 2.0
-"""Times what a look takes itself that it costs: the pass behind it, whose caches it has emptied, is
-slower by about as much."""
-
-
-class PlainSteps:
-    """Collects them for a controller.
-
-    Attributes:
-        resting: nobody looks for drafts in this step.
-    """
-
-    def __init__(self) -> None:
-        self.resting = False
-        self._batch = self._left = self._looks = 0
-        self._looking, self._told = 0.0, TOLD[0]
-        self._seconds: list[float] = []
-
-    def begin(self, controller: Controller, batch: int) -> bool:
-        """Whether nobody looks for drafts in a step of so many sequences."""
-        if self._left and batch == self._batch:
-            self._left -= 1
-            return True
-        if batch != self._batch or len(self._seconds) >= self._told:
-            self._tell(controller, batch)
-        self._left = controller.rests(batch)
-        self.resting = self._left > 0
-        self._left -= self.resting
-        return self.resting
-
-    def over(self, seconds: float, looking: float) -> None:
-        """One took so long, nan where a prompt was read in it, and looking for drafts before."""
-        self._seconds.append(seconds)
-        if not self.resting:
-            self._looks, self._looking = self._looks + 1, self._looking + LOOK * looking
-
-    def drafted(self) -> None:
-        """A step was not plain: what plain ones take is wanted soon, to compare."""
-        self._told = 2 * TOLD[0]
-
-    def _tell(self, controller: Controller, batch: int) -> None:
-        if self._seconds:
-            controller.rested(Plain(self._batch, self._seconds, self._looks, self._looking))
-        self._told = min(2 * self._told, TOLD[1]) if batch == self._batch else TOLD[0]
-        self._batch, self._seconds, self._looks, self._looking = batch, [], 0, 0.0
-
-
-# ----
+"""A draft lookup costs twice its own time: it also evicts the next pass's CPU caches."""
 
 
 class Speculator:
@@ -274,3 +173,90 @@ def _taken(choice: Choice, offers: Sequence[Draft]) -> Draft:
     """The beginning of the offer that was chosen, if one was."""
     chosen = (offer for offer in offers if offer.mode == choice.mode)
     return next(chosen, PLAIN).first(choice.depth)
+
+
+def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
+    """The next tokens of a sequence: accepted ones, and one that the draft did not foresee.
+
+    Args:
+        sampler: of the sequence; it goes on by these tokens.
+        logits_TV: of the sequence's last token and of each drafted one, T = drafted tokens + 1.
+
+    Raises:
+        LogitsError, StructureError: no token can be drawn from the first row. A later row like that
+            ends what is accepted before it, and is met again as the first one.
+    """
+    assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
+    if sampler.is_argmax:
+        return _likeliest(draft.tokens, logits_TV)
+    tokens: list[Token] = []
+    guesses, proposals = (*draft.tokens, None), (*draft.proposals, None)
+    for row, guess, proposal in zip(logits_TV, guesses, proposals, strict=True):
+        try:
+            tokens.append(sampler.sample(row, proposal))
+        except (LogitsError, StructureError):
+            if not tokens:
+                raise
+            break
+        if tokens[-1].id != guess:
+            break
+    return tokens
+
+
+def _likeliest(guesses: Sequence[int], logits_TV: Tensor) -> list[Token]:
+    """The same where tokens are largest logits: of all rows at once."""
+    tokens: list[Token] = []
+    best, values = peaks(logits_TV)
+    for token, peak, guess in zip(best, values, (*guesses, None), strict=True):
+        try:
+            check_peak(peak)
+        except LogitsError:
+            if not tokens:
+                raise
+            break
+        tokens.append(Token(token))
+        if token != guess:
+            break
+    return tokens
+
+
+class PlainSteps:
+    """Collects them for a controller.
+
+    Attributes:
+        resting: nobody looks for drafts in this step.
+    """
+
+    def __init__(self) -> None:
+        self.resting = False
+        self._batch = self._left = self._looks = 0
+        self._looking, self._told = 0.0, TOLD[0]
+        self._seconds: list[float] = []
+
+    def begin(self, controller: Controller, batch: int) -> bool:
+        """Whether nobody looks for drafts in a step of so many sequences."""
+        if self._left and batch == self._batch:
+            self._left -= 1
+            return True
+        if batch != self._batch or len(self._seconds) >= self._told:
+            self._tell(controller, batch)
+        self._left = controller.rests(batch)
+        self.resting = self._left > 0
+        self._left -= self.resting
+        return self.resting
+
+    def over(self, seconds: float, looking: float) -> None:
+        """One took so long, nan where a prompt was read in it, and looking for drafts before."""
+        self._seconds.append(seconds)
+        if not self.resting:
+            self._looks, self._looking = self._looks + 1, self._looking + LOOK * looking
+
+    def drafted(self) -> None:
+        """A step was not plain: what plain ones take is wanted soon, to compare."""
+        self._told = 2 * TOLD[0]
+
+    def _tell(self, controller: Controller, batch: int) -> None:
+        if self._seconds:
+            controller.rested(Plain(self._batch, self._seconds, self._looks, self._looking))
+        self._told = min(2 * self._told, TOLD[1]) if batch == self._batch else TOLD[0]
+        self._batch, self._seconds, self._looks, self._looking = batch, [], 0, 0.0
