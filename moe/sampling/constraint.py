@@ -1,7 +1,7 @@
-"""Sequences that follow a structure: which tokens may come next, and whether any may.
+"""Structured outputs: which tokens may come next in a sequence that follows a structure.
 
-The grammars are llguidance's. A mask is computed for each token from the sequence's own state, so
-that what a sequence gets does not depend on who else is there.
+llguidance compiles the grammars. Each token's mask is computed from the sequence's own state, so
+it does not depend on other sequences of the batch.
 
 Shape suffix: V vocabulary.
 """
@@ -25,7 +25,7 @@ _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or 
 
 
 class Vocabulary(Protocol):
-    """What structures need of a model's text codec (`moe.text.tokenizer.TextCodec`)."""
+    """The part of `moe.text.tokenizer.TextCodec` that structures need."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
@@ -34,12 +34,12 @@ class Vocabulary(Protocol):
 
 
 class Constraint:
-    """Where one sequence is in its structure.
+    """One sequence's state in its structure.
 
     Args:
         matcher: at the beginning of the text.
         vocab_size: V of the logits.
-        barred: tokens that must not come whatever the structure says.
+        barred: tokens that are never allowed, even by the structure.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, barred: Iterable[int] = ()) -> None:
@@ -53,7 +53,7 @@ class Constraint:
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def allowed_V(self) -> np.ndarray:
-        """Which tokens may come next: (V,) bool. Raises `StructureError` where that is too much."""
+        """Which tokens may come next: (V,) bool. Raises `StructureError` if that is too complex."""
         assert not self.is_over
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
@@ -63,12 +63,12 @@ class Constraint:
         return allowed
 
     def take(self, token_id: int) -> None:
-        """The next token, which was allowed. Raises `StructureError`."""
+        """Advance by an allowed token. Raises `StructureError` if that is too complex."""
         self._matcher.consume_token(token_id)
         self._check()
 
     def fork(self) -> Constraint:
-        """A copy that goes on by itself."""
+        """An independent copy."""
         return Constraint(self._matcher.deep_copy(), self._vocab_size, self._barred)
 
     def _check(self) -> None:
@@ -80,7 +80,7 @@ class Constraint:
 
 
 class Structures:
-    """Compiles the structures that are asked of one model.
+    """Compiles structures for one model.
 
     Args:
         codec: its tokenizer, and the tokens that end a text.
@@ -94,13 +94,13 @@ class Structures:
         self._lock = threading.Lock()
 
     def check(self, structure: Structure) -> None:
-        """Raises `RequestError` where a structure cannot be followed, with the reason.
+        """Raise `RequestError`, with the reason, if a structure cannot be followed.
 
-        Takes a tenth of a second for one that is new.
+        Takes a tenth of a second for a new structure.
         """
         self._tokenizer()
         source = structure.source
-        if structure.kind == "grammar":  # which special tokens there are is for `constraint` to see
+        if structure.kind == "grammar":  # `constraint` checks which special tokens exist
             source = _SPECIAL.sub("<[0]>", source)
         if why := fault(structure.kind, source):
             for name, part in structure.parts:
@@ -109,10 +109,10 @@ class Structures:
             raise _refused(structure, why)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """The beginning of a text, where it has to be something; that has been checked.
+        """A new sequence's constraint; None without a structure. `check` must have passed.
 
-        Where the model has no end tokens, or they do not end texts (``ignore_eos``), a text goes on
-        for as long as its structure lets it.
+        If the model has no end tokens, or the request ignores them (``ignore_eos``), the text goes
+        on for as long as its structure allows.
         """
         structure = params.structure
         if structure is None:
@@ -126,7 +126,7 @@ class Structures:
         return Constraint(matcher, self._vocab_size, tokens.eos_tokens if goes_on else ())
 
     def _tokenizer(self) -> LLTokenizer:
-        """The tokens' bytes as a tree, made when first needed: it takes up to a few seconds."""
+        """The tree of the tokens' bytes, made on first use: that takes up to a few seconds."""
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._made()
@@ -141,7 +141,7 @@ class Structures:
         size = max(self._vocab_size, len(tokenizer))
         try:
             return llguidance.hf.from_tokenizer(cast(Any, tokenizer), size, ends or None)
-        except Exception as error:  # whatever it cannot read
+        except Exception as error:  # llguidance raises many types for tokenizers it cannot read
             return (
                 "structured outputs need a fast tokenizer whose tokens are bytes, and this "
                 f"model's is not ({error})"

@@ -1,8 +1,9 @@
-"""A structure as a grammar of llguidance, and, run as a program, whether one can be compiled.
+"""Turns a structure into a grammar of llguidance; as a program, checks that it can be compiled.
 
 A schema of a few kilobytes can keep the compiler busy for hours, and a grammar of many rules
-overflows its stack. So each is first compiled in a process of its own, with less time, memory and
-stack than there is here. This module imports nothing of ours, for that process to start fast.
+overflows its stack. So `fault` first compiles each structure in a process of its own, with less
+time, memory and stack than this process has. This module imports no other module of ours, so that
+the process starts fast.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 CPU_SECONDS = 2
-WALL_SECONDS = 30  # of a machine that is busy
+WALL_SECONDS = 30  # for a busy machine
 MEMORY = 2**31
 STACK = 2**21  # threads here have four times as much
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # up to 2 KB each
     max_grammar_size=100_000,
-    precompute_large_lexemes=False,  # the time of each step has a limit, that of this has none
+    precompute_large_lexemes=False,  # unlike a step, this has no time limit
     verbose_errors=False,
 )
-# As llama.cpp has it: enough to print prettily, and models cannot go on with blanks for ever.
+# As in llama.cpp: enough for pretty printing, and a model cannot write white space for ever.
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 
 
 def grammar_of(kind: str, source: str) -> str:
-    """The grammar of a structure. Raises `ValueError` where it has none."""
+    """The grammar of a structure. Raises `ValueError` if it is not valid."""
     if kind == "json_schema":
-        # Keywords that cannot be enforced are errors, whatever the schema itself says of them.
+        # Keywords that cannot be enforced are errors, even if the schema asks for leniency.
         return LLMatcher.grammar_from_json_schema(
             source, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
         )
@@ -44,7 +45,7 @@ def grammar_of(kind: str, source: str) -> str:
 
 @lru_cache(maxsize=256)
 def fault(kind: str, source: str) -> str:
-    """Why a structure cannot be compiled, "" where it can; found out in another process."""
+    """Why a structure cannot be compiled, or "" if it can; tried in another process."""
     try:
         done = subprocess.run(
             [sys.executable, __file__],
@@ -68,7 +69,7 @@ _TOO_COMPLEX = (
 
 
 def _fault(kind: str, source: str) -> str:
-    """The same, in this process, which may not live to tell."""
+    """The same, in this process, which may be killed by its limits."""
     try:
         grammar = grammar_of(kind, source)
     except ValueError as error:
@@ -81,7 +82,7 @@ def _fault(kind: str, source: str) -> str:
 
 
 def main() -> None:
-    """Read kind and source from stdin, as JSON, and write what is wrong with them."""
+    """Read kind and source from stdin as JSON; write the fault to stdout."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, validated once so that nothing later has to check."""
+"""`SamplingParams` and `Structure`: the sampling of a request, validated once when it is made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from moe.errors import RequestError
 
-# ---- What a generated text has to be: JSON, JSON of a schema, a match, one of some texts, a
-# sentence.
-#
-# Only the wish is here; `moe.sampling.constraint` makes a sequence follow it.
-
 KINDS = {
     "json_schema": "JSON schema",
     "regex": "regular expression",
@@ -27,15 +22,16 @@ MAX_SOURCE = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The whole of a generated text has to be like this; made by one of the functions below.
+    """The form of a whole generated text; made by one of the class methods.
 
-    Whether it can be followed is found out with a model (`moe.sampling.constraint`), as that takes
-    time. Raises `RequestError` where it cannot be anything of the kind.
+    `moe.sampling.constraint` enforces it, and checks whether it can be followed, which takes time.
+    Raises `RequestError` if it is not valid at all.
 
     Attributes:
         kind: one of `KINDS`.
-        source: what is to be followed; JSON of a schema or of a list of choices.
-        parts: where we have made it of what others wrote, that, and what they call it.
+        source: the pattern or grammar; for a schema or choices, their JSON.
+        parts: if the source was generated from structures of the client: these, with the names
+            that error messages use.
     """
 
     kind: str
@@ -66,9 +62,9 @@ class Structure:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Structure:
-        """JSON that a schema describes, given as it is or as its JSON.
+        """JSON that follows a schema, which is given as an object or as JSON text.
 
-        Keywords that cannot be enforced are refused when a request is made.
+        A request with a keyword that cannot be enforced is refused.
         """
         try:
             tree = json.loads(schema) if isinstance(schema, str) else schema
@@ -104,7 +100,7 @@ class Structure:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in error messages."""
         return f"the {KINDS[self.kind]}"
 
 
@@ -115,8 +111,6 @@ def _is_unicode(text: str) -> bool:
         return False
     return True
 
-
-# ----
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128

@@ -1,6 +1,9 @@
 """Chat templates: programs that come with a model and turn messages into text.
 
-transformers runs them in jinja2's immutable sandbox, and here they have a time limit.
+transformers runs them in jinja2's immutable sandbox; `render` adds a time limit. A thread cannot be
+killed from outside, and an abandoned one runs for ever, so `deadline` sets a trace function, which
+raises inside the template: Python calls it at every line and every call, so that no loop escapes.
+Only a single long operation in C does.
 """
 
 from __future__ import annotations
@@ -18,12 +21,7 @@ from moe.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# ---- A time limit for somebody else's Python code, such as a chat template, in this thread.
-#
-# A thread cannot be killed from outside, and one that is abandoned goes on for ever. A trace
-# function can raise inside the code itself: it is called at every line of the watched code and at
-# every call of a function, so no loop escapes it. A single long operation in C does.
+TEMPLATE_SECONDS = 5.0
 
 
 class DeadlineError(Exception):
@@ -32,12 +30,12 @@ class DeadlineError(Exception):
 
 @contextmanager
 def deadline(seconds: float, file_name: str) -> Iterator[None]:
-    """Raise `DeadlineError` in what runs here once the time is up.
+    """Raise `DeadlineError` in the code inside the context once the time is up.
 
     Args:
         seconds: from now.
-        file_name: of the code whose lines are watched, as in its code objects; of all other code
-            only the calls are, which costs little.
+        file_name: the ``co_filename`` of the code whose every line is traced. Of other code only
+            calls are traced, which costs little.
     """
     end = time.monotonic() + seconds
 
@@ -54,23 +52,18 @@ def deadline(seconds: float, file_name: str) -> Iterator[None]:
         sys.settrace(before)
 
 
-# ----
-
-TEMPLATE_SECONDS = 5.0
-
-
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
 ) -> str:
-    """What the chat template makes of messages, as text.
+    """Render messages as text with the tokenizer's chat template.
 
     Args:
         **options: ``tools``, ``add_generation_prompt`` and ``continue_final_message`` of
-            `apply_chat_template`, and what else the template reads.
+            `apply_chat_template`, and further variables for the template.
 
     Raises:
-        RequestError: the template refused them; its cause is a `DeadlineError` where it took too
-            long.
+        RequestError: the template refused the messages, or (with `DeadlineError` as the cause)
+            took too long.
     """
     try:
         with deadline(TEMPLATE_SECONDS, "<template>"):
@@ -90,19 +83,19 @@ def render(
 
 
 def check_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, object]) -> None:
-    """Raises `RequestError` unless all of these are variables of a template's own."""
+    """Raise `RequestError` if one of these is no variable that only the template itself reads."""
     taken = {"self", "messages", "tokenizer", "conversations"}
     taken |= inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     for name in settings:
         if name in taken or not name.isidentifier() or name.startswith("_"):
             raise RequestError(
-                f"chat_template_kwargs may set variables of the chat template's own, such as "
-                f"enable_thinking; {name!r:.80} is not for requests to say"
+                f"chat_template_kwargs may only set variables of the chat template itself, such as "
+                f"enable_thinking; {name!r:.80} is set by the server"
             )
 
 
 def check_message(position: int, message: object) -> None:
-    """Raises `RequestError` unless it has a role and content, or calls instead."""
+    """Raise `RequestError` unless a message has a role, and content or tool calls."""
     where = f"chat message {position}"
     if not isinstance(message, Mapping):
         raise RequestError(

@@ -1,9 +1,13 @@
-"""Text from tokens as they come: never half a character, never text that a later token changes.
+"""Text from tokens: incremental decoding, bytes of single tokens, stop strings.
 
-A token's text depends on its neighbours: characters are cut over several tokens, and the first
-token of a text may lose its leading space. So tokens are decoded together with the few before
-them, and only what that adds is handed out. (tokenizers' own DecodeStream does the same, but fails
-after skipped special tokens and on runs of byte tokens, and cannot be flushed.)
+`IncrementalDecoder` never returns half a character, nor text that a later token changes. A token's
+text depends on its neighbours: a character may span several tokens, and the first token of a text
+may lose its leading space. So each token is decoded together with a few before it, and only the
+text that it adds is returned. (tokenizers' own DecodeStream does the same, but fails after skipped
+special tokens and on runs of byte tokens, and cannot be flushed.)
+
+`TokenBytes` gives the bytes of single tokens; `StopStrings` ends a text at a stop string, however
+tokens cut it up.
 """
 
 from __future__ import annotations
@@ -30,13 +34,13 @@ class IncrementalDecoder:
     skip_special_tokens=True, clean_up_tokenization_spaces=False)`. (The clean-up rewrites text
     over token boundaries, " n't" for example, so text would never be final.)
 
-    A run of byte tokens such as `<0xE4>` is handed out when it ends: one invalid byte later in
-    the run turns all its characters into U+FFFD.
+    A run of byte tokens such as `<0xE4>` is returned when it ends: one invalid byte later in the
+    run turns all its characters into U+FFFD.
 
     Args:
-        shown: special tokens that are part of the text, with what they are called.
-        behind: tokens of another text, which this one continues: a space between them is part of
-            it. None of their text is handed out.
+        shown: special tokens whose names are part of the text.
+        behind: tokens of a text that this one continues, so that a space between the two is
+            kept. Their own text is not returned.
     """
 
     def __init__(
@@ -133,9 +137,11 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """``decode(skip_special_tokens=True, clean_up_tokenization_spaces=False)``, without what
-    transformers does around a compiled tokenizer's: twice the time of the decoding itself, for each
-    token of each sequence. Classes with a way of their own keep it."""
+    """``decode(skip_special_tokens=True, clean_up_tokenization_spaces=False)``, but faster.
+
+    Around a compiled tokenizer, transformers adds twice the time of the decoding itself, for each
+    token of each sequence: those are called directly. Classes that override it keep their own.
+    """
     from transformers import PreTrainedTokenizerFast as Compiled
 
     own = type(tokenizer)
@@ -146,11 +152,8 @@ def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     return partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-# ---- What single tokens stand for, as bytes: a token may be half a character, and joined they
-# are the text that they make.
-
-_BEFORE = "a"  # a tokenizer may strip what a text begins with, such as a space
-# How byte-level tokenizers write bytes, since GPT-2: those that can be shown as they are.
+_BEFORE = "a"  # decoded in front of a token: tokenizers may strip a space that begins a text
+# Byte-level tokenizers since GPT-2 write printable bytes as themselves, others from U+0100 on.
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_SHOWN))
 _BYTES = {chr(byte): byte for byte in _SHOWN}
@@ -158,7 +161,7 @@ _BYTES |= {chr(256 + place): byte for place, byte in enumerate(_HIDDEN)}
 
 
 class TokenBytes:
-    """The bytes of each token of a tokenizer, in the midst of a text."""
+    """The bytes of each token inside a text; a token may be half a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -189,17 +192,14 @@ class TokenBytes:
         return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
 
 
-# ---- Strings that end a text, found however tokens cut them up.
-
-
 class StopStrings:
-    """Ends a text before the first of some strings that comes up in it, however it is cut up.
+    """Ends a text before the first stop string in it, however the text is cut up.
 
-    First is what ends first; of strings that end together, the longest counts. Text that could
-    be the beginning of a stop string is held back until it is known not to be one.
+    The string that ends first counts; of strings that end together, the longest. Text that may be
+    the beginning of a stop string is held back until it is known not to be one.
 
     Attributes:
-        matched: the string that was found, else None; nothing may be pushed after that.
+        matched: the stop string that was found, or None; after one, nothing may be pushed.
     """
 
     def __init__(self, stop: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""How a model wants its tokens sampled: the sampling in its generation_config.json."""
+"""The sampling defaults in a model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ModelSampling:
-    """What a model says about sampling.
+    """A model's own sampling defaults.
 
     Attributes:
-        values: of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` those it names.
-        notices: what it says that is not valid and does not count, one sentence each.
+        values: those of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` that it
+            has.
+        notices: a sentence for each value that is not valid and not used.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -28,12 +29,12 @@ class ModelSampling:
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelSampling:
-        """Raises `CheckpointError` where the file is there and is not a JSON object."""
+        """Read them from a model's directory. Raises `CheckpointError` if the file is damaged."""
         return cls.of(read_generation_config(directory))
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> ModelSampling:
-        """``do_sample: false`` is temperature 0; where it is true and nothing else is said, 1."""
+        """``do_sample: false`` means temperature 0; true means 1 if no temperature is given."""
         own = cls()
         for name in _NAMES:
             value = config.get(name)

@@ -1,7 +1,7 @@
-"""Prompts to token ids, and the tokens that end a text.
+"""`TextCodec`: prompts to token ids and back, for one model.
 
-A model without a usable tokenizer still runs on token ids; what needs text is then refused with
-the reason.
+A model without a usable tokenizer still runs on token ids; requests that need text are then refused
+with the reason. Code in a model's directory is never run: a tokenizer that needs it is unusable.
 """
 
 from __future__ import annotations
@@ -29,66 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
-# ---- What a model's directory says about text: its tokenizer and the tokens that end a text.
-#
-# Code that a directory may hold is never run; a tokenizer that needs it counts as unusable.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+"""Text, token ids, or chat messages with `role` and `content`."""
 
+OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
+"""The default `ending` of a chat's prompt: it opens the assistant's turn."""
+_BEHIND = 16  # a prompt may have so many tokens of space after the tag that opens reasoning
+ToolSpec = Mapping[str, object]
+"""A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 
-def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """The tokenizer in a local directory and "", or None and the reason why there is none."""
-    from transformers import AutoTokenizer
-
-    # transformers makes an empty tokenizer of some architectures where the files are absent.
-    if not any(any(directory.glob(pattern)) for pattern in _PATTERNS):
-        return None, f"{directory} has no tokenizer files"
-    try:
-        # False, not unset: unset lets transformers ask on the terminal whether to run code.
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # damaged files surface as almost any type, KeyError for one
-        why = f"{type(error).__name__}: {error}"
-        return None, f"the tokenizer in {directory} cannot be loaded ({why})"
-    return tokenizer, ""
-
-
-def eos_token_ids(
-    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
-    """Ids that end a text by generation_config.json, the model's configuration or the tokenizer.
-
-    Raises `CheckpointError` where generation_config.json is damaged.
-    """
-    ids = _generation_eos(directory)
-    for source in (config, config.get_text_config(), tokenizer):
-        ids |= _as_ids(getattr(source, "eos_token_id", None))
-    return frozenset(ids)
-
-
-def _generation_eos(directory: Path) -> set[int]:
-    try:
-        return _as_ids(read_generation_config(directory).get("eos_token_id"))
-    except TypeError as error:
-        raise CheckpointError(
-            f"{directory / GENERATION_CONFIG} must be a JSON object whose eos_token_id is an id "
-            f"or a list of ids: {error}; repair or remove the file"
-        ) from error
-
-
-def _as_ids(value: int | Sequence[int] | None) -> set[int]:
-    ids = [] if value is None else [value] if isinstance(value, int) else value
-    if not isinstance(ids, list | tuple) or not all(type(each) is int for each in ids):
-        raise TypeError(f"got {value!r:.80}")
-    return set(ids)
-
-
-# ---- How a model writes calls of tools and reasoning, as its chat template shows.
-
-
 class TemplateFormats:
-    """What is found by probing the template of a tokenizer; each format when first asked for."""
+    """Formats of tool calls and reasoning, found by probing the chat template on first use."""
 
     tokenizer: PreTrainedTokenizerBase | None
     no_tokenizer_reason: str
@@ -104,7 +57,7 @@ class TemplateFormats:
 
     @cached_property
     def reasoning(self) -> ReasoningSupport:
-        """Whether it is known how the model writes what it thinks before it answers."""
+        """How the model writes its reasoning, or why that is not known."""
         template = self._template()
         if isinstance(template, str):
             return ReasoningSupport(None, template)
@@ -112,17 +65,17 @@ class TemplateFormats:
 
     @cached_property
     def call_tokens(self) -> dict[str, int]:
-        """Special tokens that the model writes calls with: their texts and ids."""
+        """Texts and ids of the special tokens with which the model writes calls."""
         return {} if self.tools.format is None else self._written(self.tools.format.literals)
 
     @cached_property
     def reasoning_tokens(self) -> dict[str, int]:
-        """Special tokens around reasoning, in the same way."""
+        """Texts and ids of the special tokens around reasoning."""
         format = self.reasoning.format
         return {} if format is None else self._written(format.literals)
 
     def _template(self) -> Render | str:
-        """The chat template, or why there is none."""
+        """The function that renders the chat template, or why there is none."""
         if self.tokenizer is None:
             return self.no_tokenizer_reason
         if not self.tokenizer.chat_template:
@@ -141,18 +94,6 @@ class TemplateFormats:
         ids = sorted(special_token_ids(tokenizer) | self.eos_token_ids)
         texts = {i: str(tokenizer.convert_ids_to_tokens(i) or "") for i in ids}
         return {i: text for i, text in texts.items() if text}
-
-
-# ----
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
-"""Text, token ids, or chat messages with `role` and `content`."""
-
-OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
-"""How the text of a chat ends: with the opening of the assistant's turn."""
-_BEHIND = 16  # tokens of space that a prompt may have behind what opens reasoning
-ToolSpec = Mapping[str, object]
-"""A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 
 
 class TextCodec(TemplateFormats):
@@ -198,11 +139,17 @@ class TextCodec(TemplateFormats):
     ) -> list[int]:
         """Token ids of a prompt, at least one.
 
-        Text gets the special tokens that the tokenizer adds by itself; chat messages go through
-        the model's chat template, which says which `tools` there are; `settings` are variables of
-        its own, and `ending` says whether the assistant's turn is opened or the last message goes
-        on. Text that is certain to have more than `max_tokens` is refused before any time is spent
-        on it. Raises `RequestError`.
+        Text gets the tokenizer's own special tokens; chat messages are rendered by the model's chat
+        template.
+
+        Args:
+            max_tokens: text that must have more tokens is refused before it is tokenized.
+            tools: tools that the chat template shows to the model.
+            settings: further variables for the chat template.
+            ending: whether the template opens the assistant's turn or continues the last message.
+
+        Raises:
+            RequestError: the prompt is not valid, or the model cannot take it.
         """
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise RequestError(
@@ -234,7 +181,7 @@ class TextCodec(TemplateFormats):
         return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def opens_reasoning(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends within reasoning, so that answers go on with it."""
+        """Whether a prompt ends inside reasoning, so that its answer continues the reasoning."""
         format = self.reasoning.format
         return format is not None and format.opened_by(
             self.decode(token_ids[-len(format.open) - _BEHIND :])
@@ -247,7 +194,7 @@ class TextCodec(TemplateFormats):
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown, behind)
 
     def _encode_text(self, text: str, max_tokens: int | None, *, special: bool = True) -> list[int]:
-        """With the special tokens that the tokenizer adds by itself, or without."""
+        """Token ids of text; `special`: with the tokenizer's own special tokens."""
         tokenizer = self.require_tokenizer("text prompts")
         self._check_text(text, max_tokens)
         return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
@@ -288,7 +235,7 @@ class TextCodec(TemplateFormats):
 
     @cached_property
     def _longest_token(self) -> int:
-        """Most characters that a token stands for."""
+        """Length of the longest token, in characters."""
         return max(map(len, self.require_tokenizer("text prompts").get_vocab()))
 
     def _checked(self, token_ids: Iterable[Any]) -> list[int]:
@@ -313,3 +260,51 @@ def _index(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The tokenizer in a local directory and "", or None and why it cannot be used."""
+    from transformers import AutoTokenizer
+
+    # transformers makes an empty tokenizer of some architectures where the files are absent.
+    if not any(any(directory.glob(pattern)) for pattern in _PATTERNS):
+        return None, f"{directory} has no tokenizer files"
+    try:
+        # False, not unset: unset lets transformers ask on the terminal whether to run code.
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # damaged files raise almost any type, for example KeyError
+        why = f"{type(error).__name__}: {error}"
+        return None, f"the tokenizer in {directory} cannot be loaded ({why})"
+    return tokenizer, ""
+
+
+def eos_token_ids(
+    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Ids that end a text by generation_config.json, the model's configuration or the tokenizer.
+
+    Raises `CheckpointError` where generation_config.json is damaged.
+    """
+    ids = _generation_eos(directory)
+    for source in (config, config.get_text_config(), tokenizer):
+        ids |= _as_ids(getattr(source, "eos_token_id", None))
+    return frozenset(ids)
+
+
+def _generation_eos(directory: Path) -> set[int]:
+    try:
+        return _as_ids(read_generation_config(directory).get("eos_token_id"))
+    except TypeError as error:
+        raise CheckpointError(
+            f"{directory / GENERATION_CONFIG} must be a JSON object whose eos_token_id is an id "
+            f"or a list of ids: {error}; repair or remove the file"
+        ) from error
+
+
+def _as_ids(value: int | Sequence[int] | None) -> set[int]:
+    ids = [] if value is None else [value] if isinstance(value, int) else value
+    if not isinstance(ids, list | tuple) or not all(type(each) is int for each in ids):
+        raise TypeError(f"got {value!r:.80}")
+    return set(ids)

@@ -1,6 +1,10 @@
-"""Calls of tools, and reasoning: how a model writes them, and how they are read out of its answers.
+"""Tool calls and reasoning: how a model writes them, and how its answers are parsed.
 
-`probe.py` and `reasoning.py` find the formats by probing the chat template; `call_parser.py` and
-`reasoning_parser.py` read answers as they come; `call_grammar.py` and `reasoning_grammar.py` say
-what an answer has to be that must call, or may reason first.
+- `CallFormat` (`format.py`) is how a model writes calls; `probe_tools` (`probe.py`) finds it by
+  probing the chat template. `ReasoningFormat` and `probe_reasoning` (`reasoning.py`) are the same
+  for reasoning.
+- `CallParser` (`parser.py`) and `ReasoningParser` (`reasoning.py`) parse an answer while it is
+  generated; both read it through a `StreamScanner` (`scanner.py`).
+- `CallGrammar` and `after_reasoning` (`grammar.py`) make grammars for answers that must call a
+  tool, or may reason before a structure.
 """

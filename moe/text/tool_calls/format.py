@@ -1,4 +1,4 @@
-"""How a model writes calls of tools, as a value.
+"""`CallFormat`: how a model writes tool calls.
 
 An answer with calls is text, `section_open`, calls with `separator` between them, `section_close`;
 a call is `call_open`, its body, `call_close`. Each of these may be empty. Literals are as the chat
@@ -60,7 +60,7 @@ class TaggedBody:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """See the module.
+    """How a model writes an answer with calls; the module's docstring explains the literals.
 
     Attributes:
         several: the template writes more than one call in an answer.
@@ -80,9 +80,9 @@ class CallFormat:
 
     @property
     def opening(self) -> str:
-        """The first word of every answer's first call; without letters only JSON itself opens it.
+        """The word that begins every answer's first call; "" if that is the JSON itself.
 
-        Such calls are looked for at the start of an answer, and nowhere else.
+        Without such a word, calls are only looked for at the start of an answer.
         """
         words = f"{self.section_open} {self.call_open}".split()
         return words[0] if words and any(map(str.isalnum, words[0])) else ""
@@ -93,7 +93,7 @@ class CallFormat:
         return (*outside, self.separator, *self.body.literals)
 
     def as_dict(self) -> dict[str, str]:
-        """For a status: the shape, and the literals around a call."""
+        """The shape and the literals around a call, for the server's status."""
         names = {ObjectBody: "JSON object", NamedBody: "name and JSON", TaggedBody: "tagged values"}
         around = {"opens": self.section_open + self.call_open}
         return {"shape": names[type(self.body)], **around, "closes": self.call_close}

@@ -1,4 +1,8 @@
-"""Grammars of answers that call tools as their schemas say, in llguidance's version of Lark."""
+"""Grammars of answers, in llguidance's version of Lark.
+
+`CallGrammar`: answers whose tool calls follow their schemas. `after_reasoning`: answers that follow
+a structure and may reason before it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ class CallGrammar:
         """An answer that is a call of one of the tools, or several calls.
 
         Raises:
-            RequestError: what a tool takes cannot be said in a grammar.
+            RequestError: no grammar can express a tool's arguments.
         """
         format = self._format
         start = [self._text(format.section_open), *self._calls(several)]
@@ -46,10 +50,10 @@ class CallGrammar:
         return self._grammar([_rule("start", start)], tools)
 
     def text_or_calls(self, tools: Mapping[str, Schema], *, several: bool) -> str:
-        """An answer of any text, that may end with calls, each as it should be.
+        """An answer of any text that may end with valid calls.
 
         Raises:
-            RequestError: as `calls`, or the format has no delimiters that calls could be known by.
+            RequestError: as `calls`, or the format has no delimiters that show where calls begin.
         """
         format = self._format
         opening = format.opening
@@ -63,7 +67,7 @@ class CallGrammar:
         rest.append(self._text(format.section_close))
         if any(lead.startswith(text) for text in self._special):
             return self._grammar([_rule("start", ["ANYTHING", f"({' '.join(rest)})?"])], tools)
-        # What has the opening in it has to go on as a call, from behind the opening.
+        # Text that contains the opening must continue as a call.
         behind = lead[len(opening) :]
         first = [self._text(behind), "body", self._text(format.call_close)]
         more = [f"({' '.join(self._more())})*"] if several and format.several else []
@@ -96,7 +100,7 @@ class CallGrammar:
         return "\n".join(lines) + "\n"
 
     def _body(self, name: str, schema: Schema, index: int) -> tuple[str, list[str]]:
-        """The name of a rule for the body of a call, and the rules that make it."""
+        """The name of the rule for a call's body, and all rules that it needs."""
         body, rule = self._format.body, f"tool{index}"
         if isinstance(body, ObjectBody):
             whole = _like(json.loads(body.sample), body, (), name, _without_definitions(schema))
@@ -177,7 +181,7 @@ def json_of(schema: Schema) -> str:
 def _like(
     sample: Any, body: ObjectBody, path: tuple[str, ...], name: str, schema: Schema
 ) -> dict[str, Any]:
-    """The schema of objects like a sample, but for name and arguments, and for ids."""
+    """The schema of objects that equal a sample except for name, arguments and ids."""
     if path == body.name:
         return {"const": name}
     if path == body.arguments:
@@ -194,7 +198,7 @@ def _like(
 
 
 def _of_object(name: str, schema: Schema) -> Schema:
-    """Arguments are an object, also where their schema leaves that open."""
+    """A tool's schema, with the type object even if the schema leaves the type open."""
     said = schema.get("type", "object")
     if "object" not in (said if isinstance(said, list) else [said]):
         raise RequestError(
@@ -205,7 +209,7 @@ def _of_object(name: str, schema: Schema) -> Schema:
 
 
 def _definitions(schema: Schema) -> dict[str, Any]:
-    """What references of a schema mean; they are from the outermost object."""
+    """A schema's definitions, which references find from the outermost object."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
@@ -225,21 +229,19 @@ def _unsaid(what: str) -> RequestError:
     )
 
 
-# ---- Grammars of answers that must keep to a structure and may reason before it.
-
 CAN_FOLLOW = ("json_schema", "choice")
-"""Kinds of structures that requests ask for and that can follow reasoning."""
+"""Kinds of requested structures that can follow reasoning."""
 
 
 def after_reasoning(
     structure: Structure, format: ReasoningFormat, special: Mapping[str, int], *, inside: bool
 ) -> Structure:
-    """The structure behind free text that ends with what closes reasoning.
+    """A structure that follows reasoning: free text up to the closing literal.
 
     Args:
         structure: one of the kinds above, or a grammar of `CallGrammar`.
         special: ids of the special tokens that reasoning is written with, by their texts.
-        inside: the prompt has opened the reasoning; else the answer may, or may do without.
+        inside: the prompt has opened the reasoning; else the answer may open it, or not reason.
     """
     first, *rest = cut(format.close, special)
     closed = written("".join(rest), special)

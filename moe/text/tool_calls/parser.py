@@ -1,8 +1,8 @@
-"""Reads calls of tools out of an answer while it comes.
+"""`CallParser`: finds tool calls in an answer while it is generated.
 
-What a text becomes depends on the text alone, never on how it was cut up. Text that cannot be the
-beginning of a call is handed out at once, a call when it is complete. What begins like a call and
-is none (damaged JSON, a tool that the request does not have) is text like any other.
+The result depends on the text alone, never on how it was cut up. Text that cannot be the beginning
+of a call is returned at once, a call when it is complete. Text that begins like a call but is none
+(damaged JSON, a tool that the request does not have) stays text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 from moe.text.tool_calls.format import CallFormat, ObjectBody, TaggedBody
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
-# ---- Arguments that are written as plain text, by what the tool's schema says they are.
-
-_PYTHON = {"True": True, "False": False, "None": None}  # what a template's `string` filter writes
+_PYTHON = {"True": True, "False": False, "None": None}  # as a template's `string` filter writes
 
 
 def from_text(text: str, schema: object) -> Any:
-    """The value of an argument; text where the schema says string, and where it is nothing else."""
+    """The value of an argument written as plain text. A string if the schema says so, or if the
+    text is no JSON."""
     types = _types(schema)
     try:
         value = json.loads(text)
@@ -37,7 +36,7 @@ def from_text(text: str, schema: object) -> Any:
 
 
 def _types(schema: object) -> set[str]:
-    """What a schema allows, without following references; empty: it does not say."""
+    """Types that a schema allows, references not followed; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     said = schema.get("type")
@@ -51,49 +50,46 @@ def _types(schema: object) -> set[str]:
     return {name for name in types if isinstance(name, str)}
 
 
-# ---- What stands between the literals around a call: its name and its arguments, in three
-# shapes.
-
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the arguments of each tool that may be called, by the tool's name."""
 
 CallBody = tuple[object, object, int]
-"""Name and arguments, which may be anything, and where they end."""
+"""Name and arguments, of any type, and the position where they end."""
 
 
 def read_body(
-    reader: StreamScanner, format: CallFormat, at: int, tools: Schemas
+    scanner: StreamScanner, format: CallFormat, at: int, tools: Schemas
 ) -> Scan[CallBody | None]:
-    """None: there is none."""
+    """Scan the name and the arguments of a call, in one of the three shapes; None: neither."""
     body = format.body
     if isinstance(body, ObjectBody):
-        read = yield from reader.json_object(at)
+        read = yield from scanner.json_object(at)
         if read is None:
             return None
         value = loads(read[0])
         return _dig(value, body.name), _dig(value, body.arguments), read[1]
-    named = yield from reader.name(at)
-    after = None if named is None else (yield from reader.literal(named[1], body.middle))
+    named = yield from scanner.name(at)
+    after = None if named is None else (yield from scanner.literal(named[1], body.middle))
     if named is None or after is None:
         return None
     if isinstance(body, TaggedBody):
-        tagged = yield from _Tagged(reader, body, format.call_close, tools.get(named[0])).read(
+        tagged = yield from _Tagged(scanner, body, format.call_close, tools.get(named[0])).read(
             after
         )
         return named[0], *tagged
-    read = yield from reader.json_object(after)
+    read = yield from scanner.json_object(after)
     return None if read is None else (named[0], loads(read[0]), read[1])
 
 
 class _Tagged:
     def __init__(
         self,
-        reader: StreamScanner,
+        scanner: StreamScanner,
         body: TaggedBody,
         call_close: str,
         schema: Mapping[str, Any] | None,
     ) -> None:
-        self._reader = reader
+        self._scanner = scanner
         self._body = body
         self._following = (body.open, call_close)
         properties = (schema or {}).get("properties")
@@ -101,18 +97,18 @@ class _Tagged:
 
     def read(self, at: int) -> Scan[tuple[dict[str, Any] | None, int]]:
         """Arguments and where they end; None where one is not finished."""
-        reader, body = self._reader, self._body
+        scanner, body = self._scanner, self._body
         arguments: dict[str, Any] = {}
-        while (begin := (yield from reader.literal(at, body.open))) is not None:
-            key_end = yield from reader.until(begin, body.key_close.split()[0])
+        while (begin := (yield from scanner.literal(at, body.open))) is not None:
+            key_end = yield from scanner.until(begin, body.key_close.split()[0])
             start = None
             if key_end is not None:
-                start = yield from reader.literal(key_end, body.key_close)
+                start = yield from scanner.literal(key_end, body.key_close)
             ends = None if start is None else (yield from self._ends(start))
             if ends is None:
                 return None, at
-            key = reader.text[begin:key_end].strip()
-            text = reader.text[start : ends[0]].removeprefix(_space_after(body.key_close))
+            key = scanner.text[begin:key_end].strip()
+            text = scanner.text[start : ends[0]].removeprefix(_space_after(body.key_close))
             text = text.removesuffix(_space_before(body.close))
             arguments[key] = from_text(text, self._properties.get(key))
             at = ends[1]
@@ -123,14 +119,14 @@ class _Tagged:
 
         Behind it comes the next key, or the end of the call.
         """
-        at, reader = start, self._reader
-        while (end := (yield from reader.until(at, self._body.close.split()[0]))) is not None:
-            closed = yield from reader.literal(end, self._body.close)
+        at, scanner = start, self._scanner
+        while (end := (yield from scanner.until(at, self._body.close.split()[0]))) is not None:
+            closed = yield from scanner.literal(end, self._body.close)
             if closed is not None:
                 for following in self._following:
-                    if (yield from reader.literal(closed, following)) is not None:
+                    if (yield from scanner.literal(closed, following)) is not None:
                         return end, closed
-                if (yield from reader.skip(closed)) == len(reader.text):
+                if (yield from scanner.skip(closed)) == len(scanner.text):
                     return end, closed
             at = end + 1
         return None
@@ -158,9 +154,6 @@ def _space_after(literal: str) -> str:
     return literal[len(literal.rstrip()) :]
 
 
-# ----
-
-
 @dataclass(frozen=True)
 class ParsedCall:
     """A call of a tool.
@@ -174,19 +167,19 @@ class ParsedCall:
 
 
 class CallParser:
-    """Reads one answer.
+    """Parses one answer.
 
     Args:
         format: how the model writes calls.
-        tools: which there are.
-        most: what follows so many calls is left out; None: everything counts.
+        tools: the tools of the request.
+        most: drop everything after so many calls; None: drop nothing.
     """
 
     def __init__(self, format: CallFormat, tools: Schemas, most: int | None = None) -> None:
         self._format = format
         self._tools = tools
         self._left = most
-        self._reader = StreamScanner()
+        self._scanner = StreamScanner()
         self._at = 0  # everything before is handed out
         self._after_call = False
         self._out: list[str | ParsedCall] = []
@@ -194,49 +187,49 @@ class CallParser:
 
     def push(self, text: str) -> list[str | ParsedCall]:
         """Take in a piece of text; returns text and calls that became final, in their order."""
-        self._reader.text += text
+        self._scanner.text += text
         next(self._reading, None)
         out, self._out = self._out, []
         return out
 
     def finish(self) -> list[str | ParsedCall]:
         """The rest, when the answer has ended."""
-        self._reader.ended = True
+        self._scanner.ended = True
         return self.push("")
 
     def _read(self) -> Scan[None]:
         opening = self._format.opening
-        found = yield from (self._find(opening) if opening else self._reader.skip(0))
+        found = yield from (self._find(opening) if opening else self._scanner.skip(0))
         while found is not None:
             if not (yield from self._section(found)):
-                self._emit(min(found + max(len(opening), 1), len(self._reader.text)))
+                self._emit(min(found + max(len(opening), 1), len(self._scanner.text)))
             if not opening or self._left == 0:
                 break
             found = yield from self._find(opening)
         while True:
             if self._left != 0:
-                self._emit(len(self._reader.text))
+                self._emit(len(self._scanner.text))
             yield
 
     def _find(self, word: str) -> Scan[int | None]:
         """Where the next call may begin; the text before it, but for space, is handed out."""
-        reader = self._reader
+        scanner = self._scanner
         while True:
-            reader.text, self._at = reader.text[self._at :], 0
-            found = reader.text.find(word)
-            end = found if found >= 0 else len(reader.text) - overlap(reader.text, word)
-            self._emit(len(reader.text[:end].rstrip()))
+            scanner.text, self._at = scanner.text[self._at :], 0
+            found = scanner.text.find(word)
+            end = found if found >= 0 else len(scanner.text) - overlap(scanner.text, word)
+            self._emit(len(scanner.text[:end].rstrip()))
             if found >= 0:
                 return found
-            if reader.ended:
-                self._emit(len(reader.text))
+            if scanner.ended:
+                self._emit(len(scanner.text))
                 return None
             yield
 
     def _section(self, at: int | None) -> Scan[bool]:
         """Calls that follow each other; whether there was any."""
         assert at is not None
-        format, literal = self._format, self._reader.literal
+        format, literal = self._format, self._scanner.literal
         begin = yield from literal(at, format.section_open)
         num_calls = 0
         while begin is not None and self._left != 0:
@@ -252,18 +245,18 @@ class CallParser:
         return num_calls > 0
 
     def _call(self, at: int) -> Scan[int | None]:
-        """Hand out the call that begins here, and where it ends; None: there is none."""
-        begin = yield from self._reader.literal(at, self._format.call_open)
+        """Emit the call that begins here; returns where it ends, or None if there is no call."""
+        begin = yield from self._scanner.literal(at, self._format.call_open)
         if begin is None:
             return None
-        read = yield from read_body(self._reader, self._format, begin, self._tools)
+        read = yield from read_body(self._scanner, self._format, begin, self._tools)
         if read is None:
             return None
         name, arguments, end = read
         call = _call(name, arguments, self._tools)
         if call is None:
             return None
-        closed = yield from self._reader.literal(end, self._format.call_close)
+        closed = yield from self._scanner.literal(end, self._format.call_close)
         self._out.append(call)
         self._after_call = True
         if self._left is not None:
@@ -271,8 +264,8 @@ class CallParser:
         return end if closed is None else closed
 
     def _emit(self, end: int) -> None:
-        """Hand out the text up to there, but for space between a call and what follows it."""
-        text = self._reader.text[self._at : end]
+        """Emit the text up to a position, without the space after a call."""
+        text = self._scanner.text[self._at : end]
         if self._after_call:
             text = text.lstrip()
         if text:
@@ -282,14 +275,14 @@ class CallParser:
 
 
 def _call(name: object, arguments: object, tools: Schemas) -> ParsedCall | None:
-    """A call if it is one, of a tool that there is."""
-    if isinstance(arguments, str):  # JSON in JSON, as some templates have it
+    """The call, if it is valid and its tool exists."""
+    if isinstance(arguments, str):  # some templates write JSON in JSON
         arguments = loads(arguments)
     if not isinstance(name, str) or name not in tools or not isinstance(arguments, dict):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()  # there are escapes of halves of characters
+        text.encode()  # fails on the escape of half a character
     except (ValueError, RecursionError):
         return None
     return ParsedCall(name, text)

@@ -1,7 +1,7 @@
-"""How a model writes calls, found by asking its chat template to write some.
+"""Finds how a model writes tool calls by probing its chat template.
 
-The template renders an answer with calls whose names, keys and values occur nowhere else. What
-stands around them is what the model was taught to write. No architecture is named.
+The template renders an answer with calls whose names, keys and values occur nowhere else; the text
+around them is what the model was taught to write. No architecture is named.
 """
 
 from __future__ import annotations
@@ -15,9 +15,160 @@ from moe.errors import RequestError
 from moe.text.chat import DeadlineError
 from moe.text.tool_calls.format import CallFormat, KeyPath, NamedBody, ObjectBody, TaggedBody
 
-# ---- Where calls stand in a rendered text, and which literals are around them.
+MessageDict = dict[str, Any]
+Render = Callable[..., str]
+"""Renders messages as text; takes the options of `moe.text.chat.render`. Raises `RequestError`."""
 
-_CLOSING = " \t\r\n>]})|\uff5c\"'`,;:"  # what a literal that opens something does not begin with
+_ASKED, _ANSWERED = "probe question", "probe answer"
+_TOOL = "probe_tool"
+# Ids have nine letters and digits: some templates accept nothing else.
+_FIRST = ("probe_first", {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337})
+_SECOND = ("probe_second", {"key_three": "value three", "key_four": {"in": []}, "key_five": 41337})
+_CALLS = (_FIRST, _SECOND)
+_CLOSING = " \t\r\n>]})|\uff5c\"'`,;:"  # no opening literal begins with one of these
+
+
+class _NoFormat(Exception):
+    """The format of calls is unknown; the message says why."""
+
+
+@dataclass(frozen=True)
+class ToolSupport:
+    """Whether a model can be given tools: the format of its calls, or the reason why not."""
+
+    format: CallFormat | None
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        shown = None if self.format is None else self.format.as_dict()
+        return {"enabled": self.format is not None, "why": self.reason, "format": shown}
+
+
+def probe_tools(render: Render, special: Collection[str]) -> ToolSupport:
+    """Derive the format of calls.
+
+    Args:
+        render: the model's chat template.
+        special: texts of the tokens that an answer does not show, end tokens included.
+    """
+    try:
+        return ToolSupport(_ToolProbe(render, special).run(), "found by probing the chat template")
+    except _NoFormat as reason:
+        return ToolSupport(None, str(reason))
+
+
+class _ToolProbe:
+    def __init__(self, render: Render, special: Collection[str]) -> None:
+        self._render = render
+        self._special = special
+
+    def run(self) -> CallFormat:
+        self._check_tools_are_shown()
+        lead, end = self._plain_answer()
+        for as_text in (False, True):
+            for content in (_ANSWERED, None, ""):
+                spots = self._answer(content, as_text, lead)
+                if spots is not None:
+                    text, begin, calls = spots
+                    tail = self._tail(text[calls[-1].end :], end)
+                    made = assemble(text, begin, calls, tail)
+                    if made is None:
+                        raise _NoFormat("the chat template writes calls in a shape that is unknown")
+                    return self._finished(made, as_text, lead)
+        raise _NoFormat(
+            "the chat template does not write calls of earlier answers, or not as JSON or as "
+            "tagged values"
+        )
+
+    def _check_tools_are_shown(self) -> None:
+        parameters = {"type": "object", "properties": {"key_one": {"type": "string"}}}
+        function = {"name": _TOOL, "description": "Probes.", "parameters": parameters}
+        tools = [{"type": "function", "function": function}]
+        text = self._try([_user()], tools=tools, add_generation_prompt=True)
+        if text is None or _TOOL not in text:
+            raise _NoFormat("the chat template does not tell the model about tools")
+
+    def _plain_answer(self) -> tuple[str, str]:
+        """The texts that the template puts before and after the text of an answer."""
+        text = self._try([_user(), {"role": "assistant", "content": _ANSWERED}])
+        begin = -1 if text is None else text.rfind(_ANSWERED)
+        if text is None or begin < 0:
+            raise _NoFormat("the chat template does not write answers")
+        lead = text[self._prompt_end(text) : begin]
+        if hidden := [token for token in self._special if token in lead]:
+            raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
+        return lead, text[begin + len(_ANSWERED) :]
+
+    def _prompt_end(self, text: str) -> int:
+        """Where the prompt ends in the text of a conversation."""
+        prompt = self._try([_user()], add_generation_prompt=True) or ""
+        return common(prompt, text)
+
+    def _answer(
+        self, content: str | None, as_text: bool, lead: str
+    ) -> tuple[str, int, Sequence[Spot]] | None:
+        """An answer with two calls, else with one: the text, where the answer begins, the calls."""
+        for count in (2, 1):
+            text = self._try([_user(), _calling(content, as_text, count)])
+            if text is None:
+                continue
+            begin = self._prompt_end(text)
+            if content:
+                if (found := text.rfind(content)) < 0:
+                    return None
+                begin = found + len(content)
+            elif text.startswith(lead, begin):
+                begin += len(lead)
+            calls: list[Spot] = []
+            for name, arguments in _CALLS[:count]:
+                spot = locate(text, calls[-1].end if calls else begin, name, arguments)
+                if spot is None:
+                    break
+                calls.append(spot)
+            if len(calls) == count:
+                return text, begin, calls
+        return None
+
+    def _tail(self, tail: str, end: str) -> str:
+        """The text after the last call, without the text that ends every answer."""
+        if end and tail.endswith(end):
+            return tail[: -len(end)]
+        ends = [
+            tail.find(token) for token in self._special if token in end or token == tail.strip()
+        ]
+        return tail[: min((at for at in ends if at >= 0), default=len(tail))]
+
+    def _finished(self, made: CallFormat, as_text: bool, lead: str) -> CallFormat:
+        """The format with the content that the template accepts for an answer without text."""
+        for content in (None, ""):
+            spots = self._answer(content, as_text, lead)
+            if spots is not None and "None" not in spots[0][spots[1] : spots[2][0].begin]:
+                break
+        return CallFormat(**{**vars(made), "arguments_as_text": as_text, "no_content": content})
+
+    def _try(self, messages: Sequence[MessageDict], **options: Any) -> str | None:
+        try:
+            return self._render(messages, **options)
+        except RequestError as error:
+            if isinstance(error.__cause__, DeadlineError):
+                raise _NoFormat("the chat template takes too long") from None
+            return None
+
+
+def _user() -> MessageDict:
+    return {"role": "user", "content": _ASKED}
+
+
+def _calling(content: str | None, as_text: bool, count: int) -> MessageDict:
+    calls = [
+        {"id": f"probe000{index}", "type": "function", "function": _function(*call, as_text)}
+        for index, call in enumerate(_CALLS[:count])
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _function(name: str, arguments: Mapping[str, Any], as_text: bool) -> MessageDict:
+    return {"name": name, "arguments": json.dumps(arguments) if as_text else dict(arguments)}
 
 
 @dataclass(frozen=True)
@@ -30,7 +181,7 @@ class Spot:
 
 
 def locate(text: str, start: int, name: str, arguments: Mapping[str, Any]) -> Spot | None:
-    """The call of this name behind a position; None: its shape is none that is known."""
+    """The call of this name after a position; None if it has no known shape."""
     at = text.find(name, start)
     if at < 0:
         return None
@@ -49,7 +200,7 @@ def assemble(text: str, begin: int, calls: Sequence[Spot], tail: str) -> CallFor
         tail: what follows the last one.
 
     Returns:
-        None where two calls are written in different ways.
+        None if two calls are written in different ways.
     """
     first = calls[0]
     before = text[begin : first.begin]
@@ -136,12 +287,12 @@ def _value(text: str, start: int, value: object) -> tuple[int, int] | None:
 
 
 def _opening(one: str, other: str) -> str:
-    """What both end with, from where something opens."""
+    """The opening literal that both texts end with."""
     return one[len(one) - common(one[::-1], other[::-1]) :].lstrip(_CLOSING)
 
 
 def common(one: str, other: str) -> int:
-    """How many characters two texts begin with together."""
+    """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -175,160 +326,3 @@ def _path(value: object, wanted: Any) -> KeyPath | None:
         if (below := _path(inner, wanted)) is not None:
             return (key, *below)
     return None
-
-
-# ----
-
-MessageDict = dict[str, Any]
-Render = Callable[..., str]
-"""Text of messages, ``tools=`` and ``add_generation_prompt=``; raises `RequestError`."""
-
-_ASKED, _ANSWERED = "probe question", "probe answer"
-_TOOL = "probe_tool"
-# Ids of nine letters and digits: some templates take nothing else.
-_FIRST = ("probe_first", {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337})
-_SECOND = ("probe_second", {"key_three": "value three", "key_four": {"in": []}, "key_five": 41337})
-_CALLS = (_FIRST, _SECOND)
-
-
-class _NoFormat(Exception):
-    """Says why calls cannot be told from text."""
-
-
-@dataclass(frozen=True)
-class ToolSupport:
-    """Whether a model can be given tools: the format of its calls, or the reason why not."""
-
-    format: CallFormat | None
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        shown = None if self.format is None else self.format.as_dict()
-        return {"enabled": self.format is not None, "why": self.reason, "format": shown}
-
-
-def probe_tools(render: Render, special: Collection[str]) -> ToolSupport:
-    """Derive the format of calls.
-
-    Args:
-        render: the model's chat template.
-        special: texts of tokens that an answer does not show, those that end it included.
-    """
-    try:
-        return ToolSupport(_ToolProbe(render, special).run(), "found by probing the chat template")
-    except _NoFormat as reason:
-        return ToolSupport(None, str(reason))
-
-
-class _ToolProbe:
-    def __init__(self, render: Render, special: Collection[str]) -> None:
-        self._render = render
-        self._special = special
-
-    def run(self) -> CallFormat:
-        self._check_tools_are_shown()
-        lead, end = self._plain_answer()
-        for as_text in (False, True):
-            for content in (_ANSWERED, None, ""):
-                spots = self._answer(content, as_text, lead)
-                if spots is not None:
-                    text, begin, calls = spots
-                    tail = self._tail(text[calls[-1].end :], end)
-                    made = assemble(text, begin, calls, tail)
-                    if made is None:
-                        raise _NoFormat("the chat template writes calls in a shape that is unknown")
-                    return self._finished(made, as_text, lead)
-        raise _NoFormat(
-            "the chat template does not write calls of earlier answers, or not as JSON or as "
-            "tagged values"
-        )
-
-    def _check_tools_are_shown(self) -> None:
-        parameters = {"type": "object", "properties": {"key_one": {"type": "string"}}}
-        function = {"name": _TOOL, "description": "Probes.", "parameters": parameters}
-        tools = [{"type": "function", "function": function}]
-        text = self._try([_user()], tools=tools, add_generation_prompt=True)
-        if text is None or _TOOL not in text:
-            raise _NoFormat("the chat template does not tell the model about tools")
-
-    def _plain_answer(self) -> tuple[str, str]:
-        """What the template puts between the prompt and the text of an answer, and behind it."""
-        text = self._try([_user(), {"role": "assistant", "content": _ANSWERED}])
-        begin = -1 if text is None else text.rfind(_ANSWERED)
-        if text is None or begin < 0:
-            raise _NoFormat("the chat template does not write answers")
-        lead = text[self._prompt_end(text) : begin]
-        if hidden := [token for token in self._special if token in lead]:
-            raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
-        return lead, text[begin + len(_ANSWERED) :]
-
-    def _prompt_end(self, text: str) -> int:
-        """Up to where a conversation is its prompt."""
-        prompt = self._try([_user()], add_generation_prompt=True) or ""
-        return common(prompt, text)
-
-    def _answer(
-        self, content: str | None, as_text: bool, lead: str
-    ) -> tuple[str, int, Sequence[Spot]] | None:
-        """An answer with two calls, else with one: the text, where the answer begins, the calls."""
-        for count in (2, 1):
-            text = self._try([_user(), _calling(content, as_text, count)])
-            if text is None:
-                continue
-            begin = self._prompt_end(text)
-            if content:
-                if (found := text.rfind(content)) < 0:
-                    return None
-                begin = found + len(content)
-            elif text.startswith(lead, begin):
-                begin += len(lead)
-            calls: list[Spot] = []
-            for name, arguments in _CALLS[:count]:
-                spot = locate(text, calls[-1].end if calls else begin, name, arguments)
-                if spot is None:
-                    break
-                calls.append(spot)
-            if len(calls) == count:
-                return text, begin, calls
-        return None
-
-    def _tail(self, tail: str, end: str) -> str:
-        """What follows the last call, without what ends every answer."""
-        if end and tail.endswith(end):
-            return tail[: -len(end)]
-        ends = [
-            tail.find(token) for token in self._special if token in end or token == tail.strip()
-        ]
-        return tail[: min((at for at in ends if at >= 0), default=len(tail))]
-
-    def _finished(self, made: CallFormat, as_text: bool, lead: str) -> CallFormat:
-        """With what the template takes where an answer has no text."""
-        for content in (None, ""):
-            spots = self._answer(content, as_text, lead)
-            if spots is not None and "None" not in spots[0][spots[1] : spots[2][0].begin]:
-                break
-        return CallFormat(**{**vars(made), "arguments_as_text": as_text, "no_content": content})
-
-    def _try(self, messages: Sequence[MessageDict], **options: Any) -> str | None:
-        try:
-            return self._render(messages, **options)
-        except RequestError as error:
-            if isinstance(error.__cause__, DeadlineError):
-                raise _NoFormat("the chat template takes too long") from None
-            return None
-
-
-def _user() -> MessageDict:
-    return {"role": "user", "content": _ASKED}
-
-
-def _calling(content: str | None, as_text: bool, count: int) -> MessageDict:
-    calls = [
-        {"id": f"probe000{index}", "type": "function", "function": _function(*call, as_text)}
-        for index, call in enumerate(_CALLS[:count])
-    ]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-def _function(name: str, arguments: Mapping[str, Any], as_text: bool) -> MessageDict:
-    return {"name": name, "arguments": json.dumps(arguments) if as_text else dict(arguments)}

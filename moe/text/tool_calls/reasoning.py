@@ -1,8 +1,11 @@
-"""How a model writes what it thinks before it answers, found by asking its chat template.
+"""Reasoning before an answer: finds its format, parses it, and passes it back to the template.
 
-The template renders an answer with reasoning that occurs nowhere else; what stands before it and
-between it and the answer is what the model was taught to write. Templates that only open the
-reasoning, at the end of a prompt, or leave it empty, show its tag there. No architecture is named.
+`probe_reasoning` lets the chat template render an answer with reasoning that occurs nowhere else;
+the texts before it, and between it and the answer, are what the model was taught to write.
+Templates that only open the reasoning at the end of a prompt, or leave it empty, show its tag
+there. No architecture is named.
+
+`ReasoningParser` separates reasoning from an answer while it is generated.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from moe.text.tool_calls.probe import MessageDict, Render, common
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
 REASONING_KEY = "reasoning_content"
-_KEYS = (REASONING_KEY, "thinking", "reasoning")  # what templates call the reasoning of a message
-# Some models think only where they are told to, by one of these.
+_KEYS = (REASONING_KEY, "thinking", "reasoning")  # names that templates read a message's by
+# Variables that turn reasoning on: some models reason only then.
 _SWITCHES = ("enable_thinking", "thinking")
 _OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
 _ASKED, _THOUGHT, _ANSWERED = "probe question", "probe thought", "probe answer"
@@ -34,11 +37,11 @@ _TAG = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*\Z")
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Reasoning stands between `open` and `close`; the answer is behind. Space does not matter.
+    """Reasoning is between `open` and `close`, and the answer follows. Space does not matter.
 
     Attributes:
-        lead: what an answer without reasoning begins with, as in channels; else "".
-        key: what the template calls the reasoning of a message; None: it reads none.
+        lead: the text that begins an answer without reasoning, as with channels; or "".
+        key: the template's name for a message's reasoning; None: it reads none.
     """
 
     open: str
@@ -51,7 +54,7 @@ class ReasoningFormat:
         return (self.open, self.close, self.lead)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether answers to a prompt begin inside the reasoning."""
+        """Whether the answer to a prompt begins inside reasoning."""
         return prompt.rstrip().endswith(self.open)
 
     def as_dict(self) -> dict[str, str | None]:
@@ -96,7 +99,7 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
 
 
 def _reads(render: Render, name: str, *values: object) -> bool:
-    """Whether prompts differ by what a variable of the template is."""
+    """Whether the value of a variable changes the prompt."""
     prompts = {_ReasoningProbe(render, {name: value}).prompt() for value in values}
     return None not in prompts and len(prompts) > 1
 
@@ -107,7 +110,7 @@ class _ReasoningProbe:
         self._options = options
 
     def prompt(self) -> str | None:
-        """None: the template takes no such options."""
+        """A rendered prompt; None if the template refuses the options."""
         return self._text([_user()], add_generation_prompt=True)
 
     def run(self) -> ReasoningFormat | None:
@@ -128,11 +131,11 @@ class _ReasoningProbe:
         return ReasoningFormat(tag, f"{tag[0]}/{tag[1:]}") if tag else None
 
     def _opened(self, prompt: str, plain: str) -> str:
-        """The tag at the end of a prompt that is not the beginning of an answer's turn; else ""."""
+        """The tag that ends a prompt, if it does not begin every assistant's turn; or ""."""
         found = _TAG.search(prompt)
         if found is None:
             return ""
-        # Behind an earlier question there may be a thought that was left out, as an empty one.
+        # After an earlier question the template may write empty reasoning.
         turn = prompt[: found.start()].rstrip()
         return found[1] if plain.startswith(turn) else ""
 
@@ -150,21 +153,21 @@ class _ReasoningProbe:
 
 
 def _around(text: str, prompt: str, opened: str) -> tuple[str, str] | None:
-    """What is before a thought and between it and the answer; None: the thought is not there."""
+    """The texts before the reasoning and between it and the answer; None: there is no reasoning."""
     begin = text.find(_THOUGHT)
     end = text.find(_ANSWERED, begin + len(_THOUGHT))
     if begin < 0 or end < 0:
         return None
     open = text[_departs(prompt, text) : begin].strip() or opened
     close = text[begin + len(_THOUGHT) : end].strip()
-    if _TOOL in close:  # calls before content: what closes the reasoning is the first tag
+    if _TOOL in close:  # calls come before the content: the first tag closes the reasoning
         first = _FIRST.match(close)
         close = first[0] if first else ""
     return (open, close) if open and close else None
 
 
 def _departs(prompt: str, text: str) -> int:
-    """Where a text goes on in another way than a prompt, but never within a tag."""
+    """The position where a text departs from a prompt, but never one inside a tag."""
     end = common(prompt, text)
     unfinished = _UNFINISHED.search(text, 0, end)
     return unfinished.start() if unfinished else end
@@ -179,7 +182,7 @@ def _answer() -> MessageDict:
 
 
 def _thought(key: str, *, called: bool) -> list[MessageDict]:
-    """A turn with reasoning; some templates write it only while tools are being called."""
+    """Messages with reasoning; some templates write it only in answers that call tools."""
     answer = _answer() | {key: _THOUGHT}
     if not called:
         return [_user(), answer]
@@ -189,28 +192,25 @@ def _thought(key: str, *, called: bool) -> list[MessageDict]:
     return [_user(), answer | {"tool_calls": calls}, result]
 
 
-# ---- Reads the reasoning out of an answer while it comes.
-#
-# What becomes of a text depends on the text alone, never on how it was cut up. An answer that
-# ends before its reasoning does is reasoning only.
-
-
 class ReasoningParser:
-    """Cuts one answer into its reasoning and what comes behind it.
+    """Cuts one answer into reasoning and content.
+
+    The result depends on the text alone, never on how it was cut up. An answer that ends before its
+    reasoning does has no content.
 
     Args:
         inside: the prompt has opened the reasoning.
 
     Attributes:
         found: the answer begins with reasoning.
-        over: what comes now is behind it, or there is none.
+        over: the reasoning has ended, or there is none.
     """
 
     def __init__(self, format: ReasoningFormat, *, inside: bool) -> None:
         self.found = self.over = False
         self._format = format
         self._inside = inside
-        self._reader = StreamScanner()
+        self._scanner = StreamScanner()
         self._at = 0  # everything before is handed out
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -218,7 +218,7 @@ class ReasoningParser:
 
     def push(self, text: str) -> tuple[str, str]:
         """Take in a piece of text; returns reasoning and content that became final."""
-        self._reader.text += text
+        self._scanner.text += text
         next(self._reading, None)
         out = "".join(self._reasoning), "".join(self._content)
         self._reasoning.clear()
@@ -227,64 +227,64 @@ class ReasoningParser:
 
     def finish(self) -> tuple[str, str]:
         """The rest, when the answer has ended."""
-        self._reader.ended = True
+        self._scanner.ended = True
         return self.push("")
 
     def _read(self) -> Scan[None]:
-        reader = self._reader
-        opened = yield from reader.literal(0, self._format.open)
+        scanner = self._scanner
+        opened = yield from scanner.literal(0, self._format.open)
         if opened is not None or self._inside:
             self.found = True
-            self._at = yield from reader.skip(opened or 0)
+            self._at = yield from scanner.skip(opened or 0)
             closed = yield from self._think()
             self.over = True
-            self._at = yield from reader.skip(closed)
-        elif (lead := (yield from reader.literal(0, self._format.lead))) is not None:
+            self._at = yield from scanner.skip(closed)
+        elif (lead := (yield from scanner.literal(0, self._format.lead))) is not None:
             self._at = lead
         self.over = True
         while True:
-            self._hand_out(len(reader.text), self._content)
+            self._hand_out(len(scanner.text), self._content)
             yield
 
     def _think(self) -> Scan[int]:
-        """Hand out the reasoning; where what closes it ends, or the text does."""
-        reader, close = self._reader, self._format.close
+        """Emit the reasoning; returns where its closing literal ends, or the text."""
+        scanner, close = self._scanner, self._format.close
         word = close.split()[0]
         start = self._at
         while True:
-            found = reader.text.find(word, start)
-            end = found if found >= 0 else len(reader.text) - overlap(reader.text, word)
-            keep = reader.text[self._at : end]
+            found = scanner.text.find(word, start)
+            end = found if found >= 0 else len(scanner.text) - overlap(scanner.text, word)
+            keep = scanner.text[self._at : end]
             start = end - self._hand_out(self._at + len(keep.rstrip()), self._reasoning)
             if found >= 0:
-                closed = yield from reader.literal(start, close)
+                closed = yield from scanner.literal(start, close)
                 if closed is not None:
                     return closed
                 start += 1
-            elif reader.ended:
-                self._hand_out(len(reader.text), self._reasoning)
-                return len(reader.text)
+            elif scanner.ended:
+                self._hand_out(len(scanner.text), self._reasoning)
+                return len(scanner.text)
             else:
                 yield
 
     def _hand_out(self, end: int, to: list[str]) -> int:
-        """The text up to there, which is then forgotten; returns how much that was."""
-        text = self._reader.text
+        """Emit the text up to a position; returns by how much later positions have shifted."""
+        text = self._scanner.text
         to.append(text[self._at : end])
-        self._reader.text, self._at = text[end:], 0
+        self._scanner.text, self._at = text[end:], 0
         return end
 
 
-# ---- Earlier calls and reasoning as a chat template takes them.
+# ---- Earlier calls and reasoning, in the form that a chat template accepts.
 
 
 def as_template_takes(
     messages: Sequence[MessageDict], format: CallFormat | None
 ) -> list[MessageDict]:
-    """Messages of OpenAI's API for a template: arguments as JSON text or as an object.
+    """Messages of OpenAI's API with arguments as JSON text or as an object, as the template reads.
 
-    Answers of tools get the name of the tool, which some templates write. Without a format messages
-    stay as they are. Raises `RequestError` where arguments are not a JSON object.
+    Tool results get the name of their tool, which some templates write. Without a format messages
+    stay unchanged. Raises `RequestError` if arguments are not a JSON object.
     """
     if format is None:
         return list(messages)
@@ -306,7 +306,7 @@ def as_template_takes(
 def with_reasoning(
     messages: Sequence[MessageDict], format: ReasoningFormat | None
 ) -> list[MessageDict]:
-    """Reasoning of messages under the name that the template reads; left out if it reads none."""
+    """Messages with reasoning under the name that the template reads; without if it reads none."""
     key = None if format is None else format.key
     made = []
     for message in messages:

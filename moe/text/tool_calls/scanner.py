@@ -1,8 +1,8 @@
-"""Text that comes in pieces, read as if all of it were there.
+"""`StreamScanner`: reads text that arrives in pieces as if all of it were there.
 
-Every method is a generator: it yields where it cannot decide before more text has come. Positions
-are those of `text`. Whatever waits remembers how far it has looked, so that reading takes time in
-proportion to the text, however small the pieces are.
+Every method is a generator, which yields when it needs more text to decide. Positions are indices
+into `StreamScanner.text`. A waiting method remembers how far it has looked, so that scanning takes
+time proportional to the text, however small the pieces are.
 """
 
 from __future__ import annotations

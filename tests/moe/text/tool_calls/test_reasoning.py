@@ -162,7 +162,7 @@ def test_long_reasoning_is_forgotten_as_it_comes() -> None:
     parser = ReasoningParser(FORMAT, inside=True)
     for _ in range(1000):
         parser.push("abcd <")
-        assert len(parser._reader.text) < 10
+        assert len(parser._scanner.text) < 10
 
 
 def test_earlier_reasoning_gets_the_name_that_the_template_reads() -> None:
