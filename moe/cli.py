@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="moe", description="Run Mixture-of-Experts language models larger than memory."
     )
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers say it, here too
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers pass it
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, what: str, add_arguments: AddArguments, run: Run) -> None:
@@ -86,10 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _take_any_text() -> None:
-    """No encoding of a terminal or pipe ends a command.
+    """Make stdin and stdout accept any bytes and characters, whatever their encoding.
 
-    Bytes that are no text become lone surrogates, as in arguments, which prompts refuse with their
-    place; characters that cannot be shown are escaped.
+    Bytes that are not valid text become lone surrogates, as in arguments; prompts refuse those with
+    their position. Characters that the output cannot encode are escaped.
     """
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):

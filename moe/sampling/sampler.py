@@ -6,7 +6,8 @@ bias -> penalties -> structure -> temperature -> top-k -> top-p -> min-p -> draw
 filters works on the renormalised survivors of the one before; ties go to the lower token id
 everywhere.
 
-Shape suffixes: V vocabulary, C candidates.
+The arithmetic is numpy's, whose calls on one row take a few microseconds: a small model has only a
+few hundred for a step. Shape suffixes: T rows or tokens, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -24,13 +25,197 @@ from torch import Tensor
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
-# ---- Which tokens may be drawn, with what weight, and the draw itself.
-#
-# Temperature, top-k, top-p and min-p on one row of scores; ties go to the lower token id
-# everywhere. In numpy, whose calls on a row take a few microseconds: a small model has few
-# hundred for a step. Shape suffixes: T rows, V vocabulary, C candidates.
-
 _FIRST_GUESS = 256  # largest scores looked at before top-p sorts more of the vocabulary
+
+
+class LogitsError(FloatingPointError):
+    """No token can be drawn from the model's logits. Only their sequence fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A chosen or given token; log-probabilities are natural, `None` where not asked for.
+
+    They are the log-softmax of the model's own logits, before bias, penalties, structure,
+    temperature and filters. `top` holds the most likely ids in falling order, the chosen one among
+    them or not. `is_last`: it completes a text to which its structure lets nothing be added.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+    is_last: bool = False
+
+
+class Proposal(NamedTuple):
+    """A drafted token, with the probabilities that it was drawn from.
+
+    Attributes:
+        token_id: one of ids_C.
+        ids_C: int64, distinct, in any order.
+        chances_C: float64, their probabilities.
+    """
+
+    token_id: int
+    ids_C: np.ndarray
+    chances_C: np.ndarray
+
+    @property
+    def chance(self) -> float:
+        """Of the token."""
+        return float(self.chances_C[self.ids_C == self.token_id].item())
+
+
+class Sampler:
+    """Draws the tokens of one sequence, and keeps the state of its penalties.
+
+    `index` is the sequence's number among the request's `n`. A seed fixes the output: sequence 0
+    uses the seed itself, sequence i one derived from (seed, i). Python's generator is used because
+    it takes all bits of the seed (torch's CPU generator drops all but 32) and documents that its
+    stream stays the same in later versions; each token takes one number. Without a seed, the
+    numbers derive from that generator's global state: they differ in each process unless the caller
+    seeds it.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        index: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
+        assert 0 <= index < params.n, (index, params.n)
+        self.params, self.index = params, index
+        self._constraint = constraint
+        self._vocab_size = vocab_size
+        seed = params.seed
+        self._random = _new_random()
+        if seed is not None:
+            self._random.seed(f"{seed}:{index}" if index else seed)
+        self._counts_V: np.ndarray | None = None
+        self._seen_V: np.ndarray | None = None
+        self._bias_V: np.ndarray | None = None
+        if params.logit_bias:
+            self._bias_V = np.zeros(vocab_size)
+            self._bias_V[list(params.logit_bias)] = list(params.logit_bias.values())
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts_V = np.zeros(vocab_size)
+        if params.repetition_penalty != 1.0:
+            self._seen_V = np.zeros(vocab_size, dtype=bool)
+            self._seen_V[list(prompt_token_ids)] = True
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the next token is the position of the largest logit and nothing else."""
+        return (
+            self.params.temperature == 0
+            and self.params.logprobs is None
+            and self._bias_V is None
+            and self._counts_V is None
+            and self._seen_V is None
+            and self._constraint is None
+        )
+
+    def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
+        """Choose the next token from (V,) logits of any float dtype and device.
+
+        -inf masks a token. A proposal (see `propose`) changes no token's probability; its own token
+        is chosen as often as that allows. Raises `LogitsError` on NaN, on +inf and if every token
+        is masked, and `StructureError` (see `Constraint`).
+        """
+        assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
+        if self.is_argmax:
+            (best,), (peak,) = peaks(logits_V[None])
+            check_peak(peak)
+            return Token(best)
+        raw_V = row_of(logits_V)
+        check_peak(float(raw_V.max()))
+        scores_V = self._penalise(raw_V)
+        if self.params.temperature == 0:
+            token_id = int(scores_V.argmax())
+        else:
+            ids_C, weights_C = candidates(scores_V, self.params)
+            if proposal is None:
+                token_id = int(ids_C[draw(weights_C, self._random.random())])
+            else:
+                token_id = rejection_sample(ids_C, weights_C, proposal, self._random.random)
+        self._remember(token_id)
+        token = Token(token_id)
+        if self.params.logprobs is not None:
+            token = scored(token_id, raw_V, self.params.logprobs)
+        return replace(token, is_last=True) if self._is_over else token
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Take the state after drawing these tokens, to continue a sequence of another process."""
+        for token_id in token_ids:
+            if self.params.temperature > 0:
+                self._random.random()
+            self._remember(token_id)
+
+    def fork(self) -> Sampler:
+        """A copy for drafting, which predicts what this sampler will draw without changing it.
+
+        With a seed it draws by the same random numbers, else by numbers of its own.
+        """
+        twin = copy(self)
+        twin._counts_V = None if self._counts_V is None else self._counts_V.copy()
+        twin._seen_V = None if self._seen_V is None else self._seen_V.copy()
+        twin._constraint = None if self._constraint is None else self._constraint.fork()
+        if self.params.temperature > 0:
+            twin._random = _new_random()
+            if self.params.seed is not None:
+                twin._random.setstate(self._random.getstate())
+        return twin
+
+    def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
+        """Draft the next token, with a fork, from (V,) logits that approximate the model's.
+
+        Returns the token, and the `Proposal` to pass to `sample`. The proposal is None if sampling
+        is deterministic: then `sample` chooses a correct draft by itself.
+        """
+        if self.params.temperature == 0 or self.params.seed is not None:
+            return self.sample(logits_V).id, None
+        raw_V = row_of(logits_V)
+        check_peak(float(raw_V.max()))
+        ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
+        token_id = int(ids_C[draw(weights_C, self._random.random())])
+        self._remember(token_id)
+        return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
+
+    @property
+    def _is_over(self) -> bool:
+        return self._constraint is not None and self._constraint.is_over
+
+    def _penalise(self, scores_V: np.ndarray) -> np.ndarray:
+        """Bias, presence and frequency as in OpenAI's API, repetition as in CTRL (2019), and -inf
+        for what the structure does not allow."""
+        params = self.params
+        if self._bias_V is not None:
+            scores_V = scores_V + self._bias_V
+        if self._seen_V is not None:
+            factor = params.repetition_penalty
+            with np.errstate(over="ignore"):
+                punished_V = np.where(scores_V > 0, scores_V / factor, scores_V * factor)
+            punished_V = punished_V.clip(max=np.finfo(np.float64).max)
+            scores_V = np.where(self._seen_V, punished_V, scores_V)
+        if self._counts_V is not None:
+            scores_V = scores_V - params.frequency_penalty * self._counts_V
+            scores_V = scores_V - params.presence_penalty * (self._counts_V > 0)
+        if self._constraint is not None:
+            if self._constraint.is_over:  # a draft asks for more
+                raise LogitsError("the text is complete, and its structure lets nothing follow")
+            scores_V = np.where(self._constraint.allowed_V(), scores_V, -np.inf)
+            check_peak(float(scores_V.max()))
+        return scores_V
+
+    def _remember(self, token_id: int) -> None:
+        if self._counts_V is not None:
+            self._counts_V[token_id] += 1
+        if self._seen_V is not None:
+            self._seen_V[token_id] = True
+        if self._constraint is not None:
+            self._constraint.take(token_id)
 
 
 def row_of(logits_V: Tensor) -> np.ndarray:
@@ -40,7 +225,7 @@ def row_of(logits_V: Tensor) -> np.ndarray:
 
 
 def peaks(logits_TV: Tensor) -> tuple[list[int], list[float]]:
-    """Of each row the id of the largest logit, and that one; NaN is larger than all."""
+    """The id and the value of each row's largest logit; NaN counts as the largest."""
     if not logits_TV.is_cpu:
         values, ids = logits_TV.max(-1)
         return ids.tolist(), values.tolist()
@@ -105,32 +290,13 @@ def draw(weights_C: np.ndarray, uniform: float) -> int:
     return int(min(position, mass_C.searchsorted(mass_C[-1])))
 
 
-class Proposal(NamedTuple):
-    """A token drawn from other probabilities than those it is to be judged by.
-
-    Attributes:
-        token_id: one of ids_C.
-        ids_C: int64, distinct, in any order.
-        chances_C: float64, their probabilities.
-    """
-
-    token_id: int
-    ids_C: np.ndarray
-    chances_C: np.ndarray
-
-    @property
-    def chance(self) -> float:
-        """Of the token."""
-        return float(self.chances_C[self.ids_C == self.token_id].item())
-
-
 def rejection_sample(
     ids_C: np.ndarray, weights_C: np.ndarray, proposal: Proposal, uniform: Callable[[], float]
 ) -> int:
-    """An id of ids_C with the chances that the weights say, and as often as possible the proposed.
+    """An id of ids_C drawn by the weights, which is the proposed one as often as possible.
 
-    Rejection sampling (Leviathan et al. 2023): the proposed token is taken with probability
-    ``min(1, p / q)``, else one is drawn from what ``p`` has more than ``q``.
+    Rejection sampling (Leviathan et al. 2023): accept the proposed token with probability
+    ``min(1, p / q)``, else draw one from the positive part of ``p - q``.
 
     Args:
         ids_C, weights_C: as of `candidates`.
@@ -150,31 +316,6 @@ def rejection_sample(
     return int(ids_C[draw(rest_C, uniform())])
 
 
-# ---- Tokens with their log-probabilities, drawn or given, and logits that say nothing of any
-# token.
-#
-# Shape suffixes: T tokens, V vocabulary.
-
-
-class LogitsError(FloatingPointError):
-    """The model produced logits that no token can be drawn from; only their sequence fails."""
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A chosen or given token; log-probabilities are natural, `None` where not asked for.
-
-    They are the log-softmax of the model's own logits, before bias, penalties, structure,
-    temperature and filters. `top` holds the most likely ids in falling order, the chosen one among
-    them or not. `is_last`: it completes a text to which its structure lets nothing be added.
-    """
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] | None = None
-    is_last: bool = False
-
-
 def scored(token_id: int, raw_V: np.ndarray, count: int) -> Token:
     """A token with its log-probability and those of the ``count`` most likely ones."""
     peak = raw_V.max()
@@ -186,10 +327,10 @@ def scored(token_id: int, raw_V: np.ndarray, count: int) -> Token:
 
 
 def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token]:
-    """Tokens that are given, not drawn, each with the ``count`` most likely ones beside it.
+    """Given tokens with their log-probabilities and those of the ``count`` most likely ones.
 
-    Token i is the one that follows row i of ``(T, V)`` logits of any float dtype and device.
-    Raises `LogitsError` where a row says nothing.
+    Token i follows row i of ``(T, V)`` logits of any float dtype and device. Raises `LogitsError`
+    if a row has no finite largest logit.
     """
     tokens = []
     for token_id, logits_V in zip(token_ids, logits_TV, strict=True):
@@ -200,8 +341,8 @@ def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token
 
 
 def check_peak(peak: float) -> None:
-    """Raise `LogitsError` where the largest logit of a row is none to draw by."""
-    # max and argmax hand a NaN on, so that the largest logit answers for the whole row.
+    """Raise `LogitsError` if the largest logit of a row is not finite."""
+    # max and argmax propagate NaN, so the largest logit stands for the whole row.
     if peak != peak:
         raise LogitsError("the logits hold NaN")
     if peak == float("inf"):
@@ -210,161 +351,6 @@ def check_peak(peak: float) -> None:
         raise LogitsError("every token is masked: all logits are -inf")
 
 
-# ----
-
-
-class Sampler:
-    """Draws the tokens of one sequence and remembers what the penalties need.
-
-    `index` says which of the request's `n` sequences this is. A seed fixes the output: sequence 0
-    uses the seed itself, sequence i one derived from (seed, i). Python's generator is used
-    because it takes all bits of the seed (torch's CPU generator drops all but 32) and documents
-    that its stream stays the same over versions; a token costs one uniform number. Without a seed
-    the numbers follow from that generator's global state: other ones in each process, unless the
-    caller seeds it.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        vocab_size: int,
-        index: int = 0,
-        constraint: Constraint | None = None,
-    ) -> None:
-        assert 0 <= index < params.n, (index, params.n)
-        self.params, self.index = params, index
-        self._constraint = constraint
-        self._vocab_size = vocab_size
-        seed = params.seed
-        self._random = _unforeseen()
-        if seed is not None:
-            self._random.seed(f"{seed}:{index}" if index else seed)
-        self._counts_V: np.ndarray | None = None
-        self._seen_V: np.ndarray | None = None
-        self._bias_V: np.ndarray | None = None
-        if params.logit_bias:
-            self._bias_V = np.zeros(vocab_size)
-            self._bias_V[list(params.logit_bias)] = list(params.logit_bias.values())
-        if params.presence_penalty or params.frequency_penalty:
-            self._counts_V = np.zeros(vocab_size)
-        if params.repetition_penalty != 1.0:
-            self._seen_V = np.zeros(vocab_size, dtype=bool)
-            self._seen_V[list(prompt_token_ids)] = True
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the next token is the position of the largest logit and nothing else."""
-        return (
-            self.params.temperature == 0
-            and self.params.logprobs is None
-            and self._bias_V is None
-            and self._counts_V is None
-            and self._seen_V is None
-            and self._constraint is None
-        )
-
-    def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
-        """Choose the next token from (V,) logits of any float dtype and device.
-
-        -inf masks a token. A proposal (see `propose`) changes no token's chances; its own is chosen
-        as often as they allow. Raises `LogitsError` on NaN, +inf and where every token is masked,
-        and `StructureError` (see `Constraint`).
-        """
-        assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
-        if self.is_argmax:
-            (best,), (peak,) = peaks(logits_V[None])
-            check_peak(peak)
-            return Token(best)
-        raw_V = row_of(logits_V)
-        check_peak(float(raw_V.max()))
-        scores_V = self._penalise(raw_V)
-        if self.params.temperature == 0:
-            token_id = int(scores_V.argmax())
-        else:
-            ids_C, weights_C = candidates(scores_V, self.params)
-            if proposal is None:
-                token_id = int(ids_C[draw(weights_C, self._random.random())])
-            else:
-                token_id = rejection_sample(ids_C, weights_C, proposal, self._random.random)
-        self._remember(token_id)
-        token = Token(token_id)
-        if self.params.logprobs is not None:
-            token = scored(token_id, raw_V, self.params.logprobs)
-        return replace(token, is_last=True) if self._is_over else token
-
-    def replay(self, token_ids: Sequence[int]) -> None:
-        """Be as after drawing these tokens: their sequence goes on in another process."""
-        for token_id in token_ids:
-            if self.params.temperature > 0:
-                self._random.random()
-            self._remember(token_id)
-
-    def fork(self) -> Sampler:
-        """A copy that guesses what this one will draw, and leaves it as it is.
-
-        With a seed it draws by the same random numbers, else by some of its own.
-        """
-        twin = copy(self)
-        twin._counts_V = None if self._counts_V is None else self._counts_V.copy()
-        twin._seen_V = None if self._seen_V is None else self._seen_V.copy()
-        twin._constraint = None if self._constraint is None else self._constraint.fork()
-        if self.params.temperature > 0:
-            twin._random = _unforeseen()
-            if self.params.seed is not None:
-                twin._random.setstate(self._random.getstate())
-        return twin
-
-    def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
-        """Of a fork: a guess at the next token, from (V,) logits that may be less than the model's.
-
-        Returns the token and what it was drawn from, which `sample` wants to hear of; None where
-        nothing is left to chance, so that a right guess is what `sample` comes to by itself.
-        """
-        if self.params.temperature == 0 or self.params.seed is not None:
-            return self.sample(logits_V).id, None
-        raw_V = row_of(logits_V)
-        check_peak(float(raw_V.max()))
-        ids_C, weights_C = candidates(self._penalise(raw_V), self.params)
-        token_id = int(ids_C[draw(weights_C, self._random.random())])
-        self._remember(token_id)
-        return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
-
-    @property
-    def _is_over(self) -> bool:
-        return self._constraint is not None and self._constraint.is_over
-
-    def _penalise(self, scores_V: np.ndarray) -> np.ndarray:
-        """Bias, presence and frequency as in OpenAI's API, repetition as in CTRL (2019), and -inf
-        for what the structure does not allow."""
-        params = self.params
-        if self._bias_V is not None:
-            scores_V = scores_V + self._bias_V
-        if self._seen_V is not None:
-            factor = params.repetition_penalty
-            with np.errstate(over="ignore"):
-                punished_V = np.where(scores_V > 0, scores_V / factor, scores_V * factor)
-            punished_V = punished_V.clip(max=np.finfo(np.float64).max)
-            scores_V = np.where(self._seen_V, punished_V, scores_V)
-        if self._counts_V is not None:
-            scores_V = scores_V - params.frequency_penalty * self._counts_V
-            scores_V = scores_V - params.presence_penalty * (self._counts_V > 0)
-        if self._constraint is not None:
-            if self._constraint.is_over:  # a draft asks for more
-                raise LogitsError("the text is complete, and its structure lets nothing follow")
-            scores_V = np.where(self._constraint.allowed_V(), scores_V, -np.inf)
-            check_peak(float(scores_V.max()))
-        return scores_V
-
-    def _remember(self, token_id: int) -> None:
-        if self._counts_V is not None:
-            self._counts_V[token_id] += 1
-        if self._seen_V is not None:
-            self._seen_V[token_id] = True
-        if self._constraint is not None:
-            self._constraint.take(token_id)
-
-
-def _unforeseen() -> random.Random:
-    """Random numbers of its own; who has seeded Python's generator, gets the same again."""
+def _new_random() -> random.Random:
+    """A new generator, seeded from Python's global one."""
     return random.Random(random.getrandbits(128))
