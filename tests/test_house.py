@@ -76,6 +76,26 @@ def test_the_architecture_page_shows_the_floors() -> None:
     assert floors.in_page(page) == page, "run python -m tests.floors --write"
 
 
+def test_only_tests_of_benchmarks_import_benchmarks() -> None:
+    found = [
+        str(file.relative_to(ROOT))
+        for file in source_files("tests")
+        if file.parent != ROOT / "tests" / "benchmarks"
+        and re.search(r"^\s*(from|import) benchmarks\b", file.read_text(), re.MULTILINE)
+    ]
+    assert not found
+
+
+def test_one_name_one_meaning() -> None:
+    """No two public classes of the product share a name."""
+    homes: dict[str, list[str]] = {}
+    for name, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
+
+
 def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """Statements that run when the module is imported: none in functions or for type checkers."""
     for node in body:
