@@ -46,11 +46,12 @@ def break_steps() -> None:
 
 
 def run_out_of_memory() -> None:
-    """When experts are run in one step of this rank, once."""
-    from moe.network import moe_layer as expert_rows
+    """When experts are run on a row in one step of this rank, once: a layer without rows on this
+    rank would cost no request."""
+    from moe.network import moe_layer
     from moe.parallel.remote import EngineMirror
 
-    steps, run, run_experts = 0, EngineMirror.run, expert_rows.run_experts
+    steps, run, run_experts = 0, EngineMirror.run, moe_layer.run_experts
 
     def counted(self: EngineMirror, *arguments: Any) -> Any:
         nonlocal steps
@@ -58,13 +59,13 @@ def run_out_of_memory() -> None:
         return run(self, *arguments)
 
     def broken(*arguments: Any) -> Any:
-        if steps < FAULT["step"]:
+        if steps < FAULT["step"] or not len(arguments[0]):
             return run_experts(*arguments)
-        expert_rows.run_experts = run_experts
+        moe_layer.run_experts = run_experts
         raise MemoryError("no memory, on purpose")
 
     EngineMirror.run = counted  # type: ignore[assignment, method-assign]
-    expert_rows.run_experts = broken  # type: ignore[assignment]
+    moe_layer.run_experts = broken  # type: ignore[assignment]
 
 
 def stay_in_loading() -> None:
