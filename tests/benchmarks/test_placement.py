@@ -37,7 +37,7 @@ def test_the_trace_of_a_text_counts_every_slot_of_every_token() -> None:
 
 def test_favourites_that_change_are_followed() -> None:
     before_E, after_E = np.array([[90, 60, 40, 30, 16, 10, 6, 4], [90, 4, 10, 6, 60, 30, 40, 16]])
-    trace = np.array([[before_E] * 24 + [after_E] * 24] * 2)
+    trace = np.array([[before_E] * 96 + [after_E] * 96] * 2)
     once, found = judge(trace, ranks=4, replicas=0.0), rebalanced(trace, 4, 0.0, None)
     assert once["hindsight"] <= found["rebalanced"] < once["ours"] - 0.05
     assert 0.0 < found["moved"] < 1.0
