@@ -24,7 +24,7 @@ from offload.errors import OffloadError
 from offload.held import Held
 from offload.host_tier import HostSource
 from offload.prefetch import Prefetcher
-from offload.readers.native import LOOK_S, NativeJob
+from offload.readers.native import INTERRUPT_POLL_S, NativeTransfer
 from routing import Routing
 from routing.routing import UNUSED
 
@@ -103,12 +103,12 @@ def run_arriving(held: Held, how: LayerCall, slots: AnyExperts, rows: LayerBuffe
     for expert, slot, transfer in coming:
         if transfer is None:
             told.append((expert, slot, None))
-        elif isinstance(transfer, NativeJob):
+        elif isinstance(transfer, NativeTransfer):
             told.append((expert, slot, transfer.record))
             reads = transfer.reads
         else:
             return False
-    call = native.arriving(how, slots, rows, told, reads, LOOK_S)
+    call = native.arriving(how, slots, rows, told, reads, INTERRUPT_POLL_S)
     while (late := call.run()) is not None:
         held.arrive(late)
     held.arrived(call.waited)

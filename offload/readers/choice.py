@@ -1,7 +1,7 @@
-"""Which reader for these files: those that pass by the page cache are tried, the fastest is taken.
+"""Choose a file's reader: try those that bypass the page cache, and take the fastest.
 
-Reads through the page cache are for file systems that know nothing else: they take memory that no
-plan has counted, and time of the processor that computes.
+The page cache takes memory that no plan has counted and CPU time that inference needs, so readers
+that go through it serve only file systems without O_DIRECT.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from kernels.cpu import choose_kernel
 from offload.errors import OffloadError
 from offload.readers.deepspeed import DeepSpeedReads, load_deepspeed
-from offload.readers.direct_io import Buffered, Direct, DirectFiles, Way
+from offload.readers.direct_io import BufferedReads, DirectFiles, DirectReads, ReadBackend
 from offload.readers.native import NativeReader
 from offload.readers.threads import THREADS, ThreadedReader
 from offload.transfer import Read, Reader
@@ -35,74 +36,68 @@ KINDS = {
     "buffered": "threads through the page cache",
 }
 
+_MakeBackend = Callable[[DirectFiles], ReadBackend]
+
 
 def choose_reader(file: Path, kind: str = "auto") -> Reader:
     """The reader that reads this file fastest; the caller closes it.
 
     Args:
         file: one of those that will be read.
-        kind: ``auto``, or which one to take: ``direct``, ``deepspeed`` or ``buffered``.
+        kind: ``auto``, or the one to take: ``direct``, ``deepspeed`` or ``buffered``.
 
     Raises:
-        OffloadError: the file cannot be read, or the reader asked for is not to be had.
+        OffloadError: the file cannot be read, or the requested reader is not available.
     """
     try:
         fd = os.open(file, os.O_RDONLY)
     except OSError as error:
         raise OffloadError(f"cannot read {file}: {error.strerror}") from error
-    readers: list[Reader] = []
     try:
-        ways, notes = _ways(kind, fd)
-        if not ways:
-            raise OffloadError(f"the reader {kind!r} is not to be had: {notes}; use 'auto'")
-        for name, make in ways.items():
-            readers.append(_open(name, make))
-        _measure(readers, fd, file)
-        readers.sort(key=lambda reader: -reader.bytes_per_second)  # stable: the preferred one first
-        figures = [f"{r.name} {r.bytes_per_second / 1e9:.2f} GB/s" for r in readers]
-        readers[0].reason = "; ".join(filter(None, (", ".join(figures), notes)))
-        return readers.pop(0)
+        backends, notes = _available(kind, fd)
+        if not backends:
+            raise OffloadError(f"the reader {kind!r} is not available: {notes}; use 'auto'")
+        count = os.fstat(fd).st_size // SAMPLE_BYTES
+        samples = random.sample(range(count), min(count, 4096))
+        speeds = {}
+        for index, (name, backend) in enumerate(backends.items()):
+            own = samples[index :: len(backends)]  # another's samples may be in some cache
+            with closing(_open(name, backend)) as reader:
+                speeds[name] = _bytes_per_second(reader, fd, file, own)
     finally:
-        for reader in readers:
-            reader.close()
         os.close(fd)
+    order = sorted(speeds, key=lambda name: -speeds[name])  # stable: the preferred one first
+    figures = ", ".join(f"{KINDS[name]} {speeds[name] / 1e9:.2f} GB/s" for name in order)
+    fastest, reason = order[0], "; ".join(filter(None, (figures, notes)))
+    return _open(fastest, backends[fastest], reason, speeds[fastest])
 
 
-def _open(name: str, make: Callable[[DirectFiles], Way]) -> Reader:
-    """A reader by a way, compiled where there is one."""
+def _open(
+    name: str, backend: _MakeBackend, reason: str = "", bytes_per_second: float = 0.0
+) -> Reader:
+    """A reader with this backend, compiled if possible."""
     files, native = DirectFiles(), choose_kernel()[0]
     if name == "direct" and native is not None:
-        return NativeReader(KINDS[name], native, files)
-    reader = ThreadedReader(KINDS[name], partial(make, files))
-    reader.on_close(files.close)
-    return reader
+        return NativeReader(KINDS[name], native, files, reason, bytes_per_second)
+    make = partial(backend, files)
+    return ThreadedReader(KINDS[name], make, files.close, reason, bytes_per_second)
 
 
-def _ways(kind: str, fd: int) -> tuple[dict[str, Callable[[DirectFiles], Way]], str]:
-    """What is there of what is wanted, the one to prefer first, and why the rest is not."""
-    probe = DirectFiles()
-    has_direct = probe.get(fd) is not None
-    probe.close()
+def _available(kind: str, fd: int) -> tuple[dict[str, _MakeBackend], str]:
+    """The available backends of this kind, the preferred one first; and why others are missing."""
+    with closing(DirectFiles()) as probe:
+        has_direct = probe.get(fd) is not None
+    backends: dict[str, _MakeBackend]
     if not has_direct or kind == "buffered":
-        note = "" if has_direct else "this file system has no O_DIRECT"
-        return ({"buffered": lambda _: Buffered()} if kind in ("auto", "buffered") else {}), note
-    ways: dict[str, Callable[[DirectFiles], Way]] = {"direct": Direct}
-    module, why = _deepspeed(kind)
-    if module is not None:
-        ways["deepspeed"] = partial(DeepSpeedReads, module)
-    return {name: way for name, way in ways.items() if kind in ("auto", name)}, why
-
-
-def _deepspeed(kind: str) -> tuple[Any, str]:
-    return (None, "") if kind == "direct" else load_deepspeed(THREADS, build=kind == "deepspeed")
-
-
-def _measure(readers: list[Reader], fd: int, file: Path) -> None:
-    samples = os.fstat(fd).st_size // SAMPLE_BYTES
-    order = random.sample(range(samples), min(samples, 4096))
-    for index, reader in enumerate(readers):
-        own = order[index :: len(readers)]  # what one has read, another must not find in a cache
-        reader.bytes_per_second = _bytes_per_second(reader, fd, file, own)
+        backends = {"buffered": lambda _: BufferedReads()}
+        why = "" if has_direct else "this file system has no O_DIRECT"
+    else:
+        backends, why = {"direct": DirectReads}, ""
+        if kind != "direct":
+            module, why = load_deepspeed(THREADS, build=kind == "deepspeed")
+            if module is not None:
+                backends["deepspeed"] = partial(DeepSpeedReads, module)
+    return {name: make for name, make in backends.items() if kind in ("auto", name)}, why
 
 
 def _bytes_per_second(reader: Reader, fd: int, file: Path, samples: list[int]) -> float:
@@ -112,7 +107,7 @@ def _bytes_per_second(reader: Reader, fd: int, file: Path, samples: list[int]) -
     while samples and time.perf_counter() - start < MEASURE_S:
         batch, samples = samples[:BATCH], samples[BATCH:]
         offsets = [sample * SAMPLE_BYTES for sample in batch]
-        for offset in offsets:  # the disk is measured, not what memory happens to hold of the file
+        for offset in offsets:  # measure the disk, not the page cache
             os.posix_fadvise(fd, offset, SAMPLE_BYTES, os.POSIX_FADV_DONTNEED)
         transfers = [
             reader.submit([Read(fd, file, offset, place)], urgent=True)

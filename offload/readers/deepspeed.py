@@ -1,9 +1,8 @@
 """DeepSpeed's asynchronous file reads (libaio), made safe for a server.
 
-DeepSpeed looks at no completion's result: a read that failed leaves the buffer as it was, and a
-file shorter than asked for ends the process. So nothing is asked for past the end, and a random
-mark at the end of each block shows whether the block has arrived; where it has not, a plain read
-finds out why. https://github.com/deepspeedai/DeepSpeed/tree/master/csrc/aio
+DeepSpeed ignores the result of a completion: a failed read leaves the buffer as it was, and a file
+that ends early ends the process. So we never read past the end, and put a random mark at the end of
+each block of the buffer: if the mark is still there, a plain read finds out why. https://github.com/deepspeedai/DeepSpeed/tree/master/csrc/aio
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import importlib.util
 import os
 import resource
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,10 @@ import torch
 
 from offload.readers.direct_io import (
     ALIGNMENT,
-    Direct,
     DirectFiles,
-    first,
+    DirectReads,
+    Status,
+    Views,
     remaining,
     round_down,
     round_up,
@@ -39,10 +38,10 @@ MARK_BYTES = 16
 
 
 class DeepSpeedReads:
-    """A `Way`: one handle of DeepSpeed and one locked buffer a thread."""
+    """A `ReadBackend`: one DeepSpeed handle and one locked buffer for each thread."""
 
     def __init__(self, module: Any, files: DirectFiles) -> None:
-        self._files, self._direct = files, Direct(files)
+        self._files, self._direct = files, DirectReads(files)
         self._handle = module.aio_handle(
             BLOCK_BYTES, BUFFER_BYTES // BLOCK_BYTES + 1, False, False, 1
         )
@@ -50,22 +49,16 @@ class DeepSpeedReads:
         self._buffer, self._bytes = locked, memoryview(locked.numpy())
         weakref.finalize(self, self._handle.free_cpu_locked_tensor, locked)
 
-    def read(
-        self,
-        fd: int,
-        offset: int,
-        views: Sequence[memoryview],
-        status: os.stat_result | None = None,
-    ) -> int:
+    def read(self, fd: int, offset: int, views: Views, status: Status = None) -> int:
         done = 0
         while rest := remaining(views, done):
-            got = self._part(fd, offset + done, first(rest, PART_BYTES))
+            got = self._read_part(fd, offset + done, _first(rest, PART_BYTES))
             if got == 0:
                 break
             done += got
         return done
 
-    def _part(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    def _read_part(self, fd: int, offset: int, views: Views) -> int:
         start, end = round_down(offset), round_up(offset + sum(map(len, views)))
         if end > os.fstat(fd).st_size or self._files.get(fd) is None:
             return self._direct.read(fd, offset, views)
@@ -74,21 +67,32 @@ class DeepSpeedReads:
         ends = [min(at + BLOCK_BYTES, size) for at in range(0, size, BLOCK_BYTES)]
         for block in ends:
             self._bytes[block - MARK_BYTES : block] = mark
-        path = f"/proc/self/fd/{fd}"  # the file that was checked, whatever bears its name now
+        path = f"/proc/self/fd/{fd}"  # the file that was checked, even if it was renamed
         read = self._handle.pread(self._buffer[:size], path, False, False, start)
         if read != 1 or any(self._bytes[block - MARK_BYTES : block] == mark for block in ends):
             return self._direct.read(fd, offset, views)
         return scatter(self._bytes[offset - start : size], views)
 
 
+def _first(views: Views, most: int) -> list[memoryview]:
+    """The views' first ``most`` bytes."""
+    taken = []
+    for view in views:
+        taken.append(view[:most])
+        most -= len(taken[-1])
+        if most == 0:
+            break
+    return taken
+
+
 def load_deepspeed(threads: int, build: bool) -> tuple[Any, str]:
     """DeepSpeed's compiled module, or None and why there is none.
 
-    What would end the process inside DeepSpeed is tried here first.
+    Checks first for what would end the process inside DeepSpeed.
 
     Args:
-        threads: that will read.
-        build: compile it if nobody has so far, which takes minutes.
+        threads: how many will read.
+        build: compile it if needed, which takes minutes.
     """
     if importlib.util.find_spec("deepspeed") is None:
         return None, "DeepSpeed is not installed"
@@ -101,13 +105,13 @@ def load_deepspeed(threads: int, build: bool) -> tuple[Any, str]:
         if not builder.is_compatible():
             return None, "DeepSpeed cannot be built against libaio (are its headers installed?)"
         return builder.load(verbose=False), ""
-    except Exception as error:  # a compiler, a driver, a version: whatever it is, we have another
+    except Exception as error:  # no compiler, a wrong version, ...: another reader serves
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return None, f"DeepSpeed's reads cannot be built: {line[:200]}"
 
 
 def _is_built() -> bool:
-    # Importing it may write a warning to stderr, so only where DeepSpeed is there.
+    # The import may write a warning to stderr, so it stays behind the check for DeepSpeed.
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
@@ -121,7 +125,7 @@ def _no_libaio() -> str:
         return "libaio is not installed, which DeepSpeed's reads need"
     library, context = ctypes.CDLL(name), ctypes.c_void_p()
     if code := library.io_setup(1, ctypes.byref(context)):
-        return f"the kernel gives no asynchronous reads: {os.strerror(-code)}"
+        return f"the kernel refuses asynchronous reads: {os.strerror(-code)}"
     library.io_destroy(context)
     return ""
 

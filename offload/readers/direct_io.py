@@ -1,8 +1,8 @@
-"""Ways to get bytes of a file into memory past the page cache.
+"""Read bytes of a file into memory past the page cache, with O_DIRECT.
 
-The page cache would be a tier that nobody sized: a plan that counts bytes must not fill memory
-behind its own back. O_DIRECT wants addresses, offsets and lengths on block boundaries; what is not
-goes through a small aligned buffer.
+The page cache would be a memory tier of unknown size: a plan that counts bytes must not fill memory
+that it does not count. O_DIRECT needs addresses, offsets and lengths on block boundaries; other
+reads go through a small aligned buffer.
 """
 
 from __future__ import annotations
@@ -16,31 +16,28 @@ from threading import Lock
 from typing import Protocol
 
 from experts.safetensors_io import address_of
-from offload.readers.jobs import PIECE_BYTES
+from offload.readers.pieces import PIECE_BYTES
 
 ALIGNMENT = 4096  # the largest block size in use, and a page
 BOUNCE_BYTES = PIECE_BYTES + 2 * ALIGNMENT
 
+Views = Sequence[memoryview]
+Status = os.stat_result | None
+
 logger = logging.getLogger(__name__)
 
 
-class Way(Protocol):
+class ReadBackend(Protocol):
     """How one thread of a reader reads; each thread has its own."""
 
-    def read(
-        self,
-        fd: int,
-        offset: int,
-        views: Sequence[memoryview],
-        status: os.stat_result | None = None,
-    ) -> int:
+    def read(self, fd: int, offset: int, views: Views, status: Status = None) -> int:
         """Fill the views from ``offset`` on, at most `PIECE_BYTES`.
 
         Args:
-            status: of the file, where somebody knows it: asking takes a quarter as long as reading.
+            status: of the file, if known: asking takes a quarter as long as reading.
 
         Returns:
-            The bytes read, fewer than asked for only where the file ends.
+            The bytes read, fewer than requested only where the file ends.
 
         Raises:
             OSError: the system's own.
@@ -48,50 +45,28 @@ class Way(Protocol):
         ...
 
 
-class Buffered:
-    """Through the page cache, which is told to forget them at once."""
-
-    def read(
-        self,
-        fd: int,
-        offset: int,
-        views: Sequence[memoryview],
-        status: os.stat_result | None = None,
-    ) -> int:
-        done = 0
-        while rest := remaining(views, done):
-            got = os.preadv(fd, rest, offset + done)
-            if got == 0:
-                break
-            done += got
-        start, end = round_down(offset), round_up(offset + done)
-        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
-        return done
-
-
 class DirectFiles:
-    """Files opened once more with O_DIRECT; shared by a reader's threads."""
+    """Files opened a second time, with O_DIRECT; shared by a reader's threads."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], int] = {}
         self._without: set[tuple[int, int]] = set()
         self._lock = Lock()
 
-    def get(self, fd: int, status: os.stat_result | None = None) -> int | None:
-        """A descriptor with O_DIRECT of the same file, by its number or what is known of it; None
-        where there can be none."""
+    def get(self, fd: int, status: Status = None) -> int | None:
+        """A descriptor of the same file with O_DIRECT; None if its file system has none."""
         status = os.fstat(fd) if status is None else status
         key = status.st_dev, status.st_ino
         with self._lock:
             if key not in self._files and key not in self._without:
-                try:  # by way of /proc: the file that was checked, whatever bears its name now
+                try:  # by way of /proc: the file that was checked, even if it was renamed
                     self._files[key] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT)
                 except OSError as error:
                     self._refuse(key, error)
             return None if key in self._without else self._files[key]
 
     def refuse(self, fd: int, why: OSError) -> None:
-        """From now on None for this file, which took O_DIRECT and then did not read with it."""
+        """Return None from now on for a file that opens with O_DIRECT but does not read with it."""
         status = os.fstat(fd)
         with self._lock:
             self._refuse((status.st_dev, status.st_ino), why)
@@ -108,28 +83,22 @@ class DirectFiles:
             logger.warning("no O_DIRECT here (%s): reads go through the page cache", why.strerror)
 
 
-class Direct:
-    """O_DIRECT, through a buffer where something is not aligned, `Buffered` where it is refused."""
+class DirectReads:
+    """A `ReadBackend` with O_DIRECT; `BufferedReads` for files that refuse it."""
 
     def __init__(self, files: DirectFiles) -> None:
         self._files = files
-        self._buffered = Buffered()
+        self._buffered = BufferedReads()
         self._bounce = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
 
-    def read(
-        self,
-        fd: int,
-        offset: int,
-        views: Sequence[memoryview],
-        status: os.stat_result | None = None,
-    ) -> int:
+    def read(self, fd: int, offset: int, views: Views, status: Status = None) -> int:
         direct = self._files.get(fd, status)
         if direct is None:
             return self._buffered.read(fd, offset, views)
         done = 0
         try:
             while rest := remaining(views, done):
-                got = self._some(direct, offset + done, rest)
+                got = self._read_once(direct, offset + done, rest)
                 if got <= 0:
                     break
                 done += got
@@ -140,8 +109,8 @@ class Direct:
             return self._buffered.read(fd, offset, views)
         return done
 
-    def _some(self, direct: int, offset: int, views: list[memoryview]) -> int:
-        if offset % ALIGNMENT == 0 and all(map(is_aligned, views)):
+    def _read_once(self, direct: int, offset: int, views: list[memoryview]) -> int:
+        if offset % ALIGNMENT == 0 and all(map(_is_aligned, views)):
             return os.preadv(direct, views, offset)
         start, size = round_down(offset), sum(map(len, views))
         end = min(start + BOUNCE_BYTES, round_up(offset + size))
@@ -149,10 +118,23 @@ class Direct:
         return scatter(self._bounce[offset - start : max(got, offset - start)], views)
 
 
-def remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
+class BufferedReads:
+    """A `ReadBackend` through the page cache, which is told to drop the bytes at once."""
+
+    def read(self, fd: int, offset: int, views: Views, status: Status = None) -> int:
+        done = 0
+        while rest := remaining(views, done):
+            got = os.preadv(fd, rest, offset + done)
+            if got == 0:
+                break
+            done += got
+        start, end = round_down(offset), round_up(offset + done)
+        os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
+        return done
+
+
+def remaining(views: Views, done: int) -> list[memoryview]:
     """The views without their first ``done`` bytes."""
-    if not done:
-        return list(views)
     rest = []
     for view in views:
         if done < len(view):
@@ -161,18 +143,7 @@ def remaining(views: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def first(views: Sequence[memoryview], most: int) -> list[memoryview]:
-    """The views' first ``most`` bytes."""
-    taken = []
-    for view in views:
-        taken.append(view[:most])
-        most -= len(taken[-1])
-        if most == 0:
-            break
-    return taken
-
-
-def scatter(source: memoryview, views: Sequence[memoryview]) -> int:
+def scatter(source: memoryview, views: Views) -> int:
     """Copy into the views one after the other; returns the bytes copied."""
     done = 0
     for view in views:
@@ -182,13 +153,13 @@ def scatter(source: memoryview, views: Sequence[memoryview]) -> int:
     return done
 
 
-def is_aligned(view: memoryview) -> bool:
-    return address_of(view) % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0
-
-
 def round_down(offset: int) -> int:
     return offset // ALIGNMENT * ALIGNMENT
 
 
 def round_up(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _is_aligned(view: memoryview) -> bool:
+    return address_of(view) % ALIGNMENT == 0 and len(view) % ALIGNMENT == 0

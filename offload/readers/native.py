@@ -1,6 +1,6 @@
-"""Compiled threads that read with O_DIRECT, in the order of `ThreadedReader`.
+"""Compiled threads that read with O_DIRECT, in the same order as `ThreadedReader`.
 
-They need no lock of Python's: a read begins when it is asked for and the next one when it ends,
+They never take Python's lock: a read begins when it is submitted, and the next one when it ends,
 whatever the step loop is doing.
 """
 
@@ -17,22 +17,31 @@ from kernels.cpu import NativeKernels
 from kernels.cpu.streaming import CANCELLED, CHANGED, CLOSED, TRUNCATED, NativeReads, ReadJob
 from offload.errors import OffloadError
 from offload.readers.direct_io import DirectFiles
-from offload.readers.jobs import PIECE_BYTES, Piece, cancelled, closed, cut, explain, hangs
+from offload.readers.pieces import (
+    PIECE_BYTES,
+    ReadPiece,
+    cancelled,
+    closed,
+    cut,
+    explain,
+    timed_out,
+)
 from offload.readers.threads import IN_FLIGHT_BYTES, PATIENCE_S, THREADS
 from offload.transfer import Read
 
-LOOK_S = 0.5
-"""How often whoever waits hears of interrupts."""
-_MANY = 64
+INTERRUPT_POLL_S = 0.5
+"""How often a wait inside compiled code returns to Python, to handle interrupts."""
+_SUBMITTED = 64
 
 
 class NativeReader:
     """See `offload.transfer.Reader`.
 
     Args:
-        name: what it is, in words.
-        files: that have been opened with O_DIRECT; closed with it.
-        threads, patience_s: as of `ThreadedReader`.
+        name: how it reads, in words.
+        kernels: the compiled threads.
+        files: files opened with O_DIRECT; closed with the reader.
+        reason, bytes_per_second, threads, patience_s: see `ThreadedReader`.
     """
 
     def __init__(
@@ -40,30 +49,33 @@ class NativeReader:
         name: str,
         kernels: NativeKernels,
         files: DirectFiles,
+        reason: str = "",
+        bytes_per_second: float = 0.0,
+        *,
         threads: int = THREADS,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.name, self.patience_s = name, patience_s
-        self.reason, self.bytes_per_second = "", 0.0
+        self.reason, self.bytes_per_second = reason, bytes_per_second
         self.reads, self.files = kernels.reads(IN_FLIGHT_BYTES), files
         self.reads.start(threads)
-        # Threads must not write to memory that goes with the process, or with whoever forgot them.
-        weakref.finalize(self, self.reads.close, LOOK_S)
-        self._asked: list[NativeJob] = []  # kept until they are done: threads write to their places
-        self._many, self._closed = _MANY, False
+        # If the reader is never closed, its threads must end before the memory they write to goes.
+        weakref.finalize(self, self.reads.close, INTERRUPT_POLL_S)
+        self._submitted: list[NativeTransfer] = []  # kept until done: threads write to their places
+        self._prune_at, self._closed = _SUBMITTED, False
 
     @property
     def throughput(self) -> float:
         return self.reads.throughput or self.bytes_per_second
 
-    def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> NativeJob:
-        job = NativeJob(self, reads, what, urgent)
-        self._asked.append(job)
-        if len(self._asked) > self._many:
-            self._asked = [job for job in self._asked if not job.done]
-            self._many = _MANY + 2 * len(self._asked)
-        self.reads.begin(job.record)
-        return job
+    def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> NativeTransfer:
+        transfer = NativeTransfer(self, reads, what, urgent)
+        self._submitted.append(transfer)
+        if len(self._submitted) > self._prune_at:
+            self._submitted = [transfer for transfer in self._submitted if not transfer.done]
+            self._prune_at = _SUBMITTED + 2 * len(self._submitted)
+        self.reads.begin(transfer.record)
+        return transfer
 
     def close(self) -> None:
         if not self._closed and self.reads.close(self.patience_s):
@@ -71,11 +83,11 @@ class NativeReader:
         self._closed = True
 
 
-class NativeJob:
+class NativeTransfer:
     """See `offload.transfer.Transfer`.
 
     Attributes:
-        record: what the threads are told, and tell.
+        record: shared with the compiled threads.
     """
 
     __slots__ = ("_reader", "_reads", "_what", "record")
@@ -85,7 +97,7 @@ class NativeJob:
     ) -> None:
         self._reader, self._reads, self._what = reader, reads, what
         if len(reads) == 1 and (size := reads[0].place.numel()) <= PIECE_BYTES:
-            only = reads[0]  # most are, and then nothing need be cut
+            only = reads[0]  # the usual case, which needs no cutting
             numbers = [*self._request(only, only.offset, size), 1, only.place.data_ptr(), size]
             self.record = ReadJob(min(size, 1), numbers, urgent)
             return
@@ -96,14 +108,14 @@ class NativeJob:
                 numbers += (address_of(view), len(view))
         self.record = ReadJob(len(pieces), numbers, urgent)
 
-    def _request(self, of: Read | Piece, offset: int, nbytes: int) -> tuple[int, ...]:
+    def _request(self, of: Read | ReadPiece, offset: int, nbytes: int) -> tuple[int, ...]:
         direct, status = self._reader.files.get(of.fd, of.status), of.status
         file = of.fd, -1 if direct is None else direct, offset, nbytes
         return (*file, -1, 0) if status is None else (*file, status.st_size, status.st_mtime_ns)
 
     @property
     def reads(self) -> NativeReads:
-        """Whose threads serve it."""
+        """The threads that serve it."""
         return self._reader.reads
 
     @property
@@ -118,9 +130,9 @@ class NativeJob:
         start, record, reader = time.perf_counter(), self.record, self._reader
         if not record.done:
             self.hasten()
-            while not reader.reads.wait(record, min(LOOK_S, reader.patience_s)):
+            while not reader.reads.wait(record, min(INTERRUPT_POLL_S, reader.patience_s)):
                 if time.perf_counter() - start >= reader.patience_s:
-                    raise hangs(self._what, reader.patience_s)
+                    raise timed_out(self._what, reader.patience_s)
         if record.refused:
             refusal = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             for fd in {read.fd for read in self._reads}:

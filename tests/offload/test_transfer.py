@@ -16,11 +16,10 @@ from torch import Tensor
 
 from kernels.cpu import NativeKernels, choose_kernel
 from offload.errors import OffloadError
-from offload.readers import ThreadedReader
-from offload.readers import direct_io as ways
-from offload.readers.direct_io import Buffered, Direct, DirectFiles
-from offload.readers.jobs import PIECE_BYTES, cut
+from offload.readers import ThreadedReader, direct_io
+from offload.readers.direct_io import BufferedReads, DirectFiles, DirectReads
 from offload.readers.native import NativeReader
+from offload.readers.pieces import PIECE_BYTES, cut
 from offload.transfer import Read, Reader
 from tests.open_files import num_open
 
@@ -55,10 +54,8 @@ def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
         yield compiled
         compiled.close()
         return
-    reader = ThreadedReader(
-        "r", Buffered if request.param == "buffered" else lambda: Direct(files), threads=3
-    )
-    reader.on_close(files.close)
+    make = BufferedReads if request.param == "buffered" else lambda: DirectReads(files)
+    reader = ThreadedReader("r", make, files.close, threads=3)
     yield reader
     reader.close()
 
@@ -224,8 +221,7 @@ def test_a_read_that_hangs_is_given_up_and_its_place_stays_taken(gate: Gate) -> 
 
 def test_closing_fails_what_has_not_begun_and_ends_the_threads(gate: Gate) -> None:
     given_back: list[bool] = []
-    reader = ThreadedReader("gate", lambda: gate, threads=2)
-    reader.on_close(lambda: given_back.append(True))
+    reader = ThreadedReader("gate", lambda: gate, lambda: given_back.append(True), threads=2)
     begun = reader.submit(at(0), urgent=True)
     gate.entered.acquire()
     waiting = [reader.submit(at(offset), urgent=False) for offset in range(1, 9)]
@@ -288,10 +284,10 @@ def test_a_refusal_of_o_direct_is_not_an_error(
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return preadv(number, views, offset)
 
-    monkeypatch.setattr(ways.os, "preadv", refuse)
+    monkeypatch.setattr(direct_io.os, "preadv", refuse)
     room = place(8192)
     assert direct is not None
-    assert Direct(files).read(fd, 4096, [memoryview(room.numpy())]) == 8192  # type: ignore[arg-type]
+    assert DirectReads(files).read(fd, 4096, [memoryview(room.numpy())]) == 8192  # type: ignore[arg-type]
     assert room.equal(CONTENT[4096:12288])
     assert files.get(fd) is None
     assert "no O_DIRECT here (Invalid argument)" in caplog.text
@@ -307,9 +303,9 @@ def test_short_reads_are_continued(
     def short(number: int, views: list[memoryview], offset: int) -> int:
         return preadv(number, [views[0][: max(4096, len(views[0]) // 8192 * 4096)]], offset)
 
-    monkeypatch.setattr(ways.os, "preadv", short)
+    monkeypatch.setattr(direct_io.os, "preadv", short)
     files, room = DirectFiles(), place(200_000, misaligned)
-    assert Direct(files).read(fd, 4096, [memoryview(room.numpy())]) == 200_000  # type: ignore[arg-type]
+    assert DirectReads(files).read(fd, 4096, [memoryview(room.numpy())]) == 200_000  # type: ignore[arg-type]
     assert room.equal(CONTENT[4096:204_096])
     files.close()
 
@@ -317,8 +313,7 @@ def test_short_reads_are_continued(
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_stays_open(file: Path, fd: int, compiled: bool) -> None:
     files = DirectFiles()
-    threaded = ThreadedReader("direct", lambda: Direct(files))
-    threaded.on_close(files.close)
+    threaded = ThreadedReader("direct", lambda: DirectReads(files), files.close)
     reader: Reader = NativeReader("direct", native(), files) if compiled else threaded
     reader.submit([Read(fd, file, 0, place(4096))], urgent=True).wait()
     assert num_open(file) == 2

@@ -16,7 +16,7 @@ from offload.errors import OffloadError
 from offload.readers import choice, choose_reader, deepspeed
 from offload.readers.deepspeed import BLOCK_BYTES, DeepSpeedReads, load_deepspeed
 from offload.readers.direct_io import DirectFiles
-from offload.readers.jobs import PIECE_BYTES
+from offload.readers.pieces import PIECE_BYTES
 from offload.transfer import Read
 
 
@@ -130,7 +130,7 @@ def test_without_o_direct_the_page_cache_is_used_and_named(
     assert "this file system has no O_DIRECT" in reader.reason
     assert reader.bytes_per_second > 0
     reader.close()
-    with pytest.raises(OffloadError, match=r"'direct' is not to be had: this file system has no O"):
+    with pytest.raises(OffloadError, match=r"'direct' is not available: this file system has no O"):
         choose_reader(file, "direct")
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_had_says_why(tmp_path: Path, file: Path, monkeypatch: An
     with pytest.raises(OffloadError, match=r"cannot read .*absent: No such file"):
         choose_reader(tmp_path / "absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(OffloadError, match="'deepspeed' is not to be had: DeepSpeed is not inst"):
+    with pytest.raises(OffloadError, match="'deepspeed' is not available: DeepSpeed is not inst"):
         choose_reader(file, "deepspeed")
     reader = choose_reader(file)
     assert "DeepSpeed is not installed" in reader.reason

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offload.errors import OffloadError
 from offload.readers.direct_io import DirectFiles
-from offload.readers.jobs import PIECE_BYTES
-from offload.readers.native import NativeJob, NativeReader
+from offload.readers.native import NativeReader, NativeTransfer
+from offload.readers.pieces import PIECE_BYTES
 from offload.transfer import Read
 from tests.offload.test_transfer import native, place
 
@@ -54,7 +54,7 @@ def asleep(file: Path) -> Iterator[Asleep]:
 
 def ask(
     reader: NativeReader, fd: int, file: Path, job: int, rows: Tensor, urgent: bool
-) -> NativeJob:
+) -> NativeTransfer:
     room = rows.view(-1)
     read = Read(fd, file, job * MOST * PAGE, room)
     return reader.submit([read], urgent=urgent, what=f"job {job}")
