@@ -1,7 +1,7 @@
-"""Which experts were worth keeping, from one run to the next.
+"""Save the most valuable experts at the end of a run, for the next run to load first.
 
-A small file beside the store, or in the user's cache where the store cannot be written to. It is
-only a hint: one that cannot be read or written is left alone.
+They are kept in a small file beside the store, or in the user's cache if the store is read-only.
+The file is only a hint: a failure to read or write it is a warning.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def hot_set_file(directory: Path) -> Path:
 
 
 def save_hot_set(file: Path, hot_set: HotSet) -> None:
-    """A warning says so where it cannot be written."""
+    """Logs a warning if the file cannot be written."""
     try:
-        if file.name != FILE_NAME:  # a store that was moved away is not made again
+        if file.name != FILE_NAME:  # never create the store's own directory
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(file, json.dumps(hot_set, separators=(",", ":")).encode())
     except OSError as error:
@@ -42,7 +42,7 @@ def save_hot_set(file: Path, hot_set: HotSet) -> None:
 
 
 def load_hot_set(file: Path, experts: Sequence[int]) -> HotSet:
-    """The saved hot set; empty where there is none for layers of so many experts each."""
+    """The saved hot set; empty if there is none that fits layers of so many experts each."""
     try:
         content = json.loads(file.read_bytes())
         pairs = [(layer, expert) for layer, expert in content]
@@ -57,6 +57,6 @@ def load_hot_set(file: Path, experts: Sequence[int]) -> HotSet:
     except (OSError, ValueError, TypeError, RecursionError):
         fits = False
     if not fits:
-        _logger.warning("%s is no hot set of this model; it is not used", file)
+        _logger.warning("%s is not a hot set of this model; it is ignored", file)
         return []
     return list(dict.fromkeys(pairs))

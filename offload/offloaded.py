@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.cache import ExpertCache
 from offload.hot_set import save_hot_set
@@ -65,27 +66,27 @@ def bytes_in(counters: LayerStatistics) -> int:
 
 
 class HostValues:
-    """What units are worth in host memory, by the policy of the GPU they are for, which learns for
-    both. See `offload.policies.EvictionPolicy`.
+    """Values units in host memory by the policy of the device above it, which learns for both.
+    See `offload.policies.EvictionPolicy`.
 
-    Attributes:
-        device: the cache that they are for, as soon as there is one.
+    Args:
+        policy: of the device's cache.
+        present: returns a ``(units,)`` bool array, the units in the device's cache.
     """
 
     name = HOST
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self.device: ExpertCache | None = None
-        self._policy = policy
+    def __init__(self, policy: EvictionPolicy, present: Callable[[], NDArray[np.bool_]]) -> None:
+        self._policy, self._present = policy, present
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
         pass
 
     def values(self) -> Values:
-        """As on the device; below all others, the safest first, what is safe there."""
-        values = self._policy.values()
-        near = None if self.device is None else np.flatnonzero(self.device.present)
-        if near is None or not len(near):
+        """The device's values, but units that it is unlikely to evict soon (those above the median
+        value there) are worth less than all others here, the safest the least."""
+        values, near = self._policy.values(), np.flatnonzero(self._present())
+        if not len(near):
             return values
         values = values.copy()
         safe = near[values[near] > np.median(values[near])]

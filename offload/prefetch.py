@@ -1,13 +1,12 @@
 """Prefetch experts that a predictor expects the next layers to need, where that pays.
 
 The step loop calls `Prefetcher.start` at each step, and `visit` at each MoE layer while the
-layer's missing experts are read. A forecast names absent experts with probabilities; `Odds`
-corrects each by what such forecasts have come to. The prefetcher bids on an expert if the wait
-that it expects to save exceeds the wait that it risks: a wrong read delays those that a layer
-waits for, and evicts an expert that may be needed. Each layer has a `PrefetchGate`. While it is
-closed, the layer's bids are only recorded, now and then, and judged as if they had been placed, so
-a bad predictor costs a few forecasts and no bytes. Nothing here changes a result: it only moves
-experts.
+layer's missing experts are read. A forecast gives probabilities of absent experts; `Odds` corrects
+them by how often earlier forecasts were right. The prefetcher bids on an expert if the wait that it
+expects to save exceeds the wait that it risks: a wrong read delays those that a layer waits for,
+and evicts an expert that may be needed. Each layer has a `PrefetchGate`. While it is closed, some
+of the layer's bids are recorded and judged as if they had been placed, so a bad predictor costs a
+few forecasts and no bytes. Prefetching never changes a result.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from routing.predict import Forecast, GivenForecast, Predictor, pad_contexts
 MAX_DEPTH = 8
 """Layers ahead at most: further than that, forecasts are little better than frequencies."""
 TRIAL = 8
-"""Visits that a gate judges before it opens."""
+"""Calls of a layer that its gate judges before it opens."""
 RAREST = 256
 """Steps between two trials of a layer that keeps losing."""
 WASTE = 0.3
-"""Cost of an expert read in vain, in loads: some of what is evicted for it is missed."""
-_DECAY = 0.95  # of a gate's profit; a visit 14 visits ago counts half
+"""Cost of a wrong prefetch, in loads: some of what is evicted for it is missed."""
+_DECAY = 0.95  # of a gate's profit; a call 14 calls ago counts half
 _FOLLOW = 0.05  # weight of the newest measurement of a load and of a layer
 _LEARNING_RATE = 0.05
-_KEEP = 0.5 ** (1 / 200)  # of an expert's rate at each visit of its layer
-_RATE = 0.05  # before anything has been seen
+_KEEP = 0.5 ** (1 / 200)  # of an expert's rate at each call of its layer
+_RATE = 0.05  # initial rate
 
 
 @dataclass
 class BidRecord:
-    """What became of the forecasts of one layer; plain counters, readable from any thread.
+    """Outcomes of one layer's bids; plain counters, readable from any thread.
 
     Attributes:
-        right: absent experts forecast surely enough to bid on, and asked for.
-        wrong: the same, and not asked for.
-        missed: absent experts asked for without a bid.
+        right: absent experts with a bid, that the layer then requested.
+        wrong: absent experts with a bid, that the layer did not request.
+        missed: absent experts that the layer requested without a bid.
         placed: bids that became transfers.
-        useful: of those, asked for when their layer came.
-        wasted: of those, not asked for then.
-        cancelled: of those, contradicted by the router before they had begun.
-        saved_seconds: stalls that placed bids are estimated to have saved.
-        lost_seconds: what wasted ones and forecasting are estimated to have cost.
+        useful: placed bids whose expert was requested.
+        wasted: placed bids whose expert was not requested.
+        cancelled: placed bids that the router contradicted before the transfer began.
+        saved_seconds: estimate of the stalls that placed bids saved.
+        lost_seconds: estimate of what wasted bids and forecasting cost.
     """
 
     right: int = 0
@@ -71,55 +70,63 @@ class BidRecord:
 
     @property
     def recall(self) -> float:
-        """Share of the absent experts asked for that a bid had named; 0 without any."""
+        """Share of the absent experts requested that had a bid; 0 without any."""
         return self.right / max(1, self.right + self.missed)
 
 
 @dataclass
 class Bid:
-    """On one expert: when it is expected to be there, and whether it has become a transfer."""
+    """A bid on one expert: when it should have arrived, and whether it became a transfer."""
 
     arrival: float
     placed: bool
 
 
 class Odds:
-    """How likely an absent expert is asked for, by a logistic regression that learns on the way.
+    """How likely an absent expert is requested, by a logistic regression trained online.
 
-    Experts in memory are mostly those asked for often, so a forecast of an absent one is wrong more
-    often than it says. The regression reads the forecast and how often the expert is asked for, and
-    learns from every absent expert that was forecast, whether it was bid on or not.
+    Experts in memory are mostly the popular ones, so forecasts of absent ones are wrong more often
+    than they claim. The features are the forecast and the expert's rate of requests; every forecast
+    of an absent expert is an example, with or without a bid.
 
     Args:
         experts: E of each MoE layer.
     """
 
     def __init__(self, experts: Sequence[int]) -> None:
-        # Of each expert its rate when it was asked for last, and at which visit of its layer.
+        # Of each expert its rate at its last request, and the number of that call of its layer.
         self._rates = [[(_RATE, 0)] * count for count in experts]
         self._visits = [0] * len(experts)
-        self._weights = [0.0, 1.0, 0.0]  # of 1, the forecast and the rate: believe the forecast
+        self._weights = [
+            0.0,
+            1.0,
+            0.0,
+        ]  # of 1, the forecast and the rate: at first, the forecast alone
         self._open: list[dict[int, tuple[float, float]]] = [{} for _ in experts]
 
     def forget(self) -> None:
-        """Drop forecasts of layers that were not reached."""
+        """Drop the forecasts of layers that the step did not reach."""
         for forecasts in self._open:
             forecasts.clear()
 
     def chance(self, layer: int, expert: int, stated: float) -> float:
-        """Probability that an absent expert, forecast with this probability, will be asked for."""
+        """Corrected probability that an absent expert will be requested."""
         features = _log_odds(stated), _log_odds(self._rate(layer, expert)) - _log_odds(_RATE)
         self._open[layer][expert] = features
         return self._believed(features)
 
     def learn(self, layer: int, wanted: Sequence[int]) -> None:
-        """A layer asks for these experts: compare them with what was forecast."""
+        """Compare the experts that a layer requests with the forecasts for it."""
         asked, steps = set(wanted), [0.0, 0.0, 0.0]
         for expert, features in self._open[layer].items():
             error = _LEARNING_RATE * ((expert in asked) - self._believed(features))
             for at, feature in enumerate((1.0, *features)):
                 steps[at] += error * feature
-        bounds = ((-2.0, 2.0), (0.25, 2.0), (0.0, 2.0))  # or long errors would take long to unlearn
+        bounds = (
+            (-2.0, 2.0),
+            (0.25, 2.0),
+            (0.0, 2.0),
+        )  # else a long error would take long to unlearn
         self._weights = [
             min(max(weight + step, low), high)
             for weight, step, (low, high) in zip(self._weights, steps, bounds, strict=True)
@@ -127,10 +134,8 @@ class Odds:
         self._open[layer].clear()
         self._visits[layer] += 1
         for expert in wanted:
-            self._rates[layer][expert] = (
-                self._rate(layer, expert) + 1 - _KEEP,
-                self._visits[layer],
-            )
+            rate = self._rate(layer, expert) + 1 - _KEEP
+            self._rates[layer][expert] = rate, self._visits[layer]
 
     def _rate(self, layer: int, expert: int) -> float:
         rate, visit = self._rates[layer][expert]
@@ -148,11 +153,11 @@ def _log_odds(probability: float) -> float:
 
 
 class PrefetchGate:
-    """Opens a layer for bids while they pay.
+    """Lets a layer place bids while they pay.
 
     Attributes:
-        on: whether bids are placed; otherwise they are recorded and judged only.
-        record: what became of them.
+        on: whether bids are placed; otherwise they are only recorded and judged.
+        record: their outcomes.
     """
 
     def __init__(self) -> None:
@@ -164,11 +169,11 @@ class PrefetchGate:
         self._rest = float(TRIAL)  # steps without forecasts after the gate had to close
 
     def asks(self, step: int) -> bool:
-        """Whether a forecast is wanted in this step."""
+        """Whether to forecast this layer in this step."""
         return self.on or step >= self._next
 
     def judge(self, gain: float, step: int) -> None:
-        """Take in what the bids of a visit gained, in seconds; less than 0 for a loss."""
+        """Take in the seconds that the bids for one call gained; negative for a loss."""
         self._profit = _DECAY * self._profit + gain
         self._judged += 1
         if self._judged < TRIAL:
@@ -193,17 +198,16 @@ class Prefetcher:
     Args:
         cache: where experts go.
         experts: E of each MoE layer.
-        predictor: which experts come next.
-        load_seconds: for which a missing expert holds up the step loop, until it is measured.
-        read_seconds: for which reading one expert keeps the disk busy, as it is measured; by
-            default as long as a layer waits for one.
-        clock: gives seconds.
+        predictor: forecasts the experts of the next layers.
+        load_seconds: initial estimate of the step loop's wait for one missing expert.
+        read_seconds: returns how long one expert keeps the disk busy; by default `load_seconds`.
+        clock: returns seconds.
 
     Attributes:
         gates: of each layer.
-        load_seconds: as it is measured.
-        layer_seconds: from one MoE layer to the next, without waiting.
-        awake: this step's layers are to be visited.
+        load_seconds: measured wait of the step loop for one missing expert.
+        layer_seconds: measured time from one MoE layer to the next, without waits.
+        awake: whether the step loop is to call `visit` in this step.
     """
 
     def __init__(
@@ -223,19 +227,19 @@ class Prefetcher:
         self._read_seconds = read_seconds or (lambda: self.load_seconds)
         self._odds = Odds(experts)
         self._bids: list[dict[int, Bid]] = [{} for _ in experts]
-        self._free_at = 0.0  # when the disk has served all placed bids
-        self._spent = [0.0] * len(experts)  # seconds of this step that forecasts took
+        self._free_at = 0.0  # when the disk will have served all placed bids
+        self._spent = [0.0] * len(experts)  # seconds for forecasts in this step
         self._forecast_layers: set[int] = set()  # in this step
         self._step, self._told_early = 0, False
         self._began_at = clock()
-        self._wait = 0.0  # for reads of the layer that the step loop is at
-        self._last: tuple[float, int] | None = None  # when and at which layer the last visit was
-        self._stalled, self._loads = 0.0, 0  # of that layer before it waited; that it waited for
-        self._late = [0] * len(experts)  # of the cache's counters at each layer's last visit
+        self._wait = 0.0  # of the current layer for its reads
+        self._last: tuple[float, int] | None = None  # time and layer of the last visit
+        self._stalled, self._loads = 0.0, 0  # its stall counter before it waited; its reads
+        self._late = [0] * len(experts)  # the cache's `late` counters at each layer's last visit
 
     @property
     def depth(self) -> int:
-        """Layers ahead that bids are made for; 0 while no gate is open."""
+        """How many layers ahead bids are placed; 0 while no gate is open."""
         return self._depth() if any(gate.on for gate in self.gates) else 0
 
     @property
@@ -243,7 +247,7 @@ class Prefetcher:
         return [gate.record for gate in self.gates]
 
     def foretell(self, told: Forecast) -> None:
-        """Bid for a step that begins once a draft has passed all layers again."""
+        """Bid for the next step, which begins when a draft has run all layers once more."""
         if not self._told_early:
             self._begin()
         self._told_early = True
@@ -252,12 +256,12 @@ class Prefetcher:
             self._bid_on(told, targets, -1 - len(self.gates), self._clock())
 
     def start(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            contexts: of each token that it decodes, the last ones of its sequence up to it:
-                ``predictor.context``, or fewer.
-            told: what the step will need, where a draft knows better than the predictor.
+            contexts: for each token to decode, the last tokens of its sequence up to it, at most
+                ``predictor.context``.
+            told: a draft's forecast for this step, used instead of the predictor.
         """
         if not self._told_early:
             self._begin()
@@ -274,14 +278,13 @@ class Prefetcher:
     def visit(
         self, layer: int, wanted: Sequence[int], hidden_states: Tensor, routing: Routing
     ) -> None:
-        """The router has decided, and what is missing is being read: judge the bids on this layer,
-        and bid for those to come.
+        """Judge the bids on a layer whose missing experts are being read, and bid for later ones.
 
         Args:
             layer: MoE layer.
-            wanted: the experts that it asks for.
-            hidden_states: rows ``(T, H)`` that they read.
-            routing: what the router decided for these.
+            wanted: the experts that it requests.
+            hidden_states: its input rows ``(T, H)``.
+            routing: the router's decision for these rows.
         """
         if self.awake:
             self._settle(layer, wanted)
@@ -289,7 +292,7 @@ class Prefetcher:
             self._bid(layer)
 
     def _begin(self) -> None:
-        """The last step is over: cancel bids on layers that it did not reach."""
+        """Cancel bids on layers that the last step did not reach."""
         for layer, bids in enumerate(self._bids):
             for expert, bid in bids.items():
                 if bid.placed:
@@ -301,7 +304,7 @@ class Prefetcher:
         self._step, self._wait = self._step + 1, 0.0
 
     def _settle(self, layer: int, wanted: Sequence[int]) -> None:
-        """Judge the bids on a layer by what it asks for; its own reads go before the rest."""
+        """Judge the bids on a layer by its requests, whose reads go before all other bids."""
         now, gate, record = self._clock(), self.gates[layer], self.gates[layer].record
         absent, asked = self._cache.missing(layer, wanted), set(wanted)
         self._measure(layer, absent, now)
@@ -320,9 +323,9 @@ class Prefetcher:
             gate.judge(gain, self._step)
 
     def _outcome(self, layer: int, expert: int, bid: Bid, asked: bool, now: float) -> float:
-        """Seconds that a bid saved, less than 0 where it did harm, when its layer was reached."""
+        """Seconds that a bid saved when its layer was reached; negative if it did harm."""
         record, load = self.gates[layer].record, self.load_seconds
-        rest = min(load, max(0.0, bid.arrival - now))  # that the layer still waits for it
+        rest = min(load, max(0.0, bid.arrival - now))  # the layer's remaining wait for it
         if bid.placed:
             rest = 0.0 if self._cache.has(layer, expert) else max(rest, load / 2)
         record.right += asked
@@ -331,7 +334,7 @@ class Prefetcher:
             record.useful += bid.placed
             record.saved_seconds += (load - rest) * bid.placed
             return load - rest
-        if not bid.placed and rest == load:  # it would not have begun
+        if not bid.placed and rest == load:  # it would not have begun by now
             return 0.0
         lost = WASTE * load + rest
         record.wasted += bid.placed
@@ -339,7 +342,7 @@ class Prefetcher:
         return -lost
 
     def _queue_reads(self, absent: Sequence[int], own: dict[int, Bid], now: float) -> None:
-        """The layer's missing experts are read before all bids that have not begun."""
+        """Update arrival times: a layer's missing experts go before all bids not begun."""
         read = self._read_seconds()
         open_bids = [bid for bids in self._bids for bid in bids.values()]
         outstanding = sum(bid.placed and bid.arrival > now for bid in open_bids)
@@ -360,7 +363,7 @@ class Prefetcher:
         return cancelled
 
     def _measure(self, layer: int, absent: Sequence[int], now: float) -> None:
-        """Follow what a load and a layer take, from the cache's own counters between two visits."""
+        """Update `load_seconds` and `layer_seconds` from the cache's counters since the last visit."""
         counters = self._cache.statistics.layers
         since, stall = self._began_at, 0.0
         if self._last is not None:
@@ -380,7 +383,7 @@ class Prefetcher:
         return self.gates[layer].asks(self._step)
 
     def _depth(self) -> int:
-        """As far ahead as a load takes."""
+        """How many layers run during one load."""
         ratio = self.load_seconds / max(self.layer_seconds, 1e-9)
         return max(1, min(MAX_DEPTH, math.ceil(ratio)))
 
@@ -391,7 +394,8 @@ class Prefetcher:
             self._bid_on(self._guide.forecast(layer, last - layer), targets, layer, began)
 
     def _bid_on(self, forecast: Forecast, targets: set[int], layer: int, began: float) -> None:
-        """Bid for some layers, at a layer, the best bids first; they share the time it takes."""
+        """Bid for the target layers, the likeliest experts first, while at ``layer``; they share
+        the time that this takes."""
         named = forecast.layer.tolist(), forecast.expert.tolist(), forecast.probability.tolist()
         offers = []
         for target, expert, stated in zip(*named, strict=True):
@@ -409,7 +413,7 @@ class Prefetcher:
             self._spent[target] += spent / len(targets)
 
     def _place(self, layer: int, expert: int, chance: float, now: float, left: float) -> None:
-        """Bid on an expert whose layer comes in ``left`` seconds, if that pays."""
+        """Bid on an expert whose layer runs in ``left`` seconds, if that pays."""
         load, read, gate = self.load_seconds, self._read_seconds(), self.gates[layer]
         recorded = 0 if gate.on else sum(len(bids) for bids in self._bids)
         arrival = max(now, self._free_at) + read * (1 + recorded)

@@ -1,9 +1,8 @@
 """Hit ratios of eviction policies on recorded routings, without any weights; for ``moe plan``.
 
-A replay follows the rules of `offload.cache.ExpertCache`, a little simplified: it counts hits when
-a call asks, then holds everything the call asked for and evicts the least valuable experts, new
-ones included. (The real cache gives a new expert that is worth less than all others a slot for the
-call.)
+A replay simplifies `offload.cache.ExpertCache` a little: it counts a call's hits, adds everything
+that the call requested, and evicts the least valuable experts, new ones included. (The real cache
+lends a slot for the call to a new expert that is worth less than all others.)
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from numpy.typing import NDArray
 from offload.policies import EvictionPolicy, Values
 
 Calls = Sequence[Sequence[int]]
-"""Units that each call of an MoE layer asks for, ascending: ``layer * width + expert``."""
+"""Units that each call of an MoE layer requests, ascending: ``layer * width + expert``."""
 
 
 def hit_ratio(calls: Calls, slots: int, policy: EvictionPolicy, width: int) -> float:
-    """Share of the units asked for that the cache held.
+    """Share of the requested units that the cache held.
 
     Args:
         calls: in order; at least one, each of at least one unit.
         slots: units that the cache holds.
-        policy: new.
+        policy: a new one.
         width: most experts of a layer.
     """
     cache = ReplayedCache(max(map(max, calls)) + 1, slots)
@@ -54,11 +53,7 @@ def calls_of(experts: NDArray[np.integer], width: int, batch: int = 1) -> list[l
 
 
 class ReplayedCache:
-    """A cache of units, without weights.
-
-    Attributes:
-        hits, asked: units, over all calls.
-    """
+    """A cache of units without weights; `hits` and `asked` count units over all calls."""
 
     def __init__(self, units: int, slots: int) -> None:
         self._held = np.zeros(units, dtype=bool)
@@ -66,7 +61,7 @@ class ReplayedCache:
         self.hits = self.asked = 0
 
     def ask(self, units: Iterable[int], values: Callable[[], Values]) -> None:
-        """Count hits, take in these units, and evict those of least value."""
+        """Count hits, add these units, and evict those of least value."""
         ids = list(units)
         hits = int(self._held[ids].sum())
         self.hits += hits

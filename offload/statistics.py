@@ -1,4 +1,4 @@
-"""What a cache did: plain counters, written by the step loop and readable from any thread."""
+"""Counters of what an expert cache did: written by the step loop, readable from any thread."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class LayerStatistics:
-    """Counters of one layer; "asked for" counts each expert once a call.
+    """Counters of one layer. A call requests each of its experts once.
 
     Attributes:
-        hits: experts asked for that were there.
-        misses: experts asked for that were not, `late` included.
+        hits: requested experts that were in the cache.
+        misses: requested experts that were not, `late` included.
         late: misses whose prefetch was under way.
-        prefixes: experts asked for that were computed with a prefix of their bits.
-        refined: of which a prefix was there, and all had to be read.
-        demand_bytes: read because a layer waited for them, to stay.
-        streamed_bytes: read because a layer waited for them, into slots lent for the moment.
-        useful_bytes: prefetched and asked for afterwards.
-        wasted_bytes: prefetched and evicted unasked, or failed.
+        prefixes: requested experts that were computed with a prefix of their bits.
+        refined: requested experts of which only a prefix was there, and all bits had to be read.
+        demand_bytes: read because a layer waited for them, and kept.
+        streamed_bytes: read because a layer waited for them, into slots borrowed for the call.
+        useful_bytes: prefetched and requested afterwards.
+        wasted_bytes: prefetched and evicted before any request, or failed.
         restored_bytes: read to restore a hot set.
-        prefetches: begun.
-        cancelled: prefetches taken back before they began.
+        prefetches: prefetches begun.
+        cancelled: prefetches cancelled before they began.
         evictions: experts that lost their slot to another.
         failures: transfers that failed.
-        stall_seconds: for which the step loop waited.
+        stall_seconds: time for which the step loop waited.
     """
 
     hits: int = 0
@@ -45,35 +45,31 @@ class LayerStatistics:
 
     @property
     def hit_ratio(self) -> float:
-        """Share of the experts asked for that were there; 1 where none was."""
+        """Share of the requested experts that were in the cache; 1 without requests."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 1.0
 
 
 class CacheStatistics:
-    """Of every layer; see `LayerStatistics`.
-
-    Attributes:
-        layers: one a MoE layer.
-    """
+    """Counters of each MoE layer, in `layers`, and their sum."""
 
     def __init__(self, num_layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(num_layers)]
 
     @property
     def total(self) -> LayerStatistics:
-        """Sum over the layers; a copy."""
+        """Sum over the layers, as of now."""
         names = [field.name for field in fields(LayerStatistics)]
         return LayerStatistics(
             **{name: sum(getattr(layer, name) for layer in self.layers) for name in names}
         )
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: the totals, the hit ratio, and the same of each layer."""
+        """For JSON: the totals, the hit ratio, and the counters of each layer."""
         total, layers = self.total, [asdict(layer) for layer in self.layers]
         return {**asdict(total), "hit_ratio": total.hit_ratio, "layers": layers}
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Set all counters to zero."""
         for layer in self.layers:
             layer.__init__()  # type: ignore[misc]

@@ -74,7 +74,7 @@ class StoreSource:
         update = {"group_size": group_size, "expert_bits": bits}
         self._settings = settings.model_copy(update=update)
         self._read_bits = bits if manifest.bits < WHOLE else WHOLE
-        self._late_bits = offload.late_bits if offload.late == "prefix" else None
+        self._prefix_bits = offload.late_bits if offload.late == "prefix" else None
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         trial = copy.deepcopy(self._network)  # which stays as transformers made it until `load`
@@ -105,7 +105,7 @@ class StoreSource:
         }
 
     def offloadable(self) -> Offloadable | str:
-        manifest, bits, late = self._store.manifest, self._read_bits, self._late_bits
+        manifest, bits, prefix = self._store.manifest, self._read_bits, self._prefix_bits
         reason = why_not(manifest)
         if not reason and bits == WHOLE and not _keeps_whole(self._settings, manifest):
             reason = (
@@ -115,8 +115,8 @@ class StoreSource:
         if reason:
             return f"the experts of this store cannot stay on disk: {reason}"
         experts = sum(layer.experts for layer in manifest.layers)
-        size, fixed = slot_bytes(manifest, bits, late), fixed_bytes(manifest)
-        return Offloadable(experts, size, least_slots(manifest, bits, late), fixed)
+        size, fixed = slot_bytes(manifest, bits, prefix), fixed_bytes(manifest)
+        return Offloadable(experts, size, least_slots(manifest, bits, prefix), fixed)
 
     def load(
         self, weights: WeightPlan, device: torch.device, report: Report, room: Capacity | None
@@ -158,8 +158,8 @@ class StoreSource:
                 policy=self._offload.policy,
                 reader=self._offload.reader,
                 keep_hot_set=self._offload.hot_set,
-                late=self._offload.late == "host",
-                late_bits=self._late_bits,
+                use_cpu=self._offload.late == "host",
+                prefix_bits=self._prefix_bits,
                 advance=advance,
             )
         except OffloadError as error:

@@ -1,8 +1,8 @@
-"""Eviction policies: what is worth keeping.
+"""Eviction policies: which experts are worth keeping in a cache.
 
-An `EvictionPolicy` sees what each layer asks for, never where anything lives, and values units
-(an expert of a layer each); the cache evicts the least valuable. `make_policy` makes one by its
-name in a profile.
+An `EvictionPolicy` sees what each layer requests, but not what the cache holds, and values units
+(a unit is one expert of one layer); the cache evicts the least valuable. `make_policy` makes the
+policy with a given name in the profile: `LRU`, `LFU`, `FrequencyRecency` or `ForecastPolicy`.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ POLICIES: dict[str, Callable[[int, int], EvictionPolicy]] = {
     "frequency_recency": FrequencyRecency,
     "forecast": ForecastPolicy,
 }
-"""Name in a profile -> policy for so many layers of at most so many experts."""
+"""Name in a profile -> constructor, of the number of layers and the largest E."""
 
 __all__ = [
     "LFU",
@@ -32,12 +32,12 @@ __all__ = [
 
 
 def make_policy(name: str, num_layers: int, width: int) -> EvictionPolicy:
-    """The policy of this name; LRU for one that learns where the compiled kernels do not build.
+    """The policy of this name; LRU instead of a learned one if the compiled kernels do not build.
 
     Args:
         name: of `POLICIES`.
         num_layers: L.
-        width: most experts of a layer.
+        width: largest E of any layer.
     """
     make = POLICIES[name]
     if isinstance(make, type) and issubclass(make, FrequencyRecency) and choose_kernel()[0] is None:

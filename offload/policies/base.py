@@ -1,4 +1,4 @@
-"""What an eviction policy is, and the two that everybody knows: LRU and LFU."""
+"""The interface of an eviction policy, and the two classic ones: LRU and LFU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Values = NDArray[np.float64]
 
 
 class EvictionPolicy(Protocol):
-    """Values units; the cache evicts the least valuable, and keeps out what is worth still less.
+    """Values units. The cache evicts the least valuable, and does not admit what is worth less.
 
     A unit is an expert of a layer, numbered ``layer * width + expert``.
     """
@@ -22,26 +22,26 @@ class EvictionPolicy(Protocol):
     def name(self) -> str: ...
 
     def touch(self, layer: int, units: Sequence[int]) -> None:
-        """A call of a layer asks for these units; once a call, in the order of the layers.
+        """Note the units that a layer requests; called once for each call, in order.
 
-        The layer waits until this returns, so a policy only takes note here, and learns when
+        The layer waits until this returns, so a policy only takes notes here, and learns when
         `values` are read.
         """
         ...
 
     def values(self) -> Values:
-        """``(units,)``: what each unit is worth keeping now, comparable between layers. Valid until
-        the next call of any method."""
+        """``(units,)``: how valuable each unit is now, comparable between layers. Valid until the
+        next call of any method."""
         ...
 
     def bid(self, unit: int, probability: float) -> float:
-        """What a unit that is asked for with this probability when its layer comes next is worth
-        prefetching, on the scale of `values`."""
+        """The value, on the scale of `values`, of prefetching a unit that its layer's next call
+        requests with this probability."""
         ...
 
 
 class LRU:
-    """Least recently used: a unit's value is the number of the call that asked for it last."""
+    """Least recently used: a unit's value is the number of the call that requested it last."""
 
     name = "lru"
 
@@ -61,7 +61,7 @@ class LRU:
 
 
 class LFU:
-    """Least frequently used: a unit's value is how many calls have ever asked for it."""
+    """Least frequently used: a unit's value is how many calls have requested it so far."""
 
     name = "lfu"
 

@@ -58,14 +58,13 @@ class Tiers:
         near, own = layers.arena, layers.resident[0]
         self.queues = TwoQueues(random)
         made = POLICIES[policy](LAYERS, EXPERTS)
-        values = HostValues(made)
+        values = HostValues(made, lambda: self.cache.present)
         sizes = sizes_of(layers)
         self.host = ExpertCache(sizes, host_slots, near, layers, values)
         self.arena = like(near, own, slots)
         self.source = HostSource(self.host, near, self.arena, self.queues)
         room = LateRoom(self.arena, self.queues)
         self.cache = ExpertCache(sizes, slots, room, self.source, made)
-        values.device = self.cache
         self.layers = [
             OffloadedExperts(index, EXPERTS, self.cache, self.arena.experts, self.source)
             for index in range(LAYERS)
@@ -232,12 +231,10 @@ def test_host_memory_gives_up_what_is_safest_on_the_device() -> None:
     for expert in range(6):
         policy.touch(0, [expert])  # the later, the more valuable
 
-    class Device:
-        present = np.array([True, False, True, True, False, True])
-
-    values = HostValues(policy)
+    present = np.zeros(6, dtype=bool)
+    values = HostValues(policy, lambda: present)
     assert values.values().tolist() == policy.values().tolist()
-    values.device = Device()  # type: ignore[assignment]
+    present[[0, 2, 3, 5]] = True
     order = np.argsort(values.values(), kind="stable").tolist()
     assert order == [5, 3, 0, 1, 2, 4]
 

@@ -42,7 +42,7 @@ def test_compiled_learning_equals_the_reference(
 ) -> None:
     if choose_kernel()[0] is None:
         pytest.skip("no compiler")
-    compiled = new_learner(layers, width, habits=habits)
+    compiled = new_learner(layers, width, transitions=habits)
     reference = ReferenceLearner(layers, width, habits=habits)
     calls = habitual(24, layers, width, noise, seed)
     np.testing.assert_allclose(compiled.learn([], 0), reference.learn([], 0), rtol=1e-12)
@@ -60,7 +60,7 @@ def test_habits_are_learnt() -> None:
     for make in (new_learner, ReferenceLearner):
         worth = {}
         for habits in (True, False):
-            learner, worth[habits] = make(4, 16, habits=habits), 0.0
+            learner, worth[habits] = make(4, 16, transitions=habits), 0.0
             for call in calls:
                 layer, units = call[2][0] // 16, call[2]
                 worth[habits] += float(learner.learn([], layer)[units].mean())
