@@ -14,7 +14,6 @@ would have to copy back to host memory all that the device drops. The last line 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from offload.cache import ExpertCache
 from offload.offloaded import HostValues
-from offload.policies import POLICIES, EvictionPolicy, Values
+from offload.policies import POLICIES, Values
 from offload.replay import hit_ratio
 from offload.slots import Sizes
 
@@ -43,12 +42,10 @@ class Inclusive(HostValues):
 class NoCopies(HostValues):
     def values(self) -> Values:
         values = self._policy.values()
-        if self.device is None:
-            return values
-        return np.where(self.device.present, values.min() - values, values)
+        return np.where(self._present(), values.min() - values, values)
 
 
-WAYS: dict[str, Callable[[EvictionPolicy], HostValues]] = {
+WAYS: dict[str, type[HostValues]] = {
     "inclusive": Inclusive,
     "half": HostValues,
     "none": NoCopies,
@@ -98,15 +95,14 @@ def compare(recorded: Recorded, device: float, host: float) -> dict[str, Any]:
 
 
 def stack(
-    recorded: Recorded, slots: int, host_slots: int, make: Callable[[EvictionPolicy], HostValues]
+    recorded: Recorded, slots: int, host_slots: int, make: type[HostValues]
 ) -> tuple[ExpertCache, ExpertCache]:
     """A device over host memory, whose transfers take no time."""
     sizes = Sizes.equal(recorded.trace.num_experts, 1)
     policy = POLICIES[POLICY](recorded.num_layers, recorded.width)
-    values = make(policy)
+    values = make(policy, lambda: device.present)
     host = ExpertCache(sizes, host_slots, Nowhere(host_slots), AtOnce(), values)
     device = ExpertCache(sizes, slots, Nowhere(slots), FromHost(host), policy)
-    values.device = device
     return device, host
 
 

@@ -57,6 +57,6 @@ def load_hot_set(file: Path, experts: Sequence[int]) -> HotSet:
     except (OSError, ValueError, TypeError, RecursionError):
         fits = False
     if not fits:
-        _logger.warning("%s is not a hot set of this model; it is ignored", file)
+        _logger.warning("%s is no hot set of this model; it is not used", file)
         return []
     return list(dict.fromkeys(pairs))

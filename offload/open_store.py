@@ -86,7 +86,8 @@ def open_offloaded(
             load_seconds = tiers[0].cache.expert_bytes / max(chosen.bytes_per_second, SLOWEST)
         else:
             layers, tiers, load_seconds = opening.over_host(room, streams, closing, use_cpu=use_cpu)
-            _fill(*tiers, opening.sizes, hot_set, advance)
+            device, host = tiers
+            _fill(device, host, opening.sizes, hot_set, advance)
         return Offloaded(layers, tiers, chosen, load_seconds, file, closing.pop_all())
 
 

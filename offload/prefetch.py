@@ -363,7 +363,7 @@ class Prefetcher:
         return cancelled
 
     def _measure(self, layer: int, absent: Sequence[int], now: float) -> None:
-        """Update `load_seconds` and `layer_seconds` from the cache's counters since the last visit."""
+        """Update `load_seconds` and `layer_seconds` by the counters since the last visit."""
         counters = self._cache.statistics.layers
         since, stall = self._began_at, 0.0
         if self._last is not None:

@@ -1,4 +1,4 @@
-"""Compiled learning against numpy's, on routings that have habits and on those that have none."""
+"""Compiled learning against numpy, on routings with transitions and on routings without."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def habitual(tokens: int, layers: int, width: int, noise: float, seed: int) -> l
 @given(
     layers=st.integers(1, 8),
     width=st.integers(1, 40),
-    habits=st.booleans(),
+    transitions=st.booleans(),
     noise=st.sampled_from([0.0, 0.2, 1.0]),
     together=st.integers(1, 7),
     seed=st.integers(0, 99),
 )
 def test_compiled_learning_equals_the_reference(
-    layers: int, width: int, habits: bool, noise: float, together: int, seed: int
+    layers: int, width: int, transitions: bool, noise: float, together: int, seed: int
 ) -> None:
     if choose_kernel()[0] is None:
         pytest.skip("no compiler")
-    compiled = new_learner(layers, width, transitions=habits)
-    reference = ReferenceLearner(layers, width, habits=habits)
+    compiled = new_learner(layers, width, transitions=transitions)
+    reference = ReferenceLearner(layers, width, transitions=transitions)
     calls = habitual(24, layers, width, noise, seed)
     np.testing.assert_allclose(compiled.learn([], 0), reference.learn([], 0), rtol=1e-12)
     for start in range(0, len(calls), together):
@@ -54,15 +54,15 @@ def test_compiled_learning_equals_the_reference(
         np.testing.assert_allclose(compiled.tails, reference.tails, rtol=1e-12)
 
 
-def test_habits_are_learnt() -> None:
+def test_transitions_are_learnt() -> None:
     """What follows from the token before is worth more than by rates alone, and in both ways."""
     calls = habitual(200, 4, 16, 0.0, 0)
     for make in (new_learner, ReferenceLearner):
         worth = {}
-        for habits in (True, False):
-            learner, worth[habits] = make(4, 16, transitions=habits), 0.0
+        for transitions in (True, False):
+            learner, worth[transitions] = make(4, 16, transitions=transitions), 0.0
             for call in calls:
                 layer, units = call[2][0] // 16, call[2]
-                worth[habits] += float(learner.learn([], layer)[units].mean())
+                worth[transitions] += float(learner.learn([], layer)[units].mean())
                 learner.learn([call], layer)
         assert worth[True] > 1.2 * worth[False]

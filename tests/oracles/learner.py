@@ -32,10 +32,10 @@ Layers = int | slice | Sequence[int]
 class ReferenceLearner:
     """In numpy. Worths are kept, and found again for those that something was learnt of."""
 
-    def __init__(self, num_layers: int, width: int, *, habits: bool) -> None:
+    def __init__(self, num_layers: int, width: int, *, transitions: bool) -> None:
         self._width, self._discounts = width, discounts(num_layers)
         self._rates = Rates(num_layers, width)
-        self._succession = Succession(num_layers, width) if habits else None
+        self._succession = Succession(num_layers, width) if transitions else None
         self._worth = self._rates.worth(slice(None), self._rates.both)
 
     @property
@@ -116,7 +116,7 @@ class Succession:
     """Learns from visits and says how likely each unit is.
 
     Attributes:
-        losses: of each head, running log loss of predictions without and with habits.
+        losses: of each head, running log loss of predictions without and with transitions.
     """
 
     def __init__(self, num_layers: int, width: int) -> None:
@@ -136,7 +136,7 @@ class Succession:
         self.losses: Values = np.zeros((HEADS, 2))
 
     def corrected(self, layers: int | slice | Sequence[int], usual: Values) -> Values:
-        """The usual rates of some layers, moved by habits where these have predicted better.
+        """The usual rates of some layers, moved by transitions where these have predicted better.
 
         Args:
             usual: ``(HEADS, ..., E)``, at the next visit of each layer and at the one after it.
@@ -159,7 +159,7 @@ class Succession:
             usual: ``(HEADS, E)`` rates of the layer's experts, this visit not included.
 
         Returns:
-            Layers, this one first, whose habits say something else now.
+            Layers, this one first, whose transitions say something else now.
         """
         self._learn(call, ahead, layer, experts, usual)
         self._visits[layer].append((call, list(experts)))
@@ -182,10 +182,10 @@ class Succession:
         known = np.array(rows, dtype=np.int64)
         active = self._weights.take(known, axis=0)
         of_head = [active[start:end] for start, end in pairwise(ends)]
-        habits = np.array([np.add.reduce(own, axis=0) for own in of_head])
+        transitions = np.array([np.add.reduce(own, axis=0) for own in of_head])
         asked = np.zeros(self._width)
         asked[experts] = 1
-        error = np.array((usual, sigmoid(log_odds(usual) + habits))) - asked
+        error = np.array((usual, sigmoid(log_odds(usual) + transitions))) - asked
         for own, wrong in zip(of_head, error[1].astype(np.float32), strict=True):
             own -= wrong * (HABIT_RATE / max(1, len(own)))
         self._weights[known] = active
