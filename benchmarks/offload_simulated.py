@@ -34,7 +34,7 @@ from benchmarks.offload_routing import Replay, published_trace
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -51,7 +51,7 @@ class Run:
         self._half_s, read_s = options.layer_ms / 2e3, options.read_ms / 1e3
         self._weights = np.ones(int(options.swept_mb * 1e6) // 8)
         self.cache = ExpertCache(
-            Sizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES),
+            ExpertSizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES),
             int(options.share * LAYERS * EXPERTS),
             Room(),
             Disk(self.clock, read_s),
@@ -91,9 +91,9 @@ class Run:
         with self.cache.acquire(layer, wanted) as held:
             if self.prefetcher is not None:
                 self.prefetcher.visit(layer, wanted, torch.zeros(1, 8), routing)
-            for wave in held.waves:
-                wave.slot_ids.take(routing.expert_ids)
-                self.clock.now += self._half_s * len(wave.experts) / len(wanted)
+            for ready in held.rounds:
+                ready.slot_ids.take(routing.expert_ids)
+                self.clock.now += self._half_s * len(ready.experts) / len(wanted)
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -23,10 +23,10 @@ from benchmarks.cache_traces import Recorded, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
 from moe import MoE
 from offload.cache import ExpertCache
-from offload.offloaded import HostValues
+from offload.offloaded import HostPolicy
 from offload.policies import POLICIES, Values
 from offload.replay import hit_ratio
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 SIZES = ((0.125, 0.25), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.5, 0.5))
@@ -34,20 +34,20 @@ SIZES = ((0.125, 0.25), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.5, 0.5))
 POLICY = "forecast"
 
 
-class Inclusive(HostValues):
+class Inclusive(HostPolicy):
     def values(self) -> Values:
         return self._policy.values()
 
 
-class NoCopies(HostValues):
+class NoCopies(HostPolicy):
     def values(self) -> Values:
         values = self._policy.values()
         return np.where(self._present(), values.min() - values, values)
 
 
-WAYS: dict[str, type[HostValues]] = {
+WAYS: dict[str, type[HostPolicy]] = {
     "inclusive": Inclusive,
-    "half": HostValues,
+    "half": HostPolicy,
     "none": NoCopies,
 }
 
@@ -83,7 +83,7 @@ def compare(recorded: Recorded, device: float, host: float) -> dict[str, Any]:
         for units in recorded.calls(1):
             layer = units[0] // recorded.width
             with near.acquire(layer, [unit % recorded.width for unit in units]) as held:
-                for _ in held.waves:
+                for _ in held.rounds:
                     pass
         asked = near.statistics.total.hits + near.statistics.total.misses
         row["hits"] = near.statistics.total.hit_ratio
@@ -95,10 +95,10 @@ def compare(recorded: Recorded, device: float, host: float) -> dict[str, Any]:
 
 
 def stack(
-    recorded: Recorded, slots: int, host_slots: int, make: type[HostValues]
+    recorded: Recorded, slots: int, host_slots: int, make: type[HostPolicy]
 ) -> tuple[ExpertCache, ExpertCache]:
     """A device over host memory, whose transfers take no time."""
-    sizes = Sizes.equal(recorded.trace.num_experts, 1)
+    sizes = ExpertSizes.equal(recorded.trace.num_experts, 1)
     policy = POLICIES[POLICY](recorded.num_layers, recorded.width)
     values = make(policy, lambda: device.present)
     host = ExpertCache(sizes, host_slots, Nowhere(host_slots), AtOnce(), values)
@@ -141,9 +141,9 @@ class FromHost:
         self._host = host
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Done:
-        loan = self._host.lend(layer, expert, urgent=urgent)
-        assert loan is not None, "nothing else is lent"
-        loan.give_back()
+        pin = self._host.pin(layer, expert, urgent=urgent)
+        assert pin is not None, "nothing else is pinned"
+        pin.release()
         return Done()
 
 

@@ -198,8 +198,6 @@ def _forecasts(
 ) -> _Forecasts:
     prefetcher, no_prefetcher = None, ""
     if offloaded is not None:
-        for layer in offloaded.layers:
-            layer.ahead = profile.offload.prefetch
         drafts = profile.speculation.mode in ("auto", "elastic")
         prefetcher, no_prefetcher = make_prefetcher(
             offloaded, path, config, profile.offload, drafts=drafts

@@ -1,10 +1,12 @@
-"""The cache of experts: which are near, which come next, which must go.
+"""A cache of experts: slots in one memory, filled from a source under an eviction policy.
 
-The step loop is its only user: every method belongs to its thread, so nothing here locks; threads
-that read only complete transfers, and `statistics` may be looked at from anywhere. What misses
-takes the slot of what the policy values least. Where nobody is worth less than the newcomer, it
-borrows one of a few slots, so that a batch that touches everything streams past the hot set
-instead of washing it away.
+A layer calls `ExpertCache.acquire` for the experts of its routing and runs them in the rounds of
+the `PinnedExperts` that it gets. A missing expert takes the slot of what the policy values least.
+If nothing is worth less than the newcomer, it borrows one of a few slots (`offload.pins.RING`), so
+that a batch that touches everything streams past the hot set.
+
+Every method belongs to the thread of the step loop, so nothing here locks: threads that read only
+complete transfers. `statistics` may be read from any thread.
 """
 
 from __future__ import annotations
@@ -20,20 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.errors import BudgetError, OffloadError
-from offload.fetches import Filling, Source
-from offload.held import Held
-from offload.pins import Loan, lend
+from offload.pins import PinnedExperts, TierPin, pin_for_tier
 from offload.policies import EvictionPolicy
-from offload.slots import Sizes, SlotTable
+from offload.slot_manager import ExpertSource, SlotManager
+from offload.slots import ExpertSizes, SlotTable
 from offload.statistics import CacheStatistics
-
-# ---- What is done with a cache between steps: more or less memory, and its hot set brought back.
 
 LEAST_SLOTS = 2
 """One to compute with while the other is filled."""
 
 
-class Room(Protocol):
+class SlotMemory(Protocol):
     """The memory behind the slots, in grains; see `offload.arena.Arena`."""
 
     @property
@@ -44,103 +43,18 @@ class Room(Protocol):
     def resize(self, grains: int) -> None: ...
 
 
-def affordable(sizes: Sizes, room: Room, slots: int) -> int:
-    """The grains of so many slots, as far as there are any.
-
-    Raises:
-        BudgetError: fewer than `LEAST_SLOTS`.
-    """
-    grains = min(sizes.grains_for(slots), room.capacity)
-    largest, each = max(sizes.kinds), max(sizes.nbytes)
-    if grains < LEAST_SLOTS * largest:
-        raise BudgetError(
-            f"an expert cache needs room for {LEAST_SLOTS} experts, "
-            f"{LEAST_SLOTS * each} bytes at {each} bytes each; "
-            f"there is room for {max(0, grains // largest)}: give the device more memory "
-            "(memory.device_gib) or serve fewer bits"
-        )
-    return grains
-
-
-def resize(filling: Filling, room: Room, grains: int) -> None:
-    """Give back memory or take more; the most valuable units stay.
-
-    Raises:
-        OffloadError: a read does not end; nothing has changed.
-    """
-    table = filling.table
-    assert not filling.pins, "a cache is resized between steps"
-    filling.settle_unpinned()
-    if filling.busy:
-        raise OffloadError("the cache cannot be resized while a read does not end")
-    values, cut = filling.policy.values(), table.owner[grains - 1 : grains].tolist()
-    leaving = sorted(table.behind(grains), key=lambda unit: -values[unit])
-    old = [(unit, table.slot[unit], table.grains[unit]) for unit in leaving]
-    for unit in leaving:
-        table.drop(unit)
-    table.resize(grains)
-    filling.victims.expect(len(leaving))
-    for unit, slot, kind in old:
-        # Who lies across the border would be in the way of those who come from behind it.
-        if unit not in cut and filling.make_room(unit, kind, values[unit]):
-            room.move(slot, table.slot[unit])
-            table.publish(unit)
-        else:
-            filling.lost(unit)
-    room.resize(grains)
-
-
-def hot_set(filling: Filling) -> list[tuple[int, int]]:
-    """(layer, expert) of what is there, most valuable first."""
-    filling.poll()
-    units = np.flatnonzero(filling.table.present)
-    order = np.argsort(-filling.policy.values()[units], kind="stable")
-    return [divmod(int(unit), filling.table.width) for unit in units[order]]
-
-
-def drop(filling: Filling, experts: Iterable[tuple[int, int]]) -> None:
-    """Free the slots of these, which nobody will ask for here."""
-    filling.settle_unpinned()
-    table, pinned = filling.table, set(chain(*filling.pins.values()))
-    for unit in (layer * table.width + expert for layer, expert in experts):
-        if table.present[unit] and unit not in pinned:
-            filling.lost(unit)
-            table.drop(unit)
-
-
-def warm(filling: Filling, experts: Iterable[tuple[int, int]]) -> int:
-    """Fill free slots with these, and wait for them; what fails is left out.
-
-    Returns:
-        How many are there now.
-    """
-    table = filling.table
-    for layer, expert in experts:
-        unit = layer * table.width + expert
-        free = table.slot[unit] < 0
-        if free and (slot := table.take_free(table.sizes.grains[unit])) is not None:
-            table.place(unit, slot)
-            with suppress(OffloadError):
-                filling.begin(unit, "restored")
-    filling.finish()
-    return int(table.present.sum())
-
-
-# ----
-
-
 class ExpertCache:
     """Slots filled from a source under a policy.
 
     Args:
         sizes: of the experts.
-        slots: for how many of them, on average, there may be room now.
-        room: the memory.
-        source: where experts come from.
+        slots: how many experts, on average, there may be room for now.
+        memory: of the slots.
+        source: reads missing experts.
         policy: made for as many layers, and for the largest E as width.
 
     Attributes:
-        prefixed: whether less than all may be read of any expert.
+        prefixed: whether any expert may be read by a prefix.
 
     Raises:
         BudgetError: fewer slots than `LEAST_SLOTS`.
@@ -148,21 +62,21 @@ class ExpertCache:
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: ExpertSizes,
         slots: int,
-        room: Room,
-        source: Source,
+        memory: SlotMemory,
+        source: ExpertSource,
         policy: EvictionPolicy,
     ) -> None:
         self.policy = policy
         self.statistics = CacheStatistics(len(sizes.experts))
         self.sizes, self.expert_bytes = sizes, sizes.mean_bytes
         self.prefixed = sizes.prefixes != sizes.grains
-        self._room = room
-        grains = affordable(sizes, room, slots)
-        room.resize(grains)
-        self._table = SlotTable(sizes, grains, room.capacity)
-        self._filling = Filling(self._table, source, policy, self.statistics)
+        self._memory = memory
+        grains = self._affordable(slots)
+        memory.resize(grains)
+        self._table = SlotTable(sizes, grains, memory.capacity)
+        self._manager = SlotManager(self._table, source, policy, self.statistics)
 
     @property
     def slots(self) -> int:
@@ -186,13 +100,13 @@ class ExpertCache:
 
     def resident(self, layer: int) -> Tensor:
         """``(E,)`` bool on the CPU: who of a layer is there."""
-        self._filling.poll()
+        self._manager.poll()
         start = layer * self._table.width
         return torch.tensor(self._table.present[start : start + self._table.experts[layer]])
 
     def poll(self) -> None:
         """Take note of what has come."""
-        self._filling.poll()
+        self._manager.poll()
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert is there, as of the last `poll` or `acquire`."""
@@ -211,113 +125,162 @@ class ExpertCache:
         """Those that it lacks."""
         return [expert for expert in experts if self.lacks(layer, expert)]
 
-    @property
-    def lost(self) -> int:
-        """How many have been evicted so far."""
-        return self._filling.lost_count
-
-    def lost_since(self, layer: int, expert: int) -> float:
-        """How many have been evicted since this one was; inf where it never was."""
-        return self.lost - self._filling.lost_at[layer * self._table.width + expert]
-
     def acquire(
         self,
         layer: int,
         experts: Sequence[int],
-        elsewhere: Sequence[int] = (),
-        light: Collection[int] = (),
-    ) -> Held:
-        """Pin experts of a layer, and begin to fetch those that are absent.
+        on_cpu: Sequence[int] = (),
+        prefixes: Collection[int] = (),
+    ) -> PinnedExperts:
+        """Pin experts of a layer, and begin to fetch those that are missing.
 
         Args:
             layer: MoE layer.
             experts: ascending and distinct.
-            elsewhere: absent ones that the call needs and finds elsewhere: counted as misses, and
-                not fetched.
-            light: of the experts, those that may be there by a prefix; no more is fetched of them.
+            on_cpu: missing ones that the call also needs, and computes in host memory: counted as
+                misses, and not fetched.
+            prefixes: of the experts, those that may be there by a prefix; no more is fetched.
 
         Returns:
-            The handle, whose `waves` wait for what is fetched. A context manager that unpins.
+            The handle, whose `rounds` wait for what is fetched. A context manager that unpins.
 
         Raises:
-            OffloadError: a fetch cannot even begin. Nothing is pinned.
+            OffloadError: a read cannot even begin. Nothing is pinned.
         """
-        start, there, filling = layer * self._table.width, self._table.there, self._filling
-        units = [start + expert for expert in experts]
-        apart = [start + expert for expert in elsewhere]
-        self.policy.touch(layer, sorted(units + apart) if apart else units)
-        if filling.busy:
-            filling.poll()
-        prefixes = {start + expert for expert in light} if light else ()
+        manager, start = self._manager, layer * self._table.width
+        units, by_prefix = [start + expert for expert in experts], set[int]()
+        # Learn.
+        asked = units
+        if on_cpu:
+            self.statistics.layers[layer].misses += len(on_cpu)
+            asked = sorted([*units, *(start + expert for expert in on_cpu)])
+        self.policy.touch(layer, asked)
+        # Find out what is missing.
+        if manager.in_flight:
+            manager.poll()
         if self.prefixed:
-            filling.drop_prefixes(unit for unit in units if unit not in prefixes)
+            by_prefix = {start + expert for expert in prefixes}
+            manager.drop_prefixes(unit for unit in units if unit not in by_prefix)
+        there = self._table.there
         missing = [unit for unit in units if not there[unit]]
-        filling.asked(layer, units, missing)
-        self.statistics.layers[layer].misses += len(apart)
-        return Held(filling, layer, experts, units, missing, prefixes)
+        manager.count_call(layer, units, missing)
+        # Pin, and begin to read.
+        return PinnedExperts(manager, layer, experts, units, missing, by_prefix)
 
     def found(self, layer: int, experts: Sequence[int]) -> None:
-        """Experts of a layer, ascending and distinct, have been run where they were."""
+        """Count experts that compiled code has run in their slots: hits, ascending and distinct."""
         start = layer * self._table.width
         units = [start + expert for expert in experts]
         self.policy.touch(layer, units)
-        self._filling.asked(layer, units, [])
+        self._manager.count_call(layer, units, [])
 
-    def lend(self, layer: int, expert: int, *, urgent: bool) -> Loan | None:
-        """Pin an expert for a faster tier, that copies it; see `offload.pins.lend`."""
-        return lend(self._filling, layer * self._table.width + expert, urgent=urgent)
+    def pin(self, layer: int, expert: int, *, urgent: bool) -> TierPin | None:
+        """Pin an expert while a GPU copies it; see `offload.pins.pin_for_tier`."""
+        return pin_for_tier(self._manager, layer * self._table.width + expert, urgent=urgent)
 
     def prefetch(self, layer: int, expert: int, *, value: float = 1.0) -> bool:
-        """Begin to fetch an expert that may be wanted.
+        """Begin to fetch an expert that may be needed.
 
         Args:
             layer, expert: which.
             value: probability that it is asked for when its layer comes next. It must be worth
-                more to the policy than what it would push out.
+                more to the policy than what it would evict.
 
         Returns:
-            Whether a transfer began; False also where it is there or on its way already.
+            Whether a read began; False also if the expert is there or in flight already.
         """
-        unit, table, filling = layer * self._table.width + expert, self._table, self._filling
-        if table.slot[unit] >= 0:
+        unit, manager = layer * self._table.width + expert, self._manager
+        if self._table.slot[unit] >= 0:
             return False
-        if not filling.make_room(unit, self.sizes.grains[unit], self.policy.bid(unit, value)):
+        worth = self.policy.bid(unit, value)
+        if not manager.assign_if_worth(unit, self.sizes.grains[unit], worth):
             return False
         try:
-            filling.begin(unit, "prefetch")
+            manager.fetch(unit, "prefetch")
         except OffloadError:
             return False
         return True
 
     def cancel(self, layer: int, expert: int) -> bool:
-        """Take back a transfer that nobody waits for, if it has not begun; whether it was."""
-        return self._filling.cancel(layer * self._table.width + expert)
+        """Cancel a read that no call waits for, if it has not begun; returns whether it was."""
+        return self._manager.cancel(layer * self._table.width + expert)
 
     def resize(self, slots: int) -> int:
         """Give back memory or take more, between steps; the most valuable units stay.
 
         Returns:
-            Slots there are now: at most the room's capacity.
+            Slots there are now: at most what the memory has room for.
 
         Raises:
             BudgetError: fewer than `LEAST_SLOTS`.
             OffloadError: a read does not end; nothing has changed.
         """
-        resize(self._filling, self._room, affordable(self.sizes, self._room, slots))
+        grains, table, manager = self._affordable(slots), self._table, self._manager
+        assert not manager.pins, "a cache is resized between steps"
+        manager.settle_unpinned()
+        if manager.in_flight:
+            raise OffloadError("the cache cannot be resized while a read does not end")
+        values, cut = self.policy.values(), table.owner[grains - 1 : grains].tolist()
+        leaving = sorted(table.behind(grains), key=lambda unit: -values[unit])
+        old = [(unit, table.slot[unit], table.grains[unit]) for unit in leaving]
+        for unit in leaving:
+            table.drop(unit)
+        table.resize(grains)
+        manager.ranking.restart(len(leaving))
+        for unit, slot, kind in old:
+            # A unit that lies across the border would be in the way of those moved from behind it.
+            if unit not in cut and manager.assign_if_worth(unit, kind, values[unit]):
+                self._memory.move(slot, table.slot[unit])
+                table.publish(unit)
+            else:
+                manager.evict(unit)
+        self._memory.resize(grains)
         return self.slots
 
     def hot_set(self) -> list[tuple[int, int]]:
         """(layer, expert) of what is there, most valuable first."""
-        return hot_set(self._filling)
+        self._manager.poll()
+        units = np.flatnonzero(self._table.present)
+        order = np.argsort(-self.policy.values()[units], kind="stable")
+        return [divmod(int(unit), self._table.width) for unit in units[order]]
 
     def drop(self, experts: Iterable[tuple[int, int]]) -> None:
-        """Make room where these (layer, expert) are, which will not be asked for; between steps."""
-        drop(self._filling, experts)
+        """Evict these (layer, expert) between steps, as nobody will ask for them here."""
+        table, manager = self._table, self._manager
+        manager.settle_unpinned()
+        pinned = set(chain(*manager.pins.values()))
+        for unit in (layer * table.width + expert for layer, expert in experts):
+            if table.present[unit] and unit not in pinned:
+                manager.evict(unit)
 
     def warm(self, hot_set: Iterable[tuple[int, int]]) -> int:
-        """Fill free slots with these, and wait for them; what fails is left out.
+        """Read these (layer, expert) into free slots, and wait; experts that fail are left out.
 
         Returns:
-            How many are there now.
+            How many experts are there now.
         """
-        return warm(self._filling, hot_set)
+        table, manager = self._table, self._manager
+        for layer, expert in hot_set:
+            unit = layer * table.width + expert
+            absent = table.slot[unit] < 0
+            if absent and (slot := table.take_free(table.sizes.grains[unit])) is not None:
+                table.place(unit, slot)
+                with suppress(OffloadError):
+                    manager.fetch(unit, "restored")
+        for unit in list(manager.in_flight):
+            with suppress(OffloadError):
+                manager.wait_for(unit)
+        return int(table.present.sum())
+
+    def _affordable(self, slots: int) -> int:
+        """The grains of so many slots, as far as there is memory."""
+        grains = min(self.sizes.grains_for(slots), self._memory.capacity)
+        largest, each = max(self.sizes.kinds), max(self.sizes.nbytes)
+        if grains < LEAST_SLOTS * largest:
+            raise BudgetError(
+                f"an expert cache needs room for {LEAST_SLOTS} experts, "
+                f"{LEAST_SLOTS * each} bytes at {each} bytes each; "
+                f"there is room for {max(0, grains // largest)}: give the device more memory "
+                "(memory.device_gib) or serve fewer bits"
+            )
+        return grains

@@ -1,8 +1,8 @@
-"""Late experts: of what a GPU lacks, some is computed where it is, while the rest is copied.
+"""The CPU computes some experts that a GPU lacks, from host memory, while others are copied.
 
-An expert of a few rows is one pass over its weights for a processor, and one trip over the bus for
-a copy; which takes longer is measured. Processors round activations where GPUs do not, so that this
-is for profiles that allow it.
+An expert with few rows takes a CPU one pass over its weights, and a copy one trip over the bus;
+`measure_costs` finds out which takes longer. CPU kernels round activations where GPUs do not, so
+this changes results, and only profiles with ``offload.late: host`` do it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.pins import Loan
+from offload.pins import TierPin
 from routing.routing import UNUSED
 
 MANY = 8
@@ -28,13 +28,13 @@ MANY = 8
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds, measured.
+class CpuCosts:
+    """Measured seconds.
 
     Attributes:
-        copy: of one expert to the device.
-        expert: of one expert on the processor, whatever its rows.
-        row: of each row of it.
+        copy: to copy one expert to the GPU.
+        expert: to compute one expert on the CPU, apart from its rows.
+        row: more for each row.
     """
 
     copy: float
@@ -45,36 +45,36 @@ class Costs:
         return self.expert + rows * self.row
 
 
-class LateExperts:
+class CpuExperts:
     """Computes experts of one layer from host memory.
 
     Args:
         layer: MoE layer.
         first: unit of its first expert.
-        host: the experts there.
+        host: the cache in host memory.
         slots: its slots, as the experts of one layer with this layer's activation.
-        costs: what decides.
+        costs: decide which experts to compute.
     """
 
     def __init__(
-        self, layer: int, first: int, host: ExpertCache, slots: AnyExperts, costs: Costs
+        self, layer: int, first: int, host: ExpertCache, slots: AnyExperts, costs: CpuCosts
     ) -> None:
         self.layer, self.host, self.slots = layer, host, slots
         self._first, self.costs = first, costs
 
-    def part(
+    def share(
         self,
         device: ExpertCache,
         wanted: list[int],
         hidden_TH: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
-    ) -> Part | None:
+    ) -> CpuShare | None:
         """What of a call is better computed here; None for nothing.
 
         Args:
-            device: the experts there.
-            wanted: by the call, ascending.
+            device: the cache of the GPU.
+            wanted: the call's experts, ascending.
             ids_TK: on the CPU.
         """
         absent = device.absent(self.layer, wanted)
@@ -83,25 +83,25 @@ class LateExperts:
         experts = self.choose(absent, Counter(ids_TK.flatten().tolist()))
         if not experts:
             return None
-        is_late_TK = torch.isin(ids_TK, torch.tensor(experts))
-        rows_R = is_late_TK.any(1).nonzero()[:, 0]
-        mine_RK = ids_TK.masked_fill(~is_late_TK, UNUSED)[rows_R]
+        is_own_TK = torch.isin(ids_TK, torch.tensor(experts))
+        rows_R = is_own_TK.any(1).nonzero()[:, 0]
+        own_RK = ids_TK.masked_fill(~is_own_TK, UNUSED)[rows_R]
         hidden_RH, weights_RK = hidden_TH.cpu()[rows_R], weights_TK.cpu()[rows_R]
         others = [expert for expert in wanted if expert not in experts]
-        others_TK = ids_TK.masked_fill(is_late_TK, UNUSED)
-        return Part(self, experts, others, others_TK, rows_R, hidden_RH, mine_RK, weights_RK)
+        others_TK = ids_TK.masked_fill(is_own_TK, UNUSED)
+        return CpuShare(self, experts, others, others_TK, rows_R, hidden_RH, own_RK, weights_RK)
 
     def choose(self, absent: Sequence[int], rows: Mapping[int, int]) -> list[int]:
-        """Those that are sooner computed here than copied behind the others; ascending.
+        """Those that are computed here before they could be copied behind the others; ascending.
 
         Args:
-            absent: ids of experts that the device lacks.
-            rows: that visit each.
+            absent: ids of experts that the GPU lacks.
+            rows: number of rows of each expert.
         """
         there = self.host.resident(self.layer).tolist()
         here, chosen, left = 0.0, [], len(absent)
         values = self.host.policy.values()[self._first :]
-        for expert in sorted(absent, key=lambda expert: values[expert]):  # the best shall be copied
+        for expert in sorted(absent, key=lambda expert: values[expert]):  # copy the most valuable
             seconds = self.costs.computed(rows[expert])
             if there[expert] and here + seconds < left * self.costs.copy:
                 here, left = here + seconds, left - 1
@@ -110,16 +110,16 @@ class LateExperts:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of a call, what host memory computes. Legend: R rows that visit a late expert.
+class CpuShare:
+    """What the CPU computes of a call. Legend: R rows that visit one of its experts.
 
     Attributes:
-        experts: late ones.
-        others: that the call needs.
-        others_TK: the call's ids without late ones.
+        experts: that the CPU computes.
+        others: that the call needs besides.
+        others_TK: the call's ids without `experts`.
     """
 
-    source: LateExperts
+    source: CpuExperts
     experts: list[int]
     others: list[int]
     others_TK: Tensor
@@ -129,41 +129,42 @@ class Part:
     weights_RK: Tensor
 
     def compute(self) -> Tensor:
-        """``(T, H)`` on the CPU: the sum over the late experts alone.
+        """``(T, H)`` on the CPU: the weighted sum over `experts` alone.
 
         Raises:
-            OffloadError: one of them is there no more.
+            OffloadError: one of them is no longer in host memory, and cannot be read.
         """
-        source, loans = self.source, list[Loan]()
+        source, pins = self.source, list[TierPin]()
         slots = torch.full((max(self.experts) + 2,), UNUSED)
         try:
             for expert in self.experts:
-                loan = source.host.lend(source.layer, expert, urgent=True)
-                if loan is None:
+                pin = source.host.pin(source.layer, expert, urgent=True)
+                if pin is None:
                     raise OffloadError(f"expert {expert} of layer {source.layer} was lost")
-                loans.append(loan)
-                loan.wait()
-                slots[expert] = loan.slot
+                pins.append(pin)
+                pin.wait()
+                slots[expert] = pin.slot
             own_RH = experts_forward(
                 self.hidden_RH.float(), slots.take(self.ids_RK), self.weights_RK, source.slots
             )
         finally:
-            for loan in loans:
-                loan.give_back()
+            for pin in pins:
+                pin.release()
         total_TH = own_RH.new_zeros(len(self.others_TK), own_RH.shape[1])
         total_TH[self.rows_R] = own_RH
         return total_TH
 
 
-def measure(near: Arena, copy_seconds: float) -> Costs:
-    """Costs of one expert, by computing some; before there is anything in the slots.
+def measure_costs(host: Arena, copy_seconds: float) -> CpuCosts:
+    """Time the CPU on some experts, before there is anything in the slots.
 
     Args:
-        near: slots in host memory.
+        host: slots in host memory.
+        copy_seconds: see `CpuCosts`.
     """
-    slots, experts = near.experts, min(MANY, near.experts.num_experts)
+    slots, experts = host.experts, min(MANY, host.experts.num_experts)
     for slot in range(experts):  # reading memory that was never written to is faster
-        for place in near.places(slot):
+        for place in host.places(slot):
             place.zero_()
 
     def seconds(rows: int) -> float:
@@ -178,4 +179,4 @@ def measure(near: Arena, copy_seconds: float) -> Costs:
 
     one, many = seconds(1), seconds(MANY)
     row = max(0.0, many - one) / (MANY - 1)
-    return Costs(copy_seconds, max(0.0, one - row), row)
+    return CpuCosts(copy_seconds, max(0.0, one - row), row)

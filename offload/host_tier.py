@@ -1,8 +1,9 @@
-"""From host memory into the slots of a GPU; what host memory lacks is read from disk into it first.
+"""Copies experts from host memory into the slots of a GPU, beside its computing.
 
-Copies whose bytes are there are launched together, with one mark behind them: the compute stream
-waits for it, the host does not. A copy begins when the kernels are done that were launched before
-its slot was given away; an expert keeps its slot in host memory until its copy has ended.
+`HostSource` is the source of a GPU's cache. What host memory lacks, its own cache reads from disk
+first. Copies whose bytes are there are launched together, with one mark behind them: the compute
+stream waits for it, the host does not. A copy begins when the kernels are done that were launched
+before its slot was given away. An expert stays pinned in host memory until its copy has ended.
 """
 
 from __future__ import annotations
@@ -10,115 +11,42 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from offload.arena import Arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.pins import Loan
+from offload.pins import TierPin
+from offload.statistics import CacheStatistics
 from offload.streams import Delay, Mark, Streams
-
-# ---- Copies to a device as the cache sees them: transfers, of which many end with one mark.
-
-
-class Launcher(Protocol):
-    """The source of copies, as far as they need it."""
-
-    def launch(self) -> None: ...
-    def bring(self, copy: Copy) -> None: ...
-    def follow(self, copy: Copy) -> None: ...
-    def withdraw(self, copy: Copy) -> bool: ...
-
-
-@dataclass(eq=False)
-class Batch:
-    """Copies that were launched together."""
-
-    mark: Mark
-    copies: list[Copy]
-    followed: bool = False
-
-    @property
-    def done(self) -> bool:
-        """Whether kernels launched from now on find the bytes."""
-        return self.followed or self.mark.reached()
-
-
-class Copy:
-    """An expert on its way to the device; see `offload.transfer.Transfer`. Waiting for it holds up
-    the compute stream, and the host only while its bytes are read from disk."""
-
-    def __init__(
-        self,
-        source: Launcher,
-        layer: int,
-        expert: int,
-        slot: int,
-        urgent: bool,
-        number: int,
-        after: Mark,
-    ) -> None:
-        self.layer, self.expert, self.slot = layer, expert, slot
-        self.urgent, self.number, self.after = urgent, number, after
-        self.loan: Loan | None = None
-        self.batch: Batch | None = None
-        self.failed: Exception | None = None
-        self._source = source
-
-    @property
-    def done(self) -> bool:
-        if self.batch is None and self.failed is None and (self.loan is None or self.loan.ready):
-            self._source.launch()
-        return self.failed is not None or (self.batch is not None and self.batch.done)
-
-    def wait(self) -> float:
-        start = time.perf_counter()
-        self._source.bring(self)
-        self._source.follow(self)
-        return time.perf_counter() - start
-
-    def cancel(self) -> bool:
-        return self._source.withdraw(self)
-
-    def hasten(self) -> None:
-        self.urgent = True
-        if self.loan is not None:
-            self.loan.hasten()
-
-    def end(self, *, unused: bool = False) -> None:
-        """Its bytes have come, or will never come."""
-        if self.loan is not None:
-            self.loan.give_back(unused=unused)
-            self.loan = None
-
-
-# ----
 
 
 class HostSource:
-    """Fills slots of a device; see `offload.fetches.Source`. Belongs to the step loop.
+    """Fills slots of a GPU; see `offload.slot_manager.ExpertSource`. Belongs to the step loop.
 
     Args:
-        host: the experts in host memory; used by nobody else meanwhile.
-        near: its slots.
-        device: the slots to be filled.
-        streams: of the device.
+        host: the experts in host memory; nobody else uses it meanwhile.
+        host_slots: its slots.
+        gpu_slots: the slots to be filled.
+        streams: of the GPU.
     """
 
-    def __init__(self, host: ExpertCache, near: Arena, device: Arena, streams: Streams) -> None:
+    def __init__(
+        self, host: ExpertCache, host_slots: Arena, gpu_slots: Arena, streams: Streams
+    ) -> None:
         self.streams = streams
-        self._host, self._near, self._device = host, near, device
+        self._host, self._host_slots, self._gpu_slots = host, host_slots, gpu_slots
         self._waiting: list[Copy] = []  # for bytes in host memory, or to be launched
-        self._batches: deque[Batch] = deque()  # launched, and not known to have ended
+        self._batches: deque[CopyBatch] = deque()  # launched, and not known to have ended
         self._delays: list[tuple[int, Delay]] = []
         self._fetched = 0
 
     def copy_seconds(self) -> float:
-        """For one expert, the best of some copies; before there is anything in the slots."""
+        """Time to copy one expert, the best of some trials before there is anything in the
+        slots."""
         best = float("inf")
-        pairs = list(zip(self._near.places(0), self._device.places(0), strict=True))
+        pairs = list(zip(self._host_slots.places(0), self._gpu_slots.places(0), strict=True))
         for _ in range(3):
             start = time.perf_counter()
             self.streams.copy(pairs, self.streams.now()).wait()
@@ -128,7 +56,7 @@ class HostSource:
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Copy:
         self._fetched += 1
         copy = Copy(self, layer, expert, slot, urgent, self._fetched, self.streams.now())
-        self._borrow(copy)
+        self._pin(copy)
         if copy.failed is not None:
             raise copy.failed
         self._waiting.append(copy)
@@ -144,13 +72,13 @@ class HostSource:
         waiting, self._waiting, full = self._waiting, [], False
         ready: list[Copy] = []
         for copy in sorted(waiting, key=lambda copy: not copy.urgent):
-            if copy.loan is None and not full:
-                full = not self._borrow(copy)
-            if copy.failed is None and (copy.loan is None or not copy.loan.ready):
+            if copy.pin is None and not full:
+                full = not self._pin(copy)
+            if copy.failed is None and (copy.pin is None or not copy.pin.ready):
                 self._waiting.append(copy)
                 continue
-            if copy.loan is not None:
-                copy.failed = copy.loan.failed
+            if copy.pin is not None:
+                copy.failed = copy.pin.failed
             if copy.failed is None:
                 ready.append(copy)
             else:
@@ -158,28 +86,28 @@ class HostSource:
         if ready:
             pairs = [pair for copy in ready for pair in self._pairs(copy)]
             last = max(ready, key=lambda copy: copy.number)
-            batch = Batch(self.streams.copy(pairs, last.after), ready)
+            batch = CopyBatch(self.streams.copy(pairs, last.after), ready)
             self._batches.append(batch)
             for copy in ready:
                 copy.batch = batch
 
-    def bring(self, copy: Copy) -> None:
+    def wait_for_launch(self, copy: Copy) -> None:
         """Wait until a copy has been launched.
 
         Raises:
-            OffloadError: its bytes cannot be had, or a read does not end.
+            OffloadError: its bytes cannot be read, or a read does not end.
         """
         copy.hasten()
         self.launch()
         while copy.batch is None:
             if copy.failed is not None:
                 raise copy.failed
-            reading = next((c for c in (copy, *self._waiting) if c.loan is not None), None)
-            if reading is not None and reading.loan is not None:
+            reading = next((c.pin for c in (copy, *self._waiting) if c.pin is not None), None)
+            if reading is not None:
                 try:
-                    reading.loan.wait()
+                    reading.wait()
                 except OffloadError:
-                    if not reading.loan.ready:  # it hangs, and so does everything behind it
+                    if not reading.ready:  # it hangs, and so does everything behind it
                         raise
             elif self._batches:
                 self._batches[0].mark.wait()
@@ -190,15 +118,15 @@ class HostSource:
                 )
             self.launch()
 
-    def follow(self, copy: Copy) -> None:
+    def order_behind(self, copy: Copy) -> None:
         """Let kernels launched from now on wait for a copy, and all that were launched with it."""
         assert copy.batch is not None
         if not copy.batch.done:
             self._delays.append((copy.layer, self.streams.follow(copy.batch.mark)))
             copy.batch.followed = True
 
-    def withdraw(self, copy: Copy) -> bool:
-        """Whether a copy had not been launched, and now never will."""
+    def cancel(self, copy: Copy) -> bool:
+        """Cancel a copy if it has not been launched; returns whether it was cancelled."""
         if copy not in self._waiting:
             return False
         self._waiting.remove(copy)
@@ -211,26 +139,89 @@ class HostSource:
         for batch in self._batches:
             batch.mark.wait()
 
-    def take_delays(self) -> list[tuple[int, float]]:
-        """Layers that kernels waited for since the last time, and the seconds."""
-        found = [(layer, delay, delay.seconds()) for layer, delay in self._delays]
-        self._delays = [(layer, delay) for layer, delay, seconds in found if seconds is None]
-        return [(layer, seconds) for layer, _, seconds in found if seconds is not None]
+    def count_stalls(self, statistics: CacheStatistics) -> None:
+        """Add the seconds for which kernels have waited for copies since the last time."""
+        waits = [(layer, delay, delay.seconds()) for layer, delay in self._delays]
+        self._delays = [(layer, delay) for layer, delay, seconds in waits if seconds is None]
+        for layer, _, seconds in waits:
+            statistics.layers[layer].stall_seconds += seconds or 0.0
 
-    def _borrow(self, copy: Copy) -> bool:
-        """Ask for its bytes; whether host memory has room for them now."""
+    def _pin(self, copy: Copy) -> bool:
+        """Ask for its bytes; returns whether host memory has room for them now."""
         try:
-            copy.loan = self._host.lend(copy.layer, copy.expert, urgent=copy.urgent)
+            copy.pin = self._host.pin(copy.layer, copy.expert, urgent=copy.urgent)
         except OffloadError as error:
             copy.failed = error
-        return copy.loan is not None or copy.failed is not None
+        return copy.pin is not None or copy.failed is not None
 
     def _pairs(self, copy: Copy) -> list[tuple[Tensor, Tensor]]:
-        assert copy.loan is not None
-        near, device = self._near, self._device
-        sources = near.places(copy.loan.slot) + near.biases(copy.loan.slot)
-        targets = device.places(copy.slot) + device.biases(copy.slot)
+        assert copy.pin is not None
+        host, gpu = self._host_slots, self._gpu_slots
+        sources = host.places(copy.pin.slot) + host.biases(copy.pin.slot)
+        targets = gpu.places(copy.slot) + gpu.biases(copy.slot)
         return [
             (source[: len(target)], target)  # of which a prefix may do
             for source, target in zip(sources, targets, strict=True)
         ]
+
+
+@dataclass(eq=False)
+class CopyBatch:
+    """Copies that were launched together."""
+
+    mark: Mark
+    copies: list[Copy]
+    followed: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether kernels launched from now on find the bytes."""
+        return self.followed or self.mark.reached()
+
+
+class Copy:
+    """An expert on its way to the GPU; see `offload.transfer.Transfer`. Waiting for it holds up
+    the compute stream, and the host only while its bytes are read from disk."""
+
+    def __init__(
+        self,
+        source: HostSource,
+        layer: int,
+        expert: int,
+        slot: int,
+        urgent: bool,
+        number: int,
+        after: Mark,
+    ) -> None:
+        self.layer, self.expert, self.slot = layer, expert, slot
+        self.urgent, self.number, self.after = urgent, number, after
+        self.pin: TierPin | None = None
+        self.batch: CopyBatch | None = None
+        self.failed: Exception | None = None
+        self._source = source
+
+    @property
+    def done(self) -> bool:
+        if self.batch is None and self.failed is None and (self.pin is None or self.pin.ready):
+            self._source.launch()
+        return self.failed is not None or (self.batch is not None and self.batch.done)
+
+    def wait(self) -> float:
+        start = time.perf_counter()
+        self._source.wait_for_launch(self)
+        self._source.order_behind(self)
+        return time.perf_counter() - start
+
+    def cancel(self) -> bool:
+        return self._source.cancel(self)
+
+    def hasten(self) -> None:
+        self.urgent = True
+        if self.pin is not None:
+            self.pin.hasten()
+
+    def end(self, *, unused: bool = False) -> None:
+        """Its bytes have come, or will never come."""
+        if self.pin is not None:
+            self.pin.release(unused=unused)
+            self.pin = None

@@ -1,12 +1,32 @@
-"""One MoE layer whose experts are in a cache, and run where they are.
+"""`OffloadedExperts`: one MoE layer whose experts are in a cache, and the ways to run a call of it.
 
-Legend as in kernels/reference.py; a slot is an expert to the kernels.
+A layer call asks the cache for the experts of its routing (`ExpertCache.acquire`), which begins to
+read the missing ones (`SlotManager.fetch` in offload/slot_manager.py). Then they run in one of
+four ways, all with the bits of one kernel call on all of the layer's experts, except the last one:
+
+===============  ====================================  =============================================
+way              computed by                           when
+===============  ====================================  =============================================
+no call          the compiled step (moe/decode)        a decode step with experts inside finds every
+                                                       expert of the layer in its slot
+as they arrive   `run_arriving`: one compiled call,    float32 rows on a CPU, compiled kernels, each
+                 which waits for the reads in C++      expert has a slot, the native reader reads
+                                                       the missing ones, and none may be a prefix
+in rounds        one kernel call for each of           anything else: a GPU, a Python kernel, other
+                 `PinnedExperts.rounds`, in ascending  readers, more experts than slots, prefixes
+                 order
+shared with      rounds on the GPU for some experts,   a GPU, ``offload.late: host``, missing
+the CPU          `CpuShare.compute` for the others     experts that are computed sooner in host
+                                                       memory than copied
+===============  ====================================  =============================================
+
+`OffloadedExperts.forward` gives some experts to the CPU, or none; `OffloadedExperts._run` chooses
+between the middle two. Legend as in kernels/reference.py; to a kernel, a slot is an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -19,103 +39,19 @@ from kernels.cpu.experts import LayerCall
 from kernels.cpu.streaming import LayerBuffers, NativeReads, ReadJob
 from kernels.reference import AnyExperts, sum_dtype
 from offload.cache import ExpertCache
-from offload.cpu_experts import LateExperts
+from offload.cpu_experts import CpuExperts
 from offload.errors import OffloadError
-from offload.held import Held
 from offload.host_tier import HostSource
+from offload.pins import PinnedExperts
 from offload.prefetch import Prefetcher
 from offload.readers.native import INTERRUPT_POLL_S, NativeTransfer
 from routing import Routing
 from routing.routing import UNUSED
 
-# ---- Whole layers ahead: who asks for nearly all experts of a layer will ask for those of the
-# next.
-#
-# A prompt does. While the next layer's attention is computed nothing is asked for, and the disk
-# would rest; so the first of its experts are read by then, into slots that are worth less.
-
 NEARLY_ALL = 0.9
-"""Share of a layer's experts that a call asks for."""
+"""Share of its experts that a layer call wants if the next layer is to be read ahead."""
 SLOTS_SHARE = 8
 """One of so many slots may be filled ahead."""
-
-
-def read_ahead(cache: ExpertCache, layer: int, asked: int) -> None:
-    """Begin to read what the next layer lacks, where this one's call wanted nearly everything.
-
-    Args:
-        layer: whose call is over.
-        asked: how many of its experts the call wanted.
-    """
-    experts, following = cache.sizes.experts, layer + 1
-    if following == len(experts) or asked < NEARLY_ALL * experts[layer]:
-        return
-    most = max(1, cache.slots // SLOTS_SHARE)
-    for expert in cache.absent(following, range(experts[following]))[:most]:
-        if not cache.prefetch(following, expert, value=asked / experts[layer]):
-            return
-
-
-# ---- Light experts: those whose part in a result is so small that a prefix of their bits may do.
-
-
-def light_experts(ids_TK: Tensor, weights_TK: Tensor, share: float) -> list[int]:
-    """Experts that are light to every token that asks for them, ascending.
-
-    A token's heaviest experts that have ``share`` of its router weight together are heavy, and
-    those behind them light: the rule of HOBBIT (arXiv 2411.01433). Of equal weights the one in the
-    earlier slot counts as heavier.
-
-    Args:
-        ids_TK: on the CPU.
-        share: in [0, 1]; at 0 all are light, at 1 none but those without weight.
-    """
-    ids = ids_TK.numpy()
-    weights = np.where(ids == UNUSED, 0.0, np.abs(weights_TK.double().cpu().numpy()))
-    order = np.argsort(-weights, axis=1, kind="stable")
-    ids = np.take_along_axis(ids, order, axis=1)
-    weights = np.take_along_axis(weights, order, axis=1)
-    before = np.cumsum(weights, axis=1) - weights
-    heavy = before < share * weights.sum(axis=1, keepdims=True)
-    light: list[int] = np.setdiff1d(ids[~heavy], np.append(ids[heavy], UNUSED)).tolist()
-    return light
-
-
-# ---- A call's experts run as they come, in one compiled call: what `Held.waves` are for, where
-# nobody has to act between them.
-
-
-def run_arriving(held: Held, how: LayerCall, slots: AnyExperts, rows: LayerBuffers) -> bool:
-    """Fill the rows' ``out`` with the bits of `experts_forward` on all of the call's experts;
-    False where they can not be run so, and nothing has been done.
-
-    Args:
-        how: what runs ``slots``, on rows like these.
-
-    Raises:
-        OffloadError: an expert cannot be read.
-    """
-    native, coming = choose_kernel()[0], held.coming()
-    if native is None or coming is None:
-        return False
-    told: list[tuple[int, int, ReadJob | None]] = []
-    reads: NativeReads | None = None
-    for expert, slot, transfer in coming:
-        if transfer is None:
-            told.append((expert, slot, None))
-        elif isinstance(transfer, NativeTransfer):
-            told.append((expert, slot, transfer.record))
-            reads = transfer.reads
-        else:
-            return False
-    call = native.arriving(how, slots, rows, told, reads, INTERRUPT_POLL_S)
-    while (late := call.run()) is not None:
-        held.arrive(late)
-    held.arrived(call.waited)
-    return True
-
-
-# ----
 
 
 class OffloadedExperts:
@@ -124,14 +60,11 @@ class OffloadedExperts:
     Args:
         layer: index of the MoE layer in the cache.
         num_experts: E of the layer.
-        cache: who is in which slot.
+        cache: which expert is in which slot.
         slots: the slots, as the experts of one layer with this layer's activation.
-        copies: what fills the slots of a GPU; None on a CPU.
-        late: what computes some of those that a GPU lacks, where a profile lets it.
-
-    Attributes:
-        whole_share: see `offload.layer`; None where prefixes are not served.
-        ahead: whether the next layer is read ahead, see `offload.layer`.
+        copies: fills the slots of a GPU; None on a CPU.
+        cpu: computes some experts that a GPU lacks, if the profile allows it.
+        reads_ahead: call `read_ahead` after each call.
     """
 
     def __init__(
@@ -141,23 +74,29 @@ class OffloadedExperts:
         cache: ExpertCache,
         slots: AnyExperts,
         copies: HostSource | None = None,
-        late: LateExperts | None = None,
+        cpu: CpuExperts | None = None,
+        *,
+        reads_ahead: bool = False,
     ) -> None:
         self.layer, self.num_experts = layer, num_experts
-        self.cache, self.slots = cache, slots
+        self.cache, self.slots, self.cpu = cache, slots, cpu
         own, biases = cache.bytes_of(layer), (slots.gate_up_bias_EG, slots.down_bias_EH)
         self.expert_bytes = sum(own) // num_experts + sum(
             bias[0].nbytes for bias in biases if bias is not None
         )
-        self._copies, self.late = copies, late
-        self.whole_share: float | None = None
-        self.ahead = False
-        self._how: LayerCall | None = None
+        self._copies, self._reads_ahead = copies, reads_ahead
+        self._whole_share: float | None = None
+        self._layer_call: LayerCall | None = None
+
+    def serve_prefixes(self, whole_share: float) -> None:
+        """From now on, let `prefix_experts` be there by a prefix of their bits."""
+        self._whole_share = whole_share
 
     @property
-    def plain(self) -> bool:
-        """Whether kernels run its slots as they are, with nobody else in between."""
-        return self._copies is None and self.late is None and self.whole_share is None
+    def only_kernels(self) -> bool:
+        """Whether compiled code can run the slots: without copies, prefixes or a share of the CPU
+        there is nothing for Python to do."""
+        return self._copies is None and self.cpu is None and self._whole_share is None
 
     @property
     def hidden_size(self) -> int:
@@ -176,117 +115,125 @@ class OffloadedExperts:
         prefetcher: Prefetcher | None = None,
         add_to_TH: Tensor | None = None,
     ) -> Tensor:
-        """As `kernels.experts_forward`, whose bits it gives: experts come in ascending waves, and
-        each wave adds to the sum that the ones before have left; late experts come last.
+        """As `kernels.experts_forward`, with the same bits unless the CPU takes a share.
 
         Args:
             expert_ids_TK: each row ascending.
-            forward: what runs experts.
-            prefetcher: hears what this call needs, and looks ahead while it is read.
+            forward: runs experts.
+            prefetcher: is told what this call needs, and looks ahead while that is read.
 
         Raises:
             OffloadError: an expert cannot be read; the cache goes on.
         """
-        copies = self._copies
-        ids_TK = expert_ids_TK if copies is None else expert_ids_TK.cpu()
-        wanted = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
-        total_TH = add_to_TH
-        if copies is not None:  # the compute stream is here: it has waited for what it had to
-            for layer, seconds in copies.take_delays():
-                self.cache.statistics.layers[layer].stall_seconds += seconds
-        asked, late = wanted, None
-        if self.late is not None:
-            late = self.late.part(self.cache, wanted, hidden_TH, ids_TK, weights_TK)
-        if late is not None:
-            wanted, ids_TK = late.others, late.others_TK
-        elsewhere = () if late is None else late.experts
-        with self._held(asked, wanted, elsewhere, self._light(ids_TK, weights_TK)) as held:
+        copies, ids_TK, total_TH = self._copies, expert_ids_TK, add_to_TH
+        if copies is not None:
+            ids_TK = ids_TK.cpu()  # waits for the GPU, so stalls until here can be counted
+            copies.count_stalls(self.cache.statistics)
+        asked = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
+        wanted, on_cpu, share = asked, list[int](), None
+        if self.cpu is not None:
+            share = self.cpu.share(self.cache, asked, hidden_TH, ids_TK, weights_TK)
+        if share is not None:
+            wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
+            if total_TH is None:
+                total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
+        prefixes: Sequence[int] = ()
+        if self._whole_share is not None:
+            prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
+        with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:
             if copies is not None:
                 copies.launch()
             if prefetcher is not None:
                 routing = Routing(expert_ids_TK, weights_TK)
                 prefetcher.visit(self.layer, asked, hidden_TH, routing)
-            how = self._compiled(hidden_TH) if forward is experts_forward else None
-            if how is not None and add_to_TH is None:
+            call = self._compiled(hidden_TH) if forward is experts_forward else None
+            out_TH = rows = None
+            if call is not None and add_to_TH is None:
                 out_TH = torch.empty_like(hidden_TH)
                 rows = LayerBuffers.of(hidden_TH, ids_TK, weights_TK, out_TH)
-                if run_arriving(held, how, self.slots, rows):
-                    return out_TH
-            for wave in held.waves:
-                slot_ids_TK = wave.slot_ids.take(ids_TK)
-                if copies is not None:
-                    slot_ids_TK = copies.streams.bring(slot_ids_TK)
-                if len(wave.experts) == len(wanted) and add_to_TH is None and late is None:
-                    return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
-                if total_TH is None:
-                    total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
-                forward(hidden_TH, slot_ids_TK, weights_TK, self.slots, total_TH)
-        assert total_TH is not None
-        if late is not None:
-            total_TH += late.compute().to(total_TH.device)
-        return total_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
+            arguments = hidden_TH, ids_TK, weights_TK
+            result_TH = self._run(pinned, call, rows, arguments, forward, total_TH)
+        if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
+            read_ahead(self.cache, self.layer, len(asked))
+        if share is not None:
+            assert result_TH is not None
+            result_TH += share.compute().to(result_TH.device)
+        if add_to_TH is not None:
+            return add_to_TH
+        result_TH = out_TH if result_TH is None else result_TH
+        assert result_TH is not None
+        return result_TH.to(hidden_TH.dtype)
 
-    def run(
+    def run_stopped(
         self,
         wanted: Sequence[int],
-        how: LayerCall,
+        call: LayerCall,
         rows: LayerBuffers,
         hidden_TH: Tensor,
         routing: Routing,
     ) -> Tensor | None:
-        """As `forward`, for a compiled step, and where the slots are `plain`.
+        """As `forward`, for a compiled step that lacks an expert here; `only_kernels` is true.
 
         Args:
             wanted: the experts of the routing, ascending and distinct.
-            how: what runs the slots.
-            rows: of the same tensors.
+            call: how compiled code runs the slots.
+            rows: addresses of the same tensors.
 
         Returns:
             None: ``rows.out_TH`` has been filled.
         """
-        with self.cache.acquire(self.layer, wanted) as held:
-            if run_arriving(held, how, self.slots, rows):
-                return None
-            total_TH = torch.zeros_like(hidden_TH)
-            for wave in held.waves:
-                ids_TK = wave.slot_ids.take(routing.expert_ids)
-                experts_forward(hidden_TH, ids_TK, routing.weights, self.slots, total_TH)
-            return total_TH
+        arguments = hidden_TH, routing.expert_ids, routing.weights
+        with self.cache.acquire(self.layer, wanted) as pinned:
+            return self._run(pinned, call, rows, arguments, experts_forward, None)
 
-    def _light(self, ids_TK: Tensor, weights_TK: Tensor) -> Sequence[int]:
-        """Experts of which a prefix may do."""
-        if self.whole_share is None:
-            return ()
-        return light_experts(ids_TK, weights_TK, self.whole_share)
-
-    @contextmanager
-    def _held(
+    def _run(
         self,
-        asked: Sequence[int],
-        wanted: Sequence[int],
-        elsewhere: Sequence[int],
-        light: Sequence[int],
-    ) -> Iterator[Held]:
-        with self.cache.acquire(self.layer, wanted, elsewhere, light) as held:
-            yield held
-        if self.ahead and self.whole_share is None:  # it would bring whole ones
-            read_ahead(self.cache, self.layer, len(asked))
+        pinned: PinnedExperts,
+        call: LayerCall | None,
+        rows: LayerBuffers | None,
+        arguments: tuple[Tensor, Tensor, Tensor],
+        forward: Forward,
+        total_TH: Tensor | None,
+    ) -> Tensor | None:
+        """Run the pinned experts as they arrive, or else in rounds.
+
+        Args:
+            call, rows: how compiled code runs these arguments; None: it cannot.
+            arguments: hidden states, expert ids and weights.
+            total_TH: to add to; None: the result may have any dtype.
+
+        Returns:
+            None: ``rows.out_TH`` has been filled.
+        """
+        if call is not None and rows is not None and run_arriving(pinned, call, self.slots, rows):
+            return None
+        hidden_TH, ids_TK, weights_TK = arguments
+        for ready in pinned.rounds:
+            slot_ids_TK = ready.slot_ids.take(ids_TK)
+            if self._copies is not None:
+                slot_ids_TK = self._copies.streams.bring(slot_ids_TK)
+            if total_TH is None:
+                if len(ready.experts) == len(pinned):
+                    return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
+                total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
+            forward(hidden_TH, slot_ids_TK, weights_TK, self.slots, total_TH)
+        return total_TH
 
     def _compiled(self, hidden_TH: Tensor) -> LayerCall | None:
-        """What runs rows like these without Python, where nobody else is in between."""
-        if not self.plain or hidden_TH.dtype != torch.float32 or torch.is_grad_enabled():
+        """How compiled code runs rows like these; None if it cannot."""
+        if not self.only_kernels or hidden_TH.dtype != torch.float32 or torch.is_grad_enabled():
             return None
-        if self._how is None and (native := choose_kernel()[0]) is not None:
-            self._how = native.layer_call(hidden_TH, self.slots)
-        return self._how
+        if self._layer_call is None and (native := choose_kernel()[0]) is not None:
+            self._layer_call = native.layer_call(hidden_TH, self.slots)
+        return self._layer_call
 
     def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:
-        """Those that cannot be had, and why; the others are tried for too."""
+        """Those of the experts that cannot be read, and why."""
         lost = {}
         for expert in experts:
             try:
-                with self.cache.acquire(self.layer, [expert]) as held:
-                    for _ in held.waves:
+                with self.cache.acquire(self.layer, [expert]) as pinned:
+                    for _ in pinned.rounds:
                         pass
             except OffloadError as error:
                 lost[expert] = error
@@ -303,5 +250,80 @@ def held_experts(layer: LayerExperts) -> AnyExperts:
 
 
 def one_expert_bytes(slots: AnyExperts) -> int:
-    """Bytes of one expert, or of one of those that there are most of."""
+    """Bytes of one expert; of slots of several sizes, of those that there are most of."""
     return slots.expert_bytes if isinstance(slots, ExpertWeights) else slots.expert_bytes_of(0)
+
+
+def run_arriving(
+    pinned: PinnedExperts, call: LayerCall, slots: AnyExperts, rows: LayerBuffers
+) -> bool:
+    """Fill the rows' ``out`` by one compiled call, which runs each expert when its read has ended.
+
+    Returns:
+        False: these experts cannot be run so, and nothing has been done.
+
+    Raises:
+        OffloadError: an expert cannot be read.
+    """
+    native, arrivals = choose_kernel()[0], pinned.arrivals()
+    if native is None or arrivals is None:
+        return False
+    coming: list[tuple[int, int, ReadJob | None]] = []
+    reads: NativeReads | None = None
+    for expert, slot, transfer in arrivals:
+        if transfer is None:
+            coming.append((expert, slot, None))
+        elif isinstance(transfer, NativeTransfer):
+            coming.append((expert, slot, transfer.record))
+            reads = transfer.reads
+        else:
+            return False
+    arriving = native.arriving(call, slots, rows, coming, reads, INTERRUPT_POLL_S)
+    while (late := arriving.run()) is not None:  # its read has failed or is slow
+        pinned.wait_for(late)
+    pinned.all_arrived(arriving.waited)
+    return True
+
+
+def read_ahead(cache: ExpertCache, layer: int, asked: int) -> None:
+    """Begin to read experts of the next layer if a call has asked for nearly all of this layer's.
+
+    A prompt does, and will ask for nearly all of the next layer's. Without this, the disk would
+    rest while the next layer's attention is computed.
+
+    Args:
+        layer: whose call is over.
+        asked: how many of its experts the call asked for.
+    """
+    experts, following = cache.sizes.experts, layer + 1
+    if following == len(experts) or asked < NEARLY_ALL * experts[layer]:
+        return
+    most = max(1, cache.slots // SLOTS_SHARE)
+    for expert in cache.absent(following, range(experts[following]))[:most]:
+        if not cache.prefetch(following, expert, value=asked / experts[layer]):
+            return
+
+
+def prefix_experts(ids_TK: Tensor, weights_TK: Tensor, whole_share: float) -> list[int]:
+    """Experts whose part in every token's result is so small that a prefix of their bits may do.
+
+    A token's heaviest experts that together have ``whole_share`` of its router weight are served
+    whole: the rule of HOBBIT (arXiv 2411.01433). Of equal weights the one in the earlier slot
+    counts as heavier.
+
+    Args:
+        ids_TK: on the CPU.
+        whole_share: in [0, 1]; at 0 prefixes do for all, at 1 only for experts without weight.
+
+    Returns:
+        The experts, ascending, that no token needs whole.
+    """
+    ids = ids_TK.numpy()
+    weights = np.where(ids == UNUSED, 0.0, np.abs(weights_TK.double().cpu().numpy()))
+    order = np.argsort(-weights, axis=1, kind="stable")
+    ids = np.take_along_axis(ids, order, axis=1)
+    weights = np.take_along_axis(weights, order, axis=1)
+    before = np.cumsum(weights, axis=1) - weights
+    heavy = before < whole_share * weights.sum(axis=1, keepdims=True)
+    light: list[int] = np.setdiff1d(ids[~heavy], np.append(ids[heavy], UNUSED)).tolist()
+    return light

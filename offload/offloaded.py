@@ -1,4 +1,11 @@
-"""A model's experts left in a store: the cache, its layers, and what belongs to them."""
+"""A model's experts left in a store: its layers over one cache, or over two tiers of caches.
+
+On a CPU there is one tier, filled from disk. A GPU has two: its own slots, filled from host
+memory, which is filled from disk. Host memory keeps what would have to be read from disk again:
+all experts that the GPU lacks, and of those on the GPU the less valuable half, which it evicts
+first. Copies of the others would be of no use; copying back everything that is evicted would take
+as many transfers as reading it again (benchmarks/tiers.py).
+"""
 
 from __future__ import annotations
 
@@ -21,84 +28,9 @@ from offload.statistics import LayerStatistics
 from offload.transfer import Reader
 from routing.predict import Predictor
 
-# ---- Tiers: places of experts between a model and its disk, each a cache of the next one.
-#
-# In main memory there is one. A GPU has two: its own slots, filled from host memory, filled from
-# disk. Host memory keeps what the disk would have to bring again: all that the GPU has not, and
-# of what it has the less valuable half, which it will drop first. A copy of what is safe there
-# would be of no use; a copy back of everything dropped would take as many transfers as bringing
-# it.
-
 MEMORY, HOST = "memory", "host"
 CAUSES = ("demand", "streamed", "useful", "wasted", "restored")
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A place of experts.
-
-    Attributes:
-        name: of the memory: ``memory``, a device, or ``host``.
-        cache: who is there.
-    """
-
-    name: str
-    cache: ExpertCache
-
-    def statistics(self) -> dict[str, object]:
-        """What it did and holds, for JSON; ``bytes_in`` came from the next tier, or from disk."""
-        total = self.cache.statistics.total
-        return {
-            "name": self.name,
-            "slots": self.cache.slots,
-            "hits": total.hits,
-            "misses": total.misses,
-            "hit_ratio": total.hit_ratio,
-            "evictions": total.evictions,
-            "stall_seconds": total.stall_seconds,
-            "bytes_in": bytes_in(total),
-        }
-
-
-def bytes_in(counters: LayerStatistics) -> int:
-    """All that was brought, whyever."""
-    return sum(getattr(counters, f"{cause}_bytes") for cause in CAUSES)
-
-
-class HostValues:
-    """Values units in host memory by the policy of the device above it, which learns for both.
-    See `offload.policies.EvictionPolicy`.
-
-    Args:
-        policy: of the device's cache.
-        present: returns a ``(units,)`` bool array, the units in the device's cache.
-    """
-
-    name = HOST
-
-    def __init__(self, policy: EvictionPolicy, present: Callable[[], NDArray[np.bool_]]) -> None:
-        self._policy, self._present = policy, present
-
-    def touch(self, layer: int, units: Sequence[int]) -> None:
-        pass
-
-    def values(self) -> Values:
-        """The device's values, but units that it is unlikely to evict soon (those above the median
-        value there) are worth less than all others here, the safest the least."""
-        values, near = self._policy.values(), np.flatnonzero(self._present())
-        if not len(near):
-            return values
-        values = values.copy()
-        safe = near[values[near] > np.median(values[near])]
-        values[safe] = values.min() - values[safe]
-        return values
-
-    def bid(self, unit: int, probability: float) -> float:
-        return self._policy.bid(unit, probability)
-
-
-# ----
-
+"""Why bytes were read: names of counters in `LayerStatistics`."""
 SLOWEST = 1e8
 """Bytes a second of a disk that has not been measured: its files are too small for that."""
 
@@ -109,11 +41,11 @@ class Offloaded:
 
     Attributes:
         layers: one for each MoE layer.
-        tiers: which experts are in which memory, the one that kernels read first.
-        reader: what reads the others.
-        load_seconds: for one expert to where kernels read it, until that has been measured.
-        hot_set_file: where the hot set is kept; None for nowhere.
-        prefetcher: what reads experts before they are needed, if anything does.
+        tiers: the memories, the one that kernels read first.
+        reader: reads the store.
+        load_seconds: estimate for bringing one expert to where kernels read it.
+        hot_set_file: where `close` saves the hot set; None for nowhere.
+        prefetcher: reads experts before they are needed; None before `prefetch_with`.
     """
 
     layers: list[OffloadedExperts]
@@ -140,13 +72,13 @@ class Offloaded:
 
     def miss_ratio(self, layer: int) -> float:
         """Share of the experts asked of a layer that had to be read, in [0, 1]."""
-        near, far = (self.tiers[at].cache.statistics.layers[layer] for at in (0, -1))
-        asked = near.hits + near.misses
-        return min(far.misses / asked, 1.0) if asked else 0.0
+        first, last = (self.tiers[at].cache.statistics.layers[layer] for at in (0, -1))
+        asked = first.hits + first.misses
+        return min(last.misses / asked, 1.0) if asked else 0.0
 
     def status(self) -> dict[str, Any]:
-        """What runs how, for JSON; ``late``: seconds by which the processor is asked or not."""
-        late = self.layers[0].late
+        """How experts are served, for JSON; ``late``: the `CpuCosts`, if the CPU takes a share."""
+        cpu = self.layers[0].cpu
         return {
             "policy": self.cache.policy.name,
             "reader": {"name": self.reader.name, "reason": self.reader.reason},
@@ -154,20 +86,20 @@ class Offloaded:
             "experts": sum(layer.num_experts for layer in self.layers),
             "slots": self.cache.slots,
             "tiers": {tier.name: tier.cache.slots for tier in self.tiers},
-            "late": None if late is None else asdict(late.costs),
+            "late": None if cpu is None else asdict(cpu.costs),
         }
 
     def serve_prefixes(self, whole_share: float) -> None:
-        """From now on, an expert with little weight that is missing is read by a prefix only.
+        """From now on, read missing experts with little weight by a prefix only.
 
         Args:
-            whole_share: of a token's weight, which has whole experts.
+            whole_share: see `offload.layer.prefix_experts`.
         """
         for layer in self.layers:
-            layer.whole_share = whole_share
+            layer.serve_prefixes(whole_share)
 
     def prefetch_with(self, predictor: Predictor) -> Prefetcher:
-        """Look ahead from now on: what the predictor says is read in time where that pays."""
+        """From now on, read experts that the predictor names ahead, where that pays."""
         cache, from_disk = self.cache, len(self.tiers) == 1
 
         def read_seconds() -> float:
@@ -191,7 +123,7 @@ class Offloaded:
             "tiers": [tier.statistics() for tier in self.tiers],
             "slots": self.cache.slots,
             "expert_bytes": self.cache.expert_bytes,
-            "prefetch": None if self.prefetcher is None else _foresight(self.prefetcher),
+            "prefetch": None if self.prefetcher is None else _prefetch_statistics(self.prefetcher),
         }
 
     def reset_statistics(self) -> None:
@@ -208,8 +140,72 @@ class Offloaded:
         self.closing.close()
 
 
-def _foresight(prefetcher: Prefetcher) -> dict[str, Any]:
-    """What forecasts came to, over all layers."""
+@dataclass(frozen=True)
+class Tier:
+    """A memory that holds experts, as a cache of the next tier or of the disk.
+
+    Attributes:
+        name: ``memory``, a device, or ``host``.
+        cache: the experts there.
+    """
+
+    name: str
+    cache: ExpertCache
+
+    def statistics(self) -> dict[str, object]:
+        """What it did and holds, for JSON; ``bytes_in`` came from the next tier or from disk."""
+        total = self.cache.statistics.total
+        return {
+            "name": self.name,
+            "slots": self.cache.slots,
+            "hits": total.hits,
+            "misses": total.misses,
+            "hit_ratio": total.hit_ratio,
+            "evictions": total.evictions,
+            "stall_seconds": total.stall_seconds,
+            "bytes_in": bytes_in(total),
+        }
+
+
+class HostPolicy:
+    """Values units in host memory by the policy of the GPU's cache, which learns for both. See
+    `offload.policies.EvictionPolicy`.
+
+    Args:
+        policy: of the GPU's cache.
+        present: returns a ``(units,)`` bool array, the units in the GPU's cache.
+    """
+
+    name = HOST
+
+    def __init__(self, policy: EvictionPolicy, present: Callable[[], NDArray[np.bool_]]) -> None:
+        self._policy, self._present = policy, present
+
+    def touch(self, layer: int, units: Sequence[int]) -> None:
+        pass
+
+    def values(self) -> Values:
+        """The GPU's values, but units that it is unlikely to evict soon (those above the median
+        value there) are worth less than all others here, the safest the least."""
+        values, near = self._policy.values(), np.flatnonzero(self._present())
+        if not len(near):
+            return values
+        values = values.copy()
+        safe = near[values[near] > np.median(values[near])]
+        values[safe] = values.min() - values[safe]
+        return values
+
+    def bid(self, unit: int, probability: float) -> float:
+        return self._policy.bid(unit, probability)
+
+
+def bytes_in(counters: LayerStatistics) -> int:
+    """All bytes that were read, for whatever cause."""
+    return sum(getattr(counters, f"{cause}_bytes") for cause in CAUSES)
+
+
+def _prefetch_statistics(prefetcher: Prefetcher) -> dict[str, Any]:
+    """What became of the forecasts, over all layers."""
     total = BidRecord()
     for record in prefetcher.records:
         for field in fields(record):

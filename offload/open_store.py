@@ -24,15 +24,15 @@ from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
 from offload.capacity import Capacity, arena_for, sizes_of
-from offload.cpu_experts import LateExperts, measure
+from offload.cpu_experts import CpuExperts, measure_costs
 from offload.errors import OffloadError
 from offload.host_tier import HostSource
 from offload.hot_set import HotSet, hot_set_file, load_hot_set
 from offload.layer import OffloadedExperts
-from offload.offloaded import HOST, MEMORY, SLOWEST, HostValues, Offloaded, Tier
+from offload.offloaded import HOST, MEMORY, SLOWEST, HostPolicy, Offloaded, Tier
 from offload.policies import EvictionPolicy, make_policy
 from offload.readers import choose_reader
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from offload.streams import Streams, open_streams
 from offload.transfer import Read, Reader, Transfer
 
@@ -46,6 +46,7 @@ def open_offloaded(
     policy: str,
     reader: str,
     keep_hot_set: bool,
+    reads_ahead: bool = False,
     use_cpu: bool = False,
     prefix_bits: int | None = None,
     advance: Callable[[int], object] = lambda _: None,
@@ -60,6 +61,7 @@ def open_offloaded(
         policy: eviction policy; a name in `offload.policies.POLICIES`.
         reader: see `offload.readers.choose_reader`.
         keep_hot_set: begin with the experts that the last run found most valuable, and save them.
+        reads_ahead: see `offload.layer.read_ahead`.
         use_cpu: let the CPU compute experts that a GPU lacks, if that is faster than copying them.
         prefix_bits: of the prefixes that may be read, see `Offloaded.serve_prefixes`; None for
             whole experts only.
@@ -76,7 +78,7 @@ def open_offloaded(
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
         made = make_policy(policy, len(counts), max(counts))
-        opening = _Opening(store, bits, prefix_bits, like, chosen, made)
+        opening = _Opening(store, bits, prefix_bits, like, chosen, made, reads_ahead)
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
         streams = open_streams(room.device)
@@ -102,9 +104,10 @@ class _Opening:
         like: Sequence[ExpertWeights],
         reader: Reader,
         policy: EvictionPolicy,
+        reads_ahead: bool,
     ) -> None:
         self._store, self._bits, self._prefix_bits, self._like = store, bits, prefix_bits, like
-        self._reader, self._policy = reader, policy
+        self._reader, self._policy, self._reads_ahead = reader, policy, reads_ahead
         self._counts = [layer.experts for layer in store.manifest.layers]
         self.sizes = sizes_of(store.manifest, bits, prefix_bits)
         self._biases = [read_biases(store, layer) for layer in range(len(self._counts))]
@@ -114,7 +117,10 @@ class _Opening:
         arena = self._arena(sum(self._counts), room.device)
         cache = self._over_disk(arena, room.slots, self._policy)
         views = enumerate(zip(self._counts, _views(arena.experts, self._like), strict=True))
-        layers = [OffloadedExperts(layer, count, cache, view) for layer, (count, view) in views]
+        layers = [
+            OffloadedExperts(layer, count, cache, view, reads_ahead=self._reads_ahead)
+            for layer, (count, view) in views
+        ]
         return layers, [Tier(MEMORY, cache)]
 
     def over_host(
@@ -132,20 +138,23 @@ class _Opening:
         near = self._arena(room.host_slots, torch.device("cpu"))
         for piece in near.pin(self.sizes.grains_for(room.pinned_slots), streams.pin):
             closing.callback(streams.unpin, piece)
-        values = HostValues(self._policy, lambda: cache.present)
+        values = HostPolicy(self._policy, lambda: cache.present)
         host = self._over_disk(near, room.host_slots, values)
         copies = HostSource(host, near, arena, streams)
         closing.callback(copies.close)
         cache = ExpertCache(self.sizes, room.slots, arena, copies, self._policy)
         seconds = copies.copy_seconds()
-        costs = measure(near, seconds) if use_cpu else None
+        costs = measure_costs(near, seconds) if use_cpu else None
         views = (_views(memory.experts, self._like) for memory in (arena, near))
         layers = []
         for layer, (count, view, host_view) in enumerate(zip(self._counts, *views, strict=True)):
             own = None
             if costs is not None:
-                own = LateExperts(layer, layer * max(self._counts), host, host_view, costs)
-            layers.append(OffloadedExperts(layer, count, cache, view, copies, own))
+                own = CpuExperts(layer, layer * max(self._counts), host, host_view, costs)
+            made = OffloadedExperts(
+                layer, count, cache, view, copies, own, reads_ahead=self._reads_ahead
+            )
+            layers.append(made)
         if not room.host_holds(self._store.manifest):
             seconds = cache.expert_bytes / max(self._reader.bytes_per_second, SLOWEST)
         return layers, [Tier(str(room.device), cache), Tier(HOST, host)], seconds
@@ -160,7 +169,7 @@ class _Opening:
 
 
 def _fill(
-    device: Tier, host: Tier, sizes: Sizes, hot_set: HotSet, advance: Callable[[int], object]
+    device: Tier, host: Tier, sizes: ExpertSizes, hot_set: HotSet, advance: Callable[[int], object]
 ) -> None:
     """Read all experts into host memory if they fit, else those of the hot set."""
     width = max(sizes.experts)
@@ -200,7 +209,7 @@ def _agree(view: AnyExperts, layer: ExpertWeights) -> bool:
 
 
 class DiskSource:
-    """Fills slots of main memory from a store; see `offload.fetches.Source`.
+    """Fills slots of main memory from a store; see `offload.slot_manager.ExpertSource`.
 
     Args:
         store: stays open as long as this is used.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExpertSizes:
     """What the experts of a model take in a cache.
 
     Attributes:
@@ -37,7 +37,7 @@ class Sizes:
     prefixes: Sequence[int]
 
     @classmethod
-    def equal(cls, experts: Sequence[int], nbytes: int) -> Sizes:
+    def equal(cls, experts: Sequence[int], nbytes: int) -> ExpertSizes:
         """Each expert takes one grain."""
         there = [int(expert < count) for count in experts for expert in range(max(experts))]
         return cls(experts, {1: nbytes}, there, there)
@@ -87,10 +87,9 @@ class SlotTable:
         there: the same one by one, which takes a fraction of the time.
         slot: of each unit, -1 without one; a unit has its slot before its bytes have come.
         owner: ``(grains,)`` int64 array, the unit that has each grain, -1 where it is free.
-        generation: of each slot, how often it has been given to a unit.
     """
 
-    def __init__(self, sizes: Sizes, grains: int, capacity: int) -> None:
+    def __init__(self, sizes: ExpertSizes, grains: int, capacity: int) -> None:
         self.sizes, self.experts = sizes, list(sizes.experts)
         self.width = max(self.experts)
         units = len(self.experts) * self.width
@@ -98,7 +97,6 @@ class SlotTable:
         self.there = memoryview(self.present.data)
         self.slot, self.grains = [-1] * units, [0] * units
         self.owner = np.zeros(0, dtype=np.int64)
-        self.generation = [0] * sum(capacity // kind for kind in sizes.kinds)
         self._first, self.mixed = sizes.first_slots(capacity), len(sizes.kinds) > 1
         self._kinds, self._firsts = list(self._first), list(self._first.values())
         self._free: dict[int, dict[int, None]] = {}  # of each kind, the last one to be taken first
@@ -135,7 +133,6 @@ class SlotTable:
         kind = self._kinds[bisect_right(self._firsts, slot) - 1]
         assert self.slot[unit] == -1
         self.slot[unit], self.grains[unit] = slot, kind
-        self.generation[slot] += 1
         self._free[kind].pop(slot, None)
         if not self.mixed:
             self.owner[slot] = unit

@@ -127,7 +127,7 @@ class CachedExperts(InsideExperts):
         routing = step.routing(layer)
         self._statistics.record(layer, {self._phase: routing})
         asked, rows = step.experts(layer), step.rows(layer)
-        return self._layers[layer].run(asked, call, rows, step.h_BH, routing)
+        return self._layers[layer].run_stopped(asked, call, rows, step.h_BH, routing)
 
 
 class RankGroup(NamedTuple):
@@ -214,7 +214,7 @@ class DecodeForward:
             return None
         if experts.layers != self._layers or experts.forward is not self._forward:
             return None  # the step was made for others
-        if self._cached and not all(layer.plain for layer in self._cached):
+        if self._cached and not all(layer.only_kernels for layer in self._cached):
             return None
         return alone_with(self._run)
 

@@ -158,6 +158,7 @@ class StoreSource:
                 policy=self._offload.policy,
                 reader=self._offload.reader,
                 keep_hot_set=self._offload.hot_set,
+                reads_ahead=self._offload.prefetch,
                 use_cpu=self._offload.late == "host",
                 prefix_bits=self._prefix_bits,
                 advance=advance,

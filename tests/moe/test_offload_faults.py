@@ -101,7 +101,7 @@ class Meddling:
 def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterator[None]:
     parts = model._loaded.offloaded
     assert parts is not None
-    source: Any = parts.cache._filling._source
+    source: Any = parts.cache._manager._source
     reader, source._reader = source._reader, Meddling(source._reader, change)
     yield
     source._reader = reader

@@ -22,7 +22,7 @@ from moe.memory.planning import host_room
 from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
 from offload.capacity import fixed_bytes, sizes_of, slot_bytes
-from offload.cpu_experts import Costs
+from offload.cpu_experts import CpuCosts
 from offload.errors import OffloadError
 from offload.hot_set import FILE_NAME
 from tests.offload.two_queues import LateCopies
@@ -142,7 +142,7 @@ def test_late_experts_may_be_computed_by_the_processor(
     store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here both kernels are one, so only the order of sums changes."""
-    monkeypatch.setattr("offload.open_store.measure", lambda *_: Costs(1.0, 0.5, 0.0))
+    monkeypatch.setattr("offload.open_store.measure_costs", lambda *_: CpuCosts(1.0, 0.5, 0.0))
     offload = {"hot_set": False, "late": "host"}
     model = load(store, 8, EXPERTS, lossless=False, offload=offload)
     waiting = load(store, 8, EXPERTS)
@@ -209,7 +209,7 @@ def test_slots_of_a_device_are_not_lent_to_keys(store: Path, load: Callable[...,
 def test_memory_is_unlocked_at_the_end(store: Path, load: Callable[..., MoE]) -> None:
     model = load(store, 6, 12)
     cache: Any = model._loaded.offloaded.cache  # type: ignore[union-attr]
-    streams = cache._filling._source.streams
+    streams = cache._manager._source.streams
     model.generate([5, 9, 2], GREEDY)
     for expert in range(8):
         cache.prefetch(1, expert)
@@ -229,7 +229,7 @@ def test_a_read_that_fails_costs_those_who_need_it(
         def fail(*_: Any, **__: Any) -> None:
             raise OffloadError("Input/output error")
 
-        broken.setattr(host._filling._source._reader, "submit", fail)
+        broken.setattr(host._manager._source._reader, "submit", fail)
         with pytest.raises(OffloadError, match="Input/output error"):
             tokens(model)
     assert tokens(model) == tokens(resident)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.held import Held
+from offload.pins import PinnedExperts
 from offload.policies import POLICIES
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 
 EXPERT_BYTES = 12
 EXPERTS = [6, 4, 8]
@@ -25,7 +25,7 @@ def content(layer: int, expert: int, grains: int = 1) -> Tensor:
     return torch.tensor([(seed + 31 * index) % 251 + 1 for index in range(nbytes)]).byte()
 
 
-def mixed(experts: Sequence[int]) -> Sizes:
+def mixed(experts: Sequence[int]) -> ExpertSizes:
     """Experts of 2, 3, 4 and 8 grains in turn."""
     kinds, width = [4, 2, 8, 3], max(experts)
     grains = [
@@ -33,10 +33,10 @@ def mixed(experts: Sequence[int]) -> Sizes:
         for layer, count in enumerate(experts)
         for expert in range(width)
     ]
-    return Sizes(experts, {kind: EXPERT_BYTES * kind for kind in kinds}, grains, grains)
+    return ExpertSizes(experts, {kind: EXPERT_BYTES * kind for kind in kinds}, grains, grains)
 
 
-def with_prefixes(sizes: Sizes) -> Sizes:
+def with_prefixes(sizes: ExpertSizes) -> ExpertSizes:
     """Of the experts of 8 grains, half may be read, and of those of 3 two."""
     half = {8: 4, 3: 2}
     return replace(sizes, prefixes=[half.get(grains, grains) for grains in sizes.grains])
@@ -150,9 +150,9 @@ def make(
     policy: str = "lru",
     experts: Sequence[int] = EXPERTS,
     capacity: int = 0,
-    sizes: Sizes | None = None,
+    sizes: ExpertSizes | None = None,
 ) -> tuple[ExpertCache, FakeSource]:
-    sizes = sizes or Sizes.equal(experts, EXPERT_BYTES)
+    sizes = sizes or ExpertSizes.equal(experts, EXPERT_BYTES)
     room = FakeRoom(sizes.grains_for(capacity or slots), sizes.kinds)
     source = FakeSource(room)
     chosen = POLICIES[policy](len(experts), max(experts))
@@ -168,13 +168,13 @@ def flat(lists: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-def walk(held: Held, source: FakeSource, layer: int) -> list[list[int]]:
+def walk(held: PinnedExperts, source: FakeSource, layer: int) -> list[list[int]]:
     """The experts of each wave, after a look at every byte."""
     waves = []
     with held:
-        for wave in held.waves:
-            for expert in wave.experts:
-                check_bytes(source, int(wave.slot_ids[expert]), layer, expert)
-            assert wave.slot_ids[-1].item() == -1
-            waves.append(list(wave.experts))
+        for ready in held.rounds:
+            for expert in ready.experts:
+                check_bytes(source, int(ready.slot_ids[expert]), layer, expert)
+            assert ready.slot_ids[-1].item() == -1
+            waves.append(list(ready.experts))
     return waves

@@ -12,7 +12,7 @@ import torch
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from routing import Routing
 from tests.offload.traces import EXPERTS, LAYERS, SLOTS, Guess, Trace
 from tests.oracles.simulated_disk import Clock, Disk, Room
@@ -30,7 +30,7 @@ class Run:
         self.clock = Clock()
         self.disk = Disk(self.clock, LOAD_S)
         self.cache = ExpertCache(
-            Sizes.equal([EXPERTS] * LAYERS, 1000),
+            ExpertSizes.equal([EXPERTS] * LAYERS, 1000),
             SLOTS,
             Room(),
             self.disk,
@@ -62,8 +62,8 @@ class Run:
         with self.cache.acquire(layer, wanted) as held:
             if self.prefetcher:
                 self.prefetcher.visit(layer, wanted, torch.zeros(1, 8), routing)
-            for wave in held.waves:
-                self.clock.now += self.layer_s / 2 * len(wave.experts) / max(1, len(wanted))
+            for ready in held.rounds:
+                self.clock.now += self.layer_s / 2 * len(ready.experts) / max(1, len(wanted))
 
     @property
     def total(self) -> float:

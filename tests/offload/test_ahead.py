@@ -7,7 +7,7 @@ import pytest
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, SLOTS = 12, 32, 96
@@ -19,13 +19,13 @@ def read_prompts(ahead: bool, wanted: int = EXPERTS) -> tuple[float, int, Expert
     clock = Clock()
     disk = Disk(clock, READ_S)
     policy = POLICIES["forecast"](LAYERS, EXPERTS)
-    cache = ExpertCache(Sizes.equal([EXPERTS] * LAYERS, 1000), SLOTS, Room(), disk, policy)
+    cache = ExpertCache(ExpertSizes.equal([EXPERTS] * LAYERS, 1000), SLOTS, Room(), disk, policy)
     for _ in range(2):
         for layer in range(LAYERS):
             clock.now += ATTENTION_S
             with cache.acquire(layer, range(wanted)) as held:
-                for wave in held.waves:
-                    clock.now += EXPERTS_S * len(wave.experts) / wanted
+                for ready in held.rounds:
+                    clock.now += EXPERTS_S * len(ready.experts) / wanted
             if ahead:
                 read_ahead(cache, layer, wanted)
     return clock.now, disk.reads, cache

@@ -8,7 +8,7 @@ import pytest
 
 from offload.cache import LEAST_SLOTS
 from offload.errors import BudgetError, OffloadError
-from offload.held import RING
+from offload.pins import RING
 from tests.offload.cache_cases import (
     flat,
     make,
@@ -44,8 +44,8 @@ def test_transfers_run_under_the_computation_of_a_wave() -> None:
     cache, source = make(4, experts=[16])
     source.at_once = False
     with cache.acquire(0, list(range(16))) as held:
-        for wave in held.waves:
-            if wave.experts[-1] < 15:
+        for ready in held.rounds:
+            if ready.experts[-1] < 15:
                 assert source.under_way
 
 
@@ -143,7 +143,7 @@ def test_too_few_slots_are_refused_with_numbers() -> None:
 def test_what_other_calls_hold_is_not_taken_away() -> None:
     cache, source = make(LEAST_SLOTS)
     with cache.acquire(0, [1, 2]) as first:
-        for _ in first.waves:
+        for _ in first.rounds:
             pass
         with pytest.raises(OffloadError, match=r"no slot for expert 3 .* all 2 are held"):
             walk(cache.acquire(0, [3]), source, 0)

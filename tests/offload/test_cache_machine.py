@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from offload.errors import OffloadError
-from offload.held import Held
+from offload.pins import PinnedExperts
 from offload.policies import POLICIES
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from tests.offload.cache_cases import EXPERTS, check_bytes, flat, make, mixed, walk, with_prefixes
 
 
@@ -20,7 +20,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: list[tuple[Held, int, list[int]]] = []
+        self.held: list[tuple[PinnedExperts, int, list[int]]] = []
         self.asked = 0
         self.failing = False  # what was broken when a transfer began fails after it was repaired
 
@@ -31,10 +31,10 @@ class CacheMachine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "cache"))
-    def begin(self, slots: int, policy: str, sizes: Sizes | None, late: bool) -> None:
+    def begin(self, slots: int, policy: str, sizes: ExpertSizes | None, late: bool) -> None:
         self.least = 2 if sizes is None else 4
         self.cache, self.source = make(max(slots, self.least), policy, capacity=9, sizes=sizes)
-        self.cache._filling.victims.late = late
+        self.cache._manager.ranking.deferred = late
 
     @rule(
         layer=st.integers(0, 2),
@@ -46,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
         experts = sorted(expert for expert in chosen if expert < EXPERTS[layer])
         self.asked += len(experts)
         try:
-            held = self.cache.acquire(layer, experts, light=light.intersection(experts))
+            held = self.cache.acquire(layer, experts, prefixes=light.intersection(experts))
             waves = walk(held, self.source, layer)
             assert flat(waves) == experts
         except OffloadError as error:

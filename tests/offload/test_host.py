@@ -21,7 +21,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.host_tier import HostSource
 from offload.layer import OffloadedExperts
-from offload.offloaded import HostValues
+from offload.offloaded import HostPolicy
 from offload.policies import LRU, POLICIES
 from tests.offload.test_experts import (
     EXPERTS,
@@ -58,7 +58,7 @@ class Tiers:
         near, own = layers.arena, layers.resident[0]
         self.queues = TwoQueues(random)
         made = POLICIES[policy](LAYERS, EXPERTS)
-        values = HostValues(made, lambda: self.cache.present)
+        values = HostPolicy(made, lambda: self.cache.present)
         sizes = sizes_of(layers)
         self.host = ExpertCache(sizes, host_slots, near, layers, values)
         self.arena = like(near, own, slots)
@@ -170,7 +170,7 @@ def check_at_rest(made: Tiers) -> None:
     for batch in made.source._batches:
         batch.mark.wait()
     made.source.launch()
-    assert not made.host._filling.pins
+    assert not made.host._manager.pins
     assert not made.source._waiting
 
 
@@ -232,7 +232,7 @@ def test_host_memory_gives_up_what_is_safest_on_the_device() -> None:
         policy.touch(0, [expert])  # the later, the more valuable
 
     present = np.zeros(6, dtype=bool)
-    values = HostValues(policy, lambda: present)
+    values = HostPolicy(policy, lambda: present)
     assert values.values().tolist() == policy.values().tolist()
     present[[0, 2, 3, 5]] = True
     order = np.argsort(values.values(), kind="stable").tolist()

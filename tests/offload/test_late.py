@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import experts_forward
-from offload.cpu_experts import Costs, LateExperts, measure
+from offload.cpu_experts import CpuCosts, CpuExperts, measure_costs
 from offload.layer import OffloadedExperts
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, draw_routing, make
 from tests.offload.test_host import Tiers, check_at_rest
 
-NEVER, ALWAYS = Costs(1.0, 1e9, 0.0), Costs(1.0, 0.0, 0.0)
+NEVER, ALWAYS = CpuCosts(1.0, 1e9, 0.0), CpuCosts(1.0, 0.0, 0.0)
 
 
-def tiers(costs: Costs, seed: int = 0, slots: int = 4, host_slots: int = 12) -> Tiers:
+def tiers(costs: CpuCosts, seed: int = 0, slots: int = 4, host_slots: int = 12) -> Tiers:
     random = Random(seed)
     disk = make(True, random.random() < 0.5, random)
     made = Tiers(disk, slots, host_slots, "lfu", random)
@@ -29,7 +29,7 @@ def tiers(costs: Costs, seed: int = 0, slots: int = 4, host_slots: int = 12) -> 
             made.cache,
             made.arena.experts,
             made.source,
-            LateExperts(layer, layer * EXPERTS, made.host, disk.arena.experts, costs),
+            CpuExperts(layer, layer * EXPERTS, made.host, disk.arena.experts, costs),
         )
         for layer in range(LAYERS)
     ]
@@ -49,7 +49,7 @@ def test_every_expert_is_computed_once(
 ) -> None:
     """Sums are the same but for their order, whatever is computed where, however late."""
     generator = torch.Generator().manual_seed(seed)
-    made = tiers(Costs(1.0, expert, row), seed, slots, host_slots)
+    made = tiers(CpuCosts(1.0, expert, row), seed, slots, host_slots)
     expected, found = [], []
     for _ in range(5):
         for layer in range(LAYERS):
@@ -71,19 +71,19 @@ def test_what_is_sooner_decides() -> None:
     rows = dict.fromkeys(range(EXPERTS), 1)
     host = made.host, made.disk.arena.experts
 
-    def choose(costs: Costs, absent: list[int]) -> list[int]:
-        return LateExperts(0, 0, *host, costs).choose(absent, rows)
+    def choose(costs: CpuCosts, absent: list[int]) -> list[int]:
+        return CpuExperts(0, 0, *host, costs).choose(absent, rows)
 
     assert choose(NEVER, [0, 1, 2]) == []
     assert choose(ALWAYS, [0, 1, 2]) == [0, 1, 2]
     assert choose(ALWAYS, [1, EXPERTS - 1]) == [1]  # the other one is on disk
-    assert choose(Costs(1.0, 0.9, 0.05), [3]) == [3]
-    assert choose(Costs(1.0, 0.9, 0.2), [3]) == []
-    half = choose(Costs(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5])
+    assert choose(CpuCosts(1.0, 0.9, 0.05), [3]) == [3]
+    assert choose(CpuCosts(1.0, 0.9, 0.2), [3]) == []
+    half = choose(CpuCosts(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5])
     assert len(half) == 3  # as long here as there
     for expert in (0, 1, 2):
         made.cache.policy.touch(0, [expert])
-    assert choose(Costs(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5]) == [3, 4, 5]  # the others shall stay
+    assert choose(CpuCosts(1.0, 1.0, 0.0), [0, 1, 2, 3, 4, 5]) == [3, 4, 5]  # the others shall stay
 
 
 def test_they_are_misses_that_bring_nothing() -> None:
@@ -94,12 +94,12 @@ def test_they_are_misses_that_bring_nothing() -> None:
     assert (total.hits, total.misses, total.demand_bytes) == (0, 2, 0)
     assert not made.cache.present.any()
     assert made.host.statistics.total.hits == 2
-    assert not made.host._filling.pins
+    assert not made.host._manager.pins
 
 
 def test_costs_are_measured() -> None:
     disk = make(True, False, Random(0))
-    costs = measure(disk.arena, 0.5)
+    costs = measure_costs(disk.arena, 0.5)
     assert costs.copy == 0.5
     assert 0 <= costs.expert < 1
     assert costs.computed(8) == pytest.approx(costs.expert + 8 * costs.row)

@@ -18,9 +18,9 @@ from kernels.reference import AnyExperts
 from offload.arena import plane_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.layer import OffloadedExperts, light_experts
+from offload.layer import OffloadedExperts, prefix_experts
 from offload.policies import POLICIES
-from offload.slots import Sizes
+from offload.slots import ExpertSizes
 from tests.kernels.plane_cases import make_layer
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, WIDTH, Layers, draw_routing
 
@@ -28,7 +28,7 @@ GRAINS = {8: 8, 4: 4, 3: 3, 2: 2}
 
 
 def rule(ids_TK: Tensor, weights_TK: Tensor, share: float) -> list[int]:
-    """`light_experts` word by word, in exact arithmetic."""
+    """`prefix_experts` word by word, in exact arithmetic."""
     heavy, seen = set(), set()
     for ids, weights in zip(ids_TK.tolist(), weights_TK.tolist(), strict=True):
         row = [(Fraction(abs(weight)), -at, expert)
@@ -53,16 +53,16 @@ def test_who_is_light(seed: int, tokens: int, top_k: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = draw_routing(tokens, top_k, generator).expert_ids
     weights = torch.randint(-8, 9, ids.shape, generator=generator) / 16  # ties and zeros, exactly
-    assert light_experts(ids, weights, share) == rule(ids, weights, share)
+    assert prefix_experts(ids, weights, share) == rule(ids, weights, share)
 
 
 def test_the_heaviest_have_the_share() -> None:
     ids, weights = torch.tensor([[1, 4, 6], [0, 4, -1]]), torch.tensor([[2, 5, 3.0], [3, 1, 9]])
-    assert light_experts(ids[:1], weights[:1], 0.5) == [1, 6]
-    assert light_experts(ids[:1], weights[:1], 0.6) == [1]
-    assert light_experts(ids[:1], weights[:1], 1.0) == []
-    assert light_experts(ids, weights, 0.6) == [1]  # 4 is heavy to the first token
-    assert light_experts(ids, weights, 0.0) == [0, 1, 4, 6]
+    assert prefix_experts(ids[:1], weights[:1], 0.5) == [1, 6]
+    assert prefix_experts(ids[:1], weights[:1], 0.6) == [1]
+    assert prefix_experts(ids[:1], weights[:1], 1.0) == []
+    assert prefix_experts(ids, weights, 0.6) == [1]  # 4 is heavy to the first token
+    assert prefix_experts(ids, weights, 0.0) == [0, 1, 4, 6]
 
 
 def make(late_bits: int, slots: int, policy: str, random: Random) -> tuple[Layers, ExpertCache]:
@@ -74,7 +74,7 @@ def make(late_bits: int, slots: int, policy: str, random: Random) -> tuple[Layer
     assert isinstance(first, QuantizedExperts)
     kinds = {bits: GRAINS[bits] for bits in (8, late_bits)}
     count = LAYERS * EXPERTS
-    sizes = Sizes(
+    sizes = ExpertSizes(
         [EXPERTS] * LAYERS,
         {grains: shape.nbytes(bits) for bits, grains in kinds.items()},
         [GRAINS[8]] * count,
@@ -137,7 +137,7 @@ def test_results_are_those_of_the_bits_that_were_served(
     prefixes = 0
     for _ in range(6):
         for layer in offloaded:
-            layer.whole_share = share
+            layer.serve_prefixes(share)
             for _ in range(random.randrange(3)):
                 unit = random.randrange(LAYERS), random.randrange(EXPERTS)
                 cache.prefetch(*unit, value=random.random())
@@ -163,7 +163,7 @@ def test_results_are_those_of_the_bits_that_were_served(
 def test_a_prefix_is_used_until_all_is_asked_for() -> None:
     layers, cache = make(4, LAYERS * EXPERTS, "lru", Random(0))
     layer = OffloadedExperts(0, EXPERTS, cache, layers.arena.experts)
-    layer.whole_share = 0.6
+    layer.serve_prefixes(0.6)
     ids, hidden = torch.tensor([[1, 4]]), torch.randn(1, HIDDEN)
     whole, prefix = (cache.sizes.kinds[GRAINS[bits]] for bits in (8, 4))
 
@@ -181,7 +181,7 @@ def test_a_prefix_is_used_until_all_is_asked_for() -> None:
 def test_prefixes_leave_room_for_more_experts() -> None:
     layers, cache = make(2, 4, "lru", Random(0))
     layer = OffloadedExperts(0, EXPERTS, cache, layers.arena.experts)
-    layer.whole_share = 0.0
+    layer.serve_prefixes(0.0)
     layer.forward(torch.randn(1, HIDDEN), torch.arange(EXPERTS)[None], torch.ones(1, EXPERTS),
                   experts_forward)  # fmt: skip
     assert cache.slots == 4
@@ -191,8 +191,8 @@ def test_prefixes_leave_room_for_more_experts() -> None:
 def test_what_comes_in_background_comes_whole() -> None:
     _, cache = make(4, LAYERS * EXPERTS, "lru", Random(0))
     assert cache.prefetch(0, 3)
-    with cache.acquire(0, [3], light=[3]) as held:
-        for _ in held.waves:
+    with cache.acquire(0, [3], prefixes=[3]) as held:
+        for _ in held.rounds:
             pass
     assert cache.statistics.total.prefixes == 0
     assert cache.statistics.total.useful_bytes == cache.sizes.kinds[GRAINS[8]]

@@ -317,8 +317,8 @@ def take_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
         return _taken(layer, experts)
     found = []
     with layer.cache.acquire(layer.layer, list(experts)) as held:
-        for wave in held.waves:
-            slots = wave.slot_ids[torch.tensor(wave.experts)].tolist()
+        for ready in held.rounds:
+            slots = ready.slot_ids[torch.tensor(ready.experts)].tolist()
             found.append(_taken(layer.slots, slots))
     return _joined(found)
 

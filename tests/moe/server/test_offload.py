@@ -75,7 +75,7 @@ def test_a_failed_read_is_told_and_the_server_goes_on(
 ) -> None:
     parts = offloaded._loaded.offloaded
     assert parts is not None
-    source: Any = parts.cache._filling._source
+    source: Any = parts.cache._manager._source
 
     def fail(*_: Any, **__: Any) -> None:
         raise OffloadError("cannot read /secret/place: Input/output error")
