@@ -20,7 +20,7 @@ from benchmarks.offload_simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.oracles.simulated_disk import Clock, Disk, Room
 
 PROMPTS = {"256": (256, 1), "512": (512, 1), "2048 in chunks": (512, 4), "2048 whole": (2048, 1)}
@@ -35,7 +35,7 @@ class Run:
         self.clock, self.ahead = Clock(), ahead
         self.outside_s, self.inside_s = (each / 1e6 for each in us)
         disk = Disk(self.clock, EXPERT_BYTES / gbps / 1e9)
-        sizes = ExpertSizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES)
+        sizes = SlotSizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES)
         policy = POLICIES["forecast"](LAYERS, EXPERTS)
         self.cache = ExpertCache(sizes, int(share * LAYERS * EXPERTS), Room(), disk, policy)
         for token in published_trace(DECODED, LAYERS, EXPERTS, TOP_K):

@@ -34,7 +34,7 @@ from benchmarks.offload_routing import Replay, published_trace
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8
@@ -51,7 +51,7 @@ class Run:
         self._half_s, read_s = options.layer_ms / 2e3, options.read_ms / 1e3
         self._weights = np.ones(int(options.swept_mb * 1e6) // 8)
         self.cache = ExpertCache(
-            ExpertSizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES),
+            SlotSizes.equal([EXPERTS] * LAYERS, EXPERT_BYTES),
             int(options.share * LAYERS * EXPERTS),
             Room(),
             Disk(self.clock, read_s),

@@ -26,7 +26,7 @@ from offload.cache import ExpertCache
 from offload.offloaded import HostPolicy
 from offload.policies import POLICIES, Values
 from offload.replay import hit_ratio
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 
 MODEL = Path(__file__).parents[1] / "examples/demo-model"
 SIZES = ((0.125, 0.25), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.5, 0.5))
@@ -98,7 +98,7 @@ def stack(
     recorded: Recorded, slots: int, host_slots: int, make: type[HostPolicy]
 ) -> tuple[ExpertCache, ExpertCache]:
     """A device over host memory, whose transfers take no time."""
-    sizes = ExpertSizes.equal(recorded.trace.num_experts, 1)
+    sizes = SlotSizes.equal(recorded.trace.num_experts, 1)
     policy = POLICIES[POLICY](recorded.num_layers, recorded.width)
     values = make(policy, lambda: device.present)
     host = ExpertCache(sizes, host_slots, Nowhere(host_slots), AtOnce(), values)

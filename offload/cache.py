@@ -25,7 +25,7 @@ from offload.errors import BudgetError, OffloadError
 from offload.pins import PinnedExperts, TierPin, pin_for_tier
 from offload.policies import EvictionPolicy
 from offload.slot_manager import ExpertSource, SlotManager
-from offload.slots import ExpertSizes, SlotTable
+from offload.slots import SlotSizes, SlotTable
 from offload.statistics import CacheStatistics
 
 LEAST_SLOTS = 2
@@ -62,7 +62,7 @@ class ExpertCache:
 
     def __init__(
         self,
-        sizes: ExpertSizes,
+        sizes: SlotSizes,
         slots: int,
         memory: SlotMemory,
         source: ExpertSource,

@@ -15,7 +15,7 @@ from experts.store import WHOLE
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
 from offload.cache import LEAST_SLOTS
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def why_not(manifest: Manifest) -> str:
     return "" if len(kinds) == 1 else "its MoE layers have experts of different shapes"
 
 
-def sizes_of(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> ExpertSizes:
+def sizes_of(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> SlotSizes:
     """What each expert of a store takes in a cache.
 
     Args:
@@ -65,7 +65,7 @@ def sizes_of(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> E
             grains[unit] = grains_of[own]
             prefixes[unit] = grains_of[_prefix_bits(own, prefix_bits)]
     kinds = {grains: _expert_bytes(manifest, own) for own, grains in grains_of.items()}
-    return ExpertSizes(experts, kinds, grains, prefixes)
+    return SlotSizes(experts, kinds, grains, prefixes)
 
 
 def least_slots(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> int:

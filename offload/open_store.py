@@ -32,7 +32,7 @@ from offload.layer import OffloadedExperts
 from offload.offloaded import HOST, MEMORY, SLOWEST, HostPolicy, Offloaded, Tier
 from offload.policies import EvictionPolicy, make_policy
 from offload.readers import choose_reader
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from offload.streams import Streams, open_streams
 from offload.transfer import Read, Reader, Transfer
 
@@ -169,7 +169,7 @@ class _Opening:
 
 
 def _fill(
-    device: Tier, host: Tier, sizes: ExpertSizes, hot_set: HotSet, advance: Callable[[int], object]
+    device: Tier, host: Tier, sizes: SlotSizes, hot_set: HotSet, advance: Callable[[int], object]
 ) -> None:
     """Read all experts into host memory if they fit, else those of the hot set."""
     width = max(sizes.experts)

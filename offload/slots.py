@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ExpertSizes:
+class SlotSizes:
     """What the experts of a model take in a cache.
 
     Attributes:
@@ -37,7 +37,7 @@ class ExpertSizes:
     prefixes: Sequence[int]
 
     @classmethod
-    def equal(cls, experts: Sequence[int], nbytes: int) -> ExpertSizes:
+    def equal(cls, experts: Sequence[int], nbytes: int) -> SlotSizes:
         """Each expert takes one grain."""
         there = [int(expert < count) for count in experts for expert in range(max(experts))]
         return cls(experts, {1: nbytes}, there, there)
@@ -89,7 +89,7 @@ class SlotTable:
         owner: ``(grains,)`` int64 array, the unit that has each grain, -1 where it is free.
     """
 
-    def __init__(self, sizes: ExpertSizes, grains: int, capacity: int) -> None:
+    def __init__(self, sizes: SlotSizes, grains: int, capacity: int) -> None:
         self.sizes, self.experts = sizes, list(sizes.experts)
         self.width = max(self.experts)
         units = len(self.experts) * self.width

@@ -13,7 +13,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.pins import PinnedExperts
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 
 EXPERT_BYTES = 12
 EXPERTS = [6, 4, 8]
@@ -25,7 +25,7 @@ def content(layer: int, expert: int, grains: int = 1) -> Tensor:
     return torch.tensor([(seed + 31 * index) % 251 + 1 for index in range(nbytes)]).byte()
 
 
-def mixed(experts: Sequence[int]) -> ExpertSizes:
+def mixed(experts: Sequence[int]) -> SlotSizes:
     """Experts of 2, 3, 4 and 8 grains in turn."""
     kinds, width = [4, 2, 8, 3], max(experts)
     grains = [
@@ -33,10 +33,10 @@ def mixed(experts: Sequence[int]) -> ExpertSizes:
         for layer, count in enumerate(experts)
         for expert in range(width)
     ]
-    return ExpertSizes(experts, {kind: EXPERT_BYTES * kind for kind in kinds}, grains, grains)
+    return SlotSizes(experts, {kind: EXPERT_BYTES * kind for kind in kinds}, grains, grains)
 
 
-def with_prefixes(sizes: ExpertSizes) -> ExpertSizes:
+def with_prefixes(sizes: SlotSizes) -> SlotSizes:
     """Of the experts of 8 grains, half may be read, and of those of 3 two."""
     half = {8: 4, 3: 2}
     return replace(sizes, prefixes=[half.get(grains, grains) for grains in sizes.grains])
@@ -150,9 +150,9 @@ def make(
     policy: str = "lru",
     experts: Sequence[int] = EXPERTS,
     capacity: int = 0,
-    sizes: ExpertSizes | None = None,
+    sizes: SlotSizes | None = None,
 ) -> tuple[ExpertCache, FakeSource]:
-    sizes = sizes or ExpertSizes.equal(experts, EXPERT_BYTES)
+    sizes = sizes or SlotSizes.equal(experts, EXPERT_BYTES)
     room = FakeRoom(sizes.grains_for(capacity or slots), sizes.kinds)
     source = FakeSource(room)
     chosen = POLICIES[policy](len(experts), max(experts))

@@ -12,7 +12,7 @@ import torch
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.prefetch import Prefetcher
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from routing import Routing
 from tests.offload.traces import EXPERTS, LAYERS, SLOTS, Guess, Trace
 from tests.oracles.simulated_disk import Clock, Disk, Room
@@ -30,7 +30,7 @@ class Run:
         self.clock = Clock()
         self.disk = Disk(self.clock, LOAD_S)
         self.cache = ExpertCache(
-            ExpertSizes.equal([EXPERTS] * LAYERS, 1000),
+            SlotSizes.equal([EXPERTS] * LAYERS, 1000),
             SLOTS,
             Room(),
             self.disk,

@@ -7,7 +7,7 @@ import pytest
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.oracles.simulated_disk import Clock, Disk, Room
 
 LAYERS, EXPERTS, SLOTS = 12, 32, 96
@@ -19,7 +19,7 @@ def read_prompts(ahead: bool, wanted: int = EXPERTS) -> tuple[float, int, Expert
     clock = Clock()
     disk = Disk(clock, READ_S)
     policy = POLICIES["forecast"](LAYERS, EXPERTS)
-    cache = ExpertCache(ExpertSizes.equal([EXPERTS] * LAYERS, 1000), SLOTS, Room(), disk, policy)
+    cache = ExpertCache(SlotSizes.equal([EXPERTS] * LAYERS, 1000), SLOTS, Room(), disk, policy)
     for _ in range(2):
         for layer in range(LAYERS):
             clock.now += ATTENTION_S

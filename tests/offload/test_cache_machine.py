@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from offload.errors import OffloadError
 from offload.pins import PinnedExperts
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.offload.cache_cases import EXPERTS, check_bytes, flat, make, mixed, walk, with_prefixes
 
 
@@ -31,7 +31,7 @@ class CacheMachine(RuleBasedStateMachine):
         late=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "cache"))
-    def begin(self, slots: int, policy: str, sizes: ExpertSizes | None, late: bool) -> None:
+    def begin(self, slots: int, policy: str, sizes: SlotSizes | None, late: bool) -> None:
         self.least = 2 if sizes is None else 4
         self.cache, self.source = make(max(slots, self.least), policy, capacity=9, sizes=sizes)
         self.cache._manager.ranking.deferred = late

@@ -21,7 +21,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.layer import OffloadedExperts
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from routing import Routing
 from tests.kernels.kernel_cases import make_case
 from tests.kernels.plane_cases import make_layer
@@ -102,9 +102,9 @@ class Layers:
         return ExpertCache(sizes, slots, self.arena, self, made)
 
 
-def sizes_of(layers: Layers) -> ExpertSizes:
+def sizes_of(layers: Layers) -> SlotSizes:
     nbytes = sum(place.numel() for place in layers.arena.places(0))
-    return ExpertSizes.equal([EXPERTS] * LAYERS, nbytes)
+    return SlotSizes.equal([EXPERTS] * LAYERS, nbytes)
 
 
 def make(quantized: bool, biased: bool, random: Random) -> Layers:

@@ -20,7 +20,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.layer import OffloadedExperts, prefix_experts
 from offload.policies import POLICIES
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.kernels.plane_cases import make_layer
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, WIDTH, Layers, draw_routing
 
@@ -74,7 +74,7 @@ def make(late_bits: int, slots: int, policy: str, random: Random) -> tuple[Layer
     assert isinstance(first, QuantizedExperts)
     kinds = {bits: GRAINS[bits] for bits in (8, late_bits)}
     count = LAYERS * EXPERTS
-    sizes = ExpertSizes(
+    sizes = SlotSizes(
         [EXPERTS] * LAYERS,
         {grains: shape.nbytes(bits) for bits, grains in kinds.items()},
         [GRAINS[8]] * count,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload.cache import ExpertCache
 from offload.policies import POLICIES
 from offload.replay import calls_of, hit_ratio
-from offload.slots import ExpertSizes
+from offload.slots import SlotSizes
 from tests.offload.cache_cases import FakeRoom, FakeSource
 from tests.oracles.replay_bounds import RandomChoice, belady
 
@@ -36,7 +36,7 @@ def test_a_replay_hits_what_the_cache_hits(name: str, calls: list[list[int]], sl
     room = FakeRoom(slots)
     source = FakeSource(room, at_once=True)
     policy = POLICIES[name](LAYERS, WIDTH)
-    cache = ExpertCache(ExpertSizes.equal([WIDTH] * LAYERS, 12), slots, room, source, policy)
+    cache = ExpertCache(SlotSizes.equal([WIDTH] * LAYERS, 12), slots, room, source, policy)
     for units in calls:
         with cache.acquire(units[0] // WIDTH, [unit % WIDTH for unit in units]) as held:
             assert len(list(held.rounds)) >= 1

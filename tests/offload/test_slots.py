@@ -8,7 +8,7 @@ import torch
 from experts.weights import ExpertShape, quantize_experts
 from kernels import ExpertWeights, experts_forward
 from offload.arena import PAGE, plane_arena, whole_arena
-from offload.slots import ExpertSizes, SlotTable
+from offload.slots import SlotSizes, SlotTable
 
 HIDDEN, WIDTH, COUNT = 64, 32, 3
 
@@ -83,7 +83,7 @@ def test_biases_move_along() -> None:
 
 
 def test_the_table_shows_what_is_there() -> None:
-    table = SlotTable(ExpertSizes.equal([4, 3], 1), 2, 2)
+    table = SlotTable(SlotSizes.equal([4, 3], 1), 2, 2)
     table.place(5, 0)
     assert table.slot_ids(1).tolist() == [-1] * 4
     table.publish(5)
