@@ -1,9 +1,9 @@
-"""The arena: memory of all slots, each room for one expert, at addresses that never change.
+"""The memory of a cache's slots, at addresses that never change.
 
-It is presented to the kernels once, as one layer whose experts are the slots, so their tables of
-addresses stay valid whatever the cache does. Slots of different sizes share the memory, see
-`offload.slots`. In main memory address space is reserved for as much as there can ever be; memory
-is taken when a slot is filled and given back when slots are taken away. Legend: S slots, N grains.
+Kernels see an arena as one layer whose experts are the slots, so their tables of addresses stay
+valid whatever the cache does. Slots of different sizes share the memory (`offload.slots`). In main
+memory, address space is reserved for the most there can ever be; the system gives memory when a
+slot is filled, and takes it back when `Arena.resize` drops slots. Legend: S slots, N grains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.reference import AnyExperts
 PAGE = 4096
 _ALIGNMENT = 64
 PIN_BYTES = 1 << 30
-"""Locked with one call: what the system refuses is not more than this."""
+"""Page-locked with one call, so that a refusal costs no more than this."""
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in `mmap` from Python 3.13 on
 
 
@@ -37,10 +37,10 @@ class Arena:
     Attributes:
         experts: the slots as the experts of one layer; `dataclasses.replace` gives a layer its
             own activation.
-        capacity: N, grains there can be.
-        grains: that may be used now.
-        grain_bytes: memory of one.
-        pinned: grains, from the first on, whose memory is page-locked.
+        capacity: N, the most grains there can be.
+        grains: number of grains in use, from the first on.
+        grain_bytes: memory of one grain.
+        pinned: number of grains, from the first on, whose memory is page-locked.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Arena:
         return [part[slot - self._firsts[kind]] for part in self._kinds[kind]]
 
     def biases(self, slot: int) -> list[Tensor]:
-        """The rows of the biases that there are, first projection first."""
+        """The slot's biases, first projection first; empty without biases."""
         both = self.experts.gate_up_bias_EG, self.experts.down_bias_EH
         return [bias[slot] for bias in both if bias is not None]
 
@@ -74,23 +74,21 @@ class Arena:
             new.copy_(part)
 
     def resize(self, grains: int) -> None:
-        """Use the first ``grains`` only; pageable memory of the others goes back to the system.
-
-        Their contents are lost. Pinned and device memory stays taken.
-        """
+        """Use the first ``grains`` only; the others lose their contents, and pageable memory of
+        theirs goes back to the system. Pinned memory and a GPU's stays taken."""
         assert 0 <= grains <= self.capacity, grains
         for part in self._rows:
             part.give_back(max(grains, self.pinned))
         self.grains = grains
 
     def pin(self, grains: int, pin: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Page-lock the first grains, as many of ``grains`` as the system lets us.
+        """Page-lock the first ``grains``, or as many as the system allows.
 
         Args:
-            pin: locks pages, or says that it cannot.
+            pin: locks pages; returns whether it could.
 
         Returns:
-            What was locked, piece by piece.
+            The pieces that were locked.
         """
         locked: list[Tensor] = []
         pages = lcm(*(PAGE // gcd(part.memory.stride(0), PAGE) for part in self._rows))
@@ -107,10 +105,13 @@ class Arena:
 
 
 def grain_bytes(shape: ExpertShape, grains_of: Mapping[int, int]) -> int:
-    """Memory of a grain, so that experts of so many bits have room in so many grains.
+    """Bytes of a grain.
 
-    They begin on pages, but where sizes differ and are no whole pages: much would be lost, and
-    reads that do not end on pages go through a buffer anyway.
+    Grains begin on pages, unless experts have several sizes that are not whole pages: that would
+    waste much, and reads that do not end on pages go through a buffer anyway.
+
+    Args:
+        grains_of: bits of an expert -> grains that must hold it.
     """
     sizes = [shape.nbytes(bits) for bits in grains_of]
     step = PAGE if len(sizes) == 1 or not any(size % PAGE for size in sizes) else _ALIGNMENT
@@ -126,12 +127,12 @@ def plane_arena(
     device: torch.device | str = "cpu",
     **own: Any,
 ) -> Arena:
-    """Room for experts as planes, each as in a store's file: scales, then the planes.
+    """Slots for experts as planes, each as in a store's file: scales, then the planes.
 
     Args:
         shape: of every expert.
-        grains_of: the bits that they may have, and what those take.
-        grains: the most there can ever be. Main memory is only taken when it is filled.
+        grains_of: the bits that experts may have -> grains of a slot.
+        grains: the most there can ever be; main memory is only taken when it is filled.
         interleaved: see `kernels.QuantizedExperts`.
         own: activation, post_norm and ``(S, .)`` biases.
     """
@@ -155,8 +156,7 @@ def whole_arena(
     device: torch.device | str = "cpu",
     **own: Any,
 ) -> Arena:
-    """As `plane_arena`, for whole experts: two places each, the first projection's and then the
-    second's."""
+    """As `plane_arena`, for whole experts: two places each, one for each projection."""
     rows = shape.parts * shape.intermediate
     sizes = (rows, shape.hidden), (shape.hidden, shape.intermediate)
     parts = [_Rows.of(slots, a * b * dtype.itemsize, torch.device(device)) for a, b in sizes]
@@ -168,7 +168,7 @@ def whole_arena(
 
 @dataclass(frozen=True)
 class _Rows:
-    """``(N, stride)`` uint8, and the mapping it lies in if it is ours."""
+    """``(N, stride)`` uint8, and its mapping; None for memory of a GPU."""
 
     memory: Tensor
     mapping: mmap.mmap | None
@@ -184,7 +184,7 @@ class _Rows:
         return cls(torch.frombuffer(mapping, dtype=torch.uint8).view(rows, nbytes), mapping)
 
     def give_back(self, row: int) -> None:
-        """The pages behind the first ``row`` rows, where they are ours to give."""
+        """Return the pages behind the first ``row`` rows to the system."""
         start = -(-row * self.memory.stride(0) // PAGE) * PAGE
         if self.mapping is not None and start < len(self.mapping):
             self.mapping.madvise(mmap.MADV_DONTNEED, start)

@@ -50,17 +50,13 @@ class CpuExperts:
 
     Args:
         layer: MoE layer.
-        first: unit of its first expert.
         host: the cache in host memory.
         slots: its slots, as the experts of one layer with this layer's activation.
         costs: decide which experts to compute.
     """
 
-    def __init__(
-        self, layer: int, first: int, host: ExpertCache, slots: AnyExperts, costs: CpuCosts
-    ) -> None:
-        self.layer, self.host, self.slots = layer, host, slots
-        self._first, self.costs = first, costs
+    def __init__(self, layer: int, host: ExpertCache, slots: AnyExperts, costs: CpuCosts) -> None:
+        self.layer, self.host, self.slots, self.costs = layer, host, slots, costs
 
     def share(
         self,
@@ -100,7 +96,7 @@ class CpuExperts:
         """
         there = self.host.resident(self.layer).tolist()
         here, chosen, left = 0.0, [], len(absent)
-        values = self.host.policy.values()[self._first :]
+        values = self.host.policy.values()[self.layer * max(self.host.sizes.experts) :]
         for expert in sorted(absent, key=lambda expert: values[expert]):  # copy the most valuable
             seconds = self.costs.computed(rows[expert])
             if there[expert] and here + seconds < left * self.costs.copy:

@@ -1,14 +1,14 @@
-"""What goes wrong while a model runs and is no fault of the request: a disk fails, a file changes.
+"""Errors of a running model that are not a request's fault: a disk fails, or a file changes.
 
-Not a `MoEError`: those are raised before anything is served. This one ends the requests that needed
-the bytes, and nothing else.
+They are no `MoEError`, which is raised before anything is served.
 """
 
 from __future__ import annotations
 
 
 class OffloadError(RuntimeError):
-    """Weights that a request needs cannot be had; the message says which, why and what to do."""
+    """Weights cannot be read; ends only the requests that need them. The message says which
+    weights, why, and what to do."""
 
 
 class BudgetError(ValueError):

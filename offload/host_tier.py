@@ -1,7 +1,7 @@
 """Copies experts from host memory into the slots of a GPU, beside its computing.
 
 `HostSource` is the source of a GPU's cache. What host memory lacks, its own cache reads from disk
-first. Copies whose bytes are there are launched together, with one mark behind them: the compute
+first. Copies whose bytes are there are launched together, with one event behind them: the compute
 stream waits for it, the host does not. A copy begins when the kernels are done that were launched
 before its slot was given away. An expert stays pinned in host memory until its copy has ended.
 """
@@ -19,7 +19,7 @@ from offload.cache import ExpertCache
 from offload.errors import OffloadError
 from offload.pins import TierPin
 from offload.statistics import CacheStatistics
-from offload.streams import Delay, Mark, Streams
+from offload.streams import Delay, Event, Streams
 
 
 class HostSource:
@@ -49,13 +49,13 @@ class HostSource:
         pairs = list(zip(self._host_slots.places(0), self._gpu_slots.places(0), strict=True))
         for _ in range(3):
             start = time.perf_counter()
-            self.streams.copy(pairs, self.streams.now()).wait()
+            self.streams.copy(pairs, self.streams.record_event()).synchronize()
             best = min(best, time.perf_counter() - start)
         return best
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Copy:
         self._fetched += 1
-        copy = Copy(self, layer, expert, slot, urgent, self._fetched, self.streams.now())
+        copy = Copy(self, layer, expert, slot, urgent, self._fetched, self.streams.record_event())
         self._pin(copy)
         if copy.failed is not None:
             raise copy.failed
@@ -66,7 +66,7 @@ class HostSource:
 
     def launch(self) -> None:
         """Start all copies whose bytes are in host memory."""
-        while self._batches and self._batches[0].mark.reached():
+        while self._batches and self._batches[0].event.query():
             for copy in self._batches.popleft().copies:
                 copy.end()
         waiting, self._waiting, full = self._waiting, [], False
@@ -110,7 +110,7 @@ class HostSource:
                     if not reading.ready:  # it hangs, and so does everything behind it
                         raise
             elif self._batches:
-                self._batches[0].mark.wait()
+                self._batches[0].event.synchronize()
             else:
                 raise OffloadError(
                     f"no room in host memory for expert {copy.expert} of layer {copy.layer}: reads "
@@ -122,8 +122,8 @@ class HostSource:
         """Let kernels launched from now on wait for a copy, and all that were launched with it."""
         assert copy.batch is not None
         if not copy.batch.done:
-            self._delays.append((copy.layer, self.streams.follow(copy.batch.mark)))
-            copy.batch.followed = True
+            self._delays.append((copy.layer, self.streams.wait_event(copy.batch.event)))
+            copy.batch.awaited = True
 
     def cancel(self, copy: Copy) -> bool:
         """Cancel a copy if it has not been launched; returns whether it was cancelled."""
@@ -137,7 +137,7 @@ class HostSource:
     def close(self) -> None:
         """Wait for what has been launched: its memory may be given back then."""
         for batch in self._batches:
-            batch.mark.wait()
+            batch.event.synchronize()
 
     def count_stalls(self, statistics: CacheStatistics) -> None:
         """Add the seconds for which kernels have waited for copies since the last time."""
@@ -169,14 +169,14 @@ class HostSource:
 class CopyBatch:
     """Copies that were launched together."""
 
-    mark: Mark
+    event: Event
     copies: list[Copy]
-    followed: bool = False
+    awaited: bool = False
 
     @property
     def done(self) -> bool:
         """Whether kernels launched from now on find the bytes."""
-        return self.followed or self.mark.reached()
+        return self.awaited or self.event.query()
 
 
 class Copy:
@@ -191,7 +191,7 @@ class Copy:
         slot: int,
         urgent: bool,
         number: int,
-        after: Mark,
+        after: Event,
     ) -> None:
         self.layer, self.expert, self.slot = layer, expert, slot
         self.urgent, self.number, self.after = urgent, number, after

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import ExpertWeights, Forward, experts_forward
+from kernels import Forward, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.experts import LayerCall
 from kernels.cpu.streaming import LayerBuffers, NativeReads, ReadJob
@@ -146,23 +146,15 @@ class OffloadedExperts:
             if prefetcher is not None:
                 routing = Routing(expert_ids_TK, weights_TK)
                 prefetcher.visit(self.layer, asked, hidden_TH, routing)
-            call = self._compiled(hidden_TH) if forward is experts_forward else None
-            out_TH = rows = None
-            if call is not None and add_to_TH is None:
-                out_TH = torch.empty_like(hidden_TH)
-                rows = LayerBuffers.of(hidden_TH, ids_TK, weights_TK, out_TH)
-            arguments = hidden_TH, ids_TK, weights_TK
-            result_TH = self._run(pinned, call, rows, arguments, forward, total_TH)
+            compiled = forward is experts_forward and add_to_TH is None
+            call = self._compiled(hidden_TH) if compiled else None
+            out_TH = self._run(pinned, hidden_TH, ids_TK, weights_TK, forward, total_TH, call)
         if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
             read_ahead(self.cache, self.layer, len(asked))
+        assert out_TH is not None
         if share is not None:
-            assert result_TH is not None
-            result_TH += share.compute().to(result_TH.device)
-        if add_to_TH is not None:
-            return add_to_TH
-        result_TH = out_TH if result_TH is None else result_TH
-        assert result_TH is not None
-        return result_TH.to(hidden_TH.dtype)
+            out_TH += share.compute().to(out_TH.device)
+        return out_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def run_stopped(
         self,
@@ -182,36 +174,44 @@ class OffloadedExperts:
         Returns:
             None: ``rows.out_TH`` has been filled.
         """
-        arguments = hidden_TH, routing.expert_ids, routing.weights
+        ids_TK, weights_TK = routing.expert_ids, routing.weights
         with self.cache.acquire(self.layer, wanted) as pinned:
-            return self._run(pinned, call, rows, arguments, experts_forward, None)
+            return self._run(
+                pinned, hidden_TH, ids_TK, weights_TK, experts_forward, None, call, rows
+            )
 
     def _run(
         self,
         pinned: PinnedExperts,
-        call: LayerCall | None,
-        rows: LayerBuffers | None,
-        arguments: tuple[Tensor, Tensor, Tensor],
+        hidden_TH: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
         forward: Forward,
         total_TH: Tensor | None,
+        call: LayerCall | None,
+        rows: LayerBuffers | None = None,
     ) -> Tensor | None:
         """Run the pinned experts as they arrive, or else in rounds.
 
         Args:
-            call, rows: how compiled code runs these arguments; None: it cannot.
-            arguments: hidden states, expert ids and weights.
             total_TH: to add to; None: the result may have any dtype.
+            call: how compiled code runs the slots; None: it cannot run these rows.
+            rows: addresses of the arguments, and of where the result goes.
 
         Returns:
-            None: ``rows.out_TH`` has been filled.
+            None: the result is where ``rows`` says.
         """
-        if call is not None and rows is not None and run_arriving(pinned, call, self.slots, rows):
-            return None
-        hidden_TH, ids_TK, weights_TK = arguments
+        if call is not None:
+            out_TH = None
+            if rows is None:
+                out_TH = torch.empty_like(hidden_TH)
+                rows = LayerBuffers.of(hidden_TH, ids_TK, weights_TK, out_TH)
+            if run_arriving(pinned, call, self.slots, rows):
+                return out_TH
         for ready in pinned.rounds:
             slot_ids_TK = ready.slot_ids.take(ids_TK)
             if self._copies is not None:
-                slot_ids_TK = self._copies.streams.bring(slot_ids_TK)
+                slot_ids_TK = self._copies.streams.to_gpu(slot_ids_TK)
             if total_TH is None:
                 if len(ready.experts) == len(pinned):
                     return forward(hidden_TH, slot_ids_TK, weights_TK, self.slots)
@@ -247,11 +247,6 @@ LayerExperts = AnyExperts | OffloadedExperts
 def held_experts(layer: LayerExperts) -> AnyExperts:
     """What kernels see of a layer."""
     return layer.slots if isinstance(layer, OffloadedExperts) else layer
-
-
-def one_expert_bytes(slots: AnyExperts) -> int:
-    """Bytes of one expert; of slots of several sizes, of those that there are most of."""
-    return slots.expert_bytes if isinstance(slots, ExpertWeights) else slots.expert_bytes_of(0)
 
 
 def run_arriving(

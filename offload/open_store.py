@@ -150,7 +150,7 @@ class _Opening:
         for layer, (count, view, host_view) in enumerate(zip(self._counts, *views, strict=True)):
             own = None
             if costs is not None:
-                own = CpuExperts(layer, layer * max(self._counts), host, host_view, costs)
+                own = CpuExperts(layer, host, host_view, costs)
             made = OffloadedExperts(
                 layer, count, cache, view, copies, own, reads_ahead=self._reads_ahead
             )

@@ -1,10 +1,10 @@
-"""Who lives where: which expert is in which slot, and whether it is there.
+"""Which expert is in which slot, and whether its bytes are there.
 
 A *unit* is an expert of a layer, numbered ``layer * width + expert`` with the widest layer's E as
-width. Memory is a row of *grains*. Slots of one size lie side by side over all of it; where experts
-have different sizes, or may be there by a prefix of their bits, slots of each size do, over the
-same grains, and a slot is free while nobody has one of its grains. Slots are numbered size by size.
-Legend: L MoE layers, E experts of a layer.
+width. Memory is a row of *grains*; slots of one *kind* (so many grains each) lie side by side over
+all of it. If experts have different sizes, or may be there by a prefix of their bits, the slots of
+each kind lie over the same grains, and a slot is free while none of its grains is in use. Slots are
+numbered kind by kind. Legend: E experts of a layer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class SlotSizes:
 
     Attributes:
         experts: E of each layer.
-        kinds: how many grains an expert may take, in the order in which slots are numbered, and the
-            bytes that are read into so many.
-        grains: of each unit, 0 for those that are no expert.
-        prefixes: of each unit, if no more than its prefix is read; as `grains` where that is all.
+        kinds: numbers of grains that an expert may take, in the order in which slots are numbered,
+            and the bytes that are read into so many.
+        grains: grains of each unit; 0 if it is no expert.
+        prefixes: grains of each unit's prefix; as `grains` if it has none.
     """
 
     experts: Sequence[int]
@@ -44,21 +44,21 @@ class SlotSizes:
 
     @cached_property
     def nbytes(self) -> Sequence[int]:
-        """Of each unit, as it is read whole."""
+        """Bytes of each unit, read whole."""
         return [self.kinds.get(grains, 0) for grains in self.grains]
 
     @property
     def mean_bytes(self) -> int:
-        """Of an expert."""
+        """Mean over the experts."""
         return sum(self.nbytes) // sum(self.experts)
 
     @cached_property
     def all_grains(self) -> int:
-        """That take all experts, the largest first: behind those of each size some may be lost."""
+        """Grains that hold all experts, largest first; between two sizes, some may be wasted."""
         return sum(self.grains) + sum(kind - 1 for kind in self.kinds)
 
     def grains_for(self, experts: int) -> int:
-        """That so many experts take on average, rounded up."""
+        """Grains that so many experts take on average, rounded up."""
         return -(-experts * self.all_grains // sum(self.experts))
 
     def experts_in(self, grains: int) -> int:
@@ -66,27 +66,27 @@ class SlotSizes:
         return grains * sum(self.experts) // self.all_grains
 
     def first_slots(self, capacity: int) -> dict[int, int]:
-        """Of each kind the number of its first slot, where there are so many grains."""
+        """The number of the first slot of each kind, in a memory of ``capacity`` grains."""
         starts = np.cumsum([0, *(capacity // kind for kind in self.kinds)]).tolist()
         return dict(zip(self.kinds, starts, strict=False))
 
 
 class SlotTable:
-    """Which unit lives in which slot, and whether it is there.
+    """Which unit is in which slot, and whether its bytes are there.
 
     Args:
         sizes: of the units.
         grains: that may be used now.
-        capacity: the most there can be; slots are numbered for it.
+        capacity: the most grains there can be; slots are numbered for it.
 
     Attributes:
         width: units of a layer.
-        mixed: whether they have different sizes.
-        grains: that each unit has, 0 without a slot.
-        present: ``(units,)`` bool array, units that are there and may be computed with.
-        there: the same one by one, which takes a fraction of the time.
-        slot: of each unit, -1 without one; a unit has its slot before its bytes have come.
-        owner: ``(grains,)`` int64 array, the unit that has each grain, -1 where it is free.
+        mixed: whether there are slots of several kinds.
+        grains: grains of each unit's slot, 0 without one.
+        present: ``(units,)`` bool array, the units whose bytes are there.
+        there: the same for looking at one unit, which takes a fraction of the time.
+        slot: slot of each unit, -1 without one; a unit has its slot before its bytes.
+        owner: ``(grains,)`` int64 array, the unit that has each grain, -1 if it is free.
     """
 
     def __init__(self, sizes: SlotSizes, grains: int, capacity: int) -> None:
@@ -111,7 +111,7 @@ class SlotTable:
         return self._views[layer]
 
     def take_free(self, kind: int) -> int | None:
-        """A free slot of so many grains, which must be given away; None where there is none."""
+        """A free slot of so many grains, which the caller must `place`; None if there is none."""
         free = self._free[kind]
         return free.popitem()[0] if free else None
 
@@ -120,7 +120,7 @@ class SlotTable:
         return self.grains[unit] == self.sizes.grains[unit]
 
     def owners(self, kind: int, slot: int) -> list[int]:
-        """Of a slot of a kind, grain by grain."""
+        """The unit in each grain of a slot, -1 if it is free."""
         owners: list[int] = self.owner[self._span(kind, slot)].tolist()
         return owners
 
@@ -142,12 +142,12 @@ class SlotTable:
             self._free[other].pop(number, None)
 
     def publish(self, unit: int) -> None:
-        """It is there."""
+        """The unit's bytes are there: show its slot to kernels."""
         self.present[unit] = True
         self._array[unit + unit // self.width] = self.slot[unit]
 
     def drop(self, unit: int) -> None:
-        """The unit loses its slot, which is free then."""
+        """Free the unit's slot."""
         kind, slot = self.grains[unit], self.slot[unit]
         self.slot[unit], self.grains[unit] = -1, 0
         self.present[unit] = False
@@ -162,7 +162,7 @@ class SlotTable:
                 self._free[other][number] = None
 
     def behind(self, grains: int) -> list[int]:
-        """The units that have grains behind the first so many."""
+        """The units with grains behind the first ``grains``."""
         return sorted(set(self.owner[grains:].tolist()) - {-1})
 
     def resize(self, grains: int) -> None:

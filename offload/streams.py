@@ -1,8 +1,8 @@
-"""Copies to a GPU beside its computing: the one module of this room that knows streams and events.
+"""The two streams of a GPU: kernels on one, copies beside them on the other.
 
-A device works through what it is given in order, on two queues: one of kernels (the *compute
-stream*, torch's current one) and one of copies. The host runs ahead of both. A *mark* is a place in
-a queue; all order between the queues, and between them and the host, is said with marks.
+Only this module of the room knows CUDA. A GPU works through each of its two streams in order; the
+host runs ahead of both. All order between the streams, and between them and the host, is expressed
+by events. The compute stream is torch's current one.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
-    """A place in the work of a device."""
+class Event(Protocol):
+    """A place in a stream, as `torch.cuda.Event`."""
 
-    def reached(self) -> bool:
-        """Whether everything before it is done."""
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
         ...
 
-    def wait(self) -> None:
-        """The host waits until it is reached."""
+    def synchronize(self) -> None:
+        """Let the host wait until the stream has passed it."""
         ...
 
 
 class Delay(Protocol):
-    """For how long the compute stream was held up somewhere."""
+    """How long the compute stream has waited for an event."""
 
     def seconds(self) -> float | None:
         """None until it has gone on."""
@@ -36,36 +36,36 @@ class Delay(Protocol):
 
 
 class Streams(Protocol):
-    """The two queues of one device; belongs to the thread that launches its kernels."""
+    """The two streams of one device; belongs to the thread that launches its kernels."""
 
-    def now(self) -> Mark:
-        """Behind all kernels that have been launched so far."""
+    def record_event(self) -> Event:
+        """An event behind all kernels that have been launched so far."""
         ...
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> Mark:
-        """Copy sources to targets, once ``after`` is reached; the mark behind all of them.
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> Event:
+        """Copy sources to targets when ``after`` has passed; returns the event behind all of them.
 
         Args:
-            pairs: sources stay as they are until then. Copies from memory that `pin` has not locked
-                may hold up the host.
+            pairs: sources must not change until then. Copies from memory that `pin` has not locked
+                may block the host.
         """
         ...
 
-    def follow(self, mark: Mark) -> Delay:
-        """Kernels launched from now on run when the mark is reached; the host does not wait."""
+    def wait_event(self, event: Event) -> Delay:
+        """Let kernels launched from now on wait for the event; the host does not wait."""
         ...
 
-    def bring(self, small: Tensor) -> Tensor:
-        """A tensor of main memory on the device, for kernels launched from now on."""
+    def to_gpu(self, small: Tensor) -> Tensor:
+        """A tensor of main memory on the GPU, for kernels launched from now on."""
         ...
 
     def pin(self, memory: Tensor) -> bool:
-        """Lock pages of main memory, so that copies from there leave the host alone; False where
-        the system refuses."""
+        """Lock pages of main memory, so that copies from there do not block the host; False if the
+        system refuses."""
         ...
 
     def unpin(self, memory: Tensor) -> None:
-        """What `pin` has locked as one piece; no copy of it may be under way."""
+        """Unlock what `pin` has locked as one piece; no copy of it may be under way."""
         ...
 
 
@@ -76,27 +76,27 @@ class CudaStreams:
         self._device = device
         self._copies = torch.cuda.Stream(device)
 
-    def now(self) -> CudaMark:
-        return CudaMark(self._computing.record_event())
+    def record_event(self) -> torch.cuda.Event:
+        return self._computing.record_event()
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> CudaMark:
-        assert isinstance(after, CudaMark)
-        self._copies.wait_event(after.event)
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> torch.cuda.Event:
+        assert isinstance(after, torch.cuda.Event)
+        self._copies.wait_event(after)
         with torch.cuda.stream(self._copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-        return CudaMark(self._copies.record_event())
+        return self._copies.record_event()
 
-    def follow(self, mark: Mark) -> CudaDelay:
-        assert isinstance(mark, CudaMark)
+    def wait_event(self, event: Event) -> CudaDelay:
+        assert isinstance(event, torch.cuda.Event)
         computing = self._computing
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(computing)
-        computing.wait_event(mark.event)
+        computing.wait_event(event)
         end.record(computing)
         return CudaDelay(begin, end)
 
-    def bring(self, small: Tensor) -> Tensor:
+    def to_gpu(self, small: Tensor) -> Tensor:
         # From pageable memory the host would wait for all that the compute stream waits for.
         return small.pin_memory().to(self._device, non_blocking=True)
 
@@ -117,21 +117,8 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
 
-class CudaMark:
-    """An event of a stream."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def reached(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
 class CudaDelay:
-    """Between two events of one stream."""
+    """The time between two events of one stream."""
 
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._begin, self._end = begin, end
@@ -141,5 +128,5 @@ class CudaDelay:
 
 
 def open_streams(device: torch.device) -> Streams | None:
-    """Those of a device with memory of its own; None for a CPU."""
+    """The streams of a GPU; None for a CPU."""
     return CudaStreams(device) if device.type == "cuda" else None

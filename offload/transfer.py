@@ -1,8 +1,8 @@
-"""Bytes on their way: what is asked of a file, and the handle of an answer that is still coming.
+"""Reads of a file as the cache sees them: the request, the reader, and the transfer under way.
 
-A `Reader` (offload.readers) serves urgent transfers before all others, so that a prefetch never
-stands in front of a layer that waits. Whoever asks keeps the place alive and leaves it alone until
-the transfer is `done`, even after `wait` has given up on it.
+A `Reader` (offload/readers) serves urgent transfers before all others, so a prefetch never delays
+a layer that waits. The caller keeps the place of a read alive and leaves it alone until the
+transfer is `done`, even after `wait` has given up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Read(NamedTuple):
-    """Bytes of an open file, and where they go.
+    """Bytes of an open file, and the memory to read them into.
 
     Attributes:
         fd: open for reading; stays open until the transfer is done.
@@ -34,32 +34,32 @@ class Read(NamedTuple):
 
 
 class Transfer(Protocol):
-    """Some bytes that belong together: all of them arrive, or the transfer has failed."""
+    """Reads that belong together: all of their bytes arrive, or the transfer has failed."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not: nobody touches its places any more."""
+        """Whether it has ended, well or not; its memory is not written to any more."""
         ...
 
     @property
     def failed(self) -> Exception | None:
-        """Why it ended badly, if it did."""
+        """Why it failed, if it did."""
         ...
 
     def wait(self) -> float:
         """Block until the bytes are there; returns the seconds waited.
 
         Raises:
-            OffloadError: they cannot be had, or did not come in time.
+            OffloadError: they cannot be read, or did not come in time.
         """
         ...
 
     def cancel(self) -> bool:
-        """Whether it had not begun, and now never will."""
+        """Cancel it if it has not begun; returns whether it was cancelled."""
         ...
 
     def hasten(self) -> None:
-        """Somebody waits for it now: serve it with the urgent ones."""
+        """Make it urgent: a layer waits for it now."""
         ...
 
 
@@ -68,7 +68,7 @@ class Reader(Protocol):
 
     Attributes:
         reason: why it was chosen, with figures.
-        bytes_per_second: what it read of the model's own files when it was tried; 0 before.
+        bytes_per_second: measured on the model's own files by `choose_reader`; 0 before.
     """
 
     reason: str
@@ -81,19 +81,19 @@ class Reader(Protocol):
 
     @property
     def throughput(self) -> float:
-        """Bytes a second while anything is read, of late; as measured at the start before."""
+        """Recent bytes per second of reading; before the first read, `bytes_per_second`."""
         ...
 
     def submit(self, reads: Sequence[Read], *, urgent: bool, what: str = "") -> Transfer:
-        """Begin as soon as possible, urgent ones first.
+        """Begin to read as soon as possible, urgent reads first.
 
         Args:
-            reads: filled all or in vain; neighbours in a file become one request.
-            urgent: somebody waits for it.
+            reads: all are filled, or the transfer fails; neighbours in a file become one request.
+            urgent: a layer waits for it.
             what: what the bytes are, for messages ("expert 5 of layer 3").
         """
         ...
 
     def close(self) -> None:
-        """What has not begun fails, what has begun ends; threads and files are given back."""
+        """Fail what has not begun, wait for what has; end threads and close files."""
         ...

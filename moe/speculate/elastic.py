@@ -26,7 +26,7 @@ from moe.network.moe_layer import Selector
 from moe.sampling.sampler import Proposal, Sampler
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Draft, Mode
-from offload.layer import LayerExperts, OffloadedExperts, held_experts, one_expert_bytes
+from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import Routing
 from routing.policies.base import by_expert, keep
 from routing.predict import Forecast
@@ -290,6 +290,7 @@ def _first(weights_TK: Tensor, count: int) -> Tensor:
 def _at_most(held: AnyExperts, bits: int | None) -> tuple[AnyExperts, int]:
     """A layer's experts at a prefix, and bytes of one of them. One object for each prefix: kernels
     remember what they made of it."""
-    if isinstance(held, QuantizedExperts) and bits is not None:
-        held = held.at_most(bits)
-    return held, one_expert_bytes(held)
+    if not isinstance(held, QuantizedExperts):
+        return held, held.expert_bytes
+    held = held if bits is None else held.at_most(bits)
+    return held, held.expert_bytes_of(0)  # slots of the most common size come first

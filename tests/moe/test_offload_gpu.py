@@ -90,10 +90,14 @@ def test_copies_run_beside_kernels(streams: CudaStreams, pinned: torch.Tensor) -
     def seconds(count: int, copy: bool) -> float:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        mark = streams.copy([(pinned, target)], streams.now()) if copy else streams.now()
+        event = (
+            streams.copy([(pinned, target)], streams.record_event())
+            if copy
+            else streams.record_event()
+        )
         asked = time.perf_counter() - start
         busy(matrix, count)
-        mark.wait()
+        event.synchronize()
         torch.cuda.synchronize()
         taken = time.perf_counter() - start
         assert not copy or asked < taken / 2, "the host waited for the copy"
@@ -115,10 +119,10 @@ def test_kernels_wait_for_copies_and_copies_for_kernels(
         busy(matrix, 20)
         before = target.clone()  # reads the old bytes, behind the kernels
         pinned.fill_(value)
-        mark = streams.copy([(pinned, target)], streams.now())
-        delay = streams.follow(mark)
+        event = streams.copy([(pinned, target)], streams.record_event())
+        delay = streams.wait_event(event)
         after = target.clone()
-        mark.wait()
+        event.synchronize()
         torch.cuda.synchronize()
         assert bool((before == value - 1).all())
         assert bool((after == value).all())

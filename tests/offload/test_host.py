@@ -168,7 +168,7 @@ def check_at_rest(made: Tiers) -> None:
     made.cache.resize(made.cache.slots)  # which settles what is under way
     made.queues.finish()
     for batch in made.source._batches:
-        batch.mark.wait()
+        batch.event.synchronize()
     made.source.launch()
     assert not made.host._manager.pins
     assert not made.source._waiting

@@ -29,7 +29,7 @@ def tiers(costs: CpuCosts, seed: int = 0, slots: int = 4, host_slots: int = 12) 
             made.cache,
             made.arena.experts,
             made.source,
-            CpuExperts(layer, layer * EXPERTS, made.host, disk.arena.experts, costs),
+            CpuExperts(layer, made.host, disk.arena.experts, costs),
         )
         for layer in range(LAYERS)
     ]
@@ -72,7 +72,7 @@ def test_what_is_sooner_decides() -> None:
     host = made.host, made.disk.arena.experts
 
     def choose(costs: CpuCosts, absent: list[int]) -> list[int]:
-        return CpuExperts(0, 0, *host, costs).choose(absent, rows)
+        return CpuExperts(0, *host, costs).choose(absent, rows)
 
     assert choose(NEVER, [0, 1, 2]) == []
     assert choose(ALWAYS, [0, 1, 2]) == [0, 1, 2]

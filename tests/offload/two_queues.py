@@ -1,8 +1,8 @@
 """A device that is as late as the rules allow: two queues of work, run step by step at random.
 
 What is launched is only written down. A step of either queue runs whenever somebody looks at the
-device, if chance wants it and the mark that it waits for is reached: kernels long after the host
-has gone on, copies after whatever was launched behind them. A missing mark becomes a wrong result.
+device, if chance wants it and the event that it waits for is reached: kernels long after the host
+has gone on, copies after whatever was launched behind them. A missing event makes a wrong result.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from random import Random
 import torch
 from torch import Tensor
 
-from offload.streams import Mark
+from offload.streams import Event
 
 
-class QueueMark:
+class QueueEvent:
     """Reached when its queue has come to it."""
 
     def __init__(self, device: TwoQueues) -> None:
         self.passed = False
         self._device = device
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         self._device.drift()
         return self.passed
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._device.run_until(self)
 
 
 class QueueDelay:
     """A second each."""
 
-    def __init__(self, end: QueueMark) -> None:
+    def __init__(self, end: QueueEvent) -> None:
         self._end = end
 
     def seconds(self) -> float | None:
         return 1.0 if self._end.passed else None
 
 
-Step = Callable[[], object] | QueueMark
+Step = Callable[[], object] | QueueEvent
 """Something to do; or, in the queue `waits` says, to be reached before the next."""
 
 
@@ -67,14 +67,14 @@ class TwoQueues:
         self._kernels.append(("run", kernel))
         self.drift()
 
-    def now(self) -> QueueMark:
-        mark = QueueMark(self)
-        self._kernels.append(("mark", mark))
-        return mark
+    def record_event(self) -> QueueEvent:
+        event = QueueEvent(self)
+        self._kernels.append(("event", event))
+        return event
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> QueueMark:
-        assert isinstance(after, QueueMark)
-        mark = QueueMark(self)
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> QueueEvent:
+        assert isinstance(after, QueueEvent)
+        event = QueueEvent(self)
         self._copies.append(("wait", after))
         for source, target in pairs:
             assert source.shape == target.shape
@@ -82,17 +82,17 @@ class TwoQueues:
             self._copies.append(("run", partial(target.view(torch.uint8).fill_, 0x5A)))
             self._copies.append(("run", partial(target.copy_, source)))
             self.copied_bytes += source.nbytes
-        self._copies.append(("mark", mark))
+        self._copies.append(("event", event))
         self.batches += 1
         self.drift()
-        return mark
+        return event
 
-    def follow(self, mark: Mark) -> QueueDelay:
-        assert isinstance(mark, QueueMark)
-        self._kernels.append(("wait", mark))
-        return QueueDelay(self.now())
+    def wait_event(self, event: Event) -> QueueDelay:
+        assert isinstance(event, QueueEvent)
+        self._kernels.append(("wait", event))
+        return QueueDelay(self.record_event())
 
-    def bring(self, small: Tensor) -> Tensor:
+    def to_gpu(self, small: Tensor) -> Tensor:
         return small.clone()
 
     def pin(self, memory: Tensor) -> bool:
@@ -110,15 +110,15 @@ class TwoQueues:
         for _ in range(self.random.choice((0, 0, 1, 3, 10))):
             self._step(self.random.choice((self._kernels, self._copies)))
 
-    def run_until(self, mark: QueueMark) -> None:
-        while not mark.passed:
+    def run_until(self, event: QueueEvent) -> None:
+        while not event.passed:
             queues = [self._kernels, self._copies]
             self.random.shuffle(queues)
             assert self._step(queues[0]) or self._step(queues[1]), "a device that waits for ever"
 
     def finish(self) -> None:
         """The host waits for all kernels."""
-        self.run_until(self.now())
+        self.run_until(self.record_event())
 
     @staticmethod
     def _step(queue: deque[tuple[str, Step]]) -> bool:
@@ -126,7 +126,7 @@ class TwoQueues:
         if not queue:
             return False
         kind, step = queue[0]
-        if isinstance(step, QueueMark):
+        if isinstance(step, QueueEvent):
             if kind == "wait" and not step.passed:
                 return False
             step.passed = True
@@ -139,11 +139,11 @@ class TwoQueues:
 class LateCopies(TwoQueues):
     """The same where kernels run at once, on a CPU: only copies are late."""
 
-    def now(self) -> QueueMark:
-        mark = QueueMark(self)
-        mark.passed = True
-        return mark
+    def record_event(self) -> QueueEvent:
+        event = QueueEvent(self)
+        event.passed = True
+        return event
 
-    def follow(self, mark: Mark) -> QueueDelay:
-        mark.wait()
-        return QueueDelay(self.now())
+    def wait_event(self, event: Event) -> QueueDelay:
+        event.synchronize()
+        return QueueDelay(self.record_event())
