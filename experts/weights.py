@@ -222,7 +222,7 @@ def is_interleaved(activation: Callable[[Tensor], Tensor], width: int) -> bool:
 #
 # A checkpoint with 4-bit weights (MXFP4, GPTQ, AWQ, compressed-tensors) holds small multiples of
 # one scale a group. The scale is found from the values alone: neither the format they came in
-# matters nor that somebody saved them as bf16 since, and no tensor must be traced through the
+# matters nor that they were later saved as bf16, and no tensor must be traced through the
 # conversions of transformers. Such a group keeps its weights exactly: it gets that scale, divided
 # by a power of two so that the multiples fill the 8 bits, as coarse prefixes need the high bits.
 # Multiples in [-8, 7], the codes of 4 bits without a zero point, are exact in the first 4 bits,

@@ -48,7 +48,7 @@ MAX_CODE = 255
 _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
-"""Lowest bit of each step within a byte of a plane of so many bits, first step first."""
+"""Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Placement:
 
 
 def check_shape(num_experts: int, slots: int, ranks: int) -> None:
-    """Raise `PlacementError` unless so many slots can be dealt to the ranks with all experts in."""
+    """Raise `PlacementError` unless these slots can be dealt to the ranks with all experts in."""
     if ranks < 1 or slots % ranks or not num_experts <= slots <= num_experts * ranks:
         raise PlacementError(
             f"{slots} slots for {num_experts} experts on {ranks} ranks: the slots must be a "

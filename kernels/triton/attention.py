@@ -57,7 +57,7 @@ def attend(
     Args:
         query: (B, Q, D), contiguous, of the buffers' dtype.
         cache: index of the layer's cache in `places`.
-        window: only the last so many keys are seen; None for all.
+        window: only this many last keys are seen; None: all.
         softcap: None for plain scores.
         sinks: (Q,) float32 scores that take a share and give nothing.
         kv_heads: N.

@@ -4,7 +4,7 @@
 silently wrong there, so interpreted kernels convert to float32 right after each load.
 
 A program of a grouped kernel works on a block: `ROWS` slots of one expert. The grid has as many
-blocks as any routing of so many slots could need (see routing.py); those without work return.
+blocks as any routing of this many slots could need (see routing.py); those without work return.
 """
 
 from __future__ import annotations

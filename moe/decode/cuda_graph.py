@@ -161,7 +161,7 @@ def rows_for(count: int) -> int:
 
 
 class Recording:
-    """A step of so many rows, recorded once and replayed with other inputs.
+    """A step of this many rows, recorded once and replayed with other inputs.
 
     Args:
         start: begins the walk.

@@ -146,7 +146,7 @@ class RankGroup(NamedTuple):
     counts: InsideExperts
 
     def passed(self, step: CompiledPass, layers: int) -> None:
-        """All ranks have run so many MoE layers, from the first on."""
+        """All ranks have run this many MoE layers, from the first on."""
         for layer, served in enumerate(self.native.finish_step(layers)):
             self.lockstep_pass.reach(layer)
             own = self.layers[layer]

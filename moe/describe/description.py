@@ -203,7 +203,7 @@ class RotaryTable:
         self.cos, self.sin = cos_sin(rotate(torch.arange(_FIRST_POSITIONS)[None]))
 
     def reserve(self, positions: int) -> None:
-        """Make the tables hold at least so many positions."""
+        """Make the tables hold at least this many positions."""
         have = self.cos.shape[0]
         if positions <= have:
             return

@@ -34,8 +34,8 @@ from moe.network.lanes import run_lanes
 from moe.network.seam import experts_modules, routing_modules
 
 _GRAIN, _VECTOR = 16384, 64
-"""Below so many elements torch runs any elementwise operation on one thread (most of them below
-32,768, GELU 20,000), by whole vectors of at most so many."""
+"""Below this many elements torch runs any elementwise operation on one thread (most of them below
+32,768, GELU 20,000), by whole vectors of at most this many."""
 
 _NAMES = ("sigmoid", "tanh", "exp", "sin", "cos")
 _ACTIVATIONS = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}

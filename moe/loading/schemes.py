@@ -64,7 +64,7 @@ class Scheme(Coding):
 
 
 def need(parts: Infos, *roles: str, dimensions: int | None = None) -> list[TensorInfo]:
-    """The parts of these roles, of so many dimensions; raises `SchemeError`, as all below."""
+    """The parts of these roles, of this many dimensions; raises `SchemeError`, as all below."""
     if missing := [role for role in roles if role not in parts]:
         raise SchemeError(f"missing: {' and '.join(missing)}")
     for role in roles:

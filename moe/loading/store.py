@@ -41,7 +41,7 @@ from offload.offloaded import Offloaded
 from offload.open_store import open_offloaded
 
 READERS = 4
-"""Threads that read: so many requests at a time fill the disks that we measured."""
+"""Threads that read: this many requests at a time fill the disks that we measured."""
 
 
 class StoreSource:

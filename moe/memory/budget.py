@@ -18,7 +18,7 @@ from offload.offloaded import HOST
 RESERVE = "reserve"
 RESERVE_SHARE = 1 / 20
 LEAST_POOL = 2048
-"""A KV pool that the profile does not set holds at least so many tokens, or one context."""
+"""A KV pool that the profile does not set holds at least this many tokens, or one context."""
 UNKNOWN_CONTEXT = 2**17
 """Tokens of a sequence if neither the model nor the profile sets a limit."""
 KV_SHARE = 1 / 8

@@ -249,5 +249,5 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
 
 
 def _gib(size: int) -> str:
-    """Bytes in GiB, rounded up so that so many GiB are enough."""
+    """Bytes in GiB, rounded up so that this many GiB are enough."""
     return f"{math.ceil(size / GIB * 1000) / 1000:g}"

@@ -23,7 +23,7 @@ from moe.server.fields import CODES, Metadata, Neutral, check_size, supported
 from moe.settings import ServerSettings
 
 _REFERENCE = "#/components/schemas/{model}"
-_MOST_PROBLEMS = 64  # only so many problems are looked at
+_MOST_PROBLEMS = 64  # only this many problems are looked at
 _LONGEST_PLACE = 100  # characters; a client's own keys may be as long as its body
 Body = TypeVar("Body", bound=BaseModel)
 

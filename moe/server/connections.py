@@ -55,7 +55,7 @@ class EventStream(Response):
         events: the events. One that has a ``type`` is also sent under that name.
         failed: the last events of a stream that an exception ends.
         close: called once, however the stream ends.
-        send_timeout_s: if the client accepts no data for so many seconds, the stream ends.
+        send_timeout_s: if the client accepts no data for this many seconds, the stream ends.
     """
 
     media_type = "text/event-stream"

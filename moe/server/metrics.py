@@ -256,7 +256,7 @@ def _by_mode(modes: Mapping[str, Any]) -> Iterator[Metric]:
 
 def _control(control: Mapping[str, Any]) -> Iterator[Metric]:
     gain = GaugeMetricFamily(
-        "moe_speculation_gain", "Speed of late over that of plain decoding", labels=["how"]
+        "moe_speculation_gain", "Recent speed over that of plain decoding", labels=["how"]
     )
     efficiency = GaugeMetricFamily(
         "moe_speculation_target_efficiency",

@@ -66,7 +66,7 @@ class RoutingPolicy(ABC):
         """The specification, as in a profile."""
 
     def check(self, num_layers: int) -> None:  # noqa: B027
-        """Raise `RoutingError` if the policy does not suit a model of so many MoE layers."""
+        """Raise `RoutingError` if the policy does not suit a model of this many MoE layers."""
 
     @abstractmethod
     def __call__(self, routing: Routing, context: RoutingContext) -> Routing: ...

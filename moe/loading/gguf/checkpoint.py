@@ -43,7 +43,7 @@ class TensorTarget:
         target: the parameter.
         index: which part of it; behind the expert's number, where it has one.
         each: it holds all experts, and is presented as one tensor for each.
-        heads: rows are in the order of pairs that turn together, in so many heads; 0: they are not.
+        heads: rows are in the order of pairs that turn together, in this many heads; 0: not.
         transposed: the network has columns where the file has rows.
     """
 
