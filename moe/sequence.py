@@ -66,11 +66,10 @@ class RunningSequence:
 
     Attributes:
         sampler: as given.
-        queue_key: order among all sequences, sooner ones first; the scheduler sets it.
-        prompt_logprobs: returned with the first token.
-        num_cached_tokens: tokens of the prompt found in the prefix cache; the scheduler sets it.
+        queue_key: order among all sequences; those with a smaller key go first.
+        num_cached_tokens: tokens of the prompt found in the prefix cache.
         token_ids: tokens generated so far.
-        cache: the sequence's state once its prompt has been read.
+        cache: the sequence's state while it decodes; None before its prompt has been read.
         cancelled: the caller no longer wants it.
     """
 
@@ -92,12 +91,12 @@ class RunningSequence:
         self.priority = priority
         self.queue_key = (0, 0)
         self.num_cached_tokens = 0
-        self.prompt_logprobs: list[Token | None] | None = None
         self.token_ids = [] if token_ids is None else token_ids
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
         self.cancelled = False
         self.sampler = sampler
+        self._prompt_logprobs: list[Token | None] | None = None
         self._decoder = decoder
         self._stop_strings = stop_strings
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -110,6 +109,36 @@ class RunningSequence:
     def last_tokens(self, count: int) -> list[int]:
         """At most ``count`` tokens from the end of the sequence, prompt included."""
         return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
+
+    def enqueue(self, step: int, number: int) -> None:
+        """Take a place in the scheduler's queue: by step, then by order of arrival."""
+        self.queue_key = (step, number)
+
+    def reuse_prefix(self, num_tokens: int) -> None:
+        """Note how many tokens of the prompt the prefix cache had."""
+        if not self.token_ids:  # a preempted sequence keeps the count of its first time
+            self.num_cached_tokens = num_tokens
+
+    def attach(self, cache: SequenceCache) -> None:
+        """Decode with this state."""
+        self.cache = cache
+
+    def release(self) -> None:
+        """Give up the state: the sequence has ended, or its prompt will be read again."""
+        self.cache = None
+
+    def cancel(self) -> None:
+        """Mark the sequence as no longer wanted."""
+        self.cancelled = True
+
+    def keep_prompt_logprobs(self, tokens: list[Token | None] | None) -> None:
+        """Keep the prompt's log probabilities for the first `Delta`."""
+        self._prompt_logprobs = tokens
+
+    def take_prompt_logprobs(self) -> list[Token | None] | None:
+        """The prompt's log probabilities, once; None the second time."""
+        tokens, self._prompt_logprobs = self._prompt_logprobs, None
+        return tokens
 
     def sample(self, logits_V: Tensor) -> Token:
         """Draw the next token from ``(V,)`` float32 logits; `append_token` must follow."""
@@ -124,10 +153,15 @@ class RunningSequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
-        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         text = self._new_text(token.id, is_end)
-        stop = self._stop_strings.matched
-        return Delta(token, text, self.finish_reason, prompt_logprobs, stop, self.num_cached_tokens)
+        return Delta(
+            token,
+            text,
+            self.finish_reason,
+            self.take_prompt_logprobs(),
+            self._stop_strings.matched,
+            self.num_cached_tokens,
+        )
 
     def _new_text(self, token_id: int, is_end: bool) -> str:
         if self._decoder is None:

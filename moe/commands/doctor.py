@@ -37,13 +37,73 @@ REINSTALL = "run 'make venv', or pip install moe-inference again"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``required``: nothing runs where this is missing."""
+    """What one check found. ``required``: nothing runs without it."""
 
     name: str
     status: Status
     detail: str
     remedy: str = ""
     required: bool = False
+
+
+# The dependencies of pyproject.toml (a test compares them), because a plain checkout has no
+# metadata to read them from.
+TORCH, TRANSFORMERS, DEEPSPEED = "torch>=2.11", "transformers>=5.17,<6", "deepspeed>=0.18"
+OTHER_LIBRARIES = (
+    "tokenizers>=0.22",
+    "safetensors>=0.6",
+    "huggingface_hub>=1",
+    "greenlet>=3",
+    "llguidance>=1.9",
+    "numpy>=1.26",
+    "scipy>=1.12",
+    "pydantic>=2.9",
+    "PyYAML>=6",
+    "rich>=14.3",
+    "jinja2>=3.1",
+    "packaging>=24.2",
+    "fastapi>=0.121",
+    "starlette>=0.49.1",
+    "uvicorn>=0.30",
+    "prometheus-client>=0.20",
+)
+
+
+def run_doctor() -> list[Finding]:
+    """All findings, in the order of the table. A check that raises becomes a finding itself."""
+    return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def main() -> int:
+    """Print the findings; the exit code of ``moe doctor``."""
+    findings = run_doctor()
+    print_doctor(findings, stdout_console())
+    return exit_code(findings)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 if something required is missing, else 0."""
+    return int(any(finding.required and finding.status == "missing" for finding in findings))
+
+
+def print_doctor(findings: Sequence[Finding], console: Console) -> None:
+    """A table of the findings, and a last line that sums them up."""
+    columns = [Column(name, overflow="fold") for name in ("what", "status", "found", "what to do")]
+    table = Table(*columns, box=None, header_style="bold")
+    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
+    for finding in findings:
+        status = f"[{colours[finding.status]}]{finding.status}[/]"
+        table.add_row(finding.name, status, escape(finding.detail), escape(finding.remedy))
+    console.print(table)
+    absent = [f.name for f in findings if f.required and f.status == "missing"]
+    console.print(f"required and missing: {', '.join(absent)}" if absent else "ready to run")
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # a broken installation is what doctor is for
+        return Finding(name, "warning", f"could not be checked: {type(error).__name__}: {error}")
 
 
 def check_python() -> Finding:
@@ -54,7 +114,7 @@ def check_python() -> Finding:
 
 
 def check_library(requirement: str, required: bool = True) -> Finding:
-    """Is the distribution installed, in a version that the requirement admits?"""
+    """Is the distribution installed, in a version that satisfies the requirement?"""
     wanted = Requirement(requirement)
     found = _version(wanted.name)
     if found is None:
@@ -66,7 +126,7 @@ def check_library(requirement: str, required: bool = True) -> Finding:
 
 
 def check_libraries(requirements: Sequence[str]) -> Finding:
-    """One finding for many libraries, which says what is wrong with which."""
+    """One finding for many libraries, which names those that are missing or too old."""
     wrong = [found for found in map(check_library, requirements) if found.status != "ok"]
     if not wrong:
         return Finding("libraries", "ok", f"{len(requirements)} more, as required", required=True)
@@ -153,31 +213,20 @@ def check_gpu() -> Finding:
     return Finding("GPU", "missing", "none seen by torch", "optional: everything runs on the CPU")
 
 
-def check_triton() -> Finding:
-    found = _version("triton")
+def check_optional(name: str, remedy: str) -> Finding:
+    """Is an optional distribution installed?"""
+    found = _version(name)
     if found:
-        return Finding("triton", "ok", found)
-    remedy = "optional, for CUDA: pip install 'moe-inference[gpu]'"
-    return Finding("triton", "missing", "not installed", remedy)
+        return Finding(name, "ok", found)
+    return Finding(name, "missing", "not installed", f"optional, {remedy}")
 
 
 def check_megablocks() -> Finding:
-    found = _version("megablocks")
-    if not found or util.find_spec("megablocks") is None:
-        remedy = "optional, for CUDA: pip install --no-deps megablocks"
-        return Finding("megablocks", "missing", "not installed", remedy)
-    if util.find_spec("megablocks_ops") is None:
-        detail = f"{found} without its CUDA extension megablocks_ops: not usable"
+    found = check_optional("megablocks", "for CUDA: pip install --no-deps megablocks")
+    if found.status == "ok" and util.find_spec("megablocks_ops") is None:
+        detail = f"{found.detail} without its CUDA extension megablocks_ops: not usable"
         return Finding("megablocks", "warning", detail, "build it on a machine with CUDA")
-    return Finding("megablocks", "ok", found)
-
-
-def check_gguf() -> Finding:
-    found = _version("gguf")
-    if found:
-        return Finding("gguf", "ok", found)
-    remedy = "optional, to read GGUF files: pip install 'moe-inference[gguf]'"
-    return Finding("gguf", "missing", "not installed", remedy)
+    return found
 
 
 def check_module_names() -> Finding:
@@ -200,30 +249,6 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-__all__ = ["Finding", "exit_code", "main", "print_doctor", "run_doctor"]
-
-# The dependencies of pyproject.toml (a test compares them); here because a plain checkout has no
-# metadata to read them from.
-TORCH, TRANSFORMERS, DEEPSPEED = "torch>=2.11", "transformers>=5.17,<6", "deepspeed>=0.18"
-OTHER_LIBRARIES = (
-    "tokenizers>=0.22",
-    "safetensors>=0.6",
-    "huggingface_hub>=1",
-    "greenlet>=3",
-    "llguidance>=1.9",
-    "numpy>=1.26",
-    "scipy>=1.12",
-    "pydantic>=2.9",
-    "PyYAML>=6",
-    "rich>=14.3",
-    "jinja2>=3.1",
-    "packaging>=24.2",
-    "fastapi>=0.121",
-    "starlette>=0.49.1",
-    "uvicorn>=0.30",
-    "prometheus-client>=0.20",
-)
-
 CHECKS: dict[str, Callable[[], Finding]] = {
     "Python": check_python,
     "torch": partial(check_library, TORCH),
@@ -238,44 +263,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "memory": check_memory,
     "disk": check_disk,
     "GPU": check_gpu,
-    "triton": check_triton,
+    "triton": partial(check_optional, "triton", "for CUDA: pip install 'moe-inference[gpu]'"),
     "megablocks": check_megablocks,
-    "gguf": check_gguf,
+    "gguf": partial(check_optional, "gguf", "to read GGUF: pip install 'moe-inference[gguf]'"),
 }
-
-
-def run_doctor() -> list[Finding]:
-    """All findings, in the order they are shown. A check that fails becomes a finding itself."""
-    return [_guarded(name, check) for name, check in CHECKS.items()]
-
-
-def main() -> int:
-    """Print the findings; the exit code of ``moe doctor``."""
-    findings = run_doctor()
-    print_doctor(findings, stdout_console())
-    return exit_code(findings)
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """1 when something is missing without which nothing runs, else 0."""
-    return int(any(finding.required and finding.status == "missing" for finding in findings))
-
-
-def print_doctor(findings: Sequence[Finding], console: Console) -> None:
-    """A table of the findings, and a last line that sums them up."""
-    columns = [Column(name, overflow="fold") for name in ("what", "status", "found", "what to do")]
-    table = Table(*columns, box=None, header_style="bold")
-    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
-    for finding in findings:
-        status = f"[{colours[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.name, status, escape(finding.detail), escape(finding.remedy))
-    console.print(table)
-    absent = [f.name for f in findings if f.required and f.status == "missing"]
-    console.print(f"required and missing: {', '.join(absent)}" if absent else "ready to run")
-
-
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:  # a broken installation is what doctor is for
-        return Finding(name, "warning", f"could not be checked: {type(error).__name__}: {error}")

@@ -121,9 +121,7 @@ class Engine:
     def cancel(self, group: SequenceGroup) -> None:
         """Remove sequences between steps, and free their caches."""
         self.scheduler.cancel(group)
-        group.restart()
-        for sequence in group.sequences:
-            sequence.cache = None
+        group.release()
         self.runner.keep_prefill(self.scheduler.prefilling)
 
     def step(self) -> list[Event]:
@@ -151,7 +149,7 @@ class Engine:
         ended = {sequence for sequence, event in events if is_last(event)}
         for sequence in ended:
             self._keep_prefix(sequence)
-            sequence.cache = None
+            sequence.release()
         self.scheduler.update(ended)
         return events
 

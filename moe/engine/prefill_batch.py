@@ -13,6 +13,7 @@ each wholly or by a `PromptChunk`, in one of three modes (``prefill.mode``):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -86,6 +87,31 @@ class SequenceGroup:
     def cancelled(self) -> bool:
         """All of its sequences are cancelled."""
         return all(sequence.cancelled for sequence in self.sequences)
+
+    def begin(self, cache: SequenceCache) -> None:
+        """Read the prompt into this state; it may hold a prefix of the prompt already."""
+        self.cache, self.num_read = cache, cache.length
+
+    def advance(self, num_tokens: int) -> None:
+        """Note that a batch has read the next tokens of the prompt."""
+        self.num_read += num_tokens
+
+    def finish(self, caches: Sequence[SequenceCache]) -> None:
+        """Give each sequence its state: the whole prompt has been read."""
+        self.cache = None
+        for sequence, cache in zip(self.sequences, caches, strict=True):
+            sequence.attach(cache)
+
+    def cancel(self) -> None:
+        """Mark all sequences as no longer wanted."""
+        for sequence in self.sequences:
+            sequence.cancel()
+
+    def release(self) -> None:
+        """Discard what has been read and generated from; all of it is read again."""
+        self.restart()
+        for sequence in self.sequences:
+            sequence.release()
 
     def check_fits(self, kv_tokens: float, max_batch_size: int) -> None:
         """Raises `RequestError` if it could never run, whatever else finishes first."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moe.engine.overlap import run_overlapped
-from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep, SequenceGroup
+from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.errors import RankError
 from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import SequenceCache, Work
@@ -151,42 +151,37 @@ class PrefillPass:
         logits = _results(self.lanes, self._work, self._backbone, run_experts)
         for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
             if not chunk.group.cancelled:
-                outcomes += _finish_chunk(chunk, work.cache, _score(chunk.group, rows))
+                outcomes += _finish_chunk(chunk, work.cache, rows)
         return outcomes
 
 
 def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
     group = chunk.group
-    if group.cache is None:
-        group.cache = backbone.new_cache(group.sequences[0].capacity)
-    return Work(chunk.token_ids, group.cache, all_logits=group.prompt_logprobs is not None)
-
-
-def _score(group: SequenceGroup, rows: Tensor | Exception) -> Tensor | Exception:
-    """Keep the log probabilities of the prompt's tokens if the request wants them."""
-    if group.prompt_logprobs is None or isinstance(rows, Exception):
-        return rows
-    try:
-        group.score(rows)
-    except Exception as error:
-        return error
-    return rows
+    cache = group.cache
+    if cache is None:
+        cache = backbone.new_cache(group.sequences[0].capacity)
+        group.begin(cache)
+    return Work(chunk.token_ids, cache, all_logits=group.prompt_logprobs is not None)
 
 
 def _finish_chunk(
     chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception
 ) -> list[Outcome]:
+    """Score the prompt's tokens if the request wants that; sample after the prompt's end."""
     group = chunk.group
+    if group.prompt_logprobs is not None and not isinstance(rows, Exception):
+        try:
+            group.score(rows)
+        except Exception as error:
+            rows = error
     if isinstance(rows, Exception):
-        group.cache = None
+        group.restart()
         return [(sequence, rows) for sequence in group.sequences]
     if not chunk.is_last:
         return []
-    group.cache = None
+    group.finish([cache, *(cache.fork(s.capacity, cache.length) for s in group.sequences[1:])])
     for sequence in group.sequences:
-        is_first = sequence is group.sequences[0]
-        sequence.cache = cache if is_first else cache.fork(sequence.capacity, cache.length)
-        sequence.prompt_logprobs = group.prompt_logprobs
+        sequence.keep_prompt_logprobs(group.prompt_logprobs)
     # A preempted sequence has its next tokens already.
     return [
         (sequence, [] if sequence.token_ids else _sample(sequence, rows))

@@ -86,7 +86,7 @@ class Scheduler:
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
-            sequence.queue_key = (step, self._num_arrived)
+            sequence.enqueue(step, self._num_arrived)
         insort(self.waiting, group, key=_queue_key)
 
     def schedule(self) -> ScheduledStep:
@@ -109,7 +109,7 @@ class Scheduler:
         """
         if (batch := self.prefilling) is not None and batch.is_last_layer_group:
             for chunk in batch.chunks:
-                chunk.group.num_read += len(chunk.token_ids)
+                chunk.group.advance(len(chunk.token_ids))
                 if chunk.group.cancelled:
                     continue
                 if chunk.is_last:
@@ -122,8 +122,7 @@ class Scheduler:
 
     def cancel(self, group: SequenceGroup) -> None:
         """Remove a group between steps; a batch ends once all of its groups are cancelled."""
-        for sequence in group.sequences:
-            sequence.cancelled = True
+        group.cancel()
         self.running = [s for s in self.running if s not in group.sequences]
         self.waiting = [g for g in self.waiting if g.sequences[0] not in group.sequences]
         batch = self.prefilling
@@ -178,10 +177,9 @@ class Scheduler:
         first = group.sequences[0]
         cached = self.prefixes.match(first.salt, group.token_ids, first.capacity)
         if cached is not None:
-            group.cache, group.num_read = cached, cached.length
-            if not first.token_ids:  # a preempted sequence keeps the count of its first time
-                for sequence in group.sequences:
-                    sequence.num_cached_tokens = cached.length
+            group.begin(cached)
+            for sequence in group.sequences:
+                sequence.reuse_prefix(cached.length)
 
     def _fits(self, count: int) -> bool:
         """Whether the first ``count`` groups of the queue can run beside the running sequences.
@@ -220,7 +218,7 @@ class Scheduler:
             self.prefilling = None
         elif last is not None and (batch is not None or len(self.running) > 1):
             self.running.pop()
-            last.cache = None
+            last.release()
             insort(self.waiting, SequenceGroup([last]), key=_queue_key)
         else:
             return False

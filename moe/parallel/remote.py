@@ -92,9 +92,7 @@ class RankScheduler:
         """All groups that have not ended, reset to be read again from their start."""
         groups = [*self._groups(), *(SequenceGroup([s]) for s in self.engine.scheduler.running)]
         for group in groups:
-            group.restart()
-            for sequence in group.sequences:
-                sequence.cache = None
+            group.release()
         return [group for group in groups if not group.cancelled]
 
     def _groups(self) -> list[SequenceGroup]:
@@ -172,7 +170,7 @@ class OrderQueue:
             if sequence is None:
                 continue
             if prompt is not None:
-                sequence.prompt_logprobs = [token and _token(token) for token in prompt]
+                sequence.keep_prompt_logprobs([token and _token(token) for token in prompt])
             outcomes.append((sequence, _error(*error) if error else list(map(_token, tokens))))
         self._settle_batch(step.prefill, {s for s, got in outcomes if isinstance(got, Exception)})
         for sequence, tokens in outcomes:
@@ -205,7 +203,7 @@ class OrderQueue:
     def _chunk_order(self, chunk: PromptChunk) -> Message:
         group = chunk.group
         if group.cache is None:
-            group.cache = RemoteCache(self, group.sequences[0].capacity)
+            group.begin(RemoteCache(self, group.sequences[0].capacity))
         branches = [RemoteCache(self, s.capacity) for s in group.sequences[1:] if chunk.is_last]
         self._branches[group] = branches
         return {
@@ -226,11 +224,10 @@ class OrderQueue:
             if chunk.group.cancelled:
                 continue
             if group.sequences[0] in failed:
-                group.cache = None
+                group.restart()
             elif chunk.is_last:
-                caches, group.cache = [group.cache, *self._branches[group]], None
-                for sequence, cache in zip(group.sequences, caches, strict=True):
-                    sequence.cache = cache
+                assert group.cache is not None
+                group.finish([group.cache, *self._branches[group]])
         self._batch, self._branches = None, {}
 
 
@@ -295,12 +292,12 @@ class EngineMirror:
         self._batch = self._ordered_batch(order["prefill"])
         decode = [self._sequences[number] for number, _ in order["decode"]]
         for sequence, (_, cache) in zip(decode, order["decode"], strict=True):
-            sequence.cache = self._caches[cache]
+            sequence.attach(self._caches[cache])
         spare = float("inf") if order["spare"] is None else order["spare"]
         outcomes = self._runner.run(ScheduledStep(decode, self._batch, spare, overlap))
         self._settle_batch()
         for sequence in decode:
-            sequence.cache = None  # `_caches` holds it until rank 0 frees it
+            sequence.release()  # `_caches` holds the state until rank 0 frees it
         return {"outcomes": [self._reply(outcome) for outcome in outcomes]}
 
     def _apply(self, order: Message) -> None:
@@ -317,7 +314,7 @@ class EngineMirror:
                 self._caches.pop(number, None)
         for number in order["ended"]:
             sequence = self._sequences.pop(number)
-            sequence.cancelled = True
+            sequence.cancel()
             del self._numbers[sequence]
             self._groups.pop(number, None)
 
@@ -354,13 +351,14 @@ class EngineMirror:
     def _chunk(self, order: Message) -> PromptChunk:
         first = order["sequences"][0]
         sequences = [self._sequences[number] for number in order["sequences"]]
-        group = self._groups.get(first)
-        if group is None or group.sequences != sequences or order["start"] == 0:
-            scores: list[Token | None] | None = [] if order["scored"] else None
-            group = self._groups[first] = SequenceGroup(sequences, prompt_logprobs=scores)
-        group.num_read, group.cache = order["start"], self._caches.get(order["caches"][0])
-        end = order["start"] + order["size"]
-        return PromptChunk(group, group.token_ids[order["start"] : end], order["is_last"])
+        known, start = self._groups.get(first), order["start"]
+        scores: list[Token | None] | None = [] if order["scored"] else None
+        if start > 0 and known is not None and known.sequences == sequences:
+            scores = known.prompt_logprobs
+        cache = self._caches.get(order["caches"][0])
+        group = self._groups[first] = SequenceGroup(sequences, start, cache, scores)
+        token_ids = group.token_ids[start : start + order["size"]]
+        return PromptChunk(group, token_ids, order["is_last"])
 
     def _settle_batch(self) -> None:
         """Store the caches of a batch under the numbers that rank 0 gave them."""
@@ -373,7 +371,7 @@ class EngineMirror:
                 caches = [sequence.cache for sequence in group.sequences]
                 self._groups.pop(self._numbers.get(group.sequences[0], -1), None)
                 for sequence in group.sequences:
-                    sequence.cache = None
+                    sequence.release()
             for number, cache in zip(numbers, caches, strict=False):
                 if cache is not None and not group.cancelled:
                     self._caches[number] = cache
@@ -385,7 +383,7 @@ class EngineMirror:
         number = self._numbers[sequence]
         if isinstance(tokens, Exception):
             return [number, None, [type(tokens).__name__, str(tokens)], None]
-        prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        prompt = sequence.take_prompt_logprobs()
         sequence.token_ids += [token.id for token in tokens]
         known = None if prompt is None else [token and _token_fields(token) for token in prompt]
         return [number, [_token_fields(token) for token in tokens], None, known]

@@ -28,6 +28,15 @@ class FakeSequence:
     cache: Any = None
     cancelled: bool = False
 
+    def enqueue(self, step: int, number: int) -> None:
+        self.queue_key = (step, number)
+
+    def release(self) -> None:
+        self.cache = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
 
 def scheduler(
     mode: PrefillMode, kv_tokens: int | None = None, batch: int = 4, age: int = AGE
