@@ -19,7 +19,7 @@ from kernels import ExpertWeights
 from kernels.planes import PREFIX_BITS, ZERO_CODE
 from moe import MoE
 from moe.commands.calibrate import compression
-from moe.commands.calibrate.compression import LayerSensitivity, take_experts
+from moe.commands.calibrate.compression import LayerSensitivity, copied_experts
 from moe.commands.calibrate.record import record_trace
 from moe.commands.evaluate.scoring import Score, WindowReading, read, windows_of
 
@@ -82,7 +82,7 @@ class Calibrated:
         self.trace = record_trace(model.backbone, model.experts, own)
         self.layers = range(len(self.trace.num_experts))
         self.whole = [
-            take_experts(experts, range(experts.num_experts)) for experts in model.experts.layers
+            copied_experts(experts, range(experts.num_experts)) for experts in model.experts.layers
         ]
         self.inputs = [compression.layer_inputs(self.trace, layer) for layer in self.layers]
         pairs = list(zip(self.whole, self.inputs, strict=True))

@@ -13,7 +13,7 @@ from moe.commands.calibrate.record import record_trace
 from moe.commands.evaluate.policy_costs import (
     WINDOW,
     PolicyCost,
-    PolicyPrices,
+    PolicyCostMeter,
     Variant,
     distinct_experts,
     routed_by,
@@ -49,7 +49,9 @@ class Texts:
         """Each policy alone, read as what it is for."""
         chain = parse_policies(specs, lossless=False)
         enable_policies(chain, self.model.backbone, self.model.experts)
-        prices = PolicyPrices(self.model, [Variant(PolicyChain((own,))) for own in chain.policies])
+        prices = PolicyCostMeter(
+            self.model, [Variant(PolicyChain((own,))) for own in chain.policies]
+        )
         for window in self.other if other else self.test:
             prices.add(window)
         return list(prices.costs(self.num_bytes))
@@ -96,7 +98,7 @@ def medians(texts: Texts) -> str:
 def by_length(texts: Texts, spec: str, tokens: int) -> PolicyCost:
     """What a policy for prompts costs with prompts of at most so many tokens."""
     chain = parse_policies([spec], lossless=False)
-    prices = PolicyPrices(texts.model, [Variant(chain)])
+    prices = PolicyCostMeter(texts.model, [Variant(chain)])
     for text in texts.whole:
         ids = texts.model.codec.encode(text)
         for start in range(0, len(ids) // LONGEST * LONGEST, tokens):

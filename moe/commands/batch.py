@@ -1,9 +1,9 @@
 """``moe generate --batch``: a file of requests in, a file of answers out, in OpenAI's batch format.
 
-It reads lines as fast as the engine takes them, answers each with the code that answers
-HTTP requests, and writes each answer when it is finished. It skips lines that the output file
-already answers, so a batch that was killed goes on where it was. A wrong line gets an answer
-that says so and stops no other.
+`BatchJob` reads lines as fast as the engine takes them, answers each with the code that answers
+HTTP requests, and writes each answer when it is complete. It skips lines that the output file
+already answers, so that a batch that was killed can be continued. An invalid line gets an error as
+its answer; the others go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe.server.openai.request import ChatRequest, CompletionRequest
 
 DUPLICATE = "duplicate_custom_id"
 _ID = "batch_req_"
-_FIRST = f'{{"id": "{_ID}'.encode()  # what every answer begins with
+_START = f'{{"id": "{_ID}'.encode()  # of every answer
 BODIES: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -46,7 +46,7 @@ logger = logging.getLogger("moe.batch")
 
 @dataclass(eq=False)
 class _Request:
-    """A line that runs."""
+    """A line whose sequences run; ``left`` of them have not ended."""
 
     number: int
     custom_id: str
@@ -64,9 +64,9 @@ class BatchJob:
     """Runs requests through an engine of its own.
 
     Args:
-        model: what answers.
-        model_name: what requests must call it.
-        write: takes each answer, in the order in which they are done.
+        model: the model that answers.
+        model_name: the name by which requests ask for it.
+        write: called with each answer when it is complete.
     """
 
     def __init__(self, model: MoE, model_name: str, write: Callable[[Json], object]) -> None:
@@ -78,7 +78,7 @@ class BatchJob:
         self._places: dict[RunningSequence, tuple[_Request, int, int]] = {}
 
     def run(self, lines: Iterator[tuple[int, bytes]], done: set[str]) -> None:
-        """Answer numbered lines, but for those whose `line_key` is in ``done``."""
+        """Answer numbered lines, except those whose `line_key` is in ``done``."""
         seen: set[str] = set()
         while True:
             while len(self._places) < self._most_open and (line := next(lines, None)) is not None:
@@ -119,12 +119,12 @@ class BatchJob:
 
     def _step(self) -> None:
         for sequence, outcome in self._engine.step():
-            if sequence not in self._places:  # its request has failed in this step
+            if sequence not in self._places:  # another sequence of its request failed in this step
                 continue
             request, prompt, sample = self._places[sequence]
             if isinstance(outcome, Exception):
                 self._cancel(request.groups)
-                self._refuse(request.number, request.custom_id, _told(request.number, outcome))
+                self._refuse(request.number, request.custom_id, _failure(request.number, outcome))
                 continue
             request.events.append(StreamEvent(prompt, sample, outcome, sequence.prompt_token_ids))
             if outcome.finish_reason is not None:
@@ -178,8 +178,8 @@ def run_batch(
     return files.tally
 
 
-def _told(number: int, error: Exception) -> APIError:
-    """What the answer to a line says of what ended it."""
+def _failure(number: int, error: Exception) -> APIError:
+    """The error to report for a failed line; unexpected ones are logged."""
     if not isinstance(error, StructureError):
         logger.error("line %d failed", number, exc_info=error)
     return api_error(error)
@@ -196,7 +196,7 @@ class BatchLine(RequestBody):
 
 @dataclass
 class Tally:
-    """Answers in the output file, those of earlier runs included."""
+    """Number of answers in the output file, including those of earlier runs."""
 
     answered: int = 0
     failed: int = 0
@@ -208,7 +208,7 @@ class Tally:
 
 @dataclass
 class BatchFiles:
-    """Both files, open; answers are only ever appended."""
+    """The open input and output files; answers are appended to the output."""
 
     source: BinaryIO
     target: BinaryIO
@@ -222,26 +222,28 @@ class BatchFiles:
         except OSError as error:  # a full disk: the system does not say which file
             error.filename = self.target.name
             with suppress(OSError):
-                self.target.close()  # which tries once more
+                self.target.close()  # it tries to flush again
             raise
         self.tally.add(answer)
 
 
 @contextmanager
 def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
-    """Open both, and find out what ``target`` has already.
+    """Open both files, and read which answers ``target`` has already.
 
     Raises:
         RequestError: a file cannot be used, or another process writes to ``target``.
-        KeyboardInterrupt: says what is kept.
+        KeyboardInterrupt: the message says that the answers so far are kept.
     """
     with ExitStack() as closing:
         try:
             lines = closing.enter_context(source.open("rb"))
             if not lines.seekable():
-                raise RequestError(f"{source} is no file but a pipe; --batch reads its lines twice")
+                raise RequestError(
+                    f"{source} is a pipe, and --batch reads its lines twice; name a file"
+                )
             if target.exists() and not target.is_file():  # /dev/full can be read for ever
-                raise RequestError(f"{target} is no file; --out keeps answers to go on from")
+                raise RequestError(f"{target} is not a regular file; --out must keep its answers")
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
                 raise RequestError(f"--batch and --out are the same file {source}; name two")
@@ -266,17 +268,17 @@ def _lock(answers: BinaryIO, target: Path) -> None:
 
 
 def line_key(number: int, custom_id: str | None) -> str:
-    """What tells a line of the input that is answered already."""
+    """Identifies a line of the input among the answers of earlier runs."""
     return f"#{number}" if custom_id is None else f"id:{custom_id}"
 
 
 def _repair(answers: BinaryIO, target: Path, tally: Tally) -> set[str]:
-    """Cut off what a kill left unfinished; `line_key` of every answer that is there."""
+    """Remove an incomplete last answer; returns the `line_key` of every complete one."""
     done: set[str] = set()
     end = 0
     answers.seek(0)
     for count, line in enumerate(answers, 1):
-        if not line.endswith(b"\n") and _FIRST.startswith(line[: len(_FIRST)]):
+        if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
             break
         try:
             answer = from_json(line)
@@ -310,7 +312,7 @@ def output(
 
 
 def custom_id_of(data: bytes) -> str | None:
-    """That of a line that may otherwise be wrong."""
+    """The custom_id of a line that may be invalid otherwise."""
     try:
         line = from_json(data)
     except ValueError:

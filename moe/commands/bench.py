@@ -1,7 +1,7 @@
-"""``moe bench``: how fast a model is here, in a minute: prompts, tokens, and what drafting gains.
+"""``moe bench``: measure prefill, decode and the gain of speculative decoding, in a minute.
 
-Text is source code of Python's own library, so that routing and drafts have something to go by; it
-is not the text that you will use, and another one drafts better or worse.
+The text is source code of Python's library, so that routing and drafts are realistic. Drafts may be
+accepted more or less often on other text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe.settings.profile import LoadedProfile, load_profile
 BATCHES = (1, 4)
 ROUNDS = 3
 BESIDE = 64
-"""Tokens of a prompt before those that are decoded."""
+"""Tokens of the prompt of a sequence that is decoded."""
 
 
 def run(
@@ -44,14 +44,14 @@ def run(
 
 
 def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
-    """Tokens a second of a prompt and of decoding; figures are medians.
+    """Tokens per second of prefill and of decoding, as medians; ready for JSON.
 
     Args:
-        prompt: tokens of the prompt that is read, as far as the context allows.
-        tokens: decoded by each sequence.
+        prompt: tokens of the prompt to read; fewer if the context is shorter.
+        tokens: tokens to decode for each sequence.
 
     Raises:
-        RequestError: there is no room for so many tokens.
+        RequestError: the context or the KV cache is too small for so many tokens.
     """
     if prompt < 1 or tokens < 2:
         raise RequestError(
@@ -67,7 +67,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
     prompt = min(prompt, limit - tokens)
     ids = model.codec.encode(Path(some_text.__file__).read_text())
     ids *= -(-(prompt + ROUNDS * 101) // len(ids))  # a long prompt repeats it
-    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # a process's first pass is not like others
+    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # warm-up
     rates = [_read(model, ids[at * 101 :][:prompt]) for at in range(ROUNDS)]
     speculates = model.status()["speculation"]["enabled"]
     most = model.profile.profile.engine.max_batch_size
@@ -83,7 +83,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
 def _decoding(
     model: MoE, ids: Sequence[int], batch: int, tokens: int, speculates: bool
 ) -> dict[str, Any]:
-    """Without and with drafts, in turns; the first one with drafts is for learning."""
+    """Decode alternately without and with drafts; one run with drafts first is a warm-up."""
     prompts = [list(ids[200 * index :][:BESIDE]) for index in range(batch)]
     if speculates:
         _decode(model, prompts, tokens, drafts=True)
@@ -99,14 +99,14 @@ def _decoding(
 
 
 def _read(model: MoE, prompt: Sequence[int]) -> float:
-    """Tokens a second of a prompt."""
+    """Tokens per second of prefill."""
     start = time.perf_counter()
     model.generate([list(prompt)], SamplingParams(max_new_tokens=1))
     return len(prompt) / (time.perf_counter() - start)
 
 
 def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bool) -> float:
-    """Tokens a second of all sequences, from when all have been read until one ends."""
+    """Tokens per second of all sequences together, while all of them decode."""
     engine = model.engine(drafts=drafts)
     params = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
     for prompt in prompts:
@@ -128,7 +128,7 @@ def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bo
 
 
 def _step(engine: Engine) -> int:
-    """How many tokens a step brought. Raises what ended a sequence before its time."""
+    """Run a step; returns its number of new tokens. Raises the error of a failed sequence."""
     events = engine.step()
     for _, event in events:
         if isinstance(event, Exception):
@@ -137,7 +137,7 @@ def _step(engine: Engine) -> int:
 
 
 def _with_drafts(profile: LoadedProfile) -> LoadedProfile:
-    """The same profile, with drafts where it leaves them open."""
+    """The same profile, with ``speculation.mode: auto`` unless it sets the mode itself."""
     if profile.origins["speculation.mode"] != "default" or profile.profile.speculation.contrast:
         return profile
     return load_profile(profile, {"speculation.mode": "auto"}, overrides_origin="moe bench")
@@ -161,7 +161,7 @@ def _show(found: dict[str, Any]) -> None:
 
 
 def _show_drafts(figures: dict[str, Any], console: Console) -> None:
-    """What drafts came to, at all batches together."""
+    """Depth, acceptance and gain of drafts over all batches."""
     depths = ", ".join(f"{depth}: {count}" for depth, count in figures["depths"].items())
     rate = figures["tokens_per_verification"]
     console.print(f"{rate:.2f} tokens a verification; steps by drafted tokens {depths}")
@@ -170,5 +170,5 @@ def _show_drafts(figures: dict[str, Any], console: Console) -> None:
         console.print(f"{mode}: {record['drafts']} drafts, accepted by position {rates}")
     if (control := figures["control"]) is not None:
         predicted = control["predicted_gain"]
-        foreseen = "" if predicted is None else f", {predicted:.2f} x predicted"
-        console.print(f"gain by its own account: {control['measured_gain']:.2f} x{foreseen}")
+        forecast = "" if predicted is None else f", {predicted:.2f} x predicted"
+        console.print(f"gain by its own account: {control['measured_gain']:.2f} x{forecast}")

@@ -1,4 +1,4 @@
-"""``moe chat``: a conversation in a terminal. What the model thinks before it answers is dimmed."""
+"""``moe chat``: a conversation in a terminal. The model's reasoning is shown dimmed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) -> int:
-    """A conversation with history until end of input or ``/exit``; ``system`` leads it.
+    """Chat until end of input or ``/exit``, with ``system`` as the system message.
 
     Raises:
-        RequestError: the model has no tokenizer or no chat template, or that wants no ``system``.
+        RequestError: the model has no tokenizer or no chat template, or the template refuses the
+            system message.
     """
     model = load(name, profile)
     leading: list[dict[str, object]] = []
     if system is not None:
         leading = [{"role": "system", "content": system}]
     greeting: dict[str, object] = {"role": "user", "content": "Hello."}
-    model.codec.encode([*leading, greeting])  # what cannot be is refused now, not at each turn
+    model.codec.encode([*leading, greeting])  # refuse now, not at each turn
     history = [*leading]
     stats: RunStats | None = None
     if sys.stdin.isatty():
@@ -46,12 +47,12 @@ def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) ->
     return 0
 
 
-class _Shown:
-    """An answer as it is shown.
+class _AnswerPrinter:
+    """Prints an answer while it is generated.
 
     Attributes:
         thought: its reasoning so far.
-        said: what came behind that.
+        said: the text after the reasoning so far.
     """
 
     def __init__(self, model: MoE, messages: list[dict[str, object]]) -> None:
@@ -80,11 +81,11 @@ class _Shown:
 
 
 def _answer(model: MoE, history: list[dict[str, object]], line: str) -> RunStats | None:
-    """One turn; what is refused or interrupted leaves the history as it was."""
+    """One turn, added to the history unless it is refused or interrupted."""
     question: dict[str, object] = {"role": "user", "content": line}
     messages = [*history, question]
     try:
-        answer = _Shown(model, messages)
+        answer = _AnswerPrinter(model, messages)
         tokens = model.codec.reasoning_tokens.values()
         _, stats = run(model, messages, answer.write, shown=tokens)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What subcommands print on: a console for tables, and a bar on stderr for work in steps."""
+"""Output of subcommands: a console for tables, and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 WIDE = 1000
-"""Columns of a file or pipe: a table takes as many as it needs, and no figure of it is cut off."""
+"""Columns of a file or pipe: wide enough that no table is cut off."""
 OnStep = Callable[[str, int, int], object]
-"""Hears what is being done, and how many of how many steps are."""
+"""Called with the task, the steps done and all steps."""
 
 
 def stdout_console() -> Console:
-    """As wide as the terminal, or as ``COLUMNS`` says."""
+    """A console as wide as the terminal or ``COLUMNS``; `WIDE` for a file or pipe."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(width=None if known else WIDE)
 
 
 @contextmanager
 def step_bar() -> Iterator[OnStep]:
-    """What moves the bar."""
+    """Show a progress bar; gives the function that moves it."""
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty()

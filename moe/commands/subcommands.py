@@ -20,9 +20,9 @@ from moe.errors import ProfileError, RequestError
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Seconds of imports, in which Ctrl-C ends the process by the signal itself.
+    """Let Ctrl-C end the process by the signal itself during slow imports.
 
-    As an exception it could get lost in the import of an extension module, or come out as an
+    As a `KeyboardInterrupt` it could get lost in the import of an extension module, or become an
     ``ImportError``.
     """
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -37,8 +37,7 @@ def importing() -> Iterator[None]:
 
 
 def load_settings(options: argparse.Namespace) -> Any:
-    """The profile that a command line asks for; sampling options are settings like any other,
-    and so are allowed origins."""
+    """The profile of a command line. Sampling options and allowed origins override its keys."""
     from moe.settings import GenerationSettings
     from moe.settings.profile import load_profile, parse_assignments
 
@@ -53,7 +52,7 @@ def load_settings(options: argparse.Namespace) -> Any:
 
 def convert(options: argparse.Namespace) -> int:
     with importing():
-        from moe.commands.convert.allotment import BitBudget
+        from moe.commands.convert.bit_allocation import BitBudget
         from moe.commands.convert.convert import convert as run
         from moe.settings import ModelSettings
 
@@ -144,7 +143,7 @@ def plan(options: argparse.Namespace) -> int:
             as_json=options.json,
         )
     if options.nodes != 1 or options.link is not None or options.network is not None:
-        raise ProfileError("--nodes, --link and --network are about several ranks; add --ranks N")
+        raise ProfileError("--nodes, --link and --network describe several ranks; add --ranks N")
     with importing():
         from moe.commands.plan.command import run
 
@@ -219,8 +218,8 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
         raise RequestError("--batch and --out belong together: give both files")
     if options.prompt is not None or options.json or options.json_schema or options.stop:
         raise RequestError(
-            "--batch takes its prompts and what is asked of them from the file; leave out "
-            "--prompt, --json, --json-schema and --stop"
+            "--batch takes prompts and their parameters from the file; leave out --prompt, "
+            "--json, --json-schema and --stop"
         )
     with importing():
         from moe.commands.terminal import batch
@@ -229,7 +228,7 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
 
 
 def _worked(model: str, profile: Any) -> bool:
-    """Whether this process is a worker rank, which serves here until rank 0 stops.
+    """Run this process as a worker rank until rank 0 stops; False if it is not a worker.
 
     Raises:
         MoEError: the model cannot be loaded, or the ranks do not come together.
@@ -259,7 +258,7 @@ def _worked(model: str, profile: Any) -> bool:
 
 
 def _prompt_of(argument: str | None) -> str:
-    """The text that ``--prompt`` names."""
+    """The text given by ``--prompt``."""
     if argument is None:
         raise RequestError("no prompt was given; write --prompt TEXT, --prompt - or --prompt @FILE")
     if argument == "-":
@@ -268,7 +267,7 @@ def _prompt_of(argument: str | None) -> str:
 
 
 def _text_of(argument: str, what: str) -> str:
-    """An argument that is a text, or @ and the name of a file that has it."""
+    """The argument itself, or the content of the file after an @."""
     if not argument.startswith("@"):
         return argument
     try:

@@ -28,10 +28,10 @@ class RunStats:
         ttft_s: seconds from the request to the first token.
         tokens_per_second: new tokens after the first over the seconds they took; 0 for one token.
         expert_bytes_read: bytes of the distinct experts of every step.
-        hit_ratio: share of those experts that were in memory; None where all of them always are.
-        disk_bytes_read: bytes of the others, and of those that were expected to be needed.
+        hit_ratio: share of those experts that were in memory; None if nothing is offloaded.
+        disk_bytes_read: bytes read from disk, prefetched experts included.
         peak_rss_bytes: largest resident size of the process so far.
-        speculation: what drafts came to since the model was loaded; None where none are made.
+        speculation: statistics of drafts since the model was loaded; None without speculation.
     """
 
     prompt_tokens: int
@@ -70,10 +70,10 @@ def run(
     asked: Mapping[str, Any] | None = None,
     shown: Collection[int] = (),
 ) -> tuple[Completion, RunStats]:
-    """Continue one prompt, handing text to ``write`` as it comes, and measure it.
+    """Continue one prompt, pass new text to ``write``, and measure it.
 
     Args:
-        asked: fields of `SamplingParams` that are not the defaults.
+        asked: fields of `SamplingParams` that differ from the defaults.
         shown: special tokens that are part of the text.
     """
     params = None
@@ -133,7 +133,7 @@ def generate(
 
 
 def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
-    """``moe generate --batch``: 0 if every line was answered, 1 if some could not be."""
+    """``moe generate --batch``: 0 if every line was answered, 1 if some failed."""
     with open_files(source, target) as files:
         model = load(name, profile)
         total = sum(1 for line in files.source if line.strip())

@@ -1,4 +1,4 @@
-"""``moe calibrate``: the model reads a text; predictors are fitted and left beside the model."""
+"""``moe calibrate``: read a text with the model, fit predictors, and save them beside the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def calibrate_model(
     """Record a trace of the model reading a text, and fit predictors to it.
 
     Args:
-        text: best of the kind that the model will be used for.
+        text: preferably of the kind that the model will be used for.
         tokens: to read, in windows spread evenly over the text.
         on_step: called with the task, the steps done and all steps.
 
@@ -93,7 +93,7 @@ def calibrate(
     with step_bar() as on_step:
         trace = _recorded(model, content, tokens, on_step)
         unavailable = None
-        if compression is not None:  # a run that was stopped may have left the predictors
+        if compression is not None:  # an interrupted run may have saved the predictors already
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, on_step)

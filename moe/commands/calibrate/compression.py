@@ -1,13 +1,12 @@
-"""``moe calibrate --compression``: what each MoE layer loses at fewer bits, layer by layer.
+"""``moe calibrate --compression``: measure what each MoE layer loses at fewer bits.
 
-The trace has the rows that experts read. From these, `analyse` quantises a layer at every width as
-``moe convert`` would, measures the error of each expert, and reads a part of the text with that
-layer quantised and all others as they are: what the model's predictions lose. It writes a file for
-each layer and keeps those that are there, so that a run that was stopped goes on where it was.
+From the rows that experts read in the trace, `analyse` quantises a layer at every width as ``moe
+convert`` would, and measures the error of each expert. It also reads a part of the text with only
+that layer quantised, and measures the KL divergence of the predictions. It writes one file for each
+layer and keeps existing ones, so that an interrupted run can be continued.
 
-Memory does not grow with the number of layers or experts beyond the model itself: one layer's
-planes and a few whole experts are there at a time, and experts may stay on disk.
-Legend: T tokens of a window, E experts, W widths.
+Beyond the model itself, memory holds one layer's planes and a few whole experts at a time; experts
+may stay on disk. Legend: T tokens of a window, E experts, W widths.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from offload.layer import LayerExperts, OffloadedExperts, held_experts
 COMPRESSION_FOLDER = "compression"
 
 PIECE_WEIGHTS = 1 << 25
-"""Weights that `pieces` yields at a time: 128 MiB in float32, up to 16 times what a store keeps."""
+"""Weights that `pieces` yields at a time: 128 MiB in float32."""
 
 KEPT_BYTES = 256 << 20
-"""Memory for outputs of the original's experts; the rest is computed again for each layer."""
+"""Memory for outputs of the original experts; the others are computed again for each layer."""
 
 LANE_TOKENS = 2048
-"""Tokens of all lanes that run side by side: each lane holds its keys and values."""
+"""Tokens of all lanes that run together: each lane holds its keys and values."""
 
 _BIASES = ("gate_up_bias_EG", "down_bias_EH")
 _ORIGINAL = -1
@@ -70,11 +69,11 @@ def analyse(
     """Write the statistics of every MoE layer to `folder`; keep those of this trace already there.
 
     Args:
-        read_tokens: of the text, to measure what a layer's precision costs; at least one sequence.
+        read_tokens: tokens of the text to measure the KL divergence on; at least one sequence.
         group_size: of the quantisation.
 
     Returns:
-        One sentence for each layer where experts had too few tokens.
+        One sentence for each layer with experts that had too few tokens.
 
     Raises:
         CalibrationError: the trace has no rows, the model is not on the CPU, a layer's losses are
@@ -100,7 +99,7 @@ def analyse(
             except OSError as error:
                 raise CalibrationError(
                     f"cannot write the calibration to {path}: {error}; name another place with "
-                    "--out, and the same command goes on from here"
+                    "--out, and repeat the command: it continues from here"
                 ) from error
         if few := too_few(inputs, trace.num_experts[layer]):
             notices.append(
@@ -153,12 +152,12 @@ def _finished(path: Path, job: str) -> bool:
 
 
 def load_statistics(folder: Path, num_layers: int) -> list[LayerCalibration]:
-    """What `analyse` wrote. Raises `CalibrationError` if a layer is missing or damaged."""
+    """The files of `analyse`. Raises `CalibrationError` if a layer is missing or damaged."""
     return [load_layer(folder, layer) for layer in range(num_layers)]
 
 
 def load_layer(folder: Path, layer: int) -> LayerCalibration:
-    """What `analyse` wrote for one layer. Raises `CalibrationError` if missing or damaged."""
+    """The file of `analyse` for one layer. Raises `CalibrationError` if missing or damaged."""
     try:
         return LayerCalibration.load(layer_path(folder, layer))
     except StatisticsError as error:
@@ -189,12 +188,13 @@ def spread(trace: Trace, tokens: int) -> list[list[int]]:
 
 
 class LayerSensitivity:
-    """What predictions of a text lose when other experts take the place of one MoE layer's.
+    """Measures the KL divergence of predictions when other experts replace those of one MoE layer.
 
-    The original and all versions of the layer read side by side, each in a lane. Below the layer
-    they are one: the original's expert outputs go to all lanes, and are kept for the next layers.
-    Above it the lanes meet at each layer, so that experts are fetched once for all versions and
-    windows. The last layer and the logits run one lane at a time: logits take most memory.
+    The original and every version of the layer read the text together, each in its own lane. Below
+    the replaced layer all lanes are equal, so they share the original's expert outputs, which are
+    also kept for the next layers. Above it the lanes meet at each layer, so that each expert is
+    fetched once for all versions and windows. The last layer and the logits run one lane at a time,
+    because logits take most memory.
 
     Args:
         model: on the CPU.
@@ -208,7 +208,7 @@ class LayerSensitivity:
 
     @torch.inference_mode()
     def losses(self, layer: int, versions: Sequence[AnyExperts]) -> Tensor:
-        """``(len(versions),)`` float64: KL divergence in bits a token with each version.
+        """``(len(versions),)`` float64: KL divergence of each version, in bits per token.
 
         Raises:
             OffloadError: an expert cannot be read.
@@ -263,10 +263,10 @@ class LayerSensitivity:
         layer: int,
         calls: Sequence[ExpertCall],
     ) -> Sequence[Tensor | Exception]:
-        """Expert outputs for the lanes that wait at a layer: kept, a version's, or computed."""
+        """Expert outputs for the lanes that wait at a layer: kept ones, a version's, or new."""
         waiting = {id(lane.call): about for lane, about in lanes.items()}
         whose = [waiting[id(call)] for call in calls]
-        if layer < replaced:  # versions do not differ from the original yet
+        if layer < replaced:  # all lanes are still equal
             whose = [(window, _ORIGINAL) for window, _ in whose]
         rows: dict[tuple[int, int], Tensor | Exception] = {}
         others: dict[tuple[int, int], ExpertCall] = {}
@@ -294,7 +294,7 @@ class LayerSensitivity:
 
 
 def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]:
-    """All experts of a layer, a few at a time: their ids, and the weights they are served with.
+    """All experts of a layer, a few at a time: their ids and their weights, dequantised.
 
     Raises:
         OffloadError: an expert cannot be read.
@@ -304,11 +304,11 @@ def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]
     size = max(1, PIECE_WEIGHTS // weights)
     for start in range(0, layer.num_experts, size):
         ids = range(start, min(start + size, layer.num_experts))
-        yield ids, take_experts(layer, ids)
+        yield ids, copied_experts(layer, ids)
 
 
-def take_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
-    """Some experts of a layer, ids ascending, as a layer of their own. They may be on disk.
+def copied_experts(layer: LayerExperts, experts: Sequence[int]) -> ExpertWeights:
+    """Some experts of a layer, ids ascending, as a layer of their own; read from disk if needed.
 
     Raises:
         OffloadError: an expert cannot be read.

@@ -1,4 +1,4 @@
-"""Fit predictors to a trace: evidence sources on most of its sequences, weights on the others.
+"""Fit predictors to a trace: evidence sources on most of its sequences, their weights on the rest.
 
 Every fifth sequence is held out from the sources, so that the weights do not overrate a source that
 has memorised the text.
@@ -27,20 +27,15 @@ from routing.routers import RouterRule
 from routing.routing import Routing
 
 HELD_OUT_EVERY = 5
-"""One sequence in so many is held out from the sources."""
+"""One sequence in this many is held out from the sources."""
 
-_MAX_WEIGHED = 4096  # rows that weights are fitted on; more change nothing
+_MAX_WEIGHED = 4096  # rows to fit weights on; more change nothing
 _AGREES = 0.99  # share of tokens for which a gate must choose what the router chose
 
 
 @dataclass(frozen=True)
 class FoundGate:
-    """What is known of one MoE layer's router.
-
-    Attributes:
-        gate: None if it was not found.
-        reason: why not; empty if it was.
-    """
+    """The gate of one MoE layer, or None and the reason why it was not found."""
 
     gate: Gate | None
     reason: str = ""
@@ -49,8 +44,8 @@ class FoundGate:
 def find_gates(backbone: Backbone) -> list[FoundGate]:
     """The gate of each MoE layer, copied in float32 so that it outlives the model.
 
-    Without a gate, look-ahead is fitted to the router's choices alone and its raw form is not
-    available: `moe.describe.routers` says for which routers.
+    Without a gate, look-ahead is fitted to the router's choices alone, and its raw form is not
+    available; see `moe.describe.routers`.
     """
     return [FoundGate(_gate(found.selector), found.reason) for found in find_selectors(backbone)]
 
@@ -150,11 +145,11 @@ class _LookaheadFitter:
     Args:
         trace: with rows.
         found: for each MoE layer.
-        learn: ``(R,)`` bool, rows that may be learnt from.
+        learn: ``(R,)`` bool, the rows to fit on.
 
     Attributes:
-        rules: how each layer chooses; for an unknown gate, its mean number of experts a token.
-        unavailable: reasons by name of the missing source.
+        rules: each layer's router rule; for an unknown gate, top-k with its mean number of experts.
+        unavailable: name of each missing source -> why it is missing.
     """
 
     def __init__(self, trace: Trace, found: Sequence[FoundGate], learn: Tensor) -> None:
@@ -179,7 +174,7 @@ class _LookaheadFitter:
         ]
 
     def _confirmed(self, layer: int, found: FoundGate, chosen: Tensor) -> Gate | None:
-        """The gate, if it chooses from the experts' input what the router chose."""
+        """The gate, if on the experts' inputs it makes the router's choices."""
         reason = found.reason
         if found.gate is not None:
             agreed = found.gate.choose(floats(self._read[layer])) == chosen.numpy()

@@ -1,7 +1,7 @@
-"""Record a trace: the model reads windows of text, and the MoE layers tell where tokens go.
+"""Record a trace: the model reads windows of text, and each MoE layer's routing is kept.
 
-Memory is bounded: expert ids are small, and what the experts read is kept only for as many tokens,
-evenly spread over the text, as a budget allows.
+Memory is bounded: expert ids are small, and the experts' input rows are kept only for as many
+tokens, evenly spread over the text, as a budget allows.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PASS_TOKENS = 2048
 
 
 class TeacherForcedExperts:
-    """Routes tokens as a recorded trace did, in place of `MoELayers` in `record_trace`.
+    """Replaces `MoELayers` in `record_trace`, and routes tokens as a recorded trace did.
 
-    A compressed model that follows the original's routing shows each router rows that differ from
-    the original's by the errors of experts alone, not by other choices of earlier routers.
+    The rows that reach the routers of a compressed model then differ from the original's by the
+    errors of experts only, not by other choices of earlier routers.
 
     Args:
         layers: the experts of each layer.
@@ -109,7 +109,7 @@ def window_batches(windows: Sequence[Sequence[int]], tokens: int) -> Iterator[li
 
 
 class _Recorder:
-    """Runs the experts and keeps what passes by.
+    """Runs the experts and keeps the routing and samples of the rows.
 
     Attributes:
         done: tokens that all layers have read.
@@ -168,6 +168,6 @@ class _Recorder:
 
 
 def _stacked(parts: Sequence[Tensor], unused: int) -> Tensor:
-    """The rows of all passes; some routers take another number of slots in each pass."""
+    """The rows of all passes, padded: some routers choose a different K in each pass."""
     slots = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, slots - part.shape[1]), value=unused) for part in parts])

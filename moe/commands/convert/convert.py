@@ -44,7 +44,7 @@ from experts.store import layer_file_name, layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
-from moe.commands.convert.allotment import CALIBRATE_FIRST, BitBudget, allot
+from moe.commands.convert.bit_allocation import CALIBRATE_FIRST, BitBudget, allocate_bits
 from moe.commands.convert.repair import repair_routers
 from moe.errors import CalibrationError, CheckpointError
 from moe.loading.checkpoint import Checkpoint
@@ -144,7 +144,7 @@ class _Conversion:
         self._network = build_meta_model(self._config)
         check_experts(self._network)
         self._names = [name for name, _ in experts_modules(self._network)]
-        self._allotment = allot(self._network, self._settings, calibration, budget)
+        self._allotment = allocate_bits(self._network, self._settings, calibration, budget)
         if self._allotment is not None:
             most = {"expert_bits": self._allotment.most}
             self._settings = self._settings.model_copy(update=most)

@@ -1,4 +1,4 @@
-"""``moe eval``: how well a model predicts a text, and how far it is from the model it came from."""
+"""``moe eval``: how well a model predicts a text, and how it differs from the original model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from moe.commands.console import stdout_console
 from moe.commands.evaluate.policy_costs import (
     PolicyCost,
-    PolicyPrices,
+    PolicyCostMeter,
     alone_and_together,
     cost_table,
 )
@@ -30,11 +30,11 @@ class Quality:
     """How well a text is predicted.
 
     Attributes:
-        tokens, num_bytes: of the text that was read.
-        bits_per_byte: information of the text given the model, by its bytes.
+        tokens, num_bytes: size of the text that was read.
+        bits_per_byte: cross-entropy of the text over its bytes.
         perplexity: of a token.
-        difference: from the original model, where there is one.
-        policies: what each of the profile's routing policies costs, and self-contrast.
+        difference: from the original model, if there is one to compare with.
+        policies: the costs of the profile's routing policies and of self-contrast.
     """
 
     tokens: int
@@ -70,13 +70,13 @@ def evaluate(
     original: MoE | None = None,
     progress: bool = False,
 ) -> Quality:
-    """Read a text in windows of 512 tokens and score it, with the profile's routing policies as
-    for a prompt, and beside it with and without each policy.
+    """Read a text in windows of 512 tokens, as a prompt, and score it; then score each routing
+    policy of the profile against the model without policies.
 
     Args:
         text: at least two tokens.
         tokens: how many to read at most; None for all.
-        original: what to compare with, of the same vocabulary and experts.
+        original: model to compare with, of the same vocabulary and number of experts.
         progress: show a bar on stderr.
 
     Raises:
@@ -88,7 +88,7 @@ def evaluate(
     if original is not None:
         _check(model, original, text)
     score = Score()
-    prices = PolicyPrices(model, alone_and_together(model))
+    prices = PolicyCostMeter(model, alone_and_together(model))
     bar = {"console": Console(stderr=True), "disable": not progress, "transient": True}
     for window in track(windows, "reading", **bar):  # type: ignore[arg-type]
         before = None if original is None else read(original, window)

@@ -1,9 +1,9 @@
-"""What routing policies and self-contrast cost and save on a text, each against the model alone.
+"""What routing policies and self-contrast cost and save on a text, compared with the plain model.
 
-A policy may treat prompts and decoded tokens differently, so a text is read as either. A window of
-512 tokens in one pass says the same of tokens that are decoded together as many small passes do,
-since policies that share experts cut it into their own runs. What `resident` costs depends on what
-is in the cache while the text is read.
+A policy may treat prompts and decoded tokens differently, so the text is read once as each. One
+pass over a window of 512 tokens gives the same result as many small decode steps, because policies
+that share experts cut the window into their own runs. The cost of `resident` depends on what is in
+the cache while the text is read.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ WINDOW = 8
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """What a policy does to a text.
+    """The effect of a policy on a text.
 
     Attributes:
         policy: its specification; several, joined by `` + ``, for the chain of all.
-        phase: what the text was read as.
-        bits_per_byte, without: of the text with the policy, and with none.
-        kl_bits: divergence from the predictions without policies, bits a token.
+        phase: as which the text was read.
+        bits_per_byte, without: cross-entropy of the text with the policy, and without any.
+        kl_bits: KL divergence from the predictions without policies, in bits per token.
         top1_agreement: share of tokens with the same most likely next token.
-        distinct, distinct_without: experts that a layer reads for 8 consecutive tokens, mean.
-        dropped: share of the visits that are not made.
+        distinct, distinct_without: mean distinct experts of a layer for 8 consecutive tokens, with
+            the policy and without any.
+        dropped: share of (token, expert) pairs that the policy removes.
     """
 
     policy: str
@@ -51,13 +52,13 @@ class PolicyCost:
 
     @property
     def worse(self) -> float:
-        """By what share the text takes more bits."""
+        """Relative increase of the bits per byte."""
         return self.bits_per_byte / self.without - 1
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How the model is read: by policies, and with self-contrast if its profile asks for it."""
+    """A way to run the model: with a chain of policies, and with or without self-contrast."""
 
     chain: PolicyChain
     contrasted: bool = False
@@ -69,27 +70,25 @@ class Variant:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In which it does something; contrast alone makes no difference between them."""
+        """The phases in which its policies act; contrast alone is the same in both."""
         policies = self.chain.policies
         wanted = tuple(p for p in PHASES if any(p in policy.phases for policy in policies))
         return wanted or ("decode",)
 
 
 def alone_and_together(model: MoE) -> list[Variant]:
-    """Each lossy policy of a model's profile by itself, contrast by itself, and all of them."""
+    """Each lossy policy of a model's profile by itself, contrast by itself, and all together."""
     chain, contrasted = model.experts.policies, model.backbone.contrast is not None
     variants = [Variant(PolicyChain((policy,))) for policy in chain.policies if not policy.lossless]
     if contrasted:
         variants.append(Variant(PolicyChain(), contrasted))
-    return (
-        [*variants, Variant(chain, contrasted)]
-        if len(chain.policies) + contrasted > 1
-        else variants
-    )
+    if len(chain.policies) + contrasted > 1:
+        variants.append(Variant(chain, contrasted))
+    return variants
 
 
-class PolicyPrices:
-    """Reads windows in each of several variants, and plainly."""
+class PolicyCostMeter:
+    """Reads windows in each of several variants, and without policies."""
 
     def __init__(self, model: MoE, variants: Sequence[Variant]) -> None:
         self._model = model
@@ -97,7 +96,7 @@ class PolicyPrices:
         self._sums = [(each, phase, _Sums()) for each in variants for phase in each.phases]
 
     def add(self, window: Sequence[int]) -> None:
-        """Read one window in every variant."""
+        """Read a window in every variant."""
         if not self._sums:
             return
         with routed_by(self._model, PolicyChain()) as visited:
@@ -109,7 +108,7 @@ class PolicyPrices:
             sums.add(reading, plain, visited)
 
     def costs(self, num_bytes: int) -> tuple[PolicyCost, ...]:
-        """One for each policy and phase; ``num_bytes`` of the text that was read."""
+        """The cost of each variant in each of its phases, of a text of ``num_bytes``."""
         return tuple(
             sums.cost(variant.name, phase, self._plain, num_bytes)
             for variant, phase, sums in self._sums
@@ -117,13 +116,13 @@ class PolicyPrices:
 
 
 class _Sums:
-    """Of readings in one variant."""
+    """Sums over the readings of one variant."""
 
     def __init__(self) -> None:
         self._score = Score()
         self._visits, self._distinct, self._runs = 0, 0, 0
 
-    def add(self, reading: WindowReading, plain: WindowReading, visited: Visited) -> None:
+    def add(self, reading: WindowReading, plain: WindowReading, visited: VisitRecorder) -> None:
         self._score.add(reading, plain)
         experts_LTK = visited.of_tokens(len(reading.token_ids))
         self._visits += int((experts_LTK >= 0).sum())
@@ -146,7 +145,7 @@ class _Sums:
 
 
 def cost_table(costs: Sequence[PolicyCost]) -> Table:
-    """For people."""
+    """A table of the costs."""
     without, distinct = costs[0].without, costs[0].distinct_without
     table = Table(
         title=f"Policies; without any {without:.4f} bits per byte, and {distinct:.1f} experts of a "
@@ -171,8 +170,8 @@ def cost_table(costs: Sequence[PolicyCost]) -> Table:
 
 
 @dataclass(eq=False)
-class Visited(RoutingPolicy):
-    """Changes nothing, and remembers where the tokens of each layer went."""
+class VisitRecorder(RoutingPolicy):
+    """A routing policy that changes nothing and records the experts of each layer's tokens."""
 
     spec: str = "visited"
     expert_ids: dict[int, Tensor] = field(default_factory=dict)
@@ -182,17 +181,19 @@ class Visited(RoutingPolicy):
         return routing
 
     def of_tokens(self, count: int) -> Tensor:
-        """``(L, T, K)``, -1 for none, of the ``T`` tokens that were read last; in both readings of
-        each where there are two."""
+        """``(L, T, K)`` experts of the ``T`` tokens that were read last, -1 for none. With
+        self-contrast, which reads each token twice, K covers both readings."""
         rows = torch.stack([self.expert_ids[layer] for layer in sorted(self.expert_ids)])
         return torch.cat(rows.split(count, 1), -1)
 
 
 @contextmanager
-def routed_by(model: MoE, chain: PolicyChain, *, contrasted: bool = False) -> Iterator[Visited]:
-    """The model with other policies, and without contrast or with its own, while this is open;
-    gives where its tokens go then."""
-    own, visited = model.experts.policies, Visited()
+def routed_by(
+    model: MoE, chain: PolicyChain, *, contrasted: bool = False
+) -> Iterator[VisitRecorder]:
+    """Run the model with other policies, and without self-contrast unless ``contrasted``; gives the
+    experts that its tokens visit."""
+    own, visited = model.experts.policies, VisitRecorder()
     model.experts.set_policies(PolicyChain((*chain.policies, visited)))
     once = nullcontext() if contrasted else uncontrasted(model.backbone, model.experts)
     try:
@@ -203,7 +204,7 @@ def routed_by(model: MoE, chain: PolicyChain, *, contrasted: bool = False) -> It
 
 
 def distinct_experts(visited_LTK: Tensor, tokens: int) -> Tensor:
-    """``(L, T // tokens)`` int64: experts that each whole run of so many tokens visits."""
+    """``(L, T // tokens)`` int64: distinct experts of each run of ``tokens`` tokens."""
     layers, count, slots = visited_LTK.shape
     whole = visited_LTK[:, : count // tokens * tokens]
     runs = whole.reshape(layers, count // tokens, tokens * slots)

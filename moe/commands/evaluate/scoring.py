@@ -1,8 +1,8 @@
-"""How well a model reads a text, window by window, and how that differs from another reading.
+"""Score a model on a text, window by window, and compare it with another reading of the same text.
 
-A reading keeps log probabilities and chosen experts. Layers may be replaced for a reading, so that
-the effect of one layer's precision is measured without a second model. Legend: T tokens of a
-window, V vocabulary, L MoE layers, K experts a token.
+A `WindowReading` has the log probabilities and the chosen experts of a window. A reading may
+replace the experts of some layers, which measures the effect of one layer's precision without a
+second model. Legend: T tokens of a window, V vocabulary, L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from moe.speculate.contrast import uncontrasted
 from routing import Phase, Routing
 
 WINDOW = 512
-"""Tokens that are read together, at most; the first of a window is known, not predicted."""
+"""Most tokens of a window; its first token is not predicted."""
 
-_ROWS = 64  # compared at once: for a large vocabulary a window's rows are as large as a layer
+_ROWS = 64  # compared at once: with a large vocabulary, a window's rows are as large as a layer
 
 
 @dataclass(frozen=True, eq=False)
 class WindowReading:
-    """What a model made of a window.
+    """A model's output for a window.
 
     Attributes:
         token_ids: T of them.
         logprobs_TV: float32, of the token after each.
-        experts_LTK: those that the routers chose for each token, ascending; -1 for none.
+        experts_LTK: the experts that the routers chose for each token, ascending; -1 for none.
         weights_LTK: float32, their routing weights.
     """
 
@@ -55,20 +55,19 @@ class WindowReading:
 
 
 def read_text(path: Path) -> str:
-    """What ``--text`` names, to the byte. Raises `RequestError` where it cannot be read."""
+    """The text of a file. Raises `RequestError` if it cannot be read."""
     try:
-        return path.read_bytes().decode()  # `Path.read_text` makes one character of "\r\n"
+        return path.read_bytes().decode()  # `Path.read_text` would change "\r\n" to "\n"
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read the text {path}: {error}") from error
 
 
 def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[int]]:
-    """The text's tokens, the first `tokens` of them, in windows that overlap by one token.
-
-    So each token but the first is predicted once.
+    """The first ``tokens`` tokens of a text, in windows that overlap by one token, so that each
+    token but the first is predicted once.
 
     Raises:
-        RequestError: the context has no room for a token and one before it.
+        RequestError: the model's context is a single token.
     """
     ids = model.codec.encode(text)[:tokens] if text else []
     size = min(WINDOW, model.context_length or WINDOW)
@@ -89,14 +88,13 @@ def read(
     routed_as: WindowReading | None = None,
     phase: Phase = "prefill",
 ) -> WindowReading:
-    """Read one window. Under self-contrast, what cannot be drawn (`moe.speculate.contrast`) keeps
-    the probability that it has without, so that every text has a score.
+    """Read one window. Tokens that self-contrast excludes (`moe.speculate.contrast`) keep their
+    probability without contrast, so that every text has a score.
 
     Args:
-        instead: experts in place of the model's own, by layer.
-        routed_as: a reading of the same tokens, to whose experts they are sent; None: to those
-            that the model's routers choose.
-        phase: what routing policies take the tokens for.
+        instead: experts that replace the model's own, by layer.
+        routed_as: a reading of the same tokens, whose routing is used instead of the routers'.
+        phase: the phase that routing policies see.
     """
     if model.backbone.contrast is None:
         return _read(model, token_ids, instead or {}, routed_as, phase)
@@ -109,9 +107,12 @@ def read(
 
 
 def _read(
-    model: MoE, token_ids: Sequence[int], instead: Mapping[int, AnyExperts],
-    routed_as: WindowReading | None, phase: Phase,
-) -> WindowReading:  # fmt: skip
+    model: MoE,
+    token_ids: Sequence[int],
+    instead: Mapping[int, AnyExperts],
+    routed_as: WindowReading | None,
+    phase: Phase,
+) -> WindowReading:
     chosen: dict[int, Routing] = {}
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
@@ -152,7 +153,7 @@ class Difference:
     Attributes:
         kl: mean over tokens of KL(original || other), in bits.
         agreement: share of tokens whose most likely next token is the same.
-        routing: of each MoE layer, the share of the original's chosen experts that still are.
+        routing: for each MoE layer, the share of the original's chosen experts that are chosen.
     """
 
     kl: float
@@ -161,7 +162,7 @@ class Difference:
 
 
 class Score:
-    """Sums over readings, and their differences from an original's where there is one."""
+    """Sums over readings and over their differences from the original's readings."""
 
     def __init__(self) -> None:
         self.bits = 0.0

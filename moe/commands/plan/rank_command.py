@@ -23,10 +23,10 @@ from moe.commands.plan.ranks import (
     RankForecast,
     RankPlan,
     Traffic,
-    drawn_steps,
     loads_of,
     recommend,
     traffic,
+    uniform_steps,
 )
 from moe.commands.plan.speeds import Link, given_link, measure_link, memory_speed
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
@@ -167,7 +167,7 @@ def expected_traffic(
     if isinstance(locality, TracedRouting):
         steps_SLBK = locality.steps(batch)
     else:
-        steps_SLBK = drawn_steps(sizes, batch)
+        steps_SLBK = uniform_steps(sizes, batch)
     return traffic(placements, steps_SLBK[len(steps_SLBK) // 2 :])
 
 

@@ -331,7 +331,7 @@ def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
     return Traffic(*np.mean(found, axis=0).tolist())
 
 
-def drawn_steps(sizes: DecodeSizes, batch: int) -> Ints:
+def uniform_steps(sizes: DecodeSizes, batch: int) -> Ints:
     """``(S, L, B, K)`` where every expert is as likely as any other."""
     rng = np.random.default_rng(0)
     width = max(round(sizes.top_k), 1)

@@ -1,5 +1,5 @@
-"""``moe trace``: what a model's routing looks like on a text.
+"""``moe trace``: measure a model's routing on a text.
 
-The questions are those of OpenMoE and of what lives on locality: caches, shared
-experts, prediction. Measured on a trace (`moe.calibration.trace`), for any model that loads.
+The measurements are those of OpenMoE, and those that caches, expert sharing and prediction depend
+on. They are made on a trace (`moe.calibration.trace`), for any model that loads.
 """

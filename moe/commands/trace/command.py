@@ -1,4 +1,4 @@
-"""``moe trace``: read a text, and say how its tokens are routed."""
+"""``moe trace``: read a text, and report how its tokens are routed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe.commands.console import OnStep, stdout_console, step_bar
 from moe.commands.evaluate.scoring import WINDOW, read_text
 from moe.commands.trace.findings import Findings, analyse
 from moe.commands.trace.plots import draw
-from moe.commands.trace.report import html, sheets
+from moe.commands.trace.report import html, report_tables
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
@@ -45,7 +45,7 @@ def trace_model(
 
 
 def write(findings: Findings, folder: Path) -> Path:
-    """Plots, numbers and the report into a folder; returns the report.
+    """Write plots, numbers and the report to a folder; returns the path of the report.
 
     Raises:
         RequestError: the folder cannot be written.
@@ -83,7 +83,7 @@ def run(
         print(json.dumps(findings.as_json()))
     else:
         console = stdout_console()
-        for sheet in sheets(findings):
+        for sheet in report_tables(findings):
             console.print(sheet.table())
             console.print(sheet.says, style="dim", markup=False)
     if out is not None:
@@ -92,7 +92,7 @@ def run(
 
 
 def _check_folder(folder: Path) -> None:
-    """Before anything takes time."""
+    """Make the folder for the report, before the model is loaded."""
     if find_spec("matplotlib") is None:
         raise RequestError("--out needs matplotlib: pip install matplotlib")
     try:

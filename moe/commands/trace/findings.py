@@ -148,7 +148,7 @@ def _layer(
     top_k = float((ids >= 0).sum() / len(ids))
     segments = visits(ids, lengths, SEGMENT, experts)
     slots = [max(round(times * top_k), 1) for times in CACHES]
-    lift = together(ids, experts)
+    lift = coactivation_lift(ids, experts)
     return LayerFindings(
         num_experts=experts,
         top_k=top_k,
@@ -268,7 +268,7 @@ def overflow(
     return over / np.maximum(all_visits, 1)
 
 
-def together(ids: Ids, num_experts: int) -> Floats:
+def coactivation_lift(ids: Ids, num_experts: int) -> Floats:
     """``(E, E)``: how many times as often as by chance two experts serve the same token (lift); nan
     on the diagonal and for experts that serve none."""
     chosen = np.zeros((len(ids), num_experts + 1), np.float32)

@@ -57,7 +57,7 @@ def _company(figure: Any, findings: Findings) -> None:
         axes.set_axis_off()
     for axes, index in zip(panels.flat, shown, strict=False):
         image = axes.imshow(
-            by_company(findings.layers[index].lift), interpolation="nearest", cmap="coolwarm",
+            by_coactivation(findings.layers[index].lift), interpolation="nearest", cmap="coolwarm",
             vmin=-_STRONGEST, vmax=_STRONGEST,
         )  # fmt: skip
         axes.set_facecolor("lightgrey")
@@ -69,7 +69,7 @@ def _company(figure: Any, findings: Findings) -> None:
     bar.ax.set_yticklabels([f"{2.0**power:g}" for power in ticks])
 
 
-def by_company(lift: Floats) -> Floats:
+def by_coactivation(lift: Floats) -> Floats:
     """Powers of two, experts in the order of a chain: after each the one that it goes with most."""
     with np.errstate(divide="ignore"):
         times = np.log2(lift)

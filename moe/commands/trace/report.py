@@ -19,7 +19,7 @@ _EIGHT = RUNS.index(8)
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ReportTable:
     """A titled table of texts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Sheet:
         return table
 
 
-def sheets(findings: Findings) -> list[Sheet]:
+def report_tables(findings: Findings) -> list[ReportTable]:
     """Every table, in the order of the report."""
     return [
         _tokens(findings),
@@ -58,8 +58,8 @@ def sheets(findings: Findings) -> list[Sheet]:
     ]
 
 
-def _tokens(findings: Findings) -> Sheet:
-    return Sheet(
+def _tokens(findings: Findings) -> ReportTable:
+    return ReportTable(
         "tokens",
         "How far the token determines the expert, %",
         "Explained: share of the uncertainty about an expert that the token's id takes away. The "
@@ -74,8 +74,8 @@ def _tokens(findings: Findings) -> Sheet:
     )  # fmt: skip
 
 
-def _context(findings: Findings) -> Sheet:
-    return Sheet(
+def _context(findings: Findings) -> ReportTable:
+    return ReportTable(
         "context",
         "Stability across contexts, %",
         "Experts in common of two occurrences of the same token, of the same token after the same "
@@ -88,8 +88,8 @@ def _context(findings: Findings) -> Sheet:
     )
 
 
-def _load(findings: Findings) -> Sheet:
-    return Sheet(
+def _load(findings: Findings) -> ReportTable:
+    return ReportTable(
         "load",
         "Load of experts",
         "MaxVio: heaviest load over the mean, minus 1. Unused: experts that no token visits. "
@@ -103,8 +103,8 @@ def _load(findings: Findings) -> Sheet:
     )
 
 
-def _company(findings: Findings) -> Sheet:
-    return Sheet(
+def _company(findings: Findings) -> ReportTable:
+    return ReportTable(
         "company",
         "Experts that serve the same tokens",
         "The pairs of experts that go together most beyond chance, and how many times as often as "
@@ -118,7 +118,7 @@ def _company(findings: Findings) -> Sheet:
     )  # fmt: skip
 
 
-def _coverage(findings: Findings) -> Sheet:
+def _coverage(findings: Findings) -> ReportTable:
     def means(name: str) -> list[float]:
         return [
             findings.mean(lambda own: getattr(own, name)[i] / own.num_experts)  # noqa: B023
@@ -128,7 +128,7 @@ def _coverage(findings: Findings) -> Sheet:
     def row(title: str, name: str) -> tuple[str, ...]:
         return (title, *map(_percent, means(name)))
 
-    return Sheet(
+    return ReportTable(
         "coverage",
         "Share of a layer's experts that tokens need together, %",
         "The law N(t) = E (1 - (1 - K/E)^t) is for even, independent routing. What consecutive "
@@ -144,8 +144,8 @@ def _coverage(findings: Findings) -> Sheet:
     )
 
 
-def _consistency(findings: Findings) -> Sheet:
-    return Sheet(
+def _consistency(findings: Findings) -> ReportTable:
+    return ReportTable(
         "consistency",
         "Local routing consistency, %",
         f"Segments of {SEGMENT} tokens. Cache: hits of an oracle's cache that holds what the "
@@ -160,9 +160,9 @@ def _consistency(findings: Findings) -> Sheet:
     )  # fmt: skip
 
 
-def _position(findings: Findings) -> Sheet:
+def _position(findings: Findings) -> ReportTable:
     share = [findings.mean(lambda own: own.overflow[i]) for i in range(PARTS)]  # noqa: B023
-    return Sheet(
+    return ReportTable(
         "position",
         "Drop towards the end, %",
         f"Visits beyond a capacity of {CAPACITY} times an equal share, by tenths of a sequence, "
@@ -236,4 +236,4 @@ def html(findings: Findings, images: Mapping[str, bytes]) -> str:
     """
     page = Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
     inline = {name: b64encode(image).decode() for name, image in images.items()}
-    return page.render(findings=findings, sheets=sheets(findings), images=inline)
+    return page.render(findings=findings, sheets=report_tables(findings), images=inline)

@@ -22,8 +22,8 @@ from moe.commands.calibrate.compression import (
     pieces,
 )
 from moe.commands.calibrate.record import record_trace
-from moe.commands.convert import allotment
-from moe.commands.convert.allotment import BitBudget
+from moe.commands.convert import bit_allocation
+from moe.commands.convert.bit_allocation import BitBudget
 from moe.commands.convert.convert import convert
 from moe.commands.convert.inspect_store import bit_map, draw, expert_bytes
 from moe.commands.evaluate.scoring import read
@@ -44,7 +44,7 @@ def folder(model: MoE, trace: Trace, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture
 def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who a calibration belongs to is another test's matter."""
-    monkeypatch.setattr(allotment, "load_manifest", lambda *_: None)
+    monkeypatch.setattr(bit_allocation, "load_manifest", lambda *_: None)
 
 
 @pytest.mark.parametrize("budget", ["nan", "inf", "-1", "0"])
@@ -199,7 +199,7 @@ def test_inspect_shows_and_draws_the_bits(
 def test_a_manifest_with_bits_that_do_not_fit_is_refused(
     path: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allotment, "load_manifest", lambda *_: None)
+    monkeypatch.setattr(bit_allocation, "load_manifest", lambda *_: None)
     monkeypatch.setattr("experts.manifest._digest", lambda _: "")
     store = convert(
         path, tmp_path / "store", SETTINGS, calibration=folder, budget=BitBudget(bits=5.5)

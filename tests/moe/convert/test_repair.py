@@ -27,7 +27,7 @@ from moe.cli import main
 from moe.commands.calibrate.compression import analyse, layer_path
 from moe.commands.calibrate.record import record_trace
 from moe.commands.convert import convert
-from moe.commands.convert.allotment import BitBudget
+from moe.commands.convert.bit_allocation import BitBudget
 from moe.commands.convert.repair import repaired
 from moe.errors import CalibrationError
 from moe.settings import ModelSettings

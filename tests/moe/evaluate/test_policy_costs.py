@@ -12,7 +12,7 @@ import torch
 from moe import MoE
 from moe.cli import main
 from moe.commands.evaluate.command import evaluate
-from moe.commands.evaluate.policy_costs import PolicyPrices, Variant, distinct_experts
+from moe.commands.evaluate.policy_costs import PolicyCostMeter, Variant, distinct_experts
 from moe.commands.evaluate.scoring import read
 from routing import PolicyChain, parse_policies
 
@@ -52,7 +52,7 @@ def test_policies_that_change_nothing_cost_nothing() -> None:
     model = MoE.from_pretrained(DEMO)
     chain = parse_policies(["top_p:1", "top_k:4"], lossless=False)
     ways = [*(Variant(PolicyChain((own,))) for own in chain.policies), Variant(chain)]
-    prices = PolicyPrices(model, ways)
+    prices = PolicyCostMeter(model, ways)
     prices.add(model.codec.encode(TEXT)[:100])
     for cost in prices.costs(400):
         assert (cost.worse, cost.kl_bits, cost.dropped, cost.top1_agreement) == (0, 0, 0, 1)

@@ -26,12 +26,12 @@ from moe.commands.plan.ranks import (
     RankForecast,
     RankPlan,
     Traffic,
-    drawn_steps,
     exchanges,
     loads_of,
     recommend,
     step_traffic,
     traffic,
+    uniform_steps,
 )
 from moe.commands.plan.speeds import Link, given_link, measure_link
 from moe.commands.plan.traced_routing import TracedRouting
@@ -68,14 +68,14 @@ def test_a_step_sends_each_token_once_to_each_rank_that_serves_it(
 
 def test_random_routing_goes_to_as_many_ranks_as_chance_says() -> None:
     """R (1 - (1 - 1/R)^K) ranks a token with experts spread evenly, 1/R of them its own."""
-    steps = drawn_steps(replace(SIZES, experts=256), 256)
+    steps = uniform_steps(replace(SIZES, experts=256), 256)
     found = traffic([first_placement("linear", 256, 8, 0.0)] * steps.shape[1], steps)
     assert found.pairs == pytest.approx(8 * (1 - (7 / 8) ** 8) * 7 / 8, rel=0.03)
     assert found.slots == pytest.approx(8 * 7 / 8, rel=0.03)
 
 
 def test_copies_level_ranks_and_keep_tokens_at_home() -> None:
-    steps = drawn_steps(SIZES, 64)
+    steps = uniform_steps(SIZES, 64)
     seen = loads_of(steps, 64)
     without, with_copies = (
         traffic([first_placement("packed", 64, 4, share, own_SE) for own_SE in seen], steps)
@@ -233,4 +233,4 @@ def test_what_is_said_of_ranks_wants_ranks(
     option: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", str(store), option]) == 2
-    assert "--nodes, --link and --network are about several ranks; add" in capsys.readouterr().err
+    assert "--nodes, --link and --network describe several ranks; add" in capsys.readouterr().err

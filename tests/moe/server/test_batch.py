@@ -253,12 +253,14 @@ def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path) -> None:
             pass
 
     refused(files.source, files.source, "are the same file")
-    refused(files.source, Path("/dev/zero"), r"/dev/zero is no file")  # it has no last answer
+    refused(
+        files.source, Path("/dev/zero"), r"/dev/zero is not a regular file"
+    )  # it has no last answer
     refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
     notes.write_text("my notes")  # one line without an end, which no kill has left
     refused(files.source, notes, r"line 1 of .*notes.txt is not an answer of a batch")
     reading, writing = os.pipe()  # as of <(jq ...) in a shell
-    refused(Path(f"/dev/fd/{reading}"), files.target, "is no file but a pipe")
+    refused(Path(f"/dev/fd/{reading}"), files.target, "is a pipe, and")
     os.close(reading)
     os.close(writing)
     refused(tmp_path / "absent", files.target, r"cannot use .*absent: No such file")

@@ -10,8 +10,8 @@ import torch
 
 from moe.calibration.trace import Trace
 from moe.commands.trace.findings import Findings, analyse
-from moe.commands.trace.plots import by_company, draw
-from moe.commands.trace.report import html, sheets
+from moe.commands.trace.plots import by_coactivation, draw
+from moe.commands.trace.report import html, report_tables
 
 
 def found(tokens: int, lengths: list[int], *, visited: bool = True) -> Findings:
@@ -35,10 +35,14 @@ def found(tokens: int, lengths: list[int], *, visited: bool = True) -> Findings:
 def test_whatever_is_there_is_shown(tokens: int, lengths: list[int], visited: bool) -> None:
     findings = found(tokens, lengths, visited=visited)
     json.dumps(findings.as_json(), allow_nan=False)
-    for sheet in sheets(findings):
+    for sheet in report_tables(findings):
         assert all(len(row) == len(sheet.columns) for row in sheet.rows)
     images = draw(findings)
-    assert html(findings, images).count("data:image/png") == len(images) == len(sheets(findings))
+    assert (
+        html(findings, images).count("data:image/png")
+        == len(images)
+        == len(report_tables(findings))
+    )
 
 
 def test_what_is_unknown_is_null() -> None:
@@ -55,7 +59,7 @@ def test_experts_that_go_together_are_drawn_side_by_side() -> None:
     for some in ([0, 3, 5], [1, 2, 4]):
         lift[np.ix_(some, some)] = 4.0
     np.fill_diagonal(lift, np.nan)
-    shown = by_company(lift)
+    shown = by_coactivation(lift)
     assert np.isnan(np.diag(shown)).all()
     together = np.nan_to_num(shown, nan=2.0) == 2
     assert together[:3, :3].all()

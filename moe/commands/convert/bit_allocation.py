@@ -51,7 +51,7 @@ class BitBudget:
 
 
 @dataclass(frozen=True)
-class Allotment:
+class BitAllocation:
     """How a conversion quantises its experts.
 
     Attributes:
@@ -86,12 +86,12 @@ class Allotment:
         return digest.hexdigest()
 
 
-def allot(
+def allocate_bits(
     network: PreTrainedModel,
     settings: ModelSettings,
     calibration: Path | None,
     budget: BitBudget | None,
-) -> Allotment | None:
+) -> BitAllocation | None:
     """Choose the bits of every expert; None where nothing was calibrated.
 
     Args:
@@ -123,14 +123,14 @@ def allot(
                 f"{found[1]}, the model has {count} with {shape.hidden}; run moe calibrate again"
             )
     if budget is not None:
-        return Allotment(calibration, choose_bits(layers, shapes, counts, budget), False)
+        return BitAllocation(calibration, choose_bits(layers, shapes, counts, budget), False)
     bits = settings.expert_bits or PREFIX_BITS[-1]
     if not quantizes(bits):
         raise CalibrationError(
             f"experts of {bits} bits are kept whole, which a calibration does nothing for; leave "
             "out --calibration, or choose 2, 3, 4 or 8 bits"
         )
-    return Allotment(calibration, tuple((bits,) * count for count in counts), True)
+    return BitAllocation(calibration, tuple((bits,) * count for count in counts), True)
 
 
 def choose_bits(
