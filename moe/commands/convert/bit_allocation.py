@@ -1,4 +1,4 @@
-"""Bits of every expert of a model under a budget, from what calibration has found out."""
+"""Choose the bits of every expert under a budget, by the losses that calibration measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALIBRATE_FIRST = "run moe calibrate MODEL --text FILE --compression and add --c
 
 @dataclass(frozen=True)
 class BitBudget:
-    """What all experts together may take: bits a weight on average, scales included, or GiB."""
+    """Size limit of all experts: mean bits per weight, scales included, or GiB."""
 
     bits: float | None = None
     gib: float | None = None
@@ -43,7 +43,7 @@ class BitBudget:
                 )
 
     def nbytes(self, weights: int) -> int:
-        """Bytes for so many weights."""
+        """The budget in bytes, for this number of weights."""
         if self.gib is not None:
             return int(self.gib * GIB)
         assert self.bits is not None
@@ -55,9 +55,9 @@ class BitAllocation:
     """How a conversion quantises its experts.
 
     Attributes:
-        folder: the calibration.
+        folder: of the calibration.
         bits: of each expert of each MoE layer.
-        uniform: all have the same, and may be read at fewer.
+        uniform: all experts have the same bits, and may be read at fewer.
     """
 
     folder: Path
@@ -65,12 +65,12 @@ class BitAllocation:
     uniform: bool
 
     def quantize(self, layer: int, whole: ExpertWeights, group_size: int) -> QuantizedExperts:
-        """A layer's experts. Raises ValueError where its weights cannot be quantised."""
+        """A layer's experts. Raises ValueError if its weights cannot be quantised."""
         inputs = load_layer(self.folder, layer).inputs
         return quantize_calibrated(whole, inputs, self.bits[layer], group_size, nested=self.uniform)
 
     def stored_bits(self, layer: int) -> tuple[int, ...] | None:
-        """What a store notes of a layer: None where one number says it all."""
+        """The bits that a store records for a layer; None if all experts have the same."""
         return None if self.uniform else self.bits[layer]
 
     @property
@@ -79,7 +79,7 @@ class BitAllocation:
 
     @property
     def digest(self) -> str:
-        """Of the bits and of the calibration: what a conversion's result depends on."""
+        """Digest of the bits and of the calibration."""
         digest = hashlib.sha256(repr(self.bits).encode())
         for layer in range(len(self.bits)):
             digest.update(layer_path(self.folder, layer).read_bytes())
@@ -92,24 +92,22 @@ def allocate_bits(
     calibration: Path | None,
     budget: BitBudget | None,
 ) -> BitAllocation | None:
-    """Choose the bits of every expert; None where nothing was calibrated.
+    """Choose the bits of every expert; None without a calibration.
 
     Args:
         network: on meta.
-        settings: bits of all experts where there is no budget, and the group size.
+        settings: bits of all experts if there is no budget, and the group size.
         calibration: folder of a calibration with ``compression``.
         budget: see `BitBudget`.
 
     Raises:
-        CalibrationError: there is no such calibration, it is another model's, or no choice of bits
-            fits into the budget.
+        CalibrationError: the calibration is missing or another model's, or no choice of bits meets
+            the budget.
     """
     if calibration is None:
         if budget is None:
             return None
-        raise CalibrationError(
-            "a budget of bits wants a calibration to spend it by: " + CALIBRATE_FIRST
-        )
+        raise CalibrationError("a budget of bits needs a calibration: " + CALIBRATE_FIRST)
     modules = [module for _, module in experts_modules(network)]
     counts = [module.num_experts for module in modules]
     shapes = [expert_shape(module, settings.group_size) for module in modules]
@@ -119,7 +117,7 @@ def allocate_bits(
         found = len(statistics.frequency_E), statistics.inputs.hidden_TH.shape[1]
         if found != (count, shape.hidden):
             raise CalibrationError(
-                f"{layer_path(calibration, layer)} is of {found[0]} experts with hidden size "
+                f"{layer_path(calibration, layer)} has {found[0]} experts with hidden size "
                 f"{found[1]}, the model has {count} with {shape.hidden}; run moe calibrate again"
             )
     if budget is not None:
@@ -127,8 +125,8 @@ def allocate_bits(
     bits = settings.expert_bits or PREFIX_BITS[-1]
     if not quantizes(bits):
         raise CalibrationError(
-            f"experts of {bits} bits are kept whole, which a calibration does nothing for; leave "
-            "out --calibration, or choose 2, 3, 4 or 8 bits"
+            f"experts of {bits} bits are not quantised, so a calibration has no effect; leave out "
+            "--calibration, or choose 2, 3, 4 or 8 bits"
         )
     return BitAllocation(calibration, tuple((bits,) * count for count in counts), True)
 
@@ -139,7 +137,7 @@ def choose_bits(
     counts: Sequence[int],
     budget: BitBudget,
 ) -> tuple[tuple[int, ...], ...]:
-    """Bits of each expert of each layer; raises `CalibrationError` where the budget cannot be met.
+    """Bits of each expert of each layer; raises `CalibrationError` if the budget cannot be met.
 
     Args:
         shapes, counts: of the experts of each layer, with the group size of the store.
@@ -157,8 +155,8 @@ def choose_bits(
             for at in (0, -1)
         )
         raise CalibrationError(
-            f"{error}: between {least:.3g} and {most:.3g} bits a weight can be had, scales "
-            f"included, and {8 * budget.nbytes(total) / total:.3g} were asked for"
+            f"{error}: between {least:.3g} and {most:.3g} bits per weight are possible, scales "
+            f"included, and the budget is {8 * budget.nbytes(total) / total:.3g}"
         ) from error
     bits = np.array(PREFIX_BITS)[choice]
     return tuple(tuple(own.tolist()) for own in np.split(bits, np.cumsum(counts)[:-1]))

@@ -1,8 +1,8 @@
-"""``moe convert``: from any checkpoint to a store, one MoE layer in memory at a time.
+"""``moe convert``: convert a checkpoint to a store, one MoE layer in memory at a time.
 
-Everything is written into ``OUT.unfinished``, file by file; each finished file is noted in a
-journal there, so that a conversion that was stopped goes on where it was. The manifest comes last,
-and then the directory gets its name: there is no store before there is all of it.
+The files are written to ``OUT.unfinished``; a journal there records each finished one, so that an
+interrupted conversion can be continued. The manifest is written last, and then the directory is
+renamed to ``OUT``: a store exists only when it is complete.
 """
 
 from __future__ import annotations
@@ -75,23 +75,23 @@ def convert(
     progress: bool | Report = False,
     on_notice: Callable[[str], object] = lambda _: None,
 ) -> Path:
-    """Convert a checkpoint to a store, whose directory is returned; goes on with a conversion that
-    was stopped.
+    """Convert a checkpoint to a store; returns its directory. Continues an interrupted conversion.
 
     Args:
         model: directory or hub id.
         out: directory of the store; must not exist.
-        settings: bits and group size; null bits stand for 8.
-        calibration: folder of a calibration with ``compression``; experts are then compensated.
-        budget: what experts may take, in place of ``expert_bits``; wants a calibration.
-        repair: see `moe.commands.convert.repair`; wants a calibration. The store is loaded for it.
+        settings: bits and group size; bits of null are 8.
+        calibration: folder of a calibration with ``compression``; experts are then quantised with
+            error compensation.
+        budget: size limit of the experts, instead of ``expert_bits``; needs a calibration.
+        repair: see `moe.commands.convert.repair`; needs a calibration, and loads the store.
         progress, on_notice: see `moe.loading.progress.reporting`; called with notices.
 
     Raises:
         CheckpointError: the model cannot be read, `out` exists, or the disk is full or fails.
-        CalibrationError: the calibration is absent or another model's, or the budget impossible.
-        UnsupportedModelError: the architecture is unknown or has nothing to take over.
-        KeyboardInterrupt: says what is kept.
+        CalibrationError: the calibration is missing or another model's, or the budget impossible.
+        UnsupportedModelError: the architecture is unknown or has no experts that we can convert.
+        KeyboardInterrupt: the message says what is kept.
     """
     source, target = resolve_model(model), Path(out).expanduser()
     if target.exists():
@@ -99,7 +99,7 @@ def convert(
     if is_store(source):
         raise CheckpointError(f"{source} is a store already; convert the original checkpoint")
     if repair and calibration is None:
-        raise CalibrationError("repairing routers wants a calibration: " + CALIBRATE_FIRST)
+        raise CalibrationError("repairing routers needs a calibration: " + CALIBRATE_FIRST)
     work = target.with_name(f"{target.name}.unfinished")
     try:
         with reporting(progress) as report:
@@ -122,11 +122,11 @@ def convert(
 def _what_is_kept(work: Path) -> str:
     if not (work / JOURNAL_NAME).exists():
         return ""
-    return f"; what is finished is kept in {work}, and the same command goes on from there"
+    return f"; finished files are kept in {work}, and the same command continues from there"
 
 
 class _Conversion:
-    """One run: reads the checkpoint in `source`, adds to what `work` has, and completes it."""
+    """One run: converts the layers of `source` that `work` lacks, and completes the store."""
 
     def __init__(
         self,
@@ -144,9 +144,9 @@ class _Conversion:
         self._network = build_meta_model(self._config)
         check_experts(self._network)
         self._names = [name for name, _ in experts_modules(self._network)]
-        self._allotment = allocate_bits(self._network, self._settings, calibration, budget)
-        if self._allotment is not None:
-            most = {"expert_bits": self._allotment.most}
+        self._allocation = allocate_bits(self._network, self._settings, calibration, budget)
+        if self._allocation is not None:
+            most = {"expert_bits": self._allocation.most}
             self._settings = self._settings.model_copy(update=most)
 
     def run(self, repair_by: Path | None, on_notice: Callable[[str], object]) -> None:
@@ -158,7 +158,7 @@ class _Conversion:
                 "version": VERSION,
                 "settings": {key: getattr(self._settings, key) for key in PRECISION_KEYS},
                 "group_size": self._settings.group_size,
-                "allotment": self._allotment and self._allotment.digest,
+                "allotment": self._allocation and self._allocation.digest,
                 "files": checkpoint.fingerprint(),
             }
             with Journal(self._work, job) as self._journal:
@@ -169,7 +169,7 @@ class _Conversion:
                     self._complete()
 
     def _complete(self) -> None:
-        """Write what is not experts, and the manifest."""
+        """Write everything except experts, and the manifest."""
         trunk = write_trunk(self._network, self._work / TRUNK_NAME)
         copy_files(self._source, self._work)
         finished = [
@@ -186,7 +186,7 @@ class _Conversion:
         write_manifest(self._work, manifest)
 
     def _convert(self, checkpoint: Checkpoint) -> None:
-        """Write the layers that are not there yet; leave the trunk in the network."""
+        """Write the missing layers, and load the trunk into the network."""
         takeover = Takeover(self._network, self._settings, self._write_layer)
         dtype_for = takeover.dtype_for(lambda _, stored: stored)
         weights = plan_weights(self._network, checkpoint, dtype_for)
@@ -217,24 +217,24 @@ class _Conversion:
     def _write_layer(self, index: int, whole: ExpertWeights) -> None:
         bits = self._settings.expert_bits
         experts: AnyExperts = whole
-        allotted = None if self._allotment is None else self._allotment.stored_bits(index)
-        if self._allotment is not None:
-            experts = self._allotment.quantize(index, whole, self._settings.group_size)
+        bits_E = None if self._allocation is None else self._allocation.stored_bits(index)
+        if self._allocation is not None:
+            experts = self._allocation.quantize(index, whole, self._settings.group_size)
         elif bits is not None and quantizes(bits):
             experts = quantize_experts(whole, self._settings.group_size, bits)
         interleaved = isinstance(experts, QuantizedExperts) and experts.interleaved
-        layer = layer_record(index, self._names[index], whole, interleaved, allotted)
+        layer = layer_record(index, self._names[index], whole, interleaved, bits_E)
         self._journal.add(layer, write_layer(self._work, index, layer, experts))
 
 
 class Journal:
     """A text file in the working directory: a line for the job, then one for each finished file.
 
-    Lines of another job (another model, other settings) are forgotten, and its files removed. A
-    file counts only while its bytes have the checksum that was noted.
+    The lines and files of another job (another model, other settings) are removed. A file counts
+    as finished only while its content has the recorded checksum.
 
     Attributes:
-        finished: by file name, the layer in it and its record.
+        finished: file name -> its layer and its record.
 
     Raises:
         CheckpointError: another process is converting into this directory.
@@ -267,7 +267,7 @@ class Journal:
             self._append(job)
 
     def add(self, layer: MoELayerRecord, record: FileRecord) -> None:
-        """Note that the file of `layer` is finished and on the disk."""
+        """Record that the file of `layer` is complete and on disk."""
         self.finished[layer.file] = layer, record
         self._append({"layer": layer.model_dump(), "file": record.model_dump()})
 
@@ -283,8 +283,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _lines(self) -> tuple[list[Any], int]:
-        """What can be read, and how many bytes that is: not the line that was being written when
-        the process was killed."""
+        """The complete lines, and their bytes; a killed process may have left half a line."""
         found, end = [], 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             if not line.endswith(b"\n"):
@@ -313,7 +312,7 @@ class Journal:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy them. Raises OSError; links out of the directory raise `HeaderError`."""
+    """Copy `COPIED`. Raises OSError; links out of the directory raise `HeaderError`."""
     found = {file.name for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
     for name in sorted(found):
         if not any(fnmatch(name, pattern) for pattern in NOT_COPIED):
@@ -324,7 +323,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def _without_quantization(config: bytes) -> bytes:
-    """config.json without what it says of the checkpoint's own quantisation."""
+    """config.json without its description of the checkpoint's own quantisation."""
     content = json.loads(config)
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     if not any("quantization_config" in part for part in parts):
@@ -335,7 +334,7 @@ def _without_quantization(config: bytes) -> bytes:
 
 
 def write_trunk(network: nn.Module, path: Path) -> FileRecord:
-    """Everything of a network but its experts, in one file; tied tensors once. Raises OSError."""
+    """Write a network without its experts to one file; tied tensors once. Raises OSError."""
     state = network.state_dict()
     first: dict[object, str] = {}
     for name, tensor in state.items():

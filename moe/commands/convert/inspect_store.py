@@ -1,4 +1,4 @@
-"""``moe inspect``: what a store holds, and how many bits each of its experts has."""
+"""``moe inspect``: show the layers of a store, and the bits of each of its experts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Fit the routers of a compressed model so that they choose as the original's did.
 
 Compressed experts change the rows that the routers of later layers read, and some tokens then go to
-other experts (*expert shift*, EAC-MoE). The compressed model reads a calibration's text with its
-tokens sent where the original sent them; each router's weights are then fitted, in closed form, so
-that rows as they are now give the logits of rows as they were. EAC-MoE counts the logits of the
-original's first experts only; we count all, which keeps more choices and costs one solution instead
-of one for each expert. A router keeps its weights where probing does not find it, or where the new
-ones choose no better on sequences that were kept aside. Legend: T tokens, H hidden, E experts.
+other experts (*expert shift*, EAC-MoE). Here the compressed model reads a calibration's text with
+the original's routing; each router's weights are then fitted, in closed form, so that the changed
+rows give the logits of the original rows. EAC-MoE fits the logits of the original's first experts
+only; we fit all, which preserves more choices and needs one solution instead of one for each
+expert. A router keeps its weights if probing does not find it, or if the new ones choose no better
+on held-out sequences. Legend: T tokens, H hidden, E experts.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from moe.model import MoE
 from moe.network.moe_layer import Selector
 
 RIDGE = 0.01
-"""Pull towards the weights as they were, as a share of the mean square of the inputs. From 0.001 to
-0.1 the shipped model's routing agreement differs by less than 0.03 points."""
+"""Regularisation towards the old weights, as a share of the mean square of the inputs. From 0.001
+to 0.1 the shipped model's routing agreement differs by less than 0.03 points."""
 _AGREES = 0.99
-"""Of the original's choices, those that its router's weights must give on rows that were kept."""
+"""Share of the original's choices that its router's weights must reproduce on the stored rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Repair:
-    """What became of one router.
+    """The result for one router.
 
     Attributes:
-        name: its weight in the model; empty where no rule was found that it follows.
-        weight: in place of the old one; None where that stays.
-        before, after: share of the original's experts that are chosen on text the weights were not
-            fitted on, with the old weights and with the new ones.
-        reason: why there are no new ones.
+        name: of its weight in the model; empty if the router was not recognised.
+        weight: the new weight; None to keep the old one.
+        before, after: share of the original's experts that are chosen on held-out text, with the
+            old weights and with the new ones.
+        reason: why the old weight is kept.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Repair:
 def repair_routers(
     network: nn.Module, store: Path, calibration: Path, on_notice: Callable[[str], object]
 ) -> None:
-    """Put the routers' new weights into a network, whose trunk will be written to the store anew.
+    """Put the routers' new weights into a network; the caller then rewrites the store's trunk.
 
     Args:
         network: with the trunk's weights, as they are in the store.
-        store: all of it; it is loaded as for serving.
-        calibration: folder that ``moe calibrate --compression`` left for the original.
+        store: a complete store; it is loaded as for serving.
+        calibration: folder of ``moe calibrate --compression`` for the original.
         on_notice: called with a sentence about each router.
 
     Raises:
@@ -85,10 +85,10 @@ def repair_routers(
 
 @torch.inference_mode()
 def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype]) -> list[Repair]:
-    """New weights for the routers of a compressed model, which stays as it is; one for each layer.
+    """New weights for the router of each layer of a compressed model, which does not change.
 
     Args:
-        dtypes: what parameters are stored in, by name; weights are rounded to it.
+        dtypes: parameter name -> dtype in the store; weights are rounded to it.
 
     Raises:
         CalibrationError: see `repair_routers`.
@@ -129,7 +129,7 @@ def _repair(
     chosen_TK: Tensor,
     aside_T: Tensor,
 ) -> Repair:
-    """One router, of which `rows` are what it read in the original and what it reads now."""
+    """Fit one router; ``rows`` are its inputs in the original model and in the compressed one."""
     before_TH, after_TH = rows
     known = agreement(router, before_TH, chosen_TK)
     if known < _AGREES:
@@ -151,19 +151,19 @@ def agreement(router: Selector, rows_TH: Tensor, chosen_TK: Tensor) -> float:
 
 
 def _name_of(model: MoE, weight: Tensor) -> str:
-    """Name of the parameter that a router multiplies by."""
+    """Name of a router's weight."""
     parameters = model.backbone.model.named_parameters()
     return next(name for name, own in parameters if own.data_ptr() == weight.data_ptr())
 
 
 @torch.no_grad()
 def repaired(weight_EH: Tensor, before_TH: Tensor, after_TH: Tensor) -> Tensor:
-    """``(E, H)`` weights, in the dtype that they had.
+    """The fitted ``(E, H)`` weights, in the dtype of the old ones.
 
     Args:
         weight_EH: of the original router.
-        before_TH: rows that it read in the original model.
-        after_TH: rows of the same tokens in the compressed model.
+        before_TH: its inputs in the original model.
+        after_TH: its inputs for the same tokens in the compressed model.
     """
     weight, before, after = (own.double() for own in (weight_EH, before_TH, after_TH))
     gram_HH = after.T @ after

@@ -1,4 +1,4 @@
-"""``moe plan``: what a model takes and how fast it decodes, before it is read.
+"""``moe plan``: predict a model's memory and decode speed before it is loaded.
 
 - `command`: the command for one process; `rank_command` and `ranks`: for several ranks.
 - `decode_speed`: the estimate, from `DecodeSizes`, `Bandwidths` and a `Locality`.

@@ -1,4 +1,4 @@
-"""``moe plan``: what a model will take, where it will be and how fast, before it is loaded."""
+"""``moe plan``: predict memory, placement and decode speed of a model before it is loaded."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from moe.settings.profile import LoadedProfile
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """All that `moe plan` knows.
+    """The result of `moe plan`.
 
     Attributes:
-        memory: what goes where.
-        misfit: what to change, where it does not fit; else empty.
+        memory: the memory plan.
+        misfit: if it does not fit, what to change; else empty.
         sizes: of the model's experts.
         speeds: of this machine.
         locality: what is known of the model's routing.
-        expected: for some numbers of sequences.
-        resident: for one, if all experts were in device memory.
-        prefixes: whether some that come late would be read by a prefix, which no forecast counts.
+        expected: estimates for some batch sizes.
+        resident: estimate for one sequence, if all experts were in device memory.
+        prefixes: whether late experts may be read by a prefix, which the estimates do not count.
     """
 
     memory: MemoryPlan
@@ -84,7 +84,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
 
     Raises:
         CheckpointError, UnsupportedModelError, ProfileError: as when loading.
-        CalibrationError: what was calibrated is damaged or another model's.
+        CalibrationError: the calibration is damaged or another model's.
     """
     settings = profile.profile
     device, path = use_device(settings), resolve_model(name)
@@ -114,7 +114,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
 
 
 def model_sizes(planned: PlannedModel) -> DecodeSizes:
-    """Of a model and where its experts will be; the mean where layers differ."""
+    """Sizes of a model and of its memory plan; the mean if layers differ."""
     network, weights, memory = planned.network, planned.weights.nbytes, planned.memory
     modules = experts_modules(network)
     total = sum(module.num_experts for _, module in modules)
@@ -133,7 +133,7 @@ def model_sizes(planned: PlannedModel) -> DecodeSizes:
 
 
 def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
-    """Bytes of an input embedding, of which a step reads a few rows; 0 where it is the head's."""
+    """Bytes of the input embedding, of which a step reads few rows; 0 if it is the head's."""
     table, head = network.get_input_embeddings(), network.get_output_embeddings()
     if network.config.get_text_config().tie_word_embeddings:
         return 0
@@ -142,7 +142,7 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
 
 
 def disk_of(path: Path, sizes: DecodeSizes, reader: str) -> float:
-    """Bytes a second at which experts of a model come from its disk."""
+    """Bytes per second of reading experts of a model from its disk."""
     largest = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return disk_speed(largest, sizes.expert_bytes, reader)[0]
 
@@ -183,14 +183,14 @@ def show(made: SpeedPlan, console: Console) -> None:
 
 
 def sentences(made: SpeedPlan) -> list[str]:
-    """What stands below the tables."""
+    """The text below the tables."""
     speeds = {name: value for name, value in asdict(made.speeds).items() if value is not None}
     figures = ", ".join(
         f"{name.replace('_', ' ')} {value / 1e9:.2f} GB/s" for name, value in speeds.items()
     )
     found = [
         f"Routing: {made.locality.how}.",
-        f"Measured: {figures}. At best: all transfers run under something else.",
+        f"Measured: {figures}. At best: all transfers overlap with other work.",
         f"Keys and values: {made.memory.kv_tokens} tokens.",
     ]
     if made.memory.tiers:
@@ -198,7 +198,7 @@ def sentences(made: SpeedPlan) -> list[str]:
         rate = made.resident.tokens_per_second
         if made.prefixes:
             found.append("Experts are counted whole: offload.late=prefix reads fewer bytes.")
-        found.append(f"With {_gib(more)} GiB more all experts are near: {rate:.1f} tokens/s.")
+        found.append(f"With {_gib(more)} GiB more all experts are in memory: {rate:.1f} tokens/s.")
     return found
 
 

@@ -1,10 +1,10 @@
-"""How fast a model decodes whose experts do not all fit, estimated before anything is read.
+"""Estimate the decode speed of a model whose experts do not all fit in device memory.
 
 A step of B tokens reads the trunk (all weights but experts) once and, in every MoE layer, the
-distinct experts that its tokens choose; experts that are not in device memory come from the host or
-the disk first. The bytes of each path over its measured bandwidth are the least time of a step.
-Arithmetic and reads that wait for each other come on top.
-Legend: E experts of a layer, K of them a token, B tokens of a step.
+distinct experts that its tokens choose; experts that are not in device memory come from host memory
+or disk first. The bytes of each path over its measured bandwidth are the least time of a step.
+Computation and reads that wait for each other are not counted.
+Legend: E experts of a layer, K of them per token, B tokens of a step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCHES = (1, 4, 16)
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Measured bandwidths, bytes a second.
+    """Measured bandwidths, in bytes per second.
 
     Attributes:
         memory: of the device's own memory.
@@ -33,7 +33,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """What a decode step moves, and where the experts are.
+    """Sizes of the weights that a decode step reads, and how many experts each memory holds.
 
     Attributes:
         layers: MoE layers.
@@ -64,7 +64,7 @@ class Locality(Protocol):
 
     @property
     def how(self) -> str:
-        """Where the figures come from, for people."""
+        """Where the figures come from, in words."""
         ...
 
     def distinct(self, batch: int) -> float:
@@ -80,7 +80,7 @@ class Locality(Protocol):
 class UniformRouting:
     """Every expert is equally likely at every token.
 
-    Real routing has favourites and repeats itself: it needs fewer experts and hits more often.
+    Real routing is skewed and repeats itself: it needs fewer experts and hits more often.
     """
 
     sizes: DecodeSizes
@@ -97,13 +97,13 @@ class UniformRouting:
 
 @dataclass(frozen=True)
 class DecodeEstimate:
-    """A decode step of B tokens.
+    """Estimate of a decode step of B tokens.
 
     Attributes:
         batch: B.
-        hit_ratio: share of experts that are in device memory when they are needed.
+        hit_ratio: share of the needed experts that are in device memory.
         host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
-        disk_bytes_per_token: read from the disk.
+        disk_bytes_per_token: read from disk.
         seconds: of a step, by path: ``memory``, ``disk``, ``to_device``.
     """
 

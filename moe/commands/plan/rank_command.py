@@ -19,7 +19,7 @@ from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Loc
 from moe.commands.plan.ranks import (
     LAYERS,
     Machine,
-    Needs,
+    ModelNeeds,
     RankForecast,
     RankPlan,
     Traffic,
@@ -45,7 +45,7 @@ NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,mic
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """All that the command knows."""
+    """The result of the command."""
 
     plans: list[RankPlan]
     machine: Machine
@@ -95,7 +95,7 @@ def plan_many(
 
     Raises:
         CheckpointError, UnsupportedModelError, ProfileError: as when loading.
-        CalibrationError: what was calibrated is damaged or another model's.
+        CalibrationError: the calibration is damaged or another model's.
     """
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ProfileError(
@@ -132,8 +132,8 @@ def plan_many(
     return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
 
 
-def model_needs(planned: PlannedModel, settings: Profile) -> Needs:
-    """Of a model that could be loaded."""
+def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:
+    """What ranks need to hold a model."""
     sizes, memory = model_sizes(planned), settings.memory
     lines = {line.name: line.bytes for line in planned.memory.lines}
     config = planned.config.get_text_config()
@@ -141,7 +141,7 @@ def model_needs(planned: PlannedModel, settings: Profile) -> Needs:
     if memory.kv_tokens is None and memory.kv_gib is None:  # the pool was given what was left
         kv_bytes = min(kv_bytes, LEAST_POOL * planned.memory.kv_bytes_per_token)
     dtype = next(planned.network.parameters()).dtype
-    return Needs(
+    return ModelNeeds(
         sizes=replace(sizes, slots=sizes.total, host_slots=0),
         fixed_bytes=sum(lines.values()) - lines["experts"] - (lines["keys and values"] - kv_bytes),
         row_bytes=config.hidden_size * dtype.itemsize,
@@ -152,7 +152,7 @@ def model_needs(planned: PlannedModel, settings: Profile) -> Needs:
 def first_placements(
     locality: Locality, sizes: DecodeSizes, ranks: int, kind: str, replicas: float
 ) -> list[Placement]:
-    """Of the layers that are looked at: by the first half of what is known of the routing."""
+    """Placements of the sampled layers, by the first half of the recorded routing."""
     if not isinstance(locality, TracedRouting):
         return [first_placement(kind, sizes.experts, ranks, replicas)] * min(sizes.layers, LAYERS)
     steps_SLBK = locality.steps(BATCHES[-1])
@@ -163,7 +163,7 @@ def first_placements(
 def expected_traffic(
     locality: Locality, sizes: DecodeSizes, batch: int, placements: Sequence[Placement]
 ) -> Traffic:
-    """Judged by the second half of what is known of the routing."""
+    """Traffic on the second half of the recorded routing, or on uniform routing."""
     if isinstance(locality, TracedRouting):
         steps_SLBK = locality.steps(batch)
     else:
@@ -179,13 +179,13 @@ def _assumptions(machine: Machine, locality: Locality) -> list[str]:
         "share both, and its memory.",
         f"Ranks of a node exchange: {machine.link}.",
         f"Nodes exchange: {machine.network}.",
-        "Steps are decode steps; bytes over bandwidths, one way after the other. Arithmetic is not "
-        "counted.",
+        "Steps are decode steps: bytes over bandwidths, one path after the other. Arithmetic is "
+        "not counted.",
     ]
 
 
 def show(made: RanksPlan, console: Console) -> None:
-    """The table, the advice and what it rests on."""
+    """Print the table, the advice and its assumptions."""
     first, *more = (str(batch) for batch in made.plans[0].seconds)
     names = ("GiB\neach", "resident", "kB a\ntoken", "imbalance", f"tokens/s: {first}", *more)
     columns = [Column(name, no_wrap=True) for name in ("", *names)]

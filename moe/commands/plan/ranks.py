@@ -1,11 +1,11 @@
 """Predict decoding on one rank, on several that share the experts, and on independent replicas.
 
 The prediction is the least time of a decode step, as in `decode_speed`: bytes over bandwidths,
-without overlap. Ranks of a node share its memory bandwidth and its disk; ranks that
-share experts exchange ids, rows and results at each layer. What they send and serve is counted on
-routing decisions. Arithmetic and other waiting are not in it.
-Legend: R ranks, B sequences of all ranks (tokens of a step), S steps, L layers, K experts a token,
-E experts.
+without overlap. Ranks of a node share its memory bandwidth and its disk; ranks that share experts
+exchange ids, rows and results at each layer. `traffic` counts these on routing decisions.
+Computation and other waits are not counted.
+Legend: R ranks, B sequences of all ranks (tokens of a step), S steps, L layers, K experts per
+token, E experts.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from experts.placement import Placement, slots_for
 from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, Locality
 from moe.commands.plan.speeds import Link
 
-WORTH = 1.05
-"""More than one rank is recommended where it is faster by this factor."""
+WORTHWHILE = 1.05
+"""Speed-up that justifies more ranks."""
 Ints = NDArray[np.int64]
 STEPS, LAYERS = 24, 4
-"""Most steps and layers that are looked at."""
+"""Most steps and layers that are sampled."""
 
 
 def exchanges(ranks: int, slots: float, near: bool) -> int:
-    """Of a layer: ids, rows and results, or rows along with the ids."""
+    """Exchanges of a layer: ids, rows and results, or 2 if rows go along with the ids."""
     return 2 if should_inline_rows(ranks, slots, near) else 3
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """Of arrangements of one model.
+    """Predicts the speed of one model on several ranks.
 
     Attributes:
         needs: of the model.
         machine: that the ranks run on.
-        ranks_a_node: at most.
-        locality: of its routing.
-        traffic_of: of a batch on so many ranks.
+        ranks_a_node: most ranks of a node.
+        locality: of the model's routing.
+        traffic_of: (batch, ranks) -> traffic.
     """
 
-    needs: Needs
+    needs: ModelNeeds
     machine: Machine
     ranks_a_node: int
     locality: Locality
@@ -70,10 +70,10 @@ class RankForecast:
             traffic = self.traffic_of(batch, ranks)
             hits = 1.0 if slots == share else self.locality.hit_ratio(batch, slots * ranks)
             read_by_all = traffic.distinct_all * on_node / ranks
-            ways = self._reading(on_node, traffic.distinct, read_by_all, hits)
+            paths = self._reading(on_node, traffic.distinct, read_by_all, hits)
             if ranks > 1:
-                ways["exchange"] = self._exchange(traffic, batch / ranks, ranks, on_node)
-            seconds[batch] = ways
+                paths["exchange"] = self._exchange(traffic, batch / ranks, ranks, on_node)
+            seconds[batch] = paths
         rows = traffic.pairs + traffic.slots
         return RankPlan(
             name=f"{ranks} ranks" if ranks > 1 else "1 rank",
@@ -88,7 +88,7 @@ class RankForecast:
         )
 
     def replicas(self, ranks: int, batches: Sequence[int]) -> RankPlan:
-        """Ranks that know nothing of each other; each may be asked for every expert."""
+        """Independent ranks; each needs all experts."""
         total = self.needs.sizes.total
         slots, rank_bytes = self._memory(total, min(ranks, self.ranks_a_node))
         seconds = {}
@@ -111,7 +111,7 @@ class RankForecast:
         )
 
     def _memory(self, wanted: int, on_node: int) -> tuple[int, int]:
-        """Experts that a rank has in memory, of those wanted, and all its bytes."""
+        """How many of the wanted experts fit in a rank's memory, and all bytes of the rank."""
         needs, available = self.needs, self.machine.available_bytes
         used, each = needs.fixed_bytes, needs.sizes.expert_bytes
         slots = wanted
@@ -122,21 +122,21 @@ class RankForecast:
     def _reading(
         self, on_node: int, distinct: float, read_by_all: float, hits: float
     ) -> dict[str, float]:
-        """Seconds of a step of a node.
+        """Seconds of a node's step, by path.
 
         Args:
-            distinct: experts of a layer that the rank reads which reads most.
-            read_by_all: those that all ranks of the node read.
+            distinct: experts of a layer read by the rank that reads most.
+            read_by_all: experts of a layer read by all ranks of the node together.
             hits: share of them that is in memory.
         """
         sizes, speeds = self.needs.sizes, self.machine.speeds
         expert_bytes = sizes.layers * sizes.expert_bytes
         moved = on_node * (sizes.trunk_bytes + distinct * expert_bytes)
-        ways = {"memory": moved / speeds.memory}
+        paths = {"memory": moved / speeds.memory}
         if hits < 1:
             missed = (1 - hits) * read_by_all * expert_bytes
-            ways["disk"] = missed / speeds.disk if speeds.disk else float("inf")
-        return ways
+            paths["disk"] = missed / speeds.disk if speeds.disk else float("inf")
+        return paths
 
     def _exchange(self, traffic: Traffic, tokens: float, ranks: int, on_node: int) -> float:
         """Seconds of all exchanges of a step: rows out to ranks, results of slots back."""
@@ -152,11 +152,11 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks run on; nodes are alike.
+    """The nodes that ranks run on, all alike.
 
     Attributes:
         speeds: of one node.
-        available_bytes: memory of one node; None where that is not known.
+        available_bytes: memory of one node; None if unknown.
         link: between ranks of a node.
         network: between nodes.
     """
@@ -168,15 +168,15 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a model takes.
+class ModelNeeds:
+    """What a model needs on each rank.
 
     Attributes:
         sizes: of its experts.
-        fixed_bytes: of every rank, whatever it holds: trunk, activations, reserve, the fewest keys
-            and values.
-        row_bytes: of one token's activations on the way.
-        replicas: further copies as a share of all experts.
+        fixed_bytes: memory of every rank without experts: trunk, activations, reserve, the smallest
+            KV cache.
+        row_bytes: of one token's hidden state.
+        replicas: additional copies, as a share of all experts.
     """
 
     sizes: DecodeSizes
@@ -187,17 +187,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one arrangement would do.
+    """The prediction for one number of ranks.
 
     Attributes:
-        name: what it is.
-        ranks, nodes: processes, and machines that they are on.
+        name: for the table.
+        ranks, nodes: processes, and machines that they run on.
         rank_bytes: memory of a rank.
         slots: experts in the memory of a rank.
-        resident: share of the experts it may be asked for that are in its memory.
-        exchanged_bytes: of a token, there and back over all layers, at the largest batch.
+        resident: share of the rank's experts that are in its memory.
+        exchanged_bytes: sent and received for a token over all layers, at the largest batch.
         imbalance: the heaviest rank's load over the mean, at the largest batch.
-        seconds: of a step by batch and by way.
+        seconds: of a step, by batch and path.
     """
 
     name: str
@@ -212,29 +212,30 @@ class RankPlan:
 
     @property
     def fits(self) -> bool:
-        return all(sum(ways.values()) < float("inf") for ways in self.seconds.values())
+        return all(sum(paths.values()) < float("inf") for paths in self.seconds.values())
 
     def tokens_per_second(self, batch: int) -> float:
-        """0 where it does not fit."""
+        """0 if it does not fit."""
         return batch / sum(self.seconds[batch].values())
 
     def as_dict(self) -> dict[str, Any]:
         rates = {str(batch): self.tokens_per_second(batch) for batch in self.seconds}
         seconds = {
-            batch: {way: value for way, value in ways.items() if value < float("inf")}
-            for batch, ways in self.seconds.items()
+            batch: {path: value for path, value in paths.items() if value < float("inf")}
+            for batch, paths in self.seconds.items()
         }
         return asdict(self) | {"seconds": seconds, "fits": self.fits, "tokens_per_second": rates}
 
 
 def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str] | None:
-    """The fastest at a batch, unless fewer ranks are nearly as fast, and why; None: none fits."""
+    """The fastest plan at a batch size, or one of fewer ranks that is nearly as fast, and why;
+    None if none fits."""
     plans = [plan for plan in plans if plan.fits]
     if not plans:
         return None
     best = max(plans, key=lambda plan: plan.tokens_per_second(batch))
     rate = best.tokens_per_second(batch)
-    near = [plan for plan in plans if plan.tokens_per_second(batch) * WORTH >= rate]
+    near = [plan for plan in plans if plan.tokens_per_second(batch) * WORTHWHILE >= rate]
     chosen = min(near, key=lambda plan: (plan.ranks, plan is not best))
     if chosen is best and len(plans) > 1:
         others = (plan for plan in plans if plan is not best)
@@ -249,12 +250,12 @@ def recommend(plans: Sequence[RankPlan], batch: int) -> tuple[RankPlan, str] | N
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Of one layer in one step.
+    """The traffic of one layer in one step.
 
     Attributes:
-        rows_RR: tokens of each rank that go to each rank, the own one included.
-        slots_RR: their slots that are served there.
-        distinct_R: experts that each rank reads.
+        rows_RR: number of tokens that each rank sends to each rank, itself included.
+        slots_RR: number of their expert slots that each rank serves.
+        distinct_R: distinct experts that each rank reads.
     """
 
     rows_RR: Ints
@@ -263,12 +264,12 @@ class StepTraffic:
 
     @property
     def served_R(self) -> Ints:
-        """Slots that each rank serves: its load."""
+        """The load of each rank: the slots that it serves."""
         return np.asarray(self.slots_RR.sum(0))
 
 
 def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> StepTraffic:
-    """As the dispatcher does it: copies chosen for the loads of all ranks together.
+    """The traffic of one step, with copies of experts chosen as the dispatcher does.
 
     Args:
         experts_TK: expert ids, -1 for unused slots.
@@ -290,15 +291,14 @@ def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> Step
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means over layers and steps.
+    """Mean traffic over layers and steps.
 
     Attributes:
-        pairs: other ranks that a token goes to: each a row out, and a row back if results are
-            summed there.
-        slots: of a token, those served on other ranks: rows back if results are summed at home.
+        pairs: other ranks that a token is sent to.
+        slots: slots of a token that other ranks serve.
         imbalance: the heaviest rank's slots over the mean.
-        distinct: experts that the rank reads which reads most.
-        distinct_all: experts that all ranks read, copies counted.
+        distinct: distinct experts of the rank that reads most.
+        distinct_all: distinct experts of each rank, summed over all ranks.
     """
 
     pairs: float
@@ -309,12 +309,8 @@ class Traffic:
 
 
 def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
-    """Of steps whose tokens are dealt evenly to ranks.
-
-    Args:
-        placements: of each layer.
-        steps_SLBK: expert ids.
-    """
+    """The traffic of steps ``steps_SLBK`` (expert ids) whose tokens are divided evenly among ranks,
+    with a placement for each layer."""
     batch = steps_SLBK.shape[2]
     source = np.arange(batch) * placements[0].ranks // batch
     found = []
@@ -332,7 +328,7 @@ def traffic(placements: Sequence[Placement], steps_SLBK: Ints) -> Traffic:
 
 
 def uniform_steps(sizes: DecodeSizes, batch: int) -> Ints:
-    """``(S, L, B, K)`` where every expert is as likely as any other."""
+    """``(S, L, B, K)`` expert ids of uniform routing."""
     rng = np.random.default_rng(0)
     width = max(round(sizes.top_k), 1)
     keys = rng.random((STEPS, min(sizes.layers, LAYERS), batch, sizes.experts))
@@ -340,7 +336,7 @@ def uniform_steps(sizes: DecodeSizes, batch: int) -> Ints:
 
 
 def loads_of(steps_SLBK: Ints, num_experts: int) -> list[NDArray[np.float64]]:
-    """Of each layer ``(S, E)`` tokens of each expert in each step."""
+    """For each layer ``(S, E)``: tokens of each expert in each step."""
     counts = []
     for layer in range(steps_SLBK.shape[1]):
         steps = [ids[ids >= 0] for ids in steps_SLBK[:, layer]]

@@ -1,5 +1,5 @@
-"""How fast this machine moves weights, and rows between ranks: measurements of a fraction of a
-second each. Ranks exchange rows over local sockets, as dispatch does.
+"""Measure this machine's bandwidths, in a fraction of a second each: memory, disk, and the link
+between ranks (local sockets, as the dispatcher uses them).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.readers import choose_reader
 from offload.transfer import Read
 
 SAMPLE_BYTES = 256 << 20
-"""Beyond any cache of a processor."""
+"""Larger than any CPU cache."""
 PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
@@ -31,13 +31,13 @@ TIMEOUT_S = 20.0
 
 
 def memory_speed(device: torch.device) -> float:
-    """Bytes a second at which the device sums up a large array, the best of some."""
+    """Bytes per second of summing a large array on the device; the best of five."""
     array = torch.ones(SAMPLE_BYTES // 4, dtype=torch.float32, device=device)
     return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
 
 
 def to_device_speed(device: torch.device) -> float:
-    """Bytes a second from pinned host memory to a CUDA device."""
+    """Bytes per second from pinned host memory to a CUDA device."""
     source = torch.ones(SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
 
@@ -49,12 +49,12 @@ def to_device_speed(device: torch.device) -> float:
 
 
 def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> tuple[float, str]:
-    """Bytes a second of random reads of blocks past the page cache, and what read them.
+    """Bytes per second of random reads past the page cache, and the reader's name.
 
     Args:
-        file: a large one on the disk in question; read, and not kept.
+        file: a large file on the disk to measure.
         block_bytes: of one read; rounded to pages.
-        reader: as `offload.readers.choose_reader` knows them.
+        reader: see `offload.readers.choose_reader`.
 
     Raises:
         OffloadError: the file cannot be read.
@@ -83,7 +83,7 @@ def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> tuple[floa
 
 
 def _best_of(rounds: int, run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some calls, after one that is not counted."""
+    """Seconds of the fastest of several calls, after a warm-up."""
     run()
     best = float("inf")
     for _ in range(rounds):
@@ -95,11 +95,11 @@ def _best_of(rounds: int, run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks send over.
+    """The connection between ranks.
 
     Attributes:
-        bytes_per_s: that one rank sends while it receives as many.
-        seconds: that an exchange takes however little is sent.
+        bytes_per_s: bandwidth of one rank that sends and receives at the same time.
+        seconds: latency of an exchange.
         how: measured or given.
     """
 
@@ -112,11 +112,7 @@ class Link:
 
 
 def given_link(text: str, option: str) -> Link:
-    """From ``GB/s,microseconds``.
-
-    Raises:
-        ProfileError: it is not that.
-    """
+    """Parse ``GB/s,microseconds``. Raises `ProfileError` if the text is something else."""
     try:
         rate, latency = (float(part) for part in text.split(","))
     except ValueError:
@@ -129,7 +125,7 @@ def given_link(text: str, option: str) -> Link:
 
 
 def measure_link() -> Link:
-    """Between two ranks on this machine, in a fraction of a second: two threads stand for them."""
+    """Measure the link between two ranks on this machine, with a thread for each."""
     ends = socket.socketpair()
 
     def run(rank: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""What a calibration's trace says of a model's routing: how many experts, and how often again."""
+"""Estimate distinct experts and cache hits from the trace of a calibration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from offload.policies import POLICIES
 from offload.replay import Calls, calls_of, hit_ratio
 
 REQUESTS = 100_000
-"""Experts asked for in one replay: a second or two."""
+"""Experts requested in one replay, which takes a second or two."""
 
 
 @dataclass(frozen=True, eq=False)
 class TracedRouting:
-    """Counts on a trace. B sequences are B parts of the text, read side by side.
+    """Counts on a trace; a batch of B sequences is B parts of the text, read together.
 
     Args:
-        policy: of the cache, a name in `offload.policies`.
+        policy: eviction policy of the cache; a name in `offload.policies.POLICIES`.
     """
 
     trace: Trace
@@ -41,7 +41,7 @@ class TracedRouting:
         return float(np.mean([len(units) for units in self._calls(batch)]))
 
     def hit_ratio(self, batch: int, slots: int) -> float:
-        """Of the second half; the first one fills the cache."""
+        """Hit ratio on the second half of the trace; the first half fills the cache."""
         calls = self._calls(batch)
         layers, width = len(self.trace.num_experts), max(self.trace.num_experts)
 
@@ -54,7 +54,7 @@ class TracedRouting:
         return (hits(calls) - hits(early)) / asked
 
     def steps(self, batch: int) -> NDArray[np.int64]:
-        """``(steps, layers, B, K)`` expert ids, -1 for unused slots: of some steps and layers."""
+        """``(steps, layers, B, K)`` expert ids of sampled steps and layers; -1 for unused slots."""
         tokens = len(self._experts) // batch
         parts = self._experts[: tokens * batch].reshape(batch, tokens, *self._experts.shape[1:])
         steps = np.unique(np.linspace(0, tokens - 1, STEPS).astype(np.int64))
@@ -82,10 +82,10 @@ class TracedRouting:
 
 
 def known_routing(path: Path, planned: PlannedModel, sizes: DecodeSizes, policy: str) -> Locality:
-    """What is known of a model's routing: its calibration, or nothing.
+    """The routing in a model's calibration, or uniform routing without one.
 
     Raises:
-        CalibrationError: what was calibrated is damaged or another model's.
+        CalibrationError: the calibration is damaged or another model's.
     """
     folder = path / CALIBRATION_FOLDER
     if not folder.is_dir():

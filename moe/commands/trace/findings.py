@@ -27,9 +27,9 @@ RUNS = (1, 2, 4, 8, 16, 32, 64, 128)
 SEGMENT = 16
 """Tokens of a segment whose experts a fixed set serves."""
 CACHES = (1, 2, 3, 4)
-"""Slots of an oracle's cache, in multiples of K."""
+"""Slots of an optimal cache, in multiples of K."""
 PAIRS = 3
-"""Of experts that serve the same tokens most, that are named."""
+"""Number of pairs of experts with the highest co-activation that are named."""
 CAPACITY = 1.25
 PARTS = 10
 """A sequence's tenths, from its beginning to its end."""
@@ -37,24 +37,24 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class LayerFindings:
-    """One MoE layer; shares are of 1, nan where the trace is too short to tell.
+    """The measurements of one MoE layer. Shares are in [0, 1], nan if the trace is too short.
 
     Attributes:
         num_experts, top_k: E, and mean visits of a token.
-        load: ``E`` visits.
-        max_violation: heaviest load over the mean, minus 1.
-        explained: share of the uncertainty about an expert that the token's id takes away.
-        recall: of tables, by what they go by (`tokens.table_recall`).
+        load: visits of each expert.
+        max_violation: heaviest load over the mean, minus 1 (MaxVio).
+        explained: mutual information of token id and expert over the expert's entropy.
+        recall: of tables, by their key (`table_recall`).
         same_token, same_pair, any_tokens: mean share of common experts of two tokens with the same
             id, with the same id and the same token before, and of any two.
-        distinct, distinct_apart, law: experts that `RUNS` of tokens need: consecutive ones, tokens
-            from anywhere, and evenly and independently routed ones.
-        cache_hits: of an oracle's cache of `CACHES` times K experts, chosen for each segment.
+        distinct, distinct_apart, law: distinct experts of `RUNS` tokens: consecutive ones, tokens
+            from anywhere, and uniformly and independently routed ones.
+        cache_hits: hit ratio of an optimal cache of `CACHES` times K experts for each segment.
         segment_score: best F1 of one set of experts for a whole segment.
         overflow: share of visits beyond a capacity of `CAPACITY`, by tenths of a sequence.
-        weight_ratio: median of a token's second over its first weight.
-        pairs: experts that serve the same tokens most beyond chance, with how often beyond it.
-        lift: ``(E, E)`` of all pairs (`locality.together`).
+        weight_ratio: median of a token's second weight over its first.
+        pairs: the pairs of experts with the highest lift, and their lift.
+        lift: ``(E, E)`` of all pairs (`coactivation_lift`).
     """
 
     num_experts: int
@@ -82,8 +82,8 @@ class Findings:
     """A model's routing on a text.
 
     Attributes:
-        model, text: names, for people.
-        num_tokens, num_sequences: that were read.
+        model, text: names to show.
+        num_tokens, num_sequences: size of the text that was read.
         layers: each MoE layer.
     """
 
@@ -94,13 +94,12 @@ class Findings:
     layers: list[LayerFindings]
 
     def mean(self, value: Callable[[LayerFindings], float]) -> float:
-        """Over layers where it is known."""
+        """Mean over the layers whose value is known; nan if none is."""
         known = [number for number in map(value, self.layers) if not isnan(number)]
         return float(np.mean(known)) if known else float("nan")
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; unknown numbers are null. Without those of all pairs of experts: they are
-        too many."""
+        """Plain values, unknown numbers as null; without `lift`, which is too large."""
         about = {"runs": RUNS, "segment": SEGMENT, "caches": CACHES, "capacity": CAPACITY}
         found: dict[str, Any] = about | asdict(self)
         for layer in found["layers"]:
@@ -116,12 +115,12 @@ def analyse(
     text: str,
     on_layer: Callable[[int], object] = lambda done: None,
 ) -> Findings:
-    """Measure everything.
+    """Measure a trace.
 
     Args:
         trace: at least one token.
-        vocabulary: V, which token ids are below.
-        model, text: names.
+        vocabulary: V.
+        model, text: names to show.
         on_layer: called with the number of layers done.
     """
     recall = table_recall(trace, vocabulary)
@@ -188,18 +187,17 @@ def _without_nan(value: Any) -> Any:
 
 
 def law(num_experts: int, top_k: float, tokens: int) -> float:
-    """Distinct experts of so many tokens that choose evenly and independently:
-    ``E (1 - (1 - K/E)^t)``."""
+    """Distinct experts of t tokens with uniform, independent routing: ``E (1 - (1 - K/E)^t)``."""
     return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
 
 
 def visits(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> NDArray[np.int64]:
-    """``(R, E)``: visits of each expert by each whole run of consecutive tokens of a sequence.
+    """``(R, E)``: visits of each expert in each complete run of consecutive tokens of a sequence.
 
     Args:
         ids: ``(N, K)``, -1 for none.
-        lengths: of the sequences, which add up to N.
-        tokens: of a run.
+        lengths: of the sequences; their sum is N.
+        tokens: length of a run.
     """
     kept = np.concatenate([np.zeros(0, np.int64), *_whole_runs(lengths, tokens)])
     slots = ids[kept].reshape(-1, tokens * ids.shape[1])
@@ -216,27 +214,27 @@ def _whole_runs(lengths: Sequence[int], tokens: int) -> Iterator[Ids]:
 
 
 def distinct(ids: Ids, lengths: Sequence[int], tokens: int, num_experts: int) -> float:
-    """Mean distinct experts of consecutive tokens; nan where no sequence is that long."""
+    """Mean distinct experts of consecutive tokens; nan if no sequence is that long."""
     counts = visits(ids, lengths, tokens, num_experts)
     return float((counts > 0).sum(1).mean()) if len(counts) else float("nan")
 
 
 def distinct_apart(ids: Ids, tokens: int, num_experts: int) -> float:
-    """The same of tokens that have nothing to do with each other, as in a batch."""
+    """Mean distinct experts of unrelated tokens, as in a batch."""
     mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
     return distinct(mixed, [len(ids)], tokens, num_experts)
 
 
 def cache_best_hits(counts: NDArray[np.int64], slots: int) -> float:
-    """Segment cache best hit rate: hits of a cache of so many experts that for each run holds those
-    it needs most (SCH, arXiv 2505.16056)."""
+    """Segment cache best hit rate (SCH, arXiv 2505.16056): hit ratio of a cache that holds the
+    ``slots`` most visited experts of each run."""
     best = np.sort(counts, 1)[:, ::-1][:, :slots]
     return float(best.sum() / counts.sum()) if counts.sum() else float("nan")
 
 
 def routing_best_score(counts: NDArray[np.int64], tokens: int) -> float:
-    """Segment routing best performance: the best F1 of sending all tokens of a run to the same
-    experts, whatever their number, mean over runs (SRP, arXiv 2505.16056)."""
+    """Segment routing best performance (SRP, arXiv 2505.16056): the best F1 of sending all
+    tokens of a run to one set of experts of any size; mean over runs."""
     if not len(counts):
         return float("nan")
     hits = np.sort(counts, 1)[:, ::-1].cumsum(1)
@@ -247,9 +245,9 @@ def routing_best_score(counts: NDArray[np.int64], tokens: int) -> float:
 def overflow(
     ids: Ids, lengths: Sequence[int], num_experts: int, factor: float, parts: int
 ) -> Floats:
-    """``(parts,)``: share of the visits beyond the experts' capacity, by where in its sequence a
-    token stands. An expert's capacity is ``factor`` times an equal share of a sequence's visits;
-    who comes first is served first."""
+    """``(parts,)``: share of the visits beyond the experts' capacity, by the token's position in
+    its sequence. An expert's capacity is ``factor`` times an equal share of its visits, and
+    earlier tokens are served first."""
     over, all_visits = np.zeros(parts), np.zeros(parts)
     start = 0
     for length in lengths:
@@ -269,8 +267,8 @@ def overflow(
 
 
 def coactivation_lift(ids: Ids, num_experts: int) -> Floats:
-    """``(E, E)``: how many times as often as by chance two experts serve the same token (lift); nan
-    on the diagonal and for experts that serve none."""
+    """``(E, E)``: lift, the frequency of two experts serving the same token over that by chance;
+    nan on the diagonal and for experts without tokens."""
     chosen = np.zeros((len(ids), num_experts + 1), np.float32)
     np.put_along_axis(chosen, ids + 1, 1.0, 1)
     both = chosen[:, 1:].T @ chosen[:, 1:]
@@ -282,16 +280,16 @@ def coactivation_lift(ids: Ids, num_experts: int) -> Floats:
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """Bits of a distribution that is given by counts."""
+    """Entropy in bits of a distribution given by counts."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log2(share)).sum())
 
 
 def explained(tokens: Ids, ids: Ids) -> float:
-    """Share of the uncertainty about a visit's expert that the token's id takes away.
+    """Mutual information of token id and expert, as a share of the expert's entropy.
 
-    Mutual information over entropy. Rare tokens seem to explain all, so what shuffled tokens
-    explain is subtracted.
+    Rare tokens seem to explain everything, so the mutual information of shuffled tokens is
+    subtracted.
 
     Args:
         tokens: ``(N,)``.
@@ -314,15 +312,15 @@ def _shared_bits(tokens: Ids, ids: Ids) -> float:
 
 
 def agreement(keys: Ids, ids: Ids) -> float:
-    """Mean share of common experts of two tokens that follow each other among those of equal keys;
-    nan where no key comes twice. Negative keys do not count."""
+    """Mean share of common experts of consecutive tokens with the same key; nan if no key occurs
+    twice. Negative keys do not count."""
     order = np.argsort(keys, kind="stable")
     same = (keys[order[1:]] == keys[order[:-1]]) & (keys[order[1:]] >= 0)
     return _overlap(ids[order[:-1][same]], ids[order[1:][same]])
 
 
 def chance_agreement(ids: Ids) -> float:
-    """The same of any two tokens."""
+    """Mean share of common experts of any two tokens."""
     mixed = ids[np.random.default_rng(SEED).permutation(len(ids))]
     return _overlap(mixed[:-1], mixed[1:])
 
@@ -334,11 +332,11 @@ def _overlap(some: Ids, others: Ids) -> float:
 
 
 def table_recall(trace: Trace, vocabulary: int) -> dict[str, list[float]]:
-    """Share of each layer's visits that are among the K experts that a table names first.
+    """Share of each layer's visits that are among the top K experts of a table.
 
-    The table (`routing.predict.token_table`) is counted on the first half of the sequences and
-    asked about the second: by the token and the one before it, by the token alone, and by nothing,
-    which names the most popular experts. Empty with fewer than two sequences.
+    The table (`routing.predict.token_table`) is fitted on the first half of the sequences and
+    tested on the second, with three keys: the token and the one before it, the token alone, and
+    none, which gives the most popular experts. Empty with fewer than two sequences.
     """
     half = sum(trace.lengths[: len(trace.lengths) // 2])
     if half == 0:
@@ -361,7 +359,7 @@ def table_recall(trace: Trace, vocabulary: int) -> dict[str, list[float]]:
 
 
 def _hits(table: TokenTable, trace: Trace, start: int, end: int) -> NDArray[np.float64]:
-    """``(2, L)``: visits that were named, and all."""
+    """``(2, L)``: visits that the table predicts, and all visits."""
     counts = []
     for layer, ids in enumerate(trace.expert_ids):
         own = ids[start:end].long().numpy()
@@ -374,10 +372,8 @@ def _hits(table: TokenTable, trace: Trace, start: int, end: int) -> NDArray[np.f
 
 
 def weight_ratios(weights: Sequence[torch.Tensor]) -> list[float]:
-    """Of each layer, the median of a token's second over its first weight; nan with one expert.
-
-    What `odp` takes as its ratios.
-    """
+    """For each layer, the median of a token's second weight over its first, as the policy `odp`
+    needs it; nan with one expert per token."""
     ratios = []
     for own in weights:
         heaviest = own.float().sort(1, descending=True).values

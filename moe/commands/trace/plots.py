@@ -1,4 +1,4 @@
-"""Findings as pictures (matplotlib, which is imported here only)."""
+"""Plots of findings, with matplotlib."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from moe.commands.trace.findings import CACHES, CAPACITY, PARTS, RUNS, SEGMENT, Findings, Floats
 
 PANELS = 6
-"""Most layers whose pairs of experts are shown."""
+"""Most layers whose co-activation is plotted."""
 
 _STRONGEST = 3
-"""Powers of two beyond which all pairs look alike."""
+"""Largest power of two of the colour scale."""
 
 
 def draw(findings: Findings) -> dict[str, bytes]:
@@ -70,7 +70,7 @@ def _company(figure: Any, findings: Findings) -> None:
 
 
 def by_coactivation(lift: Floats) -> Floats:
-    """Powers of two, experts in the order of a chain: after each the one that it goes with most."""
+    """log2 of the lift, experts in a chain: after each, the one with the highest lift."""
     with np.errstate(divide="ignore"):
         times = np.log2(lift)
     liking = np.nan_to_num(times, nan=-np.inf)

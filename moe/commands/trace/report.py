@@ -1,7 +1,4 @@
-"""Findings as tables for the terminal, and as one HTML file.
-
-The HTML has no scripts, nothing from the net, its images inside, and escaped texts.
-"""
+"""Findings as tables for the terminal, and as one self-contained HTML file without scripts."""
 
 from __future__ import annotations
 
@@ -20,23 +17,22 @@ _EIGHT = RUNS.index(8)
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A titled table of texts.
+    """A table with a title and a caption.
 
     Attributes:
-        name: of the plot that belongs to it, if any.
-        title: what it is about.
-        says: how to read it, in a sentence or two.
+        name: of its plot, if it has one.
+        caption: how to read it.
         columns, rows: the first column names the row.
     """
 
     name: str
     title: str
-    says: str
+    caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def table(self) -> Table:
-        """For the terminal."""
+        """The table for the terminal."""
         table = Table(title=self.title, title_justify="left")
         for index, column in enumerate(self.columns):
             table.add_column(column, justify="right" if index else "left")
@@ -62,9 +58,9 @@ def _tokens(findings: Findings) -> ReportTable:
     return ReportTable(
         "tokens",
         "How far the token determines the expert, %",
-        "Explained: share of the uncertainty about an expert that the token's id takes away. The "
-        "others: share of visits that are among the K experts which a table, counted on the first "
-        "half of the text, names for the second half.",
+        "Explained: mutual information of token and expert over the expert's entropy. The others: "
+        "share of visits among the top K experts of a table that is fitted on the first half of "
+        "the text and tested on the second.",
         ("layer", "experts", "a token", "explained", "by popularity", "by token", "by pair"),
         [
             (str(i), str(own.num_experts), f"{own.top_k:.3g}", _percent(own.explained),
@@ -107,8 +103,8 @@ def _company(findings: Findings) -> ReportTable:
     return ReportTable(
         "company",
         "Experts that serve the same tokens",
-        "The pairs of experts that go together most beyond chance, and how many times as often as "
-        "by chance they do.",
+        "The pairs of experts that serve the same tokens most often compared with chance, and "
+        "their frequency over that by chance.",
         ("layer", "first", "second", "third"),
         [
             (str(i), *(f"{a}+{b} ({lift:.1f}x)" for a, b, lift in own.pairs),
@@ -131,15 +127,15 @@ def _coverage(findings: Findings) -> ReportTable:
     return ReportTable(
         "coverage",
         "Share of a layer's experts that tokens need together, %",
-        "The law N(t) = E (1 - (1 - K/E)^t) is for even, independent routing. What consecutive "
-        "tokens need less is what caches, shared experts and verification windows live on. What "
-        "they leave alone is the chunk-level sparsity.",
+        "The law N(t) = E (1 - (1 - K/E)^t) is for uniform, independent routing. Caches, expert "
+        "sharing and verification of drafts gain if consecutive tokens need fewer experts. "
+        "Unused: chunk-level sparsity.",
         ("tokens", *map(str, RUNS)),
         [
             row("law", "law"),
             row("anywhere", "distinct_apart"),
             row("consecutive", "distinct"),
-            ("left alone", *(_percent(1 - share) for share in means("distinct"))),
+            ("unused", *(_percent(1 - share) for share in means("distinct"))),
         ],
     )
 
@@ -148,8 +144,8 @@ def _consistency(findings: Findings) -> ReportTable:
     return ReportTable(
         "consistency",
         "Local routing consistency, %",
-        f"Segments of {SEGMENT} tokens. Cache: hits of an oracle's cache that holds what the "
-        "segment needs most, by its size in K (SCH). One set: best F1 of sending the whole segment "
+        f"Segments of {SEGMENT} tokens. Cache: hits of a cache that holds the segment's most "
+        "visited experts, by its size in K (SCH). One set: best F1 of sending the whole segment "
         "to the same experts (SRP). 8 tokens: distinct experts, not per cent, against the law.",
         ("layer", *(f"cache {times} K" for times in CACHES), "one set", "8 tokens", "law"),
         [
@@ -173,7 +169,7 @@ def _position(findings: Findings) -> ReportTable:
 
 
 def odp_ratios(findings: Findings) -> str:
-    """The ratios of the policy `odp`, one for each layer."""
+    """The argument of the policy `odp`: a ratio for each layer."""
     return ",".join(
         "0" if isnan(own.weight_ratio) else f"{own.weight_ratio:.3f}" for own in findings.layers
     )
@@ -212,7 +208,7 @@ img { max-width: 100%; height: auto; background: white; }
 {{ findings.num_sequences }} sequences; {{ findings.layers | length }} MoE layers.</p>
 {% for sheet in sheets %}
 <h2>{{ sheet.title }}</h2>
-<p>{{ sheet.says }}</p>
+<p>{{ sheet.caption }}</p>
 {% if sheet.name in images %}
 <img alt="{{ sheet.title }}" src="data:image/png;base64,{{ images[sheet.name] }}">
 {% endif %}
@@ -229,11 +225,7 @@ img { max-width: 100%; height: auto; background: white; }
 
 
 def html(findings: Findings, images: Mapping[str, bytes]) -> str:
-    """The report.
-
-    Args:
-        images: PNG, by the name of the table that they belong to.
-    """
+    """The report as HTML; ``images``: PNG, by the name of their table."""
     page = Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
     inline = {name: b64encode(image).decode() for name, image in images.items()}
     return page.render(findings=findings, sheets=report_tables(findings), images=inline)

@@ -152,16 +152,16 @@ def test_what_a_budget_cannot_be(path: Path, folder: Path, tmp_path: Path) -> No
         # these tiny matrices are padded: 3.33 bits a weight for codes of 2
         BitBudget(
             bits=2.4
-        ): r"at their fewest bits: between 3\.33 and 11\.3 bits a weight can be had, "
-        r"scales included, and 2\.4 were asked for",
+        ): r"at their fewest bits: between 3\.33 and 11\.3 bits per weight are possible, "
+        r"scales included, and the budget is 2\.4",
         BitBudget(gib=1.0): r"the budget is 1,073,741,824 bytes, .* at their most bits",
     }
     for budget, message in refused.items():
         with pytest.raises(CalibrationError, match=message):
             convert(path, out, SETTINGS, calibration=folder, budget=budget)
-    with pytest.raises(CalibrationError, match="16 bits are kept whole"):
+    with pytest.raises(CalibrationError, match="16 bits are not quantised"):
         convert(path, out, ModelSettings(expert_bits=16), calibration=folder)
-    with pytest.raises(CalibrationError, match="wants a calibration to spend it by"):
+    with pytest.raises(CalibrationError, match="needs a calibration: run"):
         convert(path, out, SETTINGS, budget=BitBudget(bits=5.5))
     layer_path(folder, 0).rename(tmp_path / "aside")
     try:

@@ -138,7 +138,7 @@ def test_routers_that_would_choose_worse_stay(path: Path, folder: Path, tmp_path
 
 
 def test_what_cannot_be_repaired(path: Path, folder: Path, tmp_path: Path, model: MoE) -> None:
-    with pytest.raises(CalibrationError, match="repairing routers wants a calibration: run moe"):
+    with pytest.raises(CalibrationError, match="repairing routers needs a calibration: run moe"):
         convert.convert(path, tmp_path / "s", SETTINGS, repair=True)
     other = record_trace(model.backbone, model.experts, [list(range(100))] * 20)
     other.save(folder / TRACE_FILE)

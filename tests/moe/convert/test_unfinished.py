@@ -56,7 +56,7 @@ def test_an_interrupt_says_what_is_kept(
     assert main(["convert", str(path), str(tmp_path / "store")]) == 130
     work = tmp_path / "store.unfinished"
     assert capsys.readouterr().err.lstrip() == (
-        f"moe: interrupted; what is finished is kept in {work}, and the same command goes on from "
+        f"moe: interrupted; finished files are kept in {work}, and the same command continues from "
         "there\n"
     )
 
@@ -99,7 +99,7 @@ def half_done(path: Path, out: Path, patch: pytest.MonkeyPatch) -> Path:
 
     with patch.context() as inner:
         inner.setattr("experts.store.write_file", two)
-        message = r"cannot write .*00002\.safetensors: No space left.*goes on from there"
+        message = r"cannot write .*00002\.safetensors: No space left.*continues from there"
         with pytest.raises(CheckpointError, match=message):
             convert(path, out, SETTINGS)
     return out.with_name(f"{out.name}.unfinished")

@@ -22,7 +22,7 @@ from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouti
 from moe.commands.plan.rank_command import expected_traffic, first_placements
 from moe.commands.plan.ranks import (
     Machine,
-    Needs,
+    ModelNeeds,
     RankForecast,
     RankPlan,
     Traffic,
@@ -40,7 +40,7 @@ from moe.errors import ProfileError
 SIZES = DecodeSizes(
     layers=10, experts=64, top_k=8, expert_bytes=1_000_000, trunk_bytes=100_000_000, slots=640
 )
-NEEDS = Needs(SIZES, fixed_bytes=200_000_000, row_bytes=4096, replicas=0.25)
+NEEDS = ModelNeeds(SIZES, fixed_bytes=200_000_000, row_bytes=4096, replicas=0.25)
 FAST = Link(10e9, 1e-6, "given")
 SLOW = Link(1e7, 5e-3, "given")
 BATCHES = (1, 16)
@@ -99,7 +99,7 @@ def test_a_trace_gives_the_steps_that_it_has() -> None:
     assert found.imbalance >= 1.0
 
 
-def forecast(needs: Needs, machine: Machine, ranks_a_node: int) -> RankForecast:
+def forecast(needs: ModelNeeds, machine: Machine, ranks_a_node: int) -> RankForecast:
     def traffic_of(batch: int, ranks: int) -> Traffic:
         away = 1 - 1 / ranks
         distinct = UniformRouting(SIZES).distinct(batch)

@@ -159,7 +159,7 @@ def test_more_overflows_towards_the_end() -> None:
 @given(traces())
 def test_how_often_experts_meet(trace: tuple[Ids, list[int]]) -> None:
     ids, _ = trace
-    lift = locality.together(ids, E)
+    lift = locality.coactivation_lift(ids, E)
     rows = [set(row) - {-1} for row in ids.tolist()]
     for a in range(E):
         for b in range(E):
