@@ -87,7 +87,7 @@ def test_pieces_are_the_layer(resident: MoE, on_disk: MoE, monkeypatch: pytest.M
     monkeypatch.setattr(
         pieces, "PIECE_WEIGHTS", 3 * 3 * one.hidden_size * one.intermediate_size + 1
     )
-    whole = pieces.take_experts(resident.experts.layers[1], range(8))
+    whole = pieces.copied_experts(resident.experts.layers[1], range(8))
     for model in (resident, on_disk):
         found = list(pieces.pieces(model.experts.layers[1]))
         assert [len(ids) for ids, _ in found] == [3, 3, 2]
@@ -101,7 +101,7 @@ def test_one_piece_is_in_memory_at_a_time(
     """Over all layers: what is whole does not add up."""
     taken: list[weakref.ref[ExpertWeights]] = []
     monkeypatch.setattr(pieces, "PIECE_WEIGHTS", 1)
-    take = pieces.take_experts
+    take = pieces.copied_experts
 
     def spy(layer: Any, experts: Sequence[int]) -> ExpertWeights:
         assert sum(one() is not None for one in taken) <= 1, "the piece before, at most"
@@ -110,7 +110,7 @@ def test_one_piece_is_in_memory_at_a_time(
         taken.append(weakref.ref(own))
         return own
 
-    monkeypatch.setattr(pieces, "take_experts", spy)
+    monkeypatch.setattr(pieces, "copied_experts", spy)
     analyse(on_disk, trace, tmp_path, read_tokens=100, group_size=32)
     assert len(taken) == 4 * 8
 
@@ -121,7 +121,7 @@ def test_versions_side_by_side_lose_what_they_lose_alone(
 ) -> None:
     """Whether there is room for what the original's experts gave, for some of it, or none."""
     monkeypatch.setattr(sensitivity, "LANE_TOKENS", 600)
-    versions = [pieces.take_experts(resident.experts.layers[other], range(8)) for other in (1, 2)]
+    versions = [pieces.copied_experts(resident.experts.layers[other], range(8)) for other in (1, 2)]
     windows = spread(trace, 300)
     expected = []
     for version in versions:
@@ -149,7 +149,7 @@ def test_experts_before_a_layer_run_once(
         return run(layer, visits)
 
     monkeypatch.setattr(resident.experts, "run", spy)
-    coarse = pieces.take_experts(resident.experts.layers[1], range(8))
+    coarse = pieces.copied_experts(resident.experts.layers[1], range(8))
     original.losses(2, [coarse, coarse])
     assert layers == [(3, 2 * len(original._windows))]
 
@@ -158,7 +158,7 @@ def test_rounding_does_not_make_a_loss_negative(
     resident: MoE, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "divergence", lambda *_: -1e-9)
-    same = pieces.take_experts(resident.experts.layers[1], range(8))
+    same = pieces.copied_experts(resident.experts.layers[1], range(8))
     assert LayerSensitivity(resident, spread(trace, 100)).losses(1, [same]).tolist() == [0.0]
 
 
