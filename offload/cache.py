@@ -11,6 +11,7 @@ complete transfers. `statistics` may be read from any thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from offload.errors import BudgetError, OffloadError
-from offload.pins import PinnedExperts, TierPin, pin_for_tier
+from offload.pins import RING, PinnedExperts, TierPin
 from offload.policies import EvictionPolicy
 from offload.slot_manager import ExpertSource, SlotManager
 from offload.slots import SlotSizes, SlotTable
@@ -80,16 +81,16 @@ class ExpertCache:
 
     @property
     def slots(self) -> int:
-        """Experts that there is room for now, on average where they have different sizes."""
+        """Number of experts that there is room for now; a mean if they have different sizes."""
         return self.sizes.experts_in(len(self._table.owner))
 
     @property
     def present(self) -> NDArray[np.bool_]:
-        """``(units,)``, live: who is there."""
+        """``(units,)``, live: the units that are there."""
         return self._table.present
 
     def bytes_of(self, layer: int) -> Sequence[int]:
-        """Of each expert of a layer, as it is read."""
+        """Bytes of each expert of a layer, as it is read."""
         start = layer * self._table.width
         return self.sizes.nbytes[start : start + self.sizes.experts[layer]]
 
@@ -99,13 +100,13 @@ class ExpertCache:
         return self._table.slot_ids(layer)
 
     def resident(self, layer: int) -> Tensor:
-        """``(E,)`` bool on the CPU: who of a layer is there."""
+        """``(E,)`` bool on the CPU: which experts of a layer are there."""
         self._manager.poll()
         start = layer * self._table.width
         return torch.tensor(self._table.present[start : start + self._table.experts[layer]])
 
     def poll(self) -> None:
-        """Take note of what has come."""
+        """Publish experts whose reads have ended."""
         self._manager.poll()
 
     def has(self, layer: int, expert: int) -> bool:
@@ -118,7 +119,7 @@ class ExpertCache:
         return [expert for expert in experts if not there[start + expert]]
 
     def lacks(self, layer: int, expert: int) -> bool:
-        """Whether an expert is neither there nor on its way."""
+        """Whether an expert is neither there nor in flight."""
         return self._table.slot[layer * self._table.width + expert] < 0
 
     def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
@@ -175,8 +176,35 @@ class ExpertCache:
         self._manager.count_call(layer, units, [])
 
     def pin(self, layer: int, expert: int, *, urgent: bool) -> TierPin | None:
-        """Pin an expert while a GPU copies it; see `offload.pins.pin_for_tier`."""
-        return pin_for_tier(self._manager, layer * self._table.width + expert, urgent=urgent)
+        """Pin an expert while the next tier copies it, and fetch it if it is absent.
+
+        Returns:
+            None: it has to wait for a slot.
+
+        Raises:
+            OffloadError: the read cannot even begin.
+        """
+        table, manager = self._table, self._manager
+        unit, counters = layer * table.width + expert, self.statistics.layers[layer]
+        manager.poll()
+        if table.there[unit]:
+            counters.hits += 1
+            return TierPin(manager, unit)
+        if unit not in manager.in_flight:
+            if table.slot[unit] < 0:
+                if not manager.pins:
+                    manager.ranking.restart()
+                # Like a call, a tier gives `RING` slots to whatever it needs, and no more.
+                value = self.policy.values()[unit] if len(manager.pins) >= RING else math.inf
+                if not manager.assign_if_worth(unit, self.sizes.grains[unit], value):
+                    return None
+            manager.fetch(unit, "demand" if urgent else "prefetch")
+            manager.count_useful(unit)
+        counters.misses += 1
+        pin = TierPin(manager, unit)
+        if urgent:
+            pin.hasten()
+        return pin
 
     def prefetch(self, layer: int, expert: int, *, value: float = 1.0) -> bool:
         """Begin to fetch an expert that may be needed.
@@ -245,7 +273,7 @@ class ExpertCache:
         return [divmod(int(unit), self._table.width) for unit in units[order]]
 
     def drop(self, experts: Iterable[tuple[int, int]]) -> None:
-        """Evict these (layer, expert) between steps, as nobody will ask for them here."""
+        """Evict these (layer, expert) between steps, which this cache will not be asked for."""
         table, manager = self._table, self._manager
         manager.settle_unpinned()
         pinned = set(chain(*manager.pins.values()))

@@ -110,7 +110,7 @@ class EvictionRanking:
             worth[owners < 0] = 0.0
             worth = worth.reshape(-1, kind).mean(1)
             (found,) = (worth < np.inf).nonzero()
-            worth, found = worth[found], found + table.first_slot(kind)
+            worth, found = worth[found], found + table.first_slot[kind]
         else:
             (found,) = evictable.nonzero()
             worth = values[found]

@@ -26,7 +26,7 @@ class HostSource:
     """Fills slots of a GPU; see `offload.slot_manager.ExpertSource`. Belongs to the step loop.
 
     Args:
-        host: the experts in host memory; nobody else uses it meanwhile.
+        host: the experts in host memory; only this source uses it.
         host_slots: its slots.
         gpu_slots: the slots to be filled.
         streams: of the GPU.
@@ -141,7 +141,7 @@ class HostSource:
 
     def count_stalls(self, statistics: CacheStatistics) -> None:
         """Add the seconds for which kernels have waited for copies since the last time."""
-        waits = [(layer, delay, delay.seconds()) for layer, delay in self._delays]
+        waits = [(layer, delay, delay()) for layer, delay in self._delays]
         self._delays = [(layer, delay) for layer, delay, seconds in waits if seconds is None]
         for layer, _, seconds in waits:
             statistics.layers[layer].stall_seconds += seconds or 0.0

@@ -233,8 +233,7 @@ class OffloadedExperts:
         for expert in experts:
             try:
                 with self.cache.acquire(self.layer, [expert]) as pinned:
-                    for _ in pinned.rounds:
-                        pass
+                    list(pinned.rounds)
             except OffloadError as error:
                 lost[expert] = error
         return lost

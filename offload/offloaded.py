@@ -57,7 +57,7 @@ class Offloaded:
     prefetcher: Prefetcher | None = None
 
     def __post_init__(self) -> None:
-        # Where loading fails later, nobody closes it.
+        # If loading fails later, `close` is not called.
         weakref.finalize(self, self.closing.close)
 
     @property
@@ -187,11 +187,11 @@ class HostPolicy:
     def values(self) -> Values:
         """The GPU's values, but units that it is unlikely to evict soon (those above the median
         value there) are worth less than all others here, the safest the least."""
-        values, near = self._policy.values(), np.flatnonzero(self._present())
-        if not len(near):
+        values, on_gpu = self._policy.values(), np.flatnonzero(self._present())
+        if not len(on_gpu):
             return values
         values = values.copy()
-        safe = near[values[near] > np.median(values[near])]
+        safe = on_gpu[values[on_gpu] > np.median(values[on_gpu])]
         values[safe] = values.min() - values[safe]
         return values
 

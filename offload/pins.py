@@ -9,7 +9,6 @@ copied to the next tier.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -52,17 +51,6 @@ class PinnedExperts:
     Raises:
         OffloadError: a read cannot even begin; nothing is pinned.
     """
-
-    __slots__ = (
-        "_experts",
-        "_fetched",
-        "_layer",
-        "_manager",
-        "_missing",
-        "_prefixes",
-        "_ranks_first",
-        "_units",
-    )
 
     def __init__(
         self,
@@ -244,7 +232,8 @@ class PinnedExperts:
 
 
 class TierPin:
-    """One expert, pinned until `release` while the next tier copies it; see `pin_for_tier`.
+    """One expert, pinned until `release` while the next tier copies it; see
+    `ExpertCache.pin`.
 
     Attributes:
         slot: where its bytes are, or will be.
@@ -285,40 +274,8 @@ class TierPin:
         """Unpin it.
 
         Args:
-            unused: nobody needs it any more: cancel its read if it has not begun.
+            unused: it is not needed any more: cancel its read if it has not begun.
         """
         self._manager.pins.pop(self, None)
         if unused:
             self._manager.cancel(self._unit)
-
-
-def pin_for_tier(manager: SlotManager, unit: int, *, urgent: bool) -> TierPin | None:
-    """Pin a unit, and fetch it if it is absent.
-
-    Returns:
-        None: it has to wait for a slot.
-
-    Raises:
-        OffloadError: the read cannot even begin.
-    """
-    manager.poll()
-    table, counters = manager.table, manager.counters(unit)
-    if table.there[unit]:
-        counters.hits += 1
-        return TierPin(manager, unit)
-    if unit not in manager.in_flight:
-        if table.slot[unit] < 0:
-            pinned = len(manager.pins)
-            if pinned == 0:
-                manager.ranking.restart()
-            # Like a call, a GPU gives `RING` slots to whatever it needs, and no more.
-            value = manager.policy.values()[unit] if pinned >= RING else math.inf
-            if not manager.assign_if_worth(unit, table.sizes.grains[unit], value):
-                return None
-        manager.fetch(unit, "demand" if urgent else "prefetch")
-        manager.count_useful(unit)
-    counters.misses += 1
-    pin = TierPin(manager, unit)
-    if urgent:
-        pin.hasten()
-    return pin

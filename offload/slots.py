@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -65,11 +66,6 @@ class SlotSizes:
         """The inverse of `grains_for`."""
         return grains * sum(self.experts) // self.all_grains
 
-    def first_slots(self, capacity: int) -> dict[int, int]:
-        """The number of the first slot of each kind, in a memory of ``capacity`` grains."""
-        starts = np.cumsum([0, *(capacity // kind for kind in self.kinds)]).tolist()
-        return dict(zip(self.kinds, starts, strict=False))
-
 
 class SlotTable:
     """Which unit is in which slot, and whether its bytes are there.
@@ -81,6 +77,7 @@ class SlotTable:
 
     Attributes:
         width: units of a layer.
+        first_slot: number of the first slot of each kind.
         mixed: whether there are slots of several kinds.
         grains: grains of each unit's slot, 0 without one.
         present: ``(units,)`` bool array, the units whose bytes are there.
@@ -97,8 +94,9 @@ class SlotTable:
         self.there = memoryview(self.present.data)
         self.slot, self.grains = [-1] * units, [0] * units
         self.owner = np.zeros(0, dtype=np.int64)
-        self._first, self.mixed = sizes.first_slots(capacity), len(sizes.kinds) > 1
-        self._kinds, self._firsts = list(self._first), list(self._first.values())
+        self.mixed, self._kinds = len(sizes.kinds) > 1, list(sizes.kinds)
+        self._firsts = list(accumulate((capacity // kind for kind in sizes.kinds), initial=0))
+        self.first_slot = dict(zip(self._kinds, self._firsts, strict=False))
         self._free: dict[int, dict[int, None]] = {}  # of each kind, the last one to be taken first
         self._ids = torch.full((len(self.experts), self.width + 1), -1, dtype=torch.int64)
         self._array = self._ids.numpy().reshape(-1)
@@ -123,10 +121,6 @@ class SlotTable:
         """The unit in each grain of a slot, -1 if it is free."""
         owners: list[int] = self.owner[self._span(kind, slot)].tolist()
         return owners
-
-    def first_slot(self, kind: int) -> int:
-        """The number of the first slot of so many grains."""
-        return self._first[kind]
 
     def place(self, unit: int, slot: int) -> None:
         """Give a free slot to a unit without one."""
@@ -170,20 +164,20 @@ class SlotTable:
         assert not self.behind(grains)
         added = np.full(max(0, grains - len(self.owner)), -1)
         self.owner = np.concatenate([self.owner[:grains], added])
-        for kind, first in self._first.items():
+        for kind, first in self.first_slot.items():
             taken = (self.owner[: grains // kind * kind].reshape(-1, kind) >= 0).any(1)
             free = np.flatnonzero(~taken)[::-1] + first
             self._free[kind] = dict.fromkeys(free.tolist())
 
     def _span(self, kind: int, slot: int) -> slice:
         """The grains of a slot."""
-        start = (slot - self._first[kind]) * kind
+        start = (slot - self.first_slot[kind]) * kind
         return slice(start, start + kind)
 
     def _across(self, kind: int, slot: int) -> Iterator[tuple[int, int]]:
         """Kinds and numbers of the other slots that have some of a slot's grains."""
         span = self._span(kind, slot)
-        for other, first in self._first.items():
+        for other, first in self.first_slot.items():
             end = min((span.stop - 1) // other + 1, len(self.owner) // other)
             if other != kind:
                 yield from ((other, first + at) for at in range(span.start // other, end))

@@ -7,7 +7,7 @@ by events. The compute stream is torch's current one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -27,12 +27,8 @@ class Event(Protocol):
         ...
 
 
-class Delay(Protocol):
-    """How long the compute stream has waited for an event."""
-
-    def seconds(self) -> float | None:
-        """None until it has gone on."""
-        ...
+Delay = Callable[[], float | None]
+"""Gives the seconds for which a stream waited for an event; None until it has gone on."""
 
 
 class Streams(Protocol):
@@ -87,14 +83,14 @@ class CudaStreams:
                 target.copy_(source, non_blocking=True)
         return self._copies.record_event()
 
-    def wait_event(self, event: Event) -> CudaDelay:
+    def wait_event(self, event: Event) -> Delay:
         assert isinstance(event, torch.cuda.Event)
         computing = self._computing
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(computing)
         computing.wait_event(event)
         end.record(computing)
-        return CudaDelay(begin, end)
+        return lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
 
     def to_gpu(self, small: Tensor) -> Tensor:
         # From pageable memory the host would wait for all that the compute stream waits for.
@@ -115,16 +111,6 @@ class CudaStreams:
     @property
     def _computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
-
-
-class CudaDelay:
-    """The time between two events of one stream."""
-
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._begin, self._end = begin, end
-
-    def seconds(self) -> float | None:
-        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
 
 
 def open_streams(device: torch.device) -> Streams | None:

@@ -15,7 +15,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from offload.streams import Event
+from offload.streams import Delay, Event
 
 
 class QueueEvent:
@@ -33,14 +33,9 @@ class QueueEvent:
         self._device.run_until(self)
 
 
-class QueueDelay:
-    """A second each."""
-
-    def __init__(self, end: QueueEvent) -> None:
-        self._end = end
-
-    def seconds(self) -> float | None:
-        return 1.0 if self._end.passed else None
+def one_second(end: QueueEvent) -> Delay:
+    """Every delay takes a second."""
+    return lambda: 1.0 if end.passed else None
 
 
 Step = Callable[[], object] | QueueEvent
@@ -87,10 +82,10 @@ class TwoQueues:
         self.drift()
         return event
 
-    def wait_event(self, event: Event) -> QueueDelay:
+    def wait_event(self, event: Event) -> Delay:
         assert isinstance(event, QueueEvent)
         self._kernels.append(("wait", event))
-        return QueueDelay(self.record_event())
+        return one_second(self.record_event())
 
     def to_gpu(self, small: Tensor) -> Tensor:
         return small.clone()
@@ -144,6 +139,6 @@ class LateCopies(TwoQueues):
         event.passed = True
         return event
 
-    def wait_event(self, event: Event) -> QueueDelay:
+    def wait_event(self, event: Event) -> Delay:
         event.synchronize()
-        return QueueDelay(self.record_event())
+        return one_second(self.record_event())
