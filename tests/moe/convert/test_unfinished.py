@@ -122,7 +122,9 @@ def test_a_disk_that_is_full_at_any_file_leaves_no_store_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"cannot write .*No space left on device; what"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*No space left on device; finished"
+        ):
             convert(path, out, SETTINGS)
     assert not out.exists()
     work = out.with_name("store.unfinished")
