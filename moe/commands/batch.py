@@ -124,7 +124,9 @@ class BatchJob:
             request, prompt, sample = self._places[sequence]
             if isinstance(outcome, Exception):
                 self._cancel(request.groups)
-                self._refuse(request.number, request.custom_id, _failure(request.number, outcome))
+                if not isinstance(outcome, StructureError):
+                    logger.error("line %d failed", request.number, exc_info=outcome)
+                self._refuse(request.number, request.custom_id, api_error(outcome))
                 continue
             request.events.append(StreamEvent(prompt, sample, outcome, sequence.prompt_token_ids))
             if outcome.finish_reason is not None:
@@ -135,14 +137,14 @@ class BatchJob:
 
     def _finish(self, request: _Request) -> None:
         request_id = uuid.uuid4().hex
-        answer = self._answer(request.body, request_id)
+        body, about = request.body, (self._model.codec, request_id, self._name)
+        answer: OpenAIAnswer
+        if isinstance(body, ChatRequest):
+            answer = ChatAnswer(body, *about)
+        else:
+            answer = CompletionAnswer(body, *about)
         whole = answer.whole(request.num_prompt_tokens, request.events)
         self._write(output(request.number, request.custom_id, 200, request_id, whole, None))
-
-    def _answer(self, body: ChatRequest | CompletionRequest, request_id: str) -> OpenAIAnswer:
-        if isinstance(body, ChatRequest):
-            return ChatAnswer(body, self._model.codec, request_id, self._name)
-        return CompletionAnswer(body, self._model.codec, request_id, self._name)
 
     def _refuse(self, number: int, custom_id: str | None, error: APIError) -> None:
         reason = {"code": error.code or "request_failed", "message": error.message}
@@ -176,13 +178,6 @@ def run_batch(
     lines = ((number, line) for number, line in enumerate(files.source, 1) if line.strip())
     BatchJob(model, model_name, write).run(lines, files.done)
     return files.tally
-
-
-def _failure(number: int, error: Exception) -> APIError:
-    """The error to report for a failed line; unexpected ones are logged."""
-    if not isinstance(error, StructureError):
-        logger.error("line %d failed", number, exc_info=error)
-    return api_error(error)
 
 
 class BatchLine(RequestBody):
@@ -247,7 +242,12 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
                 raise RequestError(f"--batch and --out are the same file {source}; name two")
-            _lock(answers, target)
+            try:
+                fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RequestError(
+                    f"another batch is writing to {target}; name another --out"
+                ) from None
             tally = Tally()
             files = BatchFiles(lines, answers, tally, _repair(answers, target, tally))
         except OSError as error:
@@ -258,13 +258,6 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
         except KeyboardInterrupt as stop:
             kept = f"; answers so far are in {target}, and the same command goes on from there"
             raise KeyboardInterrupt(kept) from stop
-
-
-def _lock(answers: BinaryIO, target: Path) -> None:
-    try:
-        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RequestError(f"another batch is writing to {target}; name another --out") from None
 
 
 def line_key(number: int, custom_id: str | None) -> str:

@@ -10,7 +10,8 @@ from moe.commands.terminal import RunStats, load, run, write_out
 from moe.errors import ContextError, RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
-from moe.text.tool_calls.reasoning import REASONING_KEY, ReasoningParser
+from moe.text.chat import REASONING_KEY
+from moe.text.tool_calls.reasoning import ReasoningParser
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 

@@ -47,20 +47,17 @@ class RunStats:
     def summary(self) -> str:
         tokens = max(self.new_tokens, 1)
         per_token = self.expert_bytes_read / tokens / 1e6
-        disk = ""
+        disk = drafts = ""
         if self.hit_ratio is not None:
             megabytes = self.disk_bytes_read / tokens / 1e6
             disk = f", {self.hit_ratio:.1%} of them in memory, {megabytes:.2f} MB from disk"
+        if self.speculation is not None:
+            drafts = f", {self.speculation['tokens_per_verification']:.2f} tokens a verification"
         return (
             f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens, "
             f"first after {self.ttft_s:.2f} s, {self.tokens_per_second:.1f} tokens/s, "
-            f"{per_token:.2f} MB of experts read a token{disk}{self._drafts()}"
+            f"{per_token:.2f} MB of experts read a token{disk}{drafts}"
         )
-
-    def _drafts(self) -> str:
-        if self.speculation is None:
-            return ""
-        return f", {self.speculation['tokens_per_verification']:.2f} tokens a verification"
 
 
 def run(

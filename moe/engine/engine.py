@@ -147,8 +147,11 @@ class Engine:
         for sequence, tokens in outcomes:
             events += [(sequence, event) for event in _append(sequence, tokens)]
         ended = {sequence for sequence, event in events if is_last(event)}
+        prefixes = self.scheduler.prefixes
         for sequence in ended:
-            self._keep_prefix(sequence)
+            cache, finished = sequence.cache, sequence.finish_reason is not None
+            if prefixes is not None and finished and isinstance(cache, KVCache):
+                prefixes.add(sequence.salt, sequence.prompt_token_ids, cache)
             sequence.release()
         self.scheduler.update(ended)
         return events
@@ -191,11 +194,6 @@ class Engine:
                 "evictions": prefixes.evictions,
             },
         }
-
-    def _keep_prefix(self, sequence: RunningSequence) -> None:
-        prefixes, finished = self.scheduler.prefixes, sequence.finish_reason is not None
-        if prefixes is not None and finished and isinstance(sequence.cache, KVCache):
-            prefixes.add(sequence.salt, sequence.prompt_token_ids, sequence.cache)
 
 
 def is_last(event: Delta | Exception) -> bool:

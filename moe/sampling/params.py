@@ -142,25 +142,25 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """In [-2, 2]; subtracted once for each time that a token was generated."""
     seed: int | None = None
-    """In [0, 2**63 - 1]; None takes a new one from the operating system."""
+    """In [0, 2**63 - 1]; None takes a new one each time."""
     stop: tuple[str, ...] = ()
     """Text ends before the first of these strings; a single string may be given as it is."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end generation, besides the model's own end tokens."""
+    """Token ids that end generation, in addition to the model's own end tokens."""
     ignore_eos: bool = False
     """Go on past the model's own end tokens."""
     logprobs: int | None = None
     """Most likely tokens reported with their log-probabilities, in [0, 20]; 0 reports the chosen
     token's alone, None nothing."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, each given those before it; None: nothing."""
+    """The same for the tokens of the prompt, each after those before it; None: nothing."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of these token ids before anything else; each in [-100, 100]."""
     n: int = 1
     """Sequences generated for the prompt, in [1, 128]."""
     structure: Structure | None = None
-    """What the text has to be; a sequence that ends by itself (``stop``) is that, unless a stop
-    string or one of ``stop_token_ids`` cut it."""
+    """The form that the text must have. A sequence that ends by itself (``stop``) has it, unless a
+    stop string or one of ``stop_token_ids`` cut it."""
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {

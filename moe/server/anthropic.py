@@ -39,8 +39,8 @@ from moe.server.openai.options import (
 )
 from moe.server.openai.request import ChatRequest
 from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
+from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.reasoning import REASONING_KEY
 
 _LABELS = ("cache_control", "citations")
 BlockText = Annotated[str, BeforeValidator(text_of("text", labels=_LABELS, between="\n"))]

@@ -39,8 +39,8 @@ from moe.server.openai.options import (
     run_by_client,
 )
 from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
+from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.reasoning import REASONING_KEY
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(max_length=256)]

@@ -1,5 +1,8 @@
 """Chat templates: programs that come with a model and turn messages into text.
 
+`check_message` checks a message; `with_calls` and `with_reasoning` write its tool calls and its
+reasoning as the template reads them; `render` runs the template.
+
 transformers runs them in jinja2's immutable sandbox; `render` adds a time limit. A thread cannot be
 killed from outside, and an abandoned one runs for ever, so `deadline` sets a trace function, which
 raises inside the template: Python calls it at every line and every call, so that no loop escapes.
@@ -9,6 +12,7 @@ Only a single long operation in C does.
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +25,11 @@ from moe.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from moe.text.tool_calls.format import CallFormat
+
+MessageDict = dict[str, Any]
+REASONING_KEY = "reasoning_content"
+"""The key of a message's reasoning, before `with_reasoning` renames it for the template."""
 TEMPLATE_SECONDS = 5.0
 
 
@@ -53,7 +62,7 @@ def deadline(seconds: float, file_name: str) -> Iterator[None]:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[MessageDict], **options: Any
 ) -> str:
     """Render messages as text with the tokenizer's chat template.
 
@@ -107,3 +116,61 @@ def check_message(position: int, message: object) -> None:
         raise RequestError(f"{where} must have a role such as 'user', got {role!r}")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(f"{where} must have a string as its content, got {content!r}")
+
+
+def with_calls(messages: Sequence[MessageDict], format: CallFormat | None) -> list[MessageDict]:
+    """Messages of OpenAI's API with the arguments of tool calls as the template reads them, as JSON
+    text or as an object.
+
+    Tool results get the name of their tool, which some templates write. Without a format messages
+    stay unchanged. Raises `RequestError` if arguments are not a JSON object.
+    """
+    if format is None:
+        return list(messages)
+    names: dict[object, object] = {}
+    made = []
+    for position, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls:
+            calls = [_converted(position, call, format) for call in calls]
+            names |= {call.get("id"): call["function"].get("name") for call in calls}
+            content = message.get("content") or format.no_content
+            message = message | {"tool_calls": calls, "content": content}
+        elif message.get("role") == "tool" and (name := names.get(message.get("tool_call_id"))):
+            message = {"name": name} | message
+        made.append(message)
+    return made
+
+
+def with_reasoning(messages: Sequence[MessageDict], key: str | None) -> list[MessageDict]:
+    """Messages with reasoning under the name that the template reads; None: it reads none."""
+    made = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name != REASONING_KEY}
+        if key is not None and message.get(REASONING_KEY):
+            plain[key] = message[REASONING_KEY]
+        made.append(plain)
+    return made
+
+
+def _converted(position: int, call: object, format: CallFormat) -> MessageDict:
+    where = f"chat message {position}"
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise RequestError(
+            f'{where}: tool_calls must be a list of {{"id", "type", "function"}}, got {call!r:.200}'
+        )
+    function = dict(call["function"])
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and not format.arguments_as_text:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                f"{where}: the arguments of a call must be a JSON object, "
+                f"got {function['arguments']!r:.200}"
+            )
+    elif format.arguments_as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return dict(call) | {"function": function | {"arguments": arguments}}

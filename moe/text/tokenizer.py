@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe.errors import CheckpointError, ContextError, RequestError
-from moe.text.chat import check_message, check_settings, render
+from moe.text.chat import (
+    REASONING_KEY,
+    check_message,
+    check_settings,
+    render,
+    with_calls,
+    with_reasoning,
+)
 from moe.text.detokenize import IncrementalDecoder, special_token_ids
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
-from moe.text.tool_calls.reasoning import (
-    REASONING_KEY,
-    ReasoningSupport,
-    as_template_takes,
-    probe_reasoning,
-    with_reasoning,
-)
+from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -40,64 +41,10 @@ ToolSpec = Mapping[str, object]
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 
 
-class TemplateFormats:
-    """Formats of tool calls and reasoning, found by probing the chat template on first use."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    no_tokenizer_reason: str
-    eos_token_ids: frozenset[int]
-
-    @cached_property
-    def tools(self) -> ToolSupport:
-        """Whether the model can be given tools, and how it calls them."""
-        template = self._template()
-        if isinstance(template, str):
-            return ToolSupport(None, template)
-        return probe_tools(template, list(self._special_texts().values()))
-
-    @cached_property
-    def reasoning(self) -> ReasoningSupport:
-        """How the model writes its reasoning, or why that is not known."""
-        template = self._template()
-        if isinstance(template, str):
-            return ReasoningSupport(None, template)
-        return probe_reasoning(template)
-
-    @cached_property
-    def call_tokens(self) -> dict[str, int]:
-        """Texts and ids of the special tokens with which the model writes calls."""
-        return {} if self.tools.format is None else self._written(self.tools.format.literals)
-
-    @cached_property
-    def reasoning_tokens(self) -> dict[str, int]:
-        """Texts and ids of the special tokens around reasoning."""
-        format = self.reasoning.format
-        return {} if format is None else self._written(format.literals)
-
-    def _template(self) -> Render | str:
-        """The function that renders the chat template, or why there is none."""
-        if self.tokenizer is None:
-            return self.no_tokenizer_reason
-        if not self.tokenizer.chat_template:
-            return "the model's tokenizer has no chat template"
-        return partial(render, self.tokenizer)
-
-    def _written(self, literals: Iterable[str]) -> dict[str, int]:
-        written, ends = "\0".join(literals), self.eos_token_ids
-        special = self._special_texts().items()
-        return {text: i for i, text in special if text in written and i not in ends}
-
-    def _special_texts(self) -> dict[int, str]:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return {}
-        ids = sorted(special_token_ids(tokenizer) | self.eos_token_ids)
-        texts = {i: str(tokenizer.convert_ids_to_tokens(i) or "") for i in ids}
-        return {i: text for i, text in texts.items() if text}
-
-
-class TextCodec(TemplateFormats):
+class TextCodec:
     """A model's tokenizer, with every input checked against the model's vocabulary.
+
+    The formats of tool calls and reasoning are found by probing the chat template on first use.
 
     Attributes:
         tokenizer: transformers' tokenizer; None where the model has no usable one.
@@ -180,6 +127,33 @@ class TextCodec(TemplateFormats):
         tokenizer = self.require_tokenizer("texts of token ids")
         return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
+    @cached_property
+    def tools(self) -> ToolSupport:
+        """Whether the model can be given tools, and how it calls them."""
+        template = self._template()
+        if isinstance(template, str):
+            return ToolSupport(None, template)
+        return probe_tools(template, list(self._special_texts().values()))
+
+    @cached_property
+    def reasoning(self) -> ReasoningSupport:
+        """How the model writes its reasoning, or why that is not known."""
+        template = self._template()
+        if isinstance(template, str):
+            return ReasoningSupport(None, template)
+        return probe_reasoning(template)
+
+    @cached_property
+    def call_tokens(self) -> dict[str, int]:
+        """Texts and ids of the special tokens with which the model writes calls."""
+        return {} if self.tools.format is None else self._written(self.tools.format.literals)
+
+    @cached_property
+    def reasoning_tokens(self) -> dict[str, int]:
+        """Texts and ids of the special tokens around reasoning."""
+        format = self.reasoning.format
+        return {} if format is None else self._written(format.literals)
+
     def opens_reasoning(self, token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside reasoning, so that its answer continues the reasoning."""
         format = self.reasoning.format
@@ -192,6 +166,28 @@ class TextCodec(TemplateFormats):
     ) -> IncrementalDecoder | None:
         """A new decoder for one sequence; None without a tokenizer. See `IncrementalDecoder`."""
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer, shown, behind)
+
+    def _template(self) -> Render | str:
+        """The function that renders the chat template, or why there is none."""
+        if self.tokenizer is None:
+            return self.no_tokenizer_reason
+        if not self.tokenizer.chat_template:
+            return "the model's tokenizer has no chat template"
+        return partial(render, self.tokenizer)
+
+    def _written(self, literals: Iterable[str]) -> dict[str, int]:
+        """The special tokens in some literals, without end tokens: their texts and ids."""
+        written, ends = "\0".join(literals), self.eos_token_ids
+        special = self._special_texts().items()
+        return {text: i for i, text in special if text in written and i not in ends}
+
+    def _special_texts(self) -> dict[int, str]:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return {}
+        ids = sorted(special_token_ids(tokenizer) | self.eos_token_ids)
+        texts = {i: str(tokenizer.convert_ids_to_tokens(i) or "") for i in ids}
+        return {i: text for i, text in texts.items() if text}
 
     def _encode_text(self, text: str, max_tokens: int | None, *, special: bool = True) -> list[int]:
         """Token ids of text; `special`: with the tokenizer's own special tokens."""
@@ -212,9 +208,10 @@ class TextCodec(TemplateFormats):
             )
         plain = [dict(message) for message in messages]
         if any(message.get("tool_calls") for message in plain):
-            plain = as_template_takes(plain, self.tools.format)
+            plain = with_calls(plain, self.tools.format)
         if any(message.get(REASONING_KEY) for message in plain):
-            plain = with_reasoning(plain, self.reasoning.format)
+            format = self.reasoning.format
+            plain = with_reasoning(plain, None if format is None else format.key)
         if settings:
             check_settings(tokenizer, settings)
         return render(tokenizer, plain, **options, **settings)
@@ -287,20 +284,16 @@ def eos_token_ids(
 
     Raises `CheckpointError` where generation_config.json is damaged.
     """
-    ids = _generation_eos(directory)
-    for source in (config, config.get_text_config(), tokenizer):
-        ids |= _as_ids(getattr(source, "eos_token_id", None))
-    return frozenset(ids)
-
-
-def _generation_eos(directory: Path) -> set[int]:
     try:
-        return _as_ids(read_generation_config(directory).get("eos_token_id"))
+        ids = _as_ids(read_generation_config(directory).get("eos_token_id"))
     except TypeError as error:
         raise CheckpointError(
             f"{directory / GENERATION_CONFIG} must be a JSON object whose eos_token_id is an id "
             f"or a list of ids: {error}; repair or remove the file"
         ) from error
+    for source in (config, config.get_text_config(), tokenizer):
+        ids |= _as_ids(getattr(source, "eos_token_id", None))
+    return frozenset(ids)
 
 
 def _as_ids(value: int | Sequence[int] | None) -> set[int]:

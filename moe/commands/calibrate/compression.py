@@ -282,15 +282,12 @@ class LayerSensitivity:
         if others:
             rows |= zip(others, self._model.experts.run(layer, list(others.values())), strict=True)
         for (window, version), own in rows.items():
-            if version == _ORIGINAL and isinstance(own, Tensor):
-                self._keep(window, layer, own)
+            new = version == _ORIGINAL and (window, layer) not in self._given
+            if new and isinstance(own, Tensor) and own.nbytes <= self._room:
+                self._room -= own.nbytes
+                self._given[window, layer] = own
         found = [rows[about] for about in whose]
         return [own.clone() if isinstance(own, Tensor) else own for own in found]
-
-    def _keep(self, window: int, layer: int, rows_TH: Tensor) -> None:
-        if (window, layer) not in self._given and rows_TH.nbytes <= self._room:
-            self._room -= rows_TH.nbytes
-            self._given[window, layer] = rows_TH
 
 
 def pieces(layer: LayerExperts) -> Iterator[tuple[Sequence[int], ExpertWeights]]:

@@ -163,7 +163,9 @@ class _LookaheadFitter:
             for layer, pair in enumerate(zip(found, chosen, strict=True))
         ]
         self.rules = tuple(
-            RouterRule(_mean_experts(ids)) if gate is None else gate.rule
+            RouterRule(max(round(int((ids >= 0).sum()) / len(ids)), 1))
+            if gate is None
+            else gate.rule
             for gate, ids in zip(self._gates, chosen, strict=True)
         )
         self._targets = [
@@ -211,11 +213,6 @@ class _LookaheadFitter:
             self.unavailable |= dict.fromkeys(("lookahead", "lookahead_raw"), reason)
         found = {"lookahead": fitted, "lookahead_raw": raw}
         return [Lookahead(name, gates) for name, gates in found.items() if gates]
-
-
-def _mean_experts(ids: Tensor) -> int:
-    """Experts a token uses on average; at least 1."""
-    return max(round(int((ids >= 0).sum()) / len(ids)), 1)
 
 
 def visits(ids: Tensor, experts: int) -> Tensor:

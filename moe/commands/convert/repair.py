@@ -103,6 +103,7 @@ def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype])
     assert rows is not None
     sequence = torch.arange(len(windows)).repeat_interleave(torch.tensor(trace.lengths))
     aside = sequence[rows.tokens] % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    names = {own.data_ptr(): name for name, own in model.backbone.model.named_parameters()}
     repairs = []
     for layer, one in enumerate(found):
         inputs = load_layer(calibration, layer).inputs
@@ -115,7 +116,7 @@ def repairs_of(model: MoE, calibration: Path, dtypes: Mapping[str, torch.dtype])
         if one.selector is None:
             repairs.append(Repair("", None, 0.0, 0.0, one.reason))
             continue
-        name = _name_of(model, one.selector.weight)
+        name = names[one.selector.weight.data_ptr()]
         pair = inputs.hidden_TH, rows.expert_inputs[layer]
         repairs.append(_repair(name, dtypes[name], one.selector, pair, kept, aside))
     return repairs
@@ -148,12 +149,6 @@ def agreement(router: Selector, rows_TH: Tensor, chosen_TK: Tensor) -> float:
     chosen_TK = chosen_TK.long()
     kept = (chosen_TK[:, :, None] == own_TK[:, None, :]).any(-1) & (chosen_TK >= 0)
     return float(kept.sum() / (chosen_TK >= 0).sum().clamp_min(1))
-
-
-def _name_of(model: MoE, weight: Tensor) -> str:
-    """Name of a router's weight."""
-    parameters = model.backbone.model.named_parameters()
-    return next(name for name, own in parameters if own.data_ptr() == weight.data_ptr())
 
 
 @torch.no_grad()

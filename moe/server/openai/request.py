@@ -27,8 +27,8 @@ from moe.server.fields import (
     TokenIds,
 )
 from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, StructuredBody, ToolCall
+from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import Prompt
-from moe.text.tool_calls.reasoning import REASONING_KEY
 
 
 class ChatMessage(ResentBody):

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import DeadlineError
+from moe.text.chat import DeadlineError, MessageDict
 from moe.text.tool_calls.format import CallFormat, KeyPath, NamedBody, ObjectBody, TaggedBody
 
-MessageDict = dict[str, Any]
 Render = Callable[..., str]
 """Renders messages as text; takes the options of `moe.text.chat.render`. Raises `RequestError`."""
 
@@ -161,14 +160,14 @@ def _user() -> MessageDict:
 
 def _calling(content: str | None, as_text: bool, count: int) -> MessageDict:
     calls = [
-        {"id": f"probe000{index}", "type": "function", "function": _function(*call, as_text)}
-        for index, call in enumerate(_CALLS[:count])
+        {
+            "id": f"probe000{index}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(given) if as_text else dict(given)},
+        }
+        for index, (name, given) in enumerate(_CALLS[:count])
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-def _function(name: str, arguments: Mapping[str, Any], as_text: bool) -> MessageDict:
-    return {"name": name, "arguments": json.dumps(arguments) if as_text else dict(arguments)}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reasoning before an answer: finds its format, parses it, and passes it back to the template.
+"""Reasoning before an answer: finds its format, and parses it.
 
 `probe_reasoning` lets the chat template render an answer with reasoning that occurs nowhere else;
 the texts before it, and between it and the answer, are what the model was taught to write.
@@ -10,19 +10,15 @@ there. No architecture is named.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import DeadlineError
-from moe.text.tool_calls.format import CallFormat
-from moe.text.tool_calls.probe import MessageDict, Render, common
+from moe.text.chat import REASONING_KEY, DeadlineError, MessageDict
+from moe.text.tool_calls.probe import Render, common
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
-REASONING_KEY = "reasoning_content"
 _KEYS = (REASONING_KEY, "thinking", "reasoning")  # names that templates read a message's by
 # Variables that turn reasoning on: some models reason only then.
 _SWITCHES = ("enable_thinking", "thinking")
@@ -77,8 +73,13 @@ class ReasoningSupport:
 
     def as_dict(self) -> dict[str, Any]:
         shown = None if self.format is None else self.format.as_dict()
-        told = {"switch": self.switch, "takes_effort": self.takes_effort}
-        return {"enabled": self.format is not None, "why": self.reason, "format": shown} | told
+        return {
+            "enabled": self.format is not None,
+            "why": self.reason,
+            "format": shown,
+            "switch": self.switch,
+            "takes_effort": self.takes_effort,
+        }
 
 
 def probe_reasoning(render: Render) -> ReasoningSupport:
@@ -273,68 +274,3 @@ class ReasoningParser:
         to.append(text[self._at : end])
         self._scanner.text, self._at = text[end:], 0
         return end
-
-
-# ---- Earlier calls and reasoning, in the form that a chat template accepts.
-
-
-def as_template_takes(
-    messages: Sequence[MessageDict], format: CallFormat | None
-) -> list[MessageDict]:
-    """Messages of OpenAI's API with arguments as JSON text or as an object, as the template reads.
-
-    Tool results get the name of their tool, which some templates write. Without a format messages
-    stay unchanged. Raises `RequestError` if arguments are not a JSON object.
-    """
-    if format is None:
-        return list(messages)
-    names: dict[object, object] = {}
-    made = []
-    for position, message in enumerate(messages):
-        calls = message.get("tool_calls")
-        if calls:
-            calls = [_converted(position, call, format) for call in calls]
-            names |= {call.get("id"): call["function"].get("name") for call in calls}
-            content = message.get("content") or format.no_content
-            message = message | {"tool_calls": calls, "content": content}
-        elif message.get("role") == "tool" and (name := names.get(message.get("tool_call_id"))):
-            message = {"name": name} | message
-        made.append(message)
-    return made
-
-
-def with_reasoning(
-    messages: Sequence[MessageDict], format: ReasoningFormat | None
-) -> list[MessageDict]:
-    """Messages with reasoning under the name that the template reads; without if it reads none."""
-    key = None if format is None else format.key
-    made = []
-    for message in messages:
-        plain = {name: value for name, value in message.items() if name != REASONING_KEY}
-        if key is not None and message.get(REASONING_KEY):
-            plain[key] = message[REASONING_KEY]
-        made.append(plain)
-    return made
-
-
-def _converted(position: int, call: object, format: CallFormat) -> MessageDict:
-    where = f"chat message {position}"
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise RequestError(
-            f'{where}: tool_calls must be a list of {{"id", "type", "function"}}, got {call!r:.200}'
-        )
-    function = dict(call["function"])
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str) and not format.arguments_as_text:
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError(
-                f"{where}: the arguments of a call must be a JSON object, "
-                f"got {function['arguments']!r:.200}"
-            )
-    elif format.arguments_as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return dict(call) | {"function": function | {"arguments": arguments}}

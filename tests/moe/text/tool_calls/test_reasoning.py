@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from moe.errors import RequestError
 from moe.sampling.params import Structure
-from moe.text.chat import DeadlineError
+from moe.text.chat import DeadlineError, with_reasoning
 from moe.text.tool_calls.grammar import after_reasoning
 from moe.text.tool_calls.reasoning import (
     ReasoningFormat,
     ReasoningParser,
     probe_reasoning,
-    with_reasoning,
 )
 from tests.moe.text.tool_calls.reasoning_templates import ANALYSIS, FINAL, FOUND, NOT_FOUND
 from tests.moe.text.tool_calls.test_call_grammar import takes
@@ -168,9 +167,8 @@ def test_long_reasoning_is_forgotten_as_it_comes() -> None:
 def test_earlier_reasoning_gets_the_name_that_the_template_reads() -> None:
     said = {"role": "assistant", "content": "Yes", "reasoning_content": "I see"}
     plain = {"role": "assistant", "content": "Yes"}
-    assert with_reasoning([ASKED, said], CHANNELS) == [ASKED, plain | {"thinking": "I see"}]
-    assert with_reasoning([ASKED, said], FORMAT) == [ASKED, plain]
-    assert with_reasoning([ASKED, said], None) == [ASKED, plain]
+    assert with_reasoning([ASKED, said], CHANNELS.key) == [ASKED, plain | {"thinking": "I see"}]
+    assert with_reasoning([ASKED, said], FORMAT.key) == [ASKED, plain]
 
 
 SCHEMA = Structure.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
