@@ -1,4 +1,4 @@
-"""A source of experts that obeys: bytes arrive when the test says, or not at all."""
+"""A source of experts whose bytes arrive when the test says, or not at all."""
 
 from __future__ import annotations
 
@@ -169,12 +169,12 @@ def flat(lists: Iterable[list[int]]) -> list[int]:
 
 
 def walk(held: PinnedExperts, source: FakeSource, layer: int) -> list[list[int]]:
-    """The experts of each wave, after a look at every byte."""
-    waves = []
+    """The experts of each round; checks every byte."""
+    rounds = []
     with held:
         for ready in held.rounds:
             for expert in ready.experts:
                 check_bytes(source, int(ready.slot_ids[expert]), layer, expert)
             assert ready.slot_ids[-1].item() == -1
-            waves.append(list(ready.experts))
-    return waves
+            rounds.append(list(ready.experts))
+    return rounds

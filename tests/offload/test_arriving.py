@@ -1,4 +1,4 @@
-"""A layer whose experts come while it is computed has the bits of one that has them all there."""
+"""A layer whose experts arrive while it is computed gives the bits of one that has them all."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.offload.cache_cases import (
 WIDTH = 8
 
 
-def test_what_is_there_comes_in_one_wave() -> None:
+def test_what_is_there_comes_in_one_round() -> None:
     cache, source = make(8)
     walk(cache.acquire(0, [0, 2, 5]), source, 0)
     assert walk(cache.acquire(0, [0, 5]), source, 0) == [[0, 5]]
@@ -33,14 +33,14 @@ def test_what_is_there_is_computed_while_the_rest_is_coming() -> None:
     assert walk(cache.acquire(2, [0, 1, 3, 5, 6]), source, 2) == [[0, 1], [3, 5], [6]]
 
 
-def test_more_experts_than_slots_come_in_waves_of_ascending_experts() -> None:
+def test_more_experts_than_slots_come_in_rounds_of_ascending_experts() -> None:
     cache, source = make(LEAST_SLOTS)
     for _ in range(2):
-        waves = walk(cache.acquire(2, list(range(8))), source, 2)
-        assert flat(waves) == list(range(8))
+        rounds = walk(cache.acquire(2, list(range(8))), source, 2)
+        assert flat(rounds) == list(range(8))
 
 
-def test_transfers_run_under_the_computation_of_a_wave() -> None:
+def test_transfers_run_under_the_computation_of_a_round() -> None:
     cache, source = make(4, experts=[16])
     source.at_once = False
     with cache.acquire(0, list(range(16))) as held:

@@ -28,27 +28,27 @@ class CacheMachine(RuleBasedStateMachine):
         slots=st.integers(2, 9),
         policy=st.sampled_from(sorted(POLICIES)),
         sizes=st.sampled_from((None, mixed(EXPERTS), with_prefixes(mixed(EXPERTS)))),
-        late=st.booleans(),
+        deferred=st.booleans(),
     )
     @precondition(lambda self: not hasattr(self, "cache"))
-    def begin(self, slots: int, policy: str, sizes: SlotSizes | None, late: bool) -> None:
+    def begin(self, slots: int, policy: str, sizes: SlotSizes | None, deferred: bool) -> None:
         self.least = 2 if sizes is None else 4
         self.cache, self.source = make(max(slots, self.least), policy, capacity=9, sizes=sizes)
-        self.cache._manager.ranking.deferred = late
+        self.cache._manager.ranking.deferred = deferred
 
     @rule(
         layer=st.integers(0, 2),
         chosen=st.sets(st.integers(0, 7)),
-        light=st.sets(st.integers(0, 7)),
+        prefixes=st.sets(st.integers(0, 7)),
     )
     @precondition(lambda self: hasattr(self, "cache"))
-    def run_a_call(self, layer: int, chosen: set[int], light: set[int]) -> None:
+    def run_a_call(self, layer: int, chosen: set[int], prefixes: set[int]) -> None:
         experts = sorted(expert for expert in chosen if expert < EXPERTS[layer])
         self.asked += len(experts)
         try:
-            held = self.cache.acquire(layer, experts, prefixes=light.intersection(experts))
-            waves = walk(held, self.source, layer)
-            assert flat(waves) == experts
+            held = self.cache.acquire(layer, experts, prefixes=prefixes.intersection(experts))
+            rounds = walk(held, self.source, layer)
+            assert flat(rounds) == experts
         except OffloadError as error:
             assert "held" in str(error) or self.failing  # noqa: PT017
 

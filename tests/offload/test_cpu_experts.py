@@ -1,4 +1,4 @@
-"""Late experts: computed in host memory where that is sooner, and nothing is lost or added."""
+"""The CPU computes missing experts where that is sooner; each expert is computed once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tiers(costs: CpuCosts, seed: int = 0, slots: int = 4, host_slots: int = 12) 
 def test_every_expert_is_computed_once(
     seed: int, slots: int, host_slots: int, expert: float, row: float
 ) -> None:
-    """Sums are the same but for their order, whatever is computed where, however late."""
+    """Sums differ only in their order, wherever and however late experts are computed."""
     generator = torch.Generator().manual_seed(seed)
     made = tiers(CpuCosts(1.0, expert, row), seed, slots, host_slots)
     expected, found = [], []

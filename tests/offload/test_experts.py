@@ -31,7 +31,7 @@ LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 7, 40, 24
 
 @dataclass
 class Arriving:
-    """A transfer that ends when it is waited for, or now and then when somebody looks."""
+    """A transfer that ends when it is waited for, or now and then when `done` is read."""
 
     places: Sequence[Tensor]
     blobs: Sequence[Tensor]

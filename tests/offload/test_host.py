@@ -134,7 +134,7 @@ def test_a_device_as_late_as_it_may_be_gives_the_same_bits(
     policy: str,
     fail: float,
 ) -> None:
-    """Kernels and copies run in any order that marks allow, reads come late, some fail, prefetches
+    """Kernels and copies run in any order that events allow, reads come late, some fail, prefetches
     are taken back: no slot is read before its bytes have come, or filled while it is read."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     made = Tiers(make(quantized, biased, random), slots, host_slots, policy, random)
@@ -164,7 +164,7 @@ def test_a_device_as_late_as_it_may_be_gives_the_same_bits(
 
 
 def check_at_rest(made: Tiers) -> None:
-    """When all copies have ended nothing in host memory is held for them."""
+    """When all copies have ended, they pin nothing in host memory."""
     made.cache.resize(made.cache.slots)  # which settles what is under way
     made.queues.finish()
     for batch in made.source._batches:
@@ -174,7 +174,7 @@ def check_at_rest(made: Tiers) -> None:
     assert not made.source._waiting
 
 
-def test_misses_of_a_layer_are_one_batch_and_one_wave() -> None:
+def test_misses_of_a_layer_are_one_batch_and_one_round() -> None:
     made = tiers(slots=8, host_slots=LAYERS * EXPERTS)
     made.host.warm((layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS))
     ids, weights = torch.tensor([[0, 2, 3], [1, 3, 5]]), torch.rand(2, 3)

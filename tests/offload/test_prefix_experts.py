@@ -1,4 +1,4 @@
-"""Late experts by a prefix: who may be, and that results are those of the bits that were served."""
+"""Prefixes of experts: which experts they may serve, and that results are of the bits served."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rule(ids_TK: Tensor, weights_TK: Tensor, share: float) -> list[int]:
     top_k=st.integers(1, EXPERTS),
     share=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
 )
-def test_who_is_light(seed: int, tokens: int, top_k: int, share: float) -> None:
+def test_which_experts_a_prefix_may_serve(seed: int, tokens: int, top_k: int, share: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = draw_routing(tokens, top_k, generator).expert_ids
     weights = torch.randint(-8, 9, ids.shape, generator=generator) / 16  # ties and zeros, exactly
@@ -128,7 +128,7 @@ def cut(experts: AnyExperts, bits: dict[int, int]) -> QuantizedExperts:
 def test_results_are_those_of_the_bits_that_were_served(
     seed: int, late_bits: int, slots: int, policy: str, share: float, fail: float
 ) -> None:
-    """Whatever is where: no heavy expert is a prefix, no light one less than its prefix, and the
+    """In any state of the cache, no heavy expert is a prefix, no light one less than that, and the
     bits of a result are those of the kernel on experts of just these bits."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     layers, cache = make(late_bits, slots, policy, random)

@@ -1,4 +1,4 @@
-"""Reading the next layer ahead, on a simulated disk: what it saves, and when it is left alone."""
+"""Reading the next layer ahead, on a simulated disk: what it saves, and when it does not begin."""
 
 from __future__ import annotations
 
