@@ -149,23 +149,23 @@ class ExpertCache:
             OffloadError: a read cannot even begin. Nothing is pinned.
         """
         manager, start = self._manager, layer * self._table.width
-        units, by_prefix = [start + expert for expert in experts], set[int]()
-        # Learn.
-        asked = units
+        asked = units = [start + expert for expert in experts]
+        # 1. The policy learns what the call needs.
         if on_cpu:
             self.statistics.layers[layer].misses += len(on_cpu)
             asked = sorted([*units, *(start + expert for expert in on_cpu)])
         self.policy.touch(layer, asked)
-        # Find out what is missing.
+        # 2. What has been read since, and what is still missing?
         if manager.in_flight:
             manager.poll()
+        by_prefix: Collection[int] = ()
         if self.prefixed:
             by_prefix = {start + expert for expert in prefixes}
             manager.drop_prefixes(unit for unit in units if unit not in by_prefix)
         there = self._table.there
         missing = [unit for unit in units if not there[unit]]
         manager.count_call(layer, units, missing)
-        # Pin, and begin to read.
+        # 3. Pin all of them, and begin to read the missing ones.
         return PinnedExperts(manager, layer, experts, units, missing, by_prefix)
 
     def found(self, layer: int, experts: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 A layer call asks the cache for the experts of its routing (`ExpertCache.acquire`), which begins to
 read the missing ones (`SlotManager.fetch` in offload/slot_manager.py). Then they run in one of
-four ways, all with the bits of one kernel call on all of the layer's experts, except the last one:
+four ways. All give the bits of one kernel call on the layer's experts, except the last one:
 
 ===============  ====================================  =============================================
 way              computed by                           when
@@ -130,14 +130,15 @@ class OffloadedExperts:
             ids_TK = ids_TK.cpu()  # waits for the GPU, so stalls until here can be counted
             copies.count_stalls(self.cache.statistics)
         asked = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
-        wanted, on_cpu, share = asked, list[int](), None
+        wanted, share = asked, None
+        on_cpu: Sequence[int] = ()
+        prefixes: Sequence[int] = ()
         if self.cpu is not None:
             share = self.cpu.share(self.cache, asked, hidden_TH, ids_TK, weights_TK)
         if share is not None:
             wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
             if total_TH is None:
                 total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
-        prefixes: Sequence[int] = ()
         if self._whole_share is not None:
             prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
         with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:

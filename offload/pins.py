@@ -110,7 +110,7 @@ class PinnedExperts:
         table, in_flight = self._manager.table, self._manager.in_flight
         if self._missing or self._prefixes:
             return None
-        found = list[tuple[int, int, Transfer | None]]()
+        found: list[tuple[int, int, Transfer | None]] = []
         for expert, unit in zip(self._experts, self._units, strict=True):
             transfer = None
             if not table.there[unit]:
