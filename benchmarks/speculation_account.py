@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moe.sampling.sampler import Token
 from moe.speculate.controller import AutoController
-from moe.speculate.cost_model import ExpertSizes, StepCosts
 from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
 from moe.speculate.ngram import ModelFree, NGram, Past
@@ -43,7 +42,7 @@ class Costs:
         looking: for drafts, of one sequence; half of it, if in vain, in the pass behind, whose
             caches it has emptied.
         drafting: beside that, of proposing, verifying and telling where some are drafted.
-        thinking: of one search for a plan, and of learning from one step.
+        thinking: of the controller in a step that it plans.
         accepts: share of tokens drafted by the model itself that are right, at temperature 0, else.
         noise: standard deviation of the logarithm of times.
         peaks: share of steps that look or draft in which other work comes between: they take three
@@ -69,9 +68,9 @@ class Costs:
 
 
 COSTS = {
-    1.0: Costs(0.35, 0.38, 0.115, 1.1, 0.1, 0.2, 0.4, (0.98, 0.92)),
-    0.5: Costs(0.0, 0.7, 0.13, 0.45, 0.01, 0.03, 0.05, (0.66, 0.53), noise=0.4),
-    0.25: Costs(0.0, 0.55, 0.1, 0.35, 0.01, 0.02, 0.04, (0.44, 0.33), noise=0.25),
+    1.0: Costs(0.35, 0.38, 0.115, 1.1, 0.1, 0.2, 0.05, (0.98, 0.92)),
+    0.5: Costs(0.0, 0.7, 0.13, 0.45, 0.01, 0.03, 0.01, (0.66, 0.53), noise=0.4),
+    0.25: Costs(0.0, 0.55, 0.1, 0.35, 0.01, 0.02, 0.01, (0.44, 0.33), noise=0.25),
 }
 """By the share of experts in memory."""
 
@@ -152,6 +151,7 @@ class World:
     Attributes:
         now: in plain steps.
         verified: steps that verified drafts.
+        thinking: what the controller takes in such steps.
     """
 
     costs: Costs
@@ -159,6 +159,7 @@ class World:
     seed: int = 0
     now: float = 0.0
     verified: int = 0
+    thinking: float = 0.0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -173,6 +174,7 @@ class World:
             seconds *= costs.first if self.verified == 1 else 1.0
         if looks or drafts:
             seconds *= 3 if self.rng.random() < costs.peaks else 1
+            seconds += self.thinking
             seconds += costs.drafting * sequences**0.5 if drafts else costs.looking / 2 * sequences
         self.pass_by(seconds)
 
@@ -185,24 +187,9 @@ class World:
         mean *= 0.95 if mode.experts else 1.0
         return float(self.rng.beta(4 * mean, 4 * (1 - mean)))
 
-    def thinks(self) -> float:
-        """The controller's clock: whatever is measured by it has been thought about."""
-        self.now += self.costs.thinking / 2
-        return self.now
-
-    def read(self) -> None:
-        """Experts are not counted here."""
-
-    start = read
-
-    def controller(self) -> AutoController:
-        sizes = ExpertSizes(EXPERTS, VISITS, EXPERTS)
-        costs = StepCosts(sizes, (1.0, 0.05, 1 / VISITS, 0.0), dict.fromkeys(MODES, 0.8))
-        counter: Any = self
-        return AutoController(MODES, MAX_DEPTH, costs, counter, self.thinks)
-
     def auto(self) -> Speculator:
-        return self._speculator(self.controller(), Asked(self))
+        self.thinking = self.costs.thinking
+        return self._speculator(AutoController(MODES, MAX_DEPTH), Asked(self))
 
     def fixed(self, mode: Mode, depth: int) -> Speculator:
         free = [source for source in (Asked(self),) if source.mode == mode]

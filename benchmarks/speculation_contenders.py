@@ -105,10 +105,6 @@ def rate_of(runs: Sequence[Run]) -> float:
 
 
 def median_errors(contenders: Sequence[Contender]) -> dict[str, float | None]:
-    """How far predicted times of steps were off, medians over runs: of single ones, and of a few
-    together."""
-    found: dict[str, float | None] = {}
-    for name in ("prediction_error", "prediction_error_together"):
-        errors = [error for each in contenders for error in each.errors(name)]
-        found[name] = median(errors) if errors else None
-    return found
+    """How far predicted times of steps were off, medians over runs."""
+    errors = [error for each in contenders for error in each.errors("prediction_error")]
+    return {"prediction_error": median(errors) if errors else None}

@@ -28,7 +28,7 @@ from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decod
 from benchmarks.speculation_tables import describe
 from moe import MoE
 from moe.describe.routers import find_selectors
-from moe.speculate.controller import make_controller
+from moe.speculate.controller import AutoController
 from moe.speculate.draft import Controller, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree, NGram
 from routing import PolicyChain
@@ -86,7 +86,7 @@ def contenders(
         drafts = ReplayedDrafts(model, layers, says, rates)
         return ReplayedSpeculator(controller, drafts, model_free)
 
-    auto = make_controller(model.backbone, model.experts, MODES, MAX_DEPTH)
+    auto = AutoController(MODES, MAX_DEPTH)
     return [
         Contender("none", made(FixedDepth(MODES[0], 0)), 0),
         Contender("auto", made(auto, NGram()), None),

@@ -16,7 +16,7 @@ from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers, Selector
 from moe.settings import SpeculationSettings
-from moe.speculate.controller import make_controller
+from moe.speculate.controller import AutoController
 from moe.speculate.draft import Controller, FixedDepth, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from moe.speculate.ngram import ModelFree, NGram, Recycling
@@ -83,7 +83,7 @@ def enable_speculation(
         sources = [NGram()]
     known = [*modes, *(source.mode for source in sources)]
     controller: Controller = (
-        make_controller(backbone, experts, modes, settings.max_depth)
+        AutoController(modes, settings.max_depth)
         if automatic
         else FixedDepth(known[0], settings.max_depth)
     )

@@ -1,91 +1,85 @@
-"""What drafting may still lose, and when to look for drafts at all.
+"""Bounds what drafting may lose, and decides when to look for drafts at all.
 
-`Account` charges everything that is not plain decoding with its whole time, looking for drafts and
-learning included, and credits it with what its tokens would have taken plainly. The controller
-takes no step that could lose more than there is room for if no draft of it were accepted. So in any
-stretch of time drafting loses at most the share of it, `CREDIT` plain steps and `TRUST`; from the
-beginning on, at most the share, `UNSPENT` steps and `TRUST`.
+`Account` charges every step that is not plain decoding with its whole time, and credits it with
+what its tokens would have taken plainly. The controller takes no step that could lose more than
+there is room for if no draft of it were accepted. So in any stretch of time drafting loses at most
+`SHARE` of it, `CREDIT` plain steps and `TRUST`; from the beginning on, at most `SHARE`, `UNSPENT`
+steps and `TRUST`.
 
-`Looking` decides on plain steps without a look: a few at first, to learn what they take, and longer
-and longer rests where looking has gained nothing. `Upkeep` bounds work that takes time of its own.
+`Looking` chooses how many plain steps pass without a lookup of model-free drafts: a few at first,
+to measure what they take, and longer and longer rests where lookups have gained nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
 from statistics import fmean, median
 
+from moe.speculate.step_times import OUTLIER
+
 SHARE = 0.01
-"""Of all time that may be lost to finding out whether drafts pay, and how."""
+"""Share of all time that may be lost to finding out whether drafts pay, and how."""
 UNSPENT = 4.0
-"""Plain steps' time to which that share adds up at most, for looking after a long time and a draft
-or two; and what there is at the beginning, as drafts that are good from the first tokens on would
-otherwise be missed for hundreds of steps."""
+"""Plain steps' time to which that share adds up at most. The account also begins with it: drafts
+that are good from the first tokens on would otherwise be missed for hundreds of steps."""
 CREDIT = 24.0
 """Plain steps' time of earlier gains that may be lost again. Drafts that double the speed fail
-several times running now and then; whoever gives them up then needs hundreds of steps to begin
-anew."""
-TRYING = 0.005
-"""Of all time that trials may lose against the best that is known."""
+several times in a row now and then; a controller that gave them up then would need hundreds of
+steps to begin anew."""
 TRUST = 12.0
-"""Plain steps' time that may be lost beside that by drafts that the text itself speaks for: how
-probable they are has been counted on tokens that came, whoever drafted, so a few wrong ones running
-are bad luck."""
+"""Plain steps' time that model-free drafts may lose beyond the room: their chances were counted on
+tokens that came anyway, so a few failures in a row are bad luck."""
+TRYING = 0.005
+"""Share of all time that trials of elastic drafts may lose."""
 RECENT = 0.998
-UPKEEP_FOLLOW = 0.2
-LONGEST_WAIT = 1024
-"""Steps that it waits at most."""
+"""What a step still counts for in the gain after the next one."""
+
 FIRST = 8
-"""Plain steps before looking begins with a new number of sequences."""
+"""Plain steps before the first lookup with a new number of sequences."""
 EVERY, BURST = 128, 2
-"""Steps with drafts, and none without, after which so many plain ones are measured again."""
+"""After so many steps with drafts and none without, so many plain ones are measured again."""
 HOPE, HELD, MEMORY = 0.18, 16, 64
-"""Plain steps that looking gains before anything has been seen; steps that this counts for; steps
+"""Plain steps that a lookup is assumed to gain at first; the steps that this counts for; the steps
 that are remembered."""
 LOOKING_SHARE, LONGEST_REST = 0.005, 128
-"""Of the time that looking may take where it does not pay; steps between two looks at most."""
-OUTLIER = 2.0
-"""Times what was expected, or the median of its like, that a step may count for."""
+"""Share of the time that lookups may take where they do not pay; most steps between two of them."""
+FOLLOW = 0.2
+"""Weight of the last lookup in what a lookup takes."""
 
 
 class Account:
     """Seconds that may be lost.
 
     Attributes:
-        room: that may be lost now against plain decoding; below 0 where more has been lost.
-        trials: made of what is not the best that is known.
+        room: seconds that may be lost now; below 0 if more has been lost.
+        trials: trials of elastic drafts so far.
     """
 
     def __init__(self) -> None:
         self.room, self.trials = 0.0, 0
-        self._trying = 0.0  # seconds that trials may lose against the best that is known
-        self._recent = self._saved = 0.0
+        self._trying = 0.0  # seconds that trials may lose
+        self._recent = self._saved = self._foreseen = 0.0  # fading
 
     @property
     def gain(self) -> float:
-        """Time that plain decoding would have taken of late over the time that was taken."""
+        """Time that plain decoding would have taken lately over the time that was taken."""
         return 1.0 + self._saved / self._recent if self._recent else 1.0
 
+    @property
+    def predicted_gain(self) -> float | None:
+        """The same as foreseen when steps were chosen; None before the first step."""
+        return 1.0 + self._foreseen / self._recent if self._recent else None
+
     def affords(self, loss: float, trust: float = 0.0) -> bool:
-        """Whether so many seconds may be lost, ``trust`` beyond what there is room for."""
+        """Whether so many seconds may be lost, ``trust`` of them beyond the room."""
         return loss <= self.room + trust
 
-    def steps_until(self, room: float, step: float) -> int:
-        """Plain steps, of ``step`` seconds, until there is room for so many of them to be lost."""
-        return ceil(max(room - self.room / step, 0.0) / SHARE)
-
     def affords_trial(self, loss: float) -> bool:
-        """Whether a trial may lose so many seconds, against the best that is known, too."""
+        """Whether a trial may lose so many seconds, whatever has been gained."""
         return loss <= self._trying
 
-    def until_trial(self, loss: float, step: float) -> int:
-        """Steps, of ``step`` seconds, until a trial may lose so many seconds."""
-        return ceil(max(loss - self._trying, 0.0) / (TRYING * step))
-
     def tried(self, loss: float) -> None:
-        """A trial has lost so many seconds, or gained below 0."""
+        """A trial has lost so many seconds, or gained if below 0."""
         self.trials += 1
         self._trying -= max(loss, 0.0)
 
@@ -96,41 +90,24 @@ class Account:
         self.room = max(self.room, min(self.room + SHARE * seconds, UNSPENT * step))
         self._pass(seconds, step)
 
-    def settle(self, seconds: float, plain: float, step: float) -> None:
-        """Something else took so long, and ``plain`` seconds would have brought as many tokens."""
+    def settle(self, seconds: float, plain: float, step: float, foreseen: float = 0.0) -> None:
+        """A step with drafts, or lookups, took so long; ``plain`` seconds of plain decoding would
+        have made as many tokens, and ``foreseen`` seconds were to be saved."""
         self.room = min(self.room + SHARE * seconds + plain - seconds, CREDIT * step)
         self._pass(seconds, step)
         self._saved = RECENT * self._saved + plain - seconds
+        self._foreseen = RECENT * self._foreseen + foreseen
 
     def _pass(self, seconds: float, step: float) -> None:
         self._recent = RECENT * self._recent + seconds
         self._trying = min(self._trying + TRYING * seconds, UNSPENT * step)
 
 
-@dataclass
-class Upkeep:
-    """Something that is to take no more than a share of the time.
-
-    Attributes:
-        seconds: that it has taken of late.
-    """
-
-    share: float
-    seconds: float = 0.0
-
-    def took(self, seconds: float) -> None:
-        self.seconds += UPKEEP_FOLLOW * (seconds - self.seconds)
-
-    def steps(self, step: float) -> int:
-        """Steps, of ``step`` seconds, until it may be done again."""
-        return int(min(self.seconds / (self.share * step), LONGEST_WAIT))
-
-
 class Looking:
-    """Mean gain of steps that look for drafts, everything included, and rests between them.
+    """Mean gain of steps that look drafts up, everything included, and rests between them.
 
     Attributes:
-        gain: of a step, in plain ones.
+        gain: of such a step, in plain steps.
     """
 
     def __init__(self) -> None:
@@ -138,11 +115,10 @@ class Looking:
         self._known = set[int]()  # numbers of sequences
         self._drafted = self._left = self._rest = self._longest = 0
         self._memory = HELD
-        self._least = 0.0
-        self._upkeep = Upkeep(LOOKING_SHARE)
+        self._seconds = self._least = 0.0  # what a lookup takes; the same in plain steps
 
     def rests(self, batch: int) -> int:
-        """Plain steps to come; 0 where one begins that looks."""
+        """Plain steps to come without a lookup; 0 if the next step begins with one."""
         if batch not in self._known:
             self._known.add(batch)
             return FIRST
@@ -153,7 +129,7 @@ class Looking:
         return left
 
     def found(self, gain: float) -> None:
-        """Drafts were made, which gained so many plain steps: more may follow where they did."""
+        """Drafts were made and gained so many plain steps: rests end if that is above 0."""
         self._drafted += 1
         self._note(gain, 1)
         if gain > 0:
@@ -162,21 +138,20 @@ class Looking:
             self.missed()
 
     def missed(self) -> None:
-        """Nothing was drafted, or in vain. Where looking does not pay, each rest is twice as long
-        as the one before, up to where looking takes its share of the time. It has to gain what a
-        look costs beside: luck is a part of what it has gained."""
+        """Nothing was drafted, or in vain. Where lookups do not gain what they take, each rest is
+        twice as long as the one before, until they take their share of the time."""
         if self.gain <= self._least:
             self._left = self._rest = min(2 * self._rest + 1, self._longest)
 
     def plainly(self, step: float, looks: int, looking: float) -> None:
-        """Plain steps are over, of ``step`` seconds; looking for drafts before some of them has
-        taken ``looking`` seconds in all."""
+        """Plain steps are over, of ``step`` seconds each; lookups before ``looks`` of them took
+        ``looking`` seconds in all."""
         self._drafted = 0
         if looks:
             self._note(-looking / looks / step, looks)
-            self._upkeep.took(looking / looks)
-        self._longest = min(self._upkeep.steps(step), LONGEST_REST)
-        self._least = self._upkeep.seconds / step
+            self._seconds += FOLLOW * (looking / looks - self._seconds)
+        self._least = self._seconds / step
+        self._longest = min(int(self._least / LOOKING_SHARE), LONGEST_REST)
 
     def _note(self, gain: float, steps: int) -> None:
         self._memory = min(self._memory + steps, MEMORY)
@@ -184,6 +159,6 @@ class Looking:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Mean of steps that are alike."""
+    """Mean of steps that are alike, each cut at `OUTLIER` medians."""
     most = OUTLIER * median(seconds)
     return fmean(min(each, most) for each in seconds)

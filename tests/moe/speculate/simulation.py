@@ -1,4 +1,4 @@
-"""A simulated engine: steps whose costs and acceptance are known, for those who have to learn them.
+"""A simulated engine: steps whose costs and acceptance are known here, and learned by a controller.
 
 A pass costs for itself, for each row, for each distinct expert and more for each that is not in
 memory; how many there are follows a law of its own. Drafted tokens have a confidence, of which the
@@ -17,7 +17,6 @@ import numpy as np
 
 from moe.sequence import RunningSequence
 from moe.speculate.controller import AutoController
-from moe.speculate.cost_model import ExpertSizes, StepCosts
 from moe.speculate.draft import Choice, Controller, Draft, Mode, Round, Trial
 from moe.speculate.speculator import PlainSteps
 
@@ -99,18 +98,11 @@ class Outcome:
 
 @dataclass
 class Simulation:
-    """Runs a controller in a world.
-
-    Attributes:
-        thinking: seconds of whatever the controller measures of itself.
-    """
+    """Runs a controller in a world."""
 
     world: World
     batch: int = 1
     seed: int = 0
-    thinking: float = 0.001
-    counts: tuple[float, float] = (0.0, 0.0)
-    now: float = 0.0
     sequences: list[RunningSequence] = field(default_factory=list)
     plain: PlainSteps = field(default_factory=PlainSteps)
 
@@ -126,31 +118,10 @@ class Simulation:
             id(each): float(self.rng.uniform(-unlike, unlike)) for each in self.sequences
         }
 
-    def start(self) -> None:
-        """Nobody has visited an expert yet."""
-        self.counts = 0.0, 0.0
-
-    def read(self) -> tuple[float, float]:
-        return self.counts
-
-    def _visit(self, rows: int) -> None:
-        pairs = zip(self.counts, self.world.visited(self.batch, rows), strict=True)
-        distinct, missing = (before + now for before, now in pairs)
-        self.counts = distinct, missing
-
     def controller(self, max_depth: int = MAX_DEPTH) -> AutoController:
-        """One that starts with no more knowledge than the real one."""
-        world = self.world
-        sizes = ExpertSizes(world.experts, world.visits, int(world.resident * world.experts))
-        modes = [mode for mode in world.accepts if mode.source == "elastic"]
-        relative = dict.fromkeys(modes, 0.7)
-        far = 20.0 if world.far else 0.0
-        costs = StepCosts(sizes, (1.0, 0.05, 1.0 / world.visits, far / world.visits), relative)
-        return AutoController(modes, max_depth, costs, self, self._clock)
-
-    def _clock(self) -> float:
-        self.now += self.thinking
-        return self.now
+        """One that knows nothing of this world but its elastic modes."""
+        modes = [mode for mode in self.world.accepts if mode.source == "elastic"]
+        return AutoController(modes, max_depth)
 
     def run(self, controller: Any, steps: int, renew: int = 200) -> Outcome:
         """Tokens and seconds of so many steps; sequences end and others come."""
@@ -169,7 +140,6 @@ class Simulation:
         choices = controller.plan(self.sequences, [MAX_DEPTH] * self.batch, offers)
         if choices is None:
             outcome.seconds += self.world.looking
-            self.now += self.world.looking
             self.plain.over(self._pass(outcome, self.batch), self.world.looking)
             return
         chances: list[list[float]] = [[] for _ in choices]
@@ -186,7 +156,6 @@ class Simulation:
         drafting = sum(map(self.world.draft, draft_rows))
         outcome.seconds += drafting + self.world.looking
         drafting = drafting * self._noise() + self.world.looking
-        self.now += drafting
         verifying = self._pass(outcome, rows)
         controller.observe(Round(trials, rows, draft_rows, drafting, verifying, 0, True))
         for trial in trials:
@@ -197,10 +166,7 @@ class Simulation:
         seconds = self.world.verify(self.batch, rows)
         outcome.tokens += self.batch
         outcome.seconds += seconds
-        self._visit(rows)
-        seen = seconds * self._noise()
-        self.now += seen
-        return seen
+        return seconds * self._noise()
 
     def _noise(self) -> float:
         noise = self.world.noise

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from moe import MoE, SamplingParams
-from moe.speculate.controller import ExpertCounts
-from tests.moe.speculate.demo_models import Models
 
 DEMO = Path("examples/demo-model").resolve()
 SETTINGS: dict[str, Any] = {"model": {"expert_bits": 8}, "memory": {"kv_tokens": 2048}}
@@ -51,18 +49,3 @@ def test_statistics_add_up(auto: MoE) -> None:
         "elastic:2b",
         "elastic:4b:top2",
     }
-
-
-def test_experts_are_counted_where_some_have_to_be_read(models: Models) -> None:
-    for residency in (0.5, 1.0):
-        model = models.at(residency)
-        counts = ExpertCounts(model.experts)
-        counts.start()
-        model.generate([[5]], SamplingParams(max_new_tokens=1, temperature=0))
-        found = counts.read()
-        if residency == 1.0:
-            assert found is None
-        else:
-            assert found is not None
-            assert found[0] == 6 * 4  # layers times top_k
-            assert 0 <= found[1] <= found[0]

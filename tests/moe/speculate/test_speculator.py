@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from statistics import fmean
 from typing import Any, cast
 
 import pytest
 
 from moe.sequence import RunningSequence
-from moe.speculate.account import SHARE
-from moe.speculate.draft import Choice, FixedDepth, Plain
+from moe.speculate.draft import Choice, FixedDepth, Mode, Plain, Round, Trial
 from moe.speculate.ngram import NGram
-from moe.speculate.speculator import Speculator
-from tests.moe.speculate.simulation import NGRAM, Simulation, World
+from moe.speculate.speculator import PlainSteps, Report, Speculator
+from tests.moe.speculate.simulation import NGRAM, Always
+
+ELASTIC = Mode("elastic", bits=4)
 
 
 class FakeSequence:
@@ -52,22 +53,39 @@ def test_a_step_is_plain_where_what_is_offered_is_not_worth_it() -> None:
     assert speculator.propose([cast(RunningSequence, FakeSequence(4, 2, 3))], inf) is None
 
 
-def test_looks_that_find_nothing_are_charged() -> None:
-    controller = Simulation(World({NGRAM: 0.9})).controller()
-    controller.rested(Plain(1, [1.0] * 8, 0, 0.0))
-    room = controller.account.room
-    controller.rested(Plain(1, [1.0] * 8, 3, 1.5))
-    assert controller.account.room == pytest.approx(room - 1.5 * (1 - SHARE))
+@pytest.mark.parametrize("batches", [[1] * 200, [1, 4, 4, 2] * 9, [3] * 9 + [2] * 30])
+def test_plain_steps_are_told_of_together_and_each_once(batches: list[int]) -> None:
+    class Listens(Always):
+        def rests(self, batch: int) -> int:
+            return 3
+
+        def rested(self, plain: Plain) -> None:
+            assert {batches[int(at)] for at in plain.seconds} == {plain.batch}
+            told.append(plain.seconds)
+
+    told, steps = list[Sequence[float]](), PlainSteps()
+    for at, batch in enumerate([*batches, 99]):
+        assert steps.begin(Listens(NGRAM, 0), batch)
+        steps.over(at, 0.0)
+    assert [at for own in told for at in own] == list(range(len(batches)))
+    if len(set(batches)) == 1:
+        assert [len(own) for own in told] == [6, 9, 18, 33, 66, 68]
 
 
-def test_drafts_are_charged_with_what_a_step_takes_beside_its_passes() -> None:
-    """They would pay by what their verification takes, and do not by what whole steps take: 0.976
-    of plain decoding where that is not known."""
-    gains = []
-    for looking in (0.0, 0.3):
-        world = World({NGRAM: 0.55}, offers=0.6, looking=looking, row=0.05, noise=0.0)
-        runs = [Simulation(world, seed=seed) for seed in (3, 4, 5)]
-        rates = [own.run(own.controller(), 1500).rate for own in runs]
-        gains.append(fmean(rates) * world.verify(1, 1))
-    assert gains[0] > 1.1
-    assert gains[1] > 0.984
+def test_a_report_counts_by_mode_and_position() -> None:
+    report, nobody = Report(), cast(RunningSequence, object())
+    trials = [Trial(nobody, ELASTIC, 3, 2), Trial(nobody, ELASTIC, 1, 1), Trial(nobody, None, 0, 0)]
+    report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
+    report.plainly(3, resting=True)
+    report.plainly(1, resting=False)
+    figures = report.figures()
+    assert figures["tokens"] == 3 + 2 + 1 + 3 + 1
+    assert (figures["steps"], figures["rested_steps"]) == (3, 1)
+    assert figures["tokens_per_verification"] == pytest.approx(10 / 7)
+    assert figures["depths"] == {"0": 5, "1": 1, "3": 1}
+    mode = figures["modes"][ELASTIC.name]
+    assert mode["acceptance"] == pytest.approx(3 / 4)
+    assert [p["acceptance"] for p in mode["by_position"]] == [1.0, 1.0, 0.0]
+    assert mode["draft_bytes"] == 1000
+    report.reset()
+    assert report.figures()["tokens"] == 0
