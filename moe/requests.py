@@ -1,4 +1,4 @@
-"""From prompts and parameters to sequences for an engine, and the defaults of parameters."""
+"""Make an engine's sequences from prompts and parameters, and fill in default parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 from moe.text.tokenizer import Prompt
 
 CONTINUATION = 128
-"""Most new tokens that continue a text under ``max_new_tokens: auto``."""
+"""Most new tokens after a text prompt under ``max_new_tokens: auto``."""
 _NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -77,8 +77,8 @@ def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:
         return
     if num_prompt + min(num_new, 1) > limit:
         raise ContextError(
-            f"the prompt has {num_prompt} tokens, and the context is {limit} with what is "
-            "generated; shorten the prompt"
+            f"the prompt has {num_prompt} tokens, and the context is {limit} tokens, answer "
+            "included; shorten the prompt"
         )
     raise ContextError(
         f"the prompt has {num_prompt} tokens and {num_new} new ones are asked for, together more "
@@ -105,13 +105,13 @@ def as_batch(
 
 
 class Defaults:
-    """Parameters that a request does not give: the profile's, else the model's own, else neutral.
+    """Parameters that a request does not set: the profile's, else the model's own, else neutral.
 
-    The one place for the command line, `MoE.generate`, batches and the server.
+    Used by the command line, `MoE.generate`, batches and the server.
 
     Args:
         settings: the profile's ``generation`` section; null leaves the choice to the model.
-        own: what the model's generation_config.json says about sampling.
+        own: the sampling defaults of the model's generation_config.json.
 
     Attributes:
         origins: each sampling parameter's value and where it comes from, ready for JSON.
@@ -128,20 +128,20 @@ class Defaults:
                 value, origin = neutral, "default"
             self.origins[name] = {"value": value, "origin": origin}
 
-    def params(self, *, chat: bool, room: int, **said: Any) -> SamplingParams:
+    def params(self, *, chat: bool, room: int, **given: Any) -> SamplingParams:
         """The parameters of a request.
 
         Args:
             chat: the prompt is a conversation, so the model ends its answer by itself.
-            room: new tokens that context and memory have room for; a default is cut to that.
-            **said: fields of `SamplingParams`; None: the request does not give it.
+            room: most new tokens that fit in context and memory; a default is limited to that.
+            **given: fields of `SamplingParams`; None: the request does not set it.
 
         Raises:
             RequestError: a value is not valid.
         """
         values = {name: about["value"] for name, about in self.origins.items()}
         values["seed"] = self._settings.seed
-        values |= {name: value for name, value in said.items() if value is not None}
+        values |= {name: value for name, value in given.items() if value is not None}
         if "max_new_tokens" not in values:
             values["max_new_tokens"] = self._new_tokens(chat, room)
         return SamplingParams(**values)

@@ -8,5 +8,5 @@
   hides the exchange between ranks behind the other half of a step.
 - `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
 - `ExpertAwareOrder` (expert_aware_order): requests that share experts go first.
-- `KVBorrowing` (borrowing): unused memory of keys and values holds experts meanwhile.
+- `KVBorrowing` (borrowing): lends unused memory of the KV cache to the expert cache.
 """

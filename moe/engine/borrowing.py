@@ -1,4 +1,4 @@
-"""``offload.borrow``: memory of keys and values that is not in use holds experts meanwhile."""
+"""``offload.borrow``: the expert cache uses memory that the KV cache does not need now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.errors import OffloadError
 from offload.offloaded import Offloaded
 
 STEPS = 32
-"""Sizes between the smallest cache and twice that: a resize is rare, not one a token."""
+"""Number of cache sizes between the smallest and twice that, so that resizes are rare."""
 
 
 def kv_borrowing(
@@ -31,10 +31,10 @@ def borrowing_notice(offloaded: Offloaded | None, profile: Profile) -> str:
 
 
 class KVBorrowing:
-    """Moves the border between an expert cache and the pool of keys and values.
+    """Moves the boundary between an expert cache and the KV cache.
 
     Args:
-        cache: has the plan's slots when the pool is full, and more when it is not.
+        cache: has the plan's slots while the KV cache is full, and more while it is not.
         plan: of the model.
     """
 
@@ -46,10 +46,10 @@ class KVBorrowing:
         self._stride = max(1, near.experts // STEPS)
 
     def resize_for(self, used_tokens: float) -> None:
-        """Between steps: make room for this many tokens of keys and values in the next one."""
+        """Between steps: make room for the next step's KV, of this many tokens."""
         spare = max(0, self._kv_tokens - used_tokens) * self._token_bytes
         more = int(spare // self._slot_bytes) // self._stride * self._stride
         slots, now = self._least + more, self._cache.slots
         if slots < now or slots >= now + 2 * self._stride:
-            with suppress(OffloadError):  # a read hangs: the size stays until it has ended
+            with suppress(OffloadError):  # a read hangs: keep the size until it has ended
                 self._cache.resize(slots)

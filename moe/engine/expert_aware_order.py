@@ -4,7 +4,7 @@ A step reads each expert once for all sequences, so sequences that need the same
 together (ExpertFlow's token scheduling; Read-ME's expert-aware batching). The token table of
 `moe calibrate` predicts from a prompt which experts its request will need. The queue changes its
 order only where that is expected to save expert reads, and patience bounds how often a request is
-overtaken, so nobody starves. Legend: S waiting sequences, U units (experts of all layers).
+overtaken, so none starves. Legend: S waiting sequences, U units (experts of all layers).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ExpertAwareOrder:
 
     Args:
         expect: which experts a prompt needs.
-        patience: how often others from behind may overtake a request.
+        patience: how often later requests may overtake a request.
     """
 
     def __init__(self, expect: PromptEstimator, patience: int) -> None:
@@ -92,9 +92,9 @@ def choose_batch(
     Args:
         needs: ``(S, U)`` probability that a sequence needs a unit, in order of the queue.
         room: how many may be taken.
-        waited: of each sequence, how many times others from behind it were taken before it.
-        patience: most times that may happen.
-        running: ``(U,)`` probability that running sequences need a unit anyway.
+        waited: how often each sequence has been overtaken.
+        patience: how often a sequence may be overtaken at most.
+        running: ``(U,)`` probability that running sequences need a unit.
     """
     count = min(room, len(needs))
     if count == 0:

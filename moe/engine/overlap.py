@@ -1,8 +1,9 @@
-"""Overlapped passes (dual micro-batches): while the rows of one half travel, the other computes.
+"""Dual micro-batches (``parallel.overlap``): one half of a step computes while the other's rows are
+exchanged between ranks.
 
-All ranks walk the layers of the pass in the same order, with both halves at each layer: rows of the
-first half leave, the second half comes to the layer, its rows leave, what was received of the first
-half is served, and so on. A half without tokens joins. It runs where ``parallel.overlap`` is on.
+All ranks visit the layers of the pass in the same order, with both halves at each layer: dispatch
+the first half's rows, compute the second half up to the layer and dispatch its rows, run the
+experts for the first half, then for the second. A half without tokens still takes part.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def run_overlapped(
     experts: MoELayers,
     pause_at: Mapping[Lane, int] | None = None,
 ) -> None:
-    """Drive the lanes of both halves as `moe.network.lanes.run_lanes` does.
+    """Run the lanes of both halves as `moe.network.lanes.run_lanes` does.
 
-    Call it in a block of `MoELayers.lockstep`, all of whose layers are visited here.
+    Must run inside `MoELayers.lockstep`; visits all layers of that pass.
     """
     first, second = (_MicroBatch(lanes, experts, pause_at or {}) for lanes in halves)
     try:
@@ -53,7 +54,7 @@ def _walk(first: _MicroBatch, second: _MicroBatch, layers: Sequence[int]) -> Non
 
 
 class _MicroBatch:
-    """One half: lanes that come to layers together."""
+    """One half of a step: lanes that reach each layer together."""
 
     def __init__(
         self, lanes: Sequence[Lane], experts: MoELayers, pauses: Mapping[Lane, int]

@@ -4,8 +4,8 @@ Sequences that continue one prompt are a `SequenceGroup`. A `PrefillBatch` reads
 each wholly or by a `PromptChunk`, in one of three modes (``prefill.mode``):
 
 - ``whole``: whole prompts, all layers in one step.
-- ``chunked``: a token budget a step, shared with decoding; prompts are cut to fill it
-  (Sarathi-Serve: decodes never wait, but every chunk re-reads the experts).
+- ``chunked``: a token budget for each step, shared with decoding; prompts are cut to fill it
+  (Sarathi-Serve: decodes never wait, but every chunk reads the experts again).
 - ``layered``: whole prompts, but one group of layers a step, so each expert is read once a batch
   (arXiv 2510.08055; `moe.engine.prefill_mode` cuts the groups). Between steps the batch sleeps in
   its lanes.
@@ -32,10 +32,9 @@ class ScheduledStep:
 
     Attributes:
         decode: running sequences.
-        prefill: runs its current layer group in this step; None where no prompt is read.
-        spare_tokens: tokens that keys and values have room for, beyond those.
-        overlap: on several ranks, compute one half while rows of the other travel
-            (`moe.engine.overlap`).
+        prefill: runs its current layer group in this step; None if no prompt is read.
+        spare_tokens: further tokens that fit in the KV cache.
+        overlap: on several ranks, run as two micro-batches (`moe.engine.overlap`).
     """
 
     decode: list[RunningSequence]
@@ -49,9 +48,8 @@ class SequenceGroup:
     """Sequences that continue one prompt; the prompt is read once for all of them.
 
     Attributes:
-        sequences: ``n`` samples, or one that was preempted after its first token. What a preempted
-            sequence has generated is not read with the prompt but by later steps, as it was the
-            first time.
+        sequences: ``n`` samples, or one that was preempted after its first token. Its generated
+            tokens are not read with the prompt but by later steps, as decode steps read them.
         num_read: tokens of `token_ids` that earlier batches have read.
         cache: state of the prompt while it is being read.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
@@ -64,12 +62,12 @@ class SequenceGroup:
 
     @property
     def token_ids(self) -> list[int]:
-        """What is to be read as a prompt."""
+        """The prompt."""
         return self.sequences[0].prompt_token_ids
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and those generated already."""
+        """Tokens of the prompt, and those generated so far."""
         first = self.sequences[0]
         return len(first.prompt_token_ids) + len(first.token_ids)
 

@@ -6,8 +6,8 @@ distinct experts of t tokens. N comes from the model's own measured expert frequ
 ``N(t) = sum_e 1 - (1 - p_e)^t``: real models touch fewer experts than uniform routing would.
 
 `layer_group_pauses` cuts the layers of a layered batch into groups, so that no step takes longer
-than reading a chunk would. It compares steps by operations, two for each multiplication, and
-leaves memory out: a layer group reads fewer experts than a chunk does.
+than reading a chunk would. It compares steps by FLOPs and ignores memory traffic: a layer group
+reads fewer experts than a chunk does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PrefillPlanner:
 
     Args:
         settings: modes and sizes.
-        work: operations of a layer.
+        work: FLOPs of a layer.
         statistics: routing of the model; they grow while it runs.
 
     Attributes:
@@ -148,13 +148,13 @@ def choose_prefill(
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Operations of the mean layer; see `LayerWork.of`.
+    """FLOPs of the mean layer, two for each multiplication.
 
     Attributes:
         backbone: of one token outside attention and experts.
         pair: of one query and one key.
         expert: of one token in one expert.
-        top_k: experts that a token visits, as the router chooses them.
+        top_k: experts of a token.
     """
 
     backbone: float
@@ -164,12 +164,12 @@ class LayerWork:
 
     @property
     def experts(self) -> float:
-        """Of one token's experts."""
+        """FLOPs of one token in all its experts."""
         return self.expert * self.top_k
 
     @classmethod
     def of(cls, network: PreTrainedModel, layers: Sequence[LayerExperts]) -> LayerWork:
-        """From the weights; attention and ``top_k`` from the configuration."""
+        """Count weights, and take attention and ``top_k`` from the configuration."""
         config = network.config.get_text_config()
         return cls(
             backbone=2.0 * backbone_weights(network) / len(layers),
@@ -187,7 +187,8 @@ def backbone_weights(network: PreTrainedModel) -> int:
 
 
 def _pair_operations(config: Any) -> float:
-    """Of all layers with full attention; a window or a recurrent state costs the same per token."""
+    """FLOPs of a query and a key, summed over layers with full attention. (Sliding windows and
+    recurrent states cost the same for every token.)"""
     layers = config.per_layer_config  # sizes may differ from layer to layer
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
     operations = 0.0
@@ -243,7 +244,7 @@ def layer_group_pauses(
 
 
 def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> float:
-    """Operations of the longest of the chunks in one layer.
+    """FLOPs of the most expensive chunk in one layer.
 
     A chunk is compared with all keys up to its end; the causal mask of a whole prompt saves half.
     """

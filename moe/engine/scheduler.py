@@ -2,10 +2,10 @@
 
 Every request has a *queue key*: the step of its arrival, plus `engine.priority_steps` for each
 level of priority; sooner keys go first. So priority q overtakes priority p only if it arrives
-within ``(p - q) * priority_steps`` steps after it, and nobody starves. Every running sequence gets
-a token in every step. If a step does not fit into memory, the scheduler frees prefix cache entries
-first, then half-read prompts, then preempts the sequence with the last key; all but cache entries
-are read again later.
+within ``(p - q) * priority_steps`` steps after it, and no request starves. Every running sequence
+gets a token in every step. If a step does not fit into memory, the scheduler frees prefix cache
+entries first, then half-read prompts, then preempts the sequence with the last key; all but cache
+entries are read again later.
 """
 
 from __future__ import annotations

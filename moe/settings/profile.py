@@ -168,8 +168,8 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])
             rules.setdefault((place, reprlib.repr(problem["input"])), []).append(rule)
         lines = [
-            f"{place} {' or '.join(said)}; got {value}" if said else place
-            for (place, value), said in rules.items()
+            f"{place} {' or '.join(wanted)}; got {value}" if wanted else place
+            for (place, value), wanted in rules.items()
         ]
         raise ProfileError("\n".join(lines)) from None
 
@@ -181,8 +181,8 @@ def _as_yaml(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-# ---- Sources: YAML files, ``MOE_...`` variables, ``key=value`` texts. Each becomes one flat
-# mapping of dotted keys to values.
+# Sources: YAML files, ``MOE_...`` variables and ``key=value`` texts. Each becomes one flat mapping
+# of dotted keys to values.
 
 
 def flatten(

@@ -232,7 +232,7 @@ def test_dtypes_of_trunk_and_experts_follow_the_profile(
         ([5, 128], "token ids must be whole numbers from 0 to 127 (vocabulary of 128), got 128"),
         ([5, -1], "got -1 at position 1"),
         ("text", "text prompts need a tokenizer"),
-        ([1] * 300, "the prompt has 300 tokens, and the context is 256 with what is generated"),
+        ([1] * 300, "the prompt has 300 tokens, and the context is 256 tokens, answer included"),
         ([1] * 251, "the prompt has 251 tokens and 6 new ones are asked for, together more than"),
     ],
 )
@@ -267,7 +267,7 @@ def test_the_profiles_number_of_new_tokens_is_cut_to_the_context(model: MoE) -> 
     done = model.generate([7] * (limit - 3))[0]
     assert len(done.tokens) == 3
     assert done.finish_reason == "length"
-    with pytest.raises(ContextError, match=f"the context is {limit} with what is generated"):
+    with pytest.raises(ContextError, match=f"the context is {limit} tokens, answer included"):
         model.generate([7] * limit)
 
 

@@ -99,7 +99,7 @@ MISTAKES = [
     (line("x", prompt="x", nonsense=1), 400, "unknown field 'nonsense'"),
     (line("x", prompt="x", temperature=9), 400, "temperature"),
     (line("x", prompt="x", stream=True), 400, "a batch cannot stream"),
-    (line("x", prompt="x" * 500), 400, "and the context is 256 with what is generated"),
+    (line("x", prompt="x" * 500), 400, "and the context is 256 tokens, answer included"),
     (line("x", prompt="x", model="other"), 404, "no such model"),
     (line("good", prompt="x"), 400, "an earlier line has custom_id 'good'"),
 ]
