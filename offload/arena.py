@@ -38,7 +38,6 @@ class Arena:
         experts: the slots as the experts of one layer; `dataclasses.replace` gives a layer its
             own activation.
         capacity: N, the most grains there can be.
-        grains: number of grains in use, from the first on.
         grain_bytes: memory of one grain.
         pinned: number of grains, from the first on, whose memory is page-locked.
     """
@@ -47,7 +46,7 @@ class Arena:
         self, experts: AnyExperts, rows: Sequence[_Rows], kinds: Sequence[Sequence[Tensor]]
     ) -> None:
         self.experts = experts
-        self.capacity = self.grains = rows[0].memory.shape[0]
+        self.capacity = rows[0].memory.shape[0]
         self.grain_bytes = sum(part.memory.stride(0) for part in rows)
         self.pinned = 0
         self._rows, self._kinds = list(rows), list(kinds)
@@ -79,7 +78,6 @@ class Arena:
         assert 0 <= grains <= self.capacity, grains
         for part in self._rows:
             part.give_back(max(grains, self.pinned))
-        self.grains = grains
 
     def pin(self, grains: int, pin: Callable[[Tensor], bool]) -> list[Tensor]:
         """Page-lock the first ``grains``, or as many as the system allows.

@@ -45,7 +45,7 @@ class LateRoom:
         self.queues.launch(lambda: self.arena.move(source, target))
 
     def resize(self, grains: int) -> None:
-        self.arena.grains = grains  # memory of a device stays taken
+        """Memory of a GPU stays taken."""
 
 
 class Tiers:
