@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from experts.weights import ExpertShape
 from kernels import ExpertWeights, experts_forward
+from kernels.cpu import choose_kernel
 from kernels.reference import AnyExperts
 from offload.arena import Arena, plane_arena, whole_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.layer import OffloadedExperts
+from offload.layer import OffloadedExperts, run_arriving
 from offload.policies import POLICIES
 from offload.slots import SlotSizes
 from routing import Routing
@@ -184,6 +186,31 @@ def test_any_life_of_the_cache_gives_the_same_bits(
             assert torch.equal(actual, expected)
         if random.random() < 0.3:
             cache.resize(random.randint(2, LAYERS * EXPERTS))
+
+
+@pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+@torch.inference_mode()
+def test_the_way_that_a_call_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds while another reader than the native one reads, or for another kernel than ours;
+    in one compiled call once all experts are there."""
+    ways = list[bool]()
+
+    def noted(*arguments: Any) -> bool:
+        ways.append(run_arriving(*arguments))
+        return ways[-1]
+
+    monkeypatch.setattr("offload.layer.run_arriving", noted)
+    layers = make(quantized=True, biased=False, random=Random(0))
+    layer = OffloadedExperts(0, EXPERTS, layers.cache(4, "lru"), layers.arena.experts)
+    arguments = torch.randn(1, HIDDEN), torch.tensor([[1, 4]]), torch.rand(1, 2)
+    expected = experts_forward(*arguments, layers.resident[0])
+    for kernel, tried in (
+        (experts_forward, [False]),
+        (experts_forward, [False, True]),
+        (partial(experts_forward), [False, True]),
+    ):
+        assert torch.equal(layer.forward(*arguments, kernel), expected)
+        assert ways == tried
 
 
 def test_sizes_of_a_layer() -> None:
