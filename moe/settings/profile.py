@@ -37,39 +37,6 @@ ENVIRONMENT_PREFIX = "MOE_"
 OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
 
 
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The class of a field's section; None for a field that holds a value."""
-    kind = field.annotation
-    # Python 3.10 takes `list[str]` for a class.
-    if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind
-    return None
-
-
-@dataclass(frozen=True)
-class ProfileKeys:
-    """The dotted names of a settings tree: ``leaves`` hold values, ``sections`` hold other keys."""
-
-    leaves: tuple[str, ...]
-    sections: frozenset[str]
-
-    @classmethod
-    def of(cls, tree: type[BaseModel]) -> ProfileKeys:
-        leaves: list[str] = []
-        sections: set[str] = set()
-        for name, field in tree.model_fields.items():
-            if section := section_of(field):
-                below = cls.of(section)
-                leaves += [f"{name}.{key}" for key in below.leaves]
-                sections |= {name, *(f"{name}.{key}" for key in below.sections)}
-            else:
-                leaves.append(name)
-        return cls(tuple(leaves), frozenset(sections))
-
-
-KEYS = ProfileKeys.of(Profile)
-
-
 @dataclass(frozen=True)
 class LoadedProfile:
     """A profile and its `origins`: for each dotted key the source that set it.
@@ -107,8 +74,8 @@ def load_profile(
         }
     else:
         settings |= _from_source(source)
-        settings |= from_environment(os.environ if environ is None else environ, KEYS)
-    changed = flatten(overrides or {}, KEYS, overrides_origin)
+        settings |= _from_environment(os.environ if environ is None else environ)
+    changed = _flatten(overrides or {}, overrides_origin)
     settings |= {key: (value, overrides_origin) for key, value in changed.items()}
     origins = {key: settings[key][1] if key in settings else "default" for key in KEYS.leaves}
     return LoadedProfile(_validate(settings), origins)
@@ -132,6 +99,39 @@ def print_config(loaded: LoadedProfile) -> str:
     )
 
 
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The class of a field's section; None for a field that holds a value."""
+    kind = field.annotation
+    # Python 3.10 takes `list[str]` for a class.
+    if get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return None
+
+
+@dataclass(frozen=True)
+class ProfileKeys:
+    """The dotted names of a settings tree: ``leaves`` hold values, ``sections`` hold other keys."""
+
+    leaves: tuple[str, ...]
+    sections: frozenset[str]
+
+    @classmethod
+    def of(cls, tree: type[BaseModel]) -> ProfileKeys:
+        leaves: list[str] = []
+        sections: set[str] = set()
+        for name, field in tree.model_fields.items():
+            if section := section_of(field):
+                below = cls.of(section)
+                leaves += [f"{name}.{key}" for key in below.leaves]
+                sections |= {name, *(f"{name}.{key}" for key in below.sections)}
+            else:
+                leaves.append(name)
+        return cls(tuple(leaves), frozenset(sections))
+
+
+KEYS = ProfileKeys.of(Profile)
+
+
 def _from_source(source: str | Path | Mapping[str, Any] | Profile | None) -> dict[str, Any]:
     if source is None:
         return {}
@@ -140,9 +140,9 @@ def _from_source(source: str | Path | Mapping[str, Any] | Profile | None) -> dic
     elif isinstance(source, Mapping):
         tree, label = dict(source), "mapping"
     else:
-        read, label = read_profile_file(source)
+        read, label = _read_file(source)
         tree = dict(read)
-    return {key: (value, label) for key, value in flatten(tree, KEYS, label).items()}
+    return {key: (value, label) for key, value in _flatten(tree, label).items()}
 
 
 def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
@@ -185,9 +185,7 @@ def _as_yaml(value: Any) -> str:
 # of dotted keys to values.
 
 
-def flatten(
-    tree: Mapping[Any, Any], keys: ProfileKeys, source: str, prefix: str = ""
-) -> dict[str, Any]:
+def _flatten(tree: Mapping[Any, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Nested, dotted or mixed keys -> dotted keys: ``{"a": {"b": 1}}`` -> ``{"a.b": 1}``.
 
     Raises ``ProfileError`` naming the source, the key and its nearest valid key.
@@ -195,14 +193,14 @@ def flatten(
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in keys.sections:
+        if key in KEYS.sections:
             if not isinstance(value, Mapping | None):
                 raise ProfileError(f"{source}: {key} is a section: write its keys below it")
-            new = flatten(value or {}, keys, source, f"{key}.")
-        elif key in keys.leaves:
+            new = _flatten(value or {}, source, f"{key}.")
+        elif key in KEYS.leaves:
             new = {key: value}
         else:
-            valid = keys.leaves if "." in key else [*keys.leaves, *keys.sections]
+            valid = KEYS.leaves if "." in key else [*KEYS.leaves, *KEYS.sections]
             raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
         if twice := flat.keys() & new.keys():
             raise ProfileError(f"{source}: key {min(twice)!r} is given twice")
@@ -210,9 +208,9 @@ def flatten(
     return flat
 
 
-def from_environment(environ: Mapping[str, str], keys: ProfileKeys) -> dict[str, tuple[Any, str]]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
-    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in keys.leaves}
+    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in KEYS.leaves}
     settings: dict[str, tuple[Any, str]] = {}
     for variable in sorted(environ):
         if variable in names:
@@ -235,7 +233,7 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     return parsed
 
 
-def read_profile_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
+def _read_file(name_or_path: str | Path) -> tuple[Mapping[Any, Any], str]:
     """The tree in a profile file, given by name (``configs/NAME.yaml``) or path, and its label.
 
     Messages show the label.
