@@ -123,7 +123,7 @@ class ReplayedDrafts(ElasticDrafts):
         says: Says,
         rates: Mapping[Mode, Sequence[float]],
     ) -> None:
-        super().__init__(model.backbone, layers, model.experts.foretell)
+        super().__init__(model.backbone, layers, model.experts.prefetch_early)
         self.replayed, self._says, self._rates = layers.replayed, says, rates
         self.places: dict[int, int] = {}
 

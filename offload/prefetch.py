@@ -219,7 +219,7 @@ class Prefetcher:
         read_seconds: Callable[[], float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.predictor = self._guide = predictor
+        self.predictor = self._predicting = predictor
         self.gates = [PrefetchGate() for _ in experts]
         self.load_seconds, self.layer_seconds = load_seconds, 0.0
         self.awake = False
@@ -230,7 +230,7 @@ class Prefetcher:
         self._free_at = 0.0  # when the disk will have served all placed bids
         self._spent = [0.0] * len(experts)  # seconds for forecasts in this step
         self._forecast_layers: set[int] = set()  # in this step
-        self._step, self._told_early = 0, False
+        self._step, self._began_early = 0, False
         self._began_at = clock()
         self._wait = 0.0  # of the current layer for its reads
         self._last: tuple[float, int] | None = None  # time and layer of the last visit
@@ -246,33 +246,33 @@ class Prefetcher:
     def records(self) -> list[BidRecord]:
         return [gate.record for gate in self.gates]
 
-    def foretell(self, told: Forecast) -> None:
+    def bid_early(self, forecast: Forecast) -> None:
         """Bid for the next step, which begins when a draft has run all layers once more."""
-        if not self._told_early:
+        if not self._began_early:
             self._begin()
-        self._told_early = True
+        self._began_early = True
         self._cache.poll()
         if targets := {layer for layer in range(len(self.gates)) if self._asks(layer)}:
-            self._bid_on(told, targets, -1 - len(self.gates), self._clock())
+            self._bid_on(forecast, targets, -1 - len(self.gates), self._clock())
 
-    def start(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
+    def start(self, contexts: Sequence[Sequence[int]], forecast: Forecast | None = None) -> None:
         """Begin a step.
 
         Args:
             contexts: for each token to decode, the last tokens of its sequence up to it, at most
                 ``predictor.context``.
-            told: a draft's forecast for this step, used instead of the predictor.
+            forecast: a draft's forecast for this step, used instead of the predictor.
         """
-        if not self._told_early:
+        if not self._began_early:
             self._begin()
-        self._guide = self.predictor if told is None else GivenForecast(told)
-        silent = isinstance(self._guide, GivenForecast) and self._guide.silent
+        self._predicting = self.predictor if forecast is None else GivenForecast(forecast)
+        silent = isinstance(self._predicting, GivenForecast) and self._predicting.silent
         wanted = any(map(self._asks, range(len(self.gates))))
-        self.awake, self._told_early = wanted and (self._told_early or not silent), False
+        self.awake, self._began_early = wanted and (self._began_early or not silent), False
         if self.awake:
             self._last = None
             self._began_at = self._clock()
-            self._guide.start(pad_contexts(contexts, self._guide.context))
+            self._predicting.start(pad_contexts(contexts, self._predicting.context))
             self._bid(-1)
 
     def visit(
@@ -288,7 +288,7 @@ class Prefetcher:
         """
         if self.awake:
             self._settle(layer, wanted)
-            self._guide.observe(layer, hidden_states, routing)
+            self._predicting.observe(layer, hidden_states, routing)
             self._bid(layer)
 
     def _begin(self) -> None:
@@ -391,7 +391,7 @@ class Prefetcher:
         last = min(layer + self._depth(), len(self.gates) - 1)
         if targets := {target for target in range(layer + 1, last + 1) if self._asks(target)}:
             began = self._clock()
-            self._bid_on(self._guide.forecast(layer, last - layer), targets, layer, began)
+            self._bid_on(self._predicting.forecast(layer, last - layer), targets, layer, began)
 
     def _bid_on(self, forecast: Forecast, targets: set[int], layer: int, began: float) -> None:
         """Bid for the target layers, the likeliest experts first, while at ``layer``; they share

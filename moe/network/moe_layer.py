@@ -197,27 +197,27 @@ class MoELayers:
         """Whether the prefetcher wants to hear of every layer that runs."""
         return self._prefetcher is not None and self._prefetcher.awake
 
-    def begin(self, contexts: Sequence[Sequence[int]], told: Forecast | None = None) -> None:
+    def begin(self, contexts: Sequence[Sequence[int]], forecast: Forecast | None = None) -> None:
         """Begin a decode step.
 
         Args:
             contexts: of each token that the step decodes, the last `context` tokens of its sequence
                 up to it, or fewer.
-            told: the experts that a draft of this step has needed; None without a draft.
+            forecast: the experts that a draft of this step has used; None without a draft.
         """
         if self.weaken is not None:
             contexts = [*contexts, *contexts]  # each token's weak reading, behind all others
         self._decoding = len(contexts)
         if self._prefetcher is not None and contexts and self.dispatcher.local:
-            self._prefetcher.start(contexts, told)
+            self._prefetcher.start(contexts, forecast)
 
-    def foretell(self, told: Forecast) -> None:
-        """Tell the prefetcher what the next step will need, as far as its draft has come."""
+    def prefetch_early(self, forecast: Forecast) -> None:
+        """Prefetch for the next step, by what its draft has used so far."""
         if self._prefetcher is not None and self.dispatcher.local:
-            self._prefetcher.foretell(told)
+            self._prefetcher.bid_early(forecast)
 
     def _prefetcher_for(self, calls: Sequence[ExpertCall]) -> Prefetcher | None:
-        """The prefetcher, if these calls are exactly the tokens that `begin` was told of."""
+        """The prefetcher, if these calls have exactly the tokens of `begin`."""
         if self._prefetcher is None:
             return None
         tokens = sum(len(call.hidden_states) for call in calls)

@@ -75,7 +75,7 @@ def enable_speculation(
     elastic = None
     if modes:
         layers = _draft_layers(mode, backbone, experts, forward)
-        elastic = ElasticDrafts(backbone, layers, experts.foretell)
+        elastic = ElasticDrafts(backbone, layers, experts.prefetch_early)
     sources: list[ModelFree[Any]] = []
     if settings.mode == "recycling":
         sources = [Recycling()]

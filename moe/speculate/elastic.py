@@ -69,8 +69,8 @@ class ElasticDrafts:
     Args:
         backbone: the model; sequences share its passes, so that what they wrote can be taken back.
         layers: its MoE layers, for drafts.
-        foretell: hears before each further pass of a draft what the model will need by then, so
-            that it is read while the pass runs.
+        prefetch_early: called before each further pass of a draft with the experts that the model
+            will need, so that they are read while the pass runs.
 
     Attributes:
         rows: of each pass of the last draft.
@@ -80,12 +80,12 @@ class ElasticDrafts:
         self,
         backbone: Backbone,
         layers: DraftLayers,
-        foretell: Callable[[Forecast], None] = lambda _: None,
+        prefetch_early: Callable[[Forecast], None] = lambda _: None,
     ) -> None:
         assert backbone.packed
         self.layers = layers
         self.rows: list[int] = []
-        self._backbone, self._foretell = backbone, foretell
+        self._backbone, self._prefetch_early = backbone, prefetch_early
 
     def draft(
         self,
@@ -118,8 +118,8 @@ class ElasticDrafts:
     def _pass(self, drafts: Sequence[_Pending]) -> None:
         """One more token for each; none where there are no logits to draw it from."""
         share = len(self.rows) / (1 + max(draft.depth for draft in drafts))
-        if share and (told := self.layers.forecast(share)) is not None:
-            self._foretell(told)
+        if share and (forecast := self.layers.forecast(share)) is not None:
+            self._prefetch_early(forecast)
         lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
         run_lanes(lanes, self.layers.run)
         self.rows.append(len(drafts))

@@ -160,8 +160,8 @@ def test_what_is_foretold_is_read_before_its_step_begins() -> None:
     layer = LAYERS - 1
     absent = [e for e in range(EXPERTS) if not cache.resident(layer)[e]][:3]
     before = prefetcher.records[layer].placed
-    prefetcher.foretell(foretold(absent[:1], layer))
-    prefetcher.foretell(foretold(absent, layer))  # again, and more: one bid for each
+    prefetcher.bid_early(foretold(absent[:1], layer))
+    prefetcher.bid_early(foretold(absent, layer))  # again, and more: one bid for each
     assert prefetcher.records[layer].placed == before + 3
     run.clock.now += 4 * LOAD_S
     prefetcher.start([[0]])  # nothing is told: it follows its bids
@@ -182,7 +182,7 @@ def test_what_was_foretold_of_a_draft_that_is_thrown_away_is_taken_back() -> Non
     absent = [e for e in range(EXPERTS) if not cache.resident(0)[e]][:3]
     record = prefetcher.records[0]
     placed, cancelled, reads = record.placed, record.cancelled, run.disk.reads
-    prefetcher.foretell(foretold(absent, 0))
+    prefetcher.bid_early(foretold(absent, 0))
     assert record.placed == placed + 3
     prefetcher.predictor = GivenForecast()
     prefetcher.start([[0]])
