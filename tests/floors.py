@@ -20,7 +20,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 ROOMS = {
     "moe": "what users touch, and the step loop that runs it",
-    "offload": "the expert cache: slots, fetches, eviction, prefetch, tiers",
+    "offload": "the expert cache: slots, reads, eviction, prefetch, tiers",
     "experts": "bit planes, the store on disk, placement on ranks, all-to-all",
     "routing": "routing decisions as values, lossy policies, predictors",
     "kernels": "expert arithmetic: C++, Triton, the reference in torch",
