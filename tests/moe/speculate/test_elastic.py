@@ -157,8 +157,8 @@ class Listener:
         told = Forecast.empty() if told is None else told
         self._told = set(zip(told.layer.tolist(), told.expert.tolist(), strict=True))
 
-    def foretell(self, told: Forecast) -> None:
-        self.foretold += len(told)
+    def bid_early(self, forecast: Forecast) -> None:
+        self.foretold += len(forecast)
 
     def visit(self, layer: int, wanted: Sequence[int], *_: object) -> None:
         """What is missing is being read by now; nothing of it has been shown yet."""
