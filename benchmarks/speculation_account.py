@@ -20,7 +20,7 @@ from moe.sampling.sampler import Token
 from moe.speculate.controller import AutoController
 from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.elastic import ElasticDrafts, GoesOn
-from moe.speculate.ngram import ModelFree, NGram, Past
+from moe.speculate.ngram import ModelFree, NGram, NGramState
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6
@@ -105,9 +105,9 @@ class Asked(NGram):
         super().__init__()
         self._world = world
 
-    def take(self, own: Past, tokens: Sequence[int]) -> None:
+    def take(self, state: NGramState, tokens: Sequence[int]) -> None:
         self._world.now += self._world.costs.looking / 2
-        super().take(own, tokens)
+        super().take(state, tokens)
 
 
 class Drawn:
@@ -165,8 +165,7 @@ class World:
         self.rng = np.random.default_rng(self.seed)
 
     def step(self, sequences: int, drafted: int, looks: bool = False, drafts: bool = False) -> None:
-        """The model's own pass, and what goes with it where somebody looks for drafts, and where
-        the controller is asked for a plan."""
+        """The model's own pass, with the additional time of steps that look drafts up or draft."""
         costs = self.costs
         seconds = costs.step(sequences, sequences + drafted)
         if drafted:

@@ -106,7 +106,7 @@ class Run:
 
     Attributes:
         tokens: by sequence.
-        counted: tokens that came while nobody had ended, in ``seconds``.
+        counted: tokens generated before any sequence ended, in ``seconds``.
         memory_bytes: of experts that the model's own passes read then.
         draft_bytes: that draft passes read.
         disk_bytes: read from disk.
@@ -136,7 +136,7 @@ def decode(
     engine = model.engine()
     assert isinstance(engine, Engine)
     engine.runner._speculator = drafts  # type: ignore[attr-defined]
-    if (offloaded := model._loaded.offloaded) is not None:  # nobody looks ahead without drafts
+    if (offloaded := model._loaded.offloaded) is not None:  # plain decoding does not look ahead
         model.experts._prefetcher = None if drafts is None else offloaded.prefetcher
     params = SamplingParams(
         max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True, seed=seed

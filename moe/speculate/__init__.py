@@ -1,7 +1,15 @@
-"""Self-speculation: the next tokens are drafted with less of the model and verified by all of it.
+"""Self-speculation: the next tokens are drafted cheaply and verified by the whole model.
 
-A drafted token is only kept where the model itself would have chosen it, so speculation changes how
-fast tokens come and not which.
+A drafted token is only kept if the model itself would have chosen it, so speculation changes how
+fast tokens come and not which. The nouns of this package:
+
+- `Mode`, `Draft`, `Controller` (`draft`): a way to draft, its tokens, and what decides how far;
+- `Speculator`: drafts for a step's sequences, verifies, and reports;
+- `NGram`, `Recycling` (`ngram`): model-free drafts from the text so far;
+- `ElasticDrafts` (`elastic`): drafts by passes of the model with fewer experts and bits;
+- `AutoController` (`controller`), `StepTimes`, `Account`: mode ``auto``, its predicted times, and
+  its bound on losses;
+- `Contrast` (`contrast`): self-contrast, which changes the model's output on purpose.
 """
 
 from __future__ import annotations
@@ -24,21 +32,21 @@ from moe.speculate.speculator import Speculator
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
 FEW = 2
-"""Experts of a token in the leanest draft that auto tries."""
+"""Experts of a token in the leanest elastic mode of ``auto``."""
 
 __all__ = ["SPECULATION_OFF", "Speculation", "Speculator", "enable_speculation"]
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What speculates, or why nothing does."""
+    """The speculator, or the reason why there is none."""
 
     speculator: Speculator | None
     reason: str
 
     @property
     def notices(self) -> list[str]:
-        """What whoever asked for drafts has to know."""
+        """Warnings for a user who asked for drafts."""
         if self.speculator is not None or self is SPECULATION_OFF:
             return []
         return [f"no tokens are drafted: {self.reason}"]
@@ -53,7 +61,7 @@ def enable_speculation(
     experts: MoELayers,
     forward: Forward,
 ) -> Speculation:
-    """Draft from now on as the settings say, where this model can take drafts back.
+    """Build the speculator that the settings ask for, if this model can take drafts back.
 
     Args:
         forward: what runs a layer's experts.
@@ -93,7 +101,7 @@ def enable_speculation(
 
 
 def variants(mode: Mode) -> list[Mode]:
-    """Elastic modes that auto may choose from: the profile's, coarser, and with fewer experts."""
+    """Elastic modes of ``auto``: the profile's, one with 2 bits, and one with fewer experts."""
     fewer = replace(mode, experts=FEW if mode.experts is None else max(1, mode.experts // 2))
     return list(dict.fromkeys([mode, replace(mode, bits=2), fewer]))
 
@@ -121,7 +129,7 @@ def _draft_layers(
 
 
 def _the_model_itself(mode: Mode, layers: Sequence[LayerExperts]) -> str:
-    """Why drafts of a mode would cost what they are to save; nothing where they do not."""
+    """Why a draft pass would cost as much as the model's own; empty if it is cheaper."""
     held = [held_experts(layer) for layer in layers]
     coarser = mode.bits is not None and any(
         isinstance(one, QuantizedExperts) and len(one.planes[0]) > num_planes(mode.bits)

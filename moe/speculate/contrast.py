@@ -1,8 +1,8 @@
-"""Self-contrast (SCMoE, arXiv 2405.14507): what the model says, less what its weak reading says.
+"""Self-contrast (SCMoE, arXiv 2405.14507): the model's logits minus those of a weak reading.
 
 Each token is read twice in one pass, by the experts that its router chose and by a single one of a
-lower rank, with keys and values of their own; tokens are drawn from the difference. That changes
-what the model says, on purpose, and doubles the keys and values. Legend: T rows, E experts, V
+lower rank, each reading with a KV cache of its own; tokens are drawn from the difference. This
+changes the model's output on purpose, and doubles the KV cache. Legend: T rows, E experts, V
 vocabulary.
 """
 
@@ -29,7 +29,7 @@ from routing.policies.base import keep
 
 
 class TwinKV(KVCache):
-    """Keys and values of a sequence, and those of its weak reading."""
+    """KV cache of a sequence, with that of its weak reading."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -44,13 +44,13 @@ class TwinKV(KVCache):
 
 @dataclass(frozen=True)
 class Contrast:
-    """Reads and decides.
+    """Runs both readings and combines their logits.
 
     Args:
-        strength: how much of the weak scores is taken off (the paper's beta).
-        floor: of the likeliest token's probability; what is below cannot be drawn (alpha).
+        strength: share of the weak logits that is subtracted (the paper's beta).
+        floor: share of the likeliest token's probability below which no token is drawn (alpha).
         rank: of the weak reading's expert; 0 is the router's first choice.
-        selectors: of each MoE layer; needed where routers choose no more than ``rank`` experts.
+        selectors: of each MoE layer; needed if routers choose at most ``rank`` experts.
     """
 
     strength: float
@@ -63,7 +63,7 @@ class Contrast:
         return TwinKV
 
     def read(self, forward: Forward, work: Sequence[Work]) -> list[Tensor]:
-        """Contrasted logits of each piece of work, from one pass over both readings."""
+        """Contrasted logits ``(T, V)`` of each piece of work, from one pass over both readings."""
         weak = [replace(item, cache=_twin(item).weak) for item in work]
         for item, other in zip(work, weak, strict=True):
             other.cache.length = item.cache.length
@@ -72,14 +72,14 @@ class Contrast:
         return [self.combine(strong, other) for strong, other in pairs]
 
     def combine(self, strong_TV: Tensor, weak_TV: Tensor) -> Tensor:
-        """``(T, V)``: ``(1 + strength) strong - strength weak`` where the strong one is above the
+        """``(T, V)``: ``(1 + strength) strong - strength weak`` where the strong logit is above the
         floor, else ``-inf``."""
         scores = (1 + self.strength) * strong_TV - self.strength * weak_TV
         least = strong_TV.amax(-1, keepdim=True) + log(self.floor)
         return scores.masked_fill(strong_TV < least, -torch.inf)
 
     def weaken(self, layer: int, call: ExpertCall) -> ExpertCall:
-        """The same call, whose second half of rows, the weak readings, goes to one expert each."""
+        """The same call with one expert for each row of its second half, the weak readings."""
         half = call.routing.num_tokens // 2
         strong, weak = call.routing.split([half, half])
         if self.rank < weak.top_k:
@@ -101,7 +101,7 @@ class Contrast:
 
 
 def enable_contrast(settings: SpeculationSettings, backbone: Backbone, experts: MoELayers) -> None:
-    """Read every token twice from now on, where the profile asks for contrast.
+    """Read every token twice from now on, if the profile asks for contrast.
 
     Raises:
         ProfileError: this model cannot be read in that way.
@@ -141,7 +141,7 @@ def enable_contrast(settings: SpeculationSettings, backbone: Backbone, experts: 
 
 @contextmanager
 def uncontrasted(backbone: Backbone, experts: MoELayers) -> Iterator[None]:
-    """Every token is read once while this is open."""
+    """Read every token once within this context."""
     reader, weaken = backbone.contrast, experts.weaken
     backbone.set_contrast(None)
     experts.set_contrast(None)

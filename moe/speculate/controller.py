@@ -127,6 +127,8 @@ class AutoController(Controller):
 
     def _choose(self, limits: Sequence[int], offers: Sequence[Sequence[Draft]]) -> DraftPlan | None:
         """The best known drafts, or a trial of others; None for plain decoding."""
+        if not max(limits):
+            return None
         line, step = self.times.line(len(limits)), self.times.plain(len(limits))
         offered = self._offered(line, offers)
         self._elastic = self._best_elastic(line, limits)
@@ -134,15 +136,15 @@ class AutoController(Controller):
         if offered is not None and offered.goodput >= known:
             return offered
         plan = self._trial(line, limits, known) or self._elastic
-        if plan is None or not max(limits) or not self.account.affords(plan.seconds - step):
+        if plan is None or not self.account.affords(plan.seconds - step):
             return offered
         assert plan.arm is not None
         self._prices = known * (plan.arm.pass_time or PASS), known * line.slope
         return plan
 
     def _offered(self, line: Line, offers: Sequence[Sequence[Draft]]) -> DraftPlan | None:
-        """The likeliest offers, as far as each token is worth reading; None if all together are not
-        worth it, or could lose more than there is room for."""
+        """Of each sequence the offer with the most expected tokens, cut where tokens are not worth
+        their rows; None if all together do not pay, or the account has no room for their loss."""
         if not any(offers):
             return None
         batch, choices, gained = len(offers), list[Choice](), 0.0
@@ -172,8 +174,8 @@ class AutoController(Controller):
         return best
 
     def _trial(self, line: Line, limits: Sequence[int], known: float) -> DraftPlan | None:
-        """Elastic drafts that luck could make better than the best known goodput, or a short draft
-        of that mode, if the account has room for it."""
+        """Elastic drafts that could turn out better than the best known goodput, or one token of
+        that mode, if the account has room for it."""
         if not self.account.affords_trial(0.0):
             return None
         step, best, most = self.times.plain(len(limits)), None, LOYALTY * known
@@ -228,10 +230,10 @@ class DraftPlan(NamedTuple):
 
     Attributes:
         choices: one for each sequence.
-        seconds: that the step takes, if all is drafted that may be.
+        seconds: predicted for the step, if no draft stops early.
         goodput: expected.
-        arm: what is known of the elastic mode; None for offers.
-        bar: in a trial the best known goodput, which may be missed; else 0.
+        arm: record of the elastic mode; None for offers.
+        bar: in a trial, the best known goodput, against which its loss counts; else 0.
     """
 
     choices: Sequence[Choice]

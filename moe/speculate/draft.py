@@ -1,6 +1,8 @@
-"""Drafts as values: how they may be made, what they say, and what became of them.
+"""The values that drafting, verification and control exchange, and the `Controller` interface.
 
-Everything between those who draft, those who decide how far (`Controller`) and those who verify.
+A `Controller` makes a `Choice` for each sequence of a step: a `Mode` of drafting and a depth. A
+`Draft` holds the drafted tokens. After verification a `Round` reports a `Trial` for each sequence;
+`Plain` reports steps without drafts.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ class Mode:
     """A way to draft.
 
     Attributes:
-        source: elastic: passes of the model itself, with less of its experts. ngram: what followed
-            the last tokens before. recycling: what the model last thought follows a token.
-        bits: elastic: bits of experts at most; None: all there are.
-        experts: elastic: experts of a token at most; None: as many as the model takes.
-        core: elastic: which of the experts in memory may be used. all: each of them. seq: the first
-            `CORE_EXPERTS` of every row of a pass. vote: those that the rows weigh most together.
+        source: elastic: passes of the model with less of its experts. ngram: the tokens that
+            followed the last ones earlier in the text. recycling: the model's last prediction of
+            what follows a token.
+        bits: elastic: most bits of an expert's weights; None for all there are.
+        experts: elastic: most experts of a token; None for as many as the model takes.
+        core: elastic: which of the experts in memory may be used. all: each of them. seq: the
+            `CORE_EXPERTS` heaviest of every row of a pass. vote: those with the largest weights
+            summed over the rows.
         share: of a layer's experts that a vote elects.
-        skipped: share of the MoE layers, from the middle of the model, whose experts are left out.
+        skipped: share of the MoE layers, in the middle of the model, that run without experts.
     """
 
     source: Source
@@ -41,7 +45,7 @@ class Mode:
     skipped: float = 0.0
 
     def __hash__(self) -> int:
-        return hash(self.name)  # a string's is kept: of all that is kept by mode in every step
+        return hash(self.name)  # strings keep their hash; a dataclass would compute it each time
 
     @cached_property
     def name(self) -> str:
@@ -63,11 +67,10 @@ class Draft:
     """Tokens that may come next in a sequence.
 
     Attributes:
-        mode: how it was made; None for none.
-        tokens: ids; none for plain decoding.
-        confidence: of each token, how probable it was to whoever drafted it.
-        proposals: of each token, the distribution it was drawn from; None where nothing was left
-            to chance.
+        mode: how it was made; None without tokens.
+        tokens: ids; empty for plain decoding.
+        confidence: of each token its probability, as its source states it.
+        proposals: of each token the distribution it was drawn from; None if it was not drawn.
     """
 
     mode: Mode | None = None
@@ -80,11 +83,11 @@ class Draft:
 
     @classmethod
     def sure(cls, mode: Mode, tokens: Sequence[int], confidence: Sequence[float]) -> Draft:
-        """A draft that left nothing to chance."""
+        """A draft of tokens that were not drawn at random."""
         return cls(mode, tuple(tokens), tuple(confidence), (None,) * len(tokens))
 
     def first(self, depth: int) -> Draft:
-        """Its first tokens only."""
+        """The same draft, cut to ``depth`` tokens."""
         if depth <= 0:
             return PLAIN
         if depth >= len(self.tokens):
@@ -104,7 +107,7 @@ class Choice(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What became of one sequence's draft in a step, also of none."""
+    """The result of verifying one sequence's draft, which may be empty."""
 
     sequence: RunningSequence
     mode: Mode | None
@@ -114,15 +117,15 @@ class Trial(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A step that was not plain.
+    """A step with drafts.
 
     Attributes:
-        trials: of each sequence; fewer where the step failed for some.
-        rows: of the verification: drafted tokens, and one more for each sequence.
-        draft_rows: of each elastic draft pass, in their order.
-        draft_seconds: of all drafting, looking for drafts included.
-        verify_seconds: of the rest of the step.
-        draft_bytes: of experts that draft passes read.
+        trials: one for each sequence; fewer if the step failed for some.
+        rows: that were verified: drafted tokens, and one more for each sequence.
+        draft_rows: rows of each elastic draft pass, in order.
+        draft_seconds: time of all drafting, lookups included.
+        verify_seconds: time of the rest of the step.
+        draft_bytes: bytes of experts that draft passes read.
         alone: no prompt was read in this step.
     """
 
@@ -136,12 +139,12 @@ class Round(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """Plain steps of one number of sequences, maybe not all that there were.
+    """Some plain steps of one number of sequences.
 
     Attributes:
-        seconds: of each; nan where a prompt was read in it.
-        looks: in so many of them somebody looked for drafts, in vain.
-        looking: seconds that these cost for it, beside those above.
+        seconds: of each; nan if a prompt was read in it.
+        looks: how many of them began with a lookup that led to no draft.
+        looking: seconds that these lookups took, in addition to those above.
     """
 
     batch: int
@@ -151,7 +154,8 @@ class Plain(NamedTuple):
 
 
 class Controller(ABC):
-    """Decides how, and how far, to draft. What is not abstract is of one that learns nothing."""
+    """Decides how, and how far, to draft. The methods that are not abstract suit a controller that
+    learns nothing."""
 
     @abstractmethod
     def plan(
@@ -160,30 +164,30 @@ class Controller(ABC):
         limits: Sequence[int],
         offers: Sequence[Sequence[Draft]],
     ) -> Sequence[Choice] | None:
-        """One choice for each running sequence; None where all are to be plain.
+        """One choice for each running sequence; None if all decode plainly.
 
         Args:
-            limits: tokens that each may draft at most.
-            offers: what model-free modes have to say for each, where they say anything; a choice of
-                such a mode takes the first tokens of its offer.
+            limits: most tokens that each may draft.
+            offers: drafts of the model-free modes for each; a choice of such a mode takes the first
+                tokens of its offer.
         """
 
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
-        """Whether an elastic draft with such confidence so far is worth another pass."""
+        """Whether an elastic draft whose tokens have this confidence is worth another pass."""
         return True
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
-        """Tokens of a finished elastic draft that are worth verifying. Only asked where nothing was
-        left to chance: to drop one for what was drawn would change the chances of the others."""
+        """Tokens of a finished elastic draft that are worth verifying. Only called for drafts that
+        were not drawn: dropping a drawn token would change the distribution of the output."""
         return len(confidence)
 
     def observe(self, round: Round) -> None:
-        """A step is over that was planned, and not plain."""
+        """A step with drafts is over."""
         return None
 
     def rests(self, batch: int) -> int:
-        """Steps of so many sequences to come that are plain, without any looking for drafts. Asked
-        before each step that would look."""
+        """How many of the next steps of ``batch`` sequences decode plainly, without a lookup.
+        Called before each step that would look drafts up."""
         return 0
 
     def rested(self, plain: Plain) -> None:
@@ -191,13 +195,13 @@ class Controller(ABC):
         return None
 
     def figures(self) -> dict[str, Any] | None:
-        """What it has learnt, for JSON; None where it does not learn."""
+        """What it has learned, for JSON; None if it does not learn."""
         return None
 
 
 @dataclass(frozen=True)
 class FixedDepth(Controller):
-    """Always drafts in one mode, and as far as it may; at depth 0 it rests."""
+    """Always drafts in one mode, as far as it may; at depth 0 every step is plain."""
 
     mode: Mode
     depth: int

@@ -1,9 +1,9 @@
 """Elastic drafts: the next tokens by the model itself, with fewer experts and fewer of their bits.
 
-`ElasticDrafts` runs the same weights over the same keys and values: a draft pass writes its rows
-behind those of the sequence, whose length is then set back, so verification overwrites every row.
-`DraftLayers` takes the place of `MoELayers` in a draft pass. It reads nothing from disk, evicts
-nothing and asks no other rank, so a draft costs the bytes of memory that it counts.
+`ElasticDrafts` runs the same weights over the same KV cache: a draft pass appends its rows to those
+of the sequence and then resets the length, so verification overwrites every row. `DraftLayers`
+replaces `MoELayers` in a draft pass. It reads nothing from disk, evicts nothing and sends nothing
+to other ranks, so a draft only costs the bytes of memory that it counts.
 Legend: T rows, H hidden, E experts, K slots a row.
 """
 
@@ -33,17 +33,17 @@ from routing.predict import Forecast
 from routing.routing import UNUSED, select_top_k
 
 CORE_EXPERTS = 2
-"""The heaviest experts of each row that make the core set of ``seq`` (DES-Seq)."""
+"""Experts of each row, the heaviest, that the core set of ``seq`` consists of (DES-Seq)."""
 FIDELITY = 0.8
-"""How probably a row visits an expert that its draft wanted. Measured on the shipped model: 0.75 at
-a quarter of the experts in memory, 0.86 at a half, 0.98 with all; 0.91 in MoE-SpeQ."""
+"""Probability that a row visits an expert that its draft selected. On the shipped model: 0.75 with
+a quarter of the experts in memory, 0.86 with a half, 0.98 with all; 0.91 in MoE-SpeQ."""
 GoesOn = Callable[[Mode, Sequence[float]], bool]
-"""Whether a draft with such confidence so far is worth another token."""
+"""Whether a draft whose tokens have this confidence is worth another one."""
 
 
 @dataclass
 class _Pending:
-    """A draft in the making."""
+    """An unfinished draft."""
 
     work: Work
     sampler: Sampler
@@ -67,10 +67,10 @@ class ElasticDrafts:
     """Drafts for several sequences in shared passes.
 
     Args:
-        backbone: the model; sequences share its passes, so that what they wrote can be taken back.
-        layers: its MoE layers, for drafts.
-        prefetch_early: called before each further pass of a draft with the experts that the model
-            will need, so that they are read while the pass runs.
+        backbone: the model; sequences share its passes, so their KV rows can be discarded.
+        layers: its MoE layers in draft passes.
+        prefetch_early: called before each further pass of a draft with a forecast of the experts
+            that verification will need, so that they are read while the pass runs.
 
     Attributes:
         rows: of each pass of the last draft.
@@ -94,7 +94,7 @@ class ElasticDrafts:
         depths: Sequence[int],
         goes_on: GoesOn,
     ) -> list[Draft]:
-        """One draft for each sequence, of at most as many tokens as its depth says."""
+        """One draft for each sequence, of at most ``depths`` tokens."""
         self.rows = []
         self.layers.begin(mode)
         drafts = [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
@@ -116,14 +116,14 @@ class ElasticDrafts:
         ]
 
     def _pass(self, drafts: Sequence[_Pending]) -> None:
-        """One more token for each; none where there are no logits to draw it from."""
+        """Draft one more token for each, except where logits are invalid."""
         share = len(self.rows) / (1 + max(draft.depth for draft in drafts))
         if share and (forecast := self.layers.forecast(share)) is not None:
             self._prefetch_early(forecast)
         lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
         run_lanes(lanes, self.layers.run)
         self.rows.append(len(drafts))
-        # Whatever is wrong here, the verification meets it too and tells those whom it concerns.
+        # Verification meets the same error and reports it to the sequences it belongs to.
         with suppress(Exception):
             logits = [rows for lane in lanes for rows in lane.result()]
             for draft, rows in zip(drafts, logits, strict=True):
@@ -142,14 +142,14 @@ class DraftLayers:
 
     Args:
         layers: experts of each MoE layer.
-        forward: what runs a layer's experts.
-        selectors: of each layer, what chooses again where experts are left out; None: the weight of
-            those goes to the others that the row visits.
+        forward: runs a layer's experts.
+        selectors: of each layer, selects again among the allowed experts; if None, the weight of
+            excluded experts goes to the others of the row.
 
     Attributes:
-        bytes_read: of experts, by all passes so far.
-        wanted: of each layer, ``(T, K)`` ids that the model's own routing would have taken in each
-            pass since `begin`.
+        bytes_read: bytes of experts that all passes so far have read.
+        wanted: of each layer, ``(T, K)`` ids that the model's own routing selected in each pass
+            since `begin`.
     """
 
     def __init__(
@@ -166,22 +166,22 @@ class DraftLayers:
         self.begin(Mode("elastic"))
 
     def begin(self, mode: Mode) -> None:
-        """The passes to come are of one draft: they vote together."""
+        """Start a draft, whose passes share their votes."""
         self._mode = mode
         self._skipped = middle(len(self.layers), mode.skipped)
         self._votes = [torch.zeros(layer.num_experts) for layer in self.layers]
         self.wanted = [[] for _ in self.layers]
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
-        """Rows ``(T_i, H)`` of each visit; see `moe.network.lanes.ExpertsRunner`."""
+        """Outputs ``(T_i, H)`` of each call; see `moe.network.lanes.ExpertsRunner`."""
         return [self._run(layer, call.hidden_states, call.routing) for call in calls]
 
     def forecast(self, share: float = 1.0) -> Forecast | None:
-        """What the model will need for the rows since `begin`, by its own routing of the drafts:
-        of each layer as many as its share of the slots; None where all experts are in memory.
+        """The experts that verification will need for the rows since `begin`, according to the
+        model's routing in the draft passes; None if all experts are in memory.
 
         Args:
-            share: of a layer's slots that may be filled by now; the rest is for rows to come.
+            share: of a layer's slots that the forecast may fill; the rest is for later rows.
         """
         guesses = {}
         for layer, (experts, passes) in enumerate(zip(self.layers, self.wanted, strict=True)):
@@ -215,7 +215,7 @@ class DraftLayers:
         return self._forward(rows, ids, routing.weights, held)
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
-        """``(E,)`` bool: experts that may be used; None for all."""
+        """``(E,)`` bool: experts that this mode may use; None for all."""
         experts, core = self.layers[layer], self._mode.core
         here_E = None
         if isinstance(experts, OffloadedExperts):
@@ -238,7 +238,7 @@ def heaviest(routing: Routing, count: int, num_experts: int) -> Tensor:
 
 
 def elected(votes_E: Tensor, here_E: Tensor | None, share: float) -> Tensor:
-    """``(E,)`` bool: the share of all experts with the most votes (DES-Vote), of those ``here``."""
+    """``(E,)`` bool: the ``share`` of experts with the most votes, of those ``here`` (DES-Vote)."""
     if here_E is not None:
         votes_E = votes_E.masked_fill(~here_E, -1.0)
     seats = max(1, round(share * len(votes_E)))
@@ -248,9 +248,9 @@ def elected(votes_E: Tensor, here_E: Tensor | None, share: float) -> Tensor:
 
 
 def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> Routing:
-    """The same decision without experts that are not allowed, and with ``top_k`` of a row at most.
+    """The routing without experts that are not allowed, and with at most ``top_k`` of a row.
 
-    What is left of a row takes over the weight of what is not; nothing may be left.
+    The remaining experts of a row take over the weight of the others; none may remain.
 
     Args:
         allowed_E: ``(E,)`` bool; None for all.
@@ -267,8 +267,7 @@ def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> R
 
 
 def middle(layers: int, share: float) -> frozenset[int]:
-    """The middle layers, which a model misses least; the first and the last are never among them
-    (SWIFT)."""
+    """The middle layers, which a model needs least; never the first or the last (SWIFT)."""
     count = max(0, min(round(share * layers), layers - 2))
     start = (layers - count) // 2
     return frozenset(range(start, start + count))
@@ -288,8 +287,8 @@ def _first(weights_TK: Tensor, count: int) -> Tensor:
 
 
 def _at_most(held: AnyExperts, bits: int | None) -> tuple[AnyExperts, int]:
-    """A layer's experts at a prefix, and bytes of one of them. One object for each prefix: kernels
-    remember what they made of it."""
+    """A layer's experts at a prefix of their bits, and the bytes of one. Callers cache the result:
+    kernels keep data by the object's identity."""
     if not isinstance(held, QuantizedExperts):
         return held, held.expert_bytes
     held = held if bits is None else held.at_most(bits)

@@ -1,8 +1,9 @@
-"""Drafts that need no model: what followed before (prompt lookup), or what the model last thought.
+"""Drafts without a pass of the model: what followed earlier (`NGram`, prompt lookup), or what the
+model predicted last (`Recycling`).
 
-Both are chains and by rule, so a draft costs a few look-ups; a tree of drafts would touch nearly
-every expert. How probable a token is they know from all tokens that came, drafted or not: each
-one says whether the guess before it was right.
+Both make chains by fixed rules, so a draft costs a few lookups; a tree of drafts would visit nearly
+every expert. They learn their chances from every generated token, drafted or not: each one shows
+whether the guess for its place was right. `Offers` asks all sources for drafts.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Mode
 
 LONGEST, SHORTEST = 4, 2
-"""Last tokens that must have been seen before, tried in this order."""
+"""Lengths of runs: the longest one at the end that occurred before predicts what follows."""
 SIZES = (2, 3, 4, 6, 8, 12, 16, 32)
-"""Lengths of runs that are told apart."""
+"""Least lengths of the kinds of runs whose chances are counted apart."""
 MOST = 32
-"""Tokens of a draft at most."""
+"""Most tokens of a draft."""
 KINDS = [bisect(SIZES, size) - 1 for size in range(SIZES[-1] + MOST)]
-"""Of a run by its length, the place in `SIZES`."""
+"""Kind of a run by its length: the index in `SIZES`."""
 
 
 class History:
-    """Where each run of tokens of one sequence was last seen.
+    """Where each run of tokens of one sequence occurred last.
 
     Attributes:
-        size: of the run behind which the last guess was found, as `SIZES` tell them apart.
+        size: length of the run that the last guess followed, rounded down to one of `SIZES`.
     """
 
     def __init__(self) -> None:
         self.size = 0
         self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}  # of each run, the place behind it
+        self._ends: dict[tuple[int, ...], int] = {}  # of each run, the place after it
         self._runs: list[tuple[int, ...]] = []  # at the end, longest first
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -56,9 +57,9 @@ class History:
         self._runs = runs
 
     def following(self, limit: int) -> list[int]:
-        """What followed the longest known run that the sequence ends with, where it was last.
+        """What followed the last occurrence of the longest known run at the end of the sequence.
 
-        At the end of the sequence it goes round, as what repeats itself does.
+        If that reaches the end of the sequence, it is repeated, as for a loop.
         """
         for run in self._runs:
             if run in self._ends:
@@ -69,7 +70,7 @@ class History:
         return []
 
     def _reach(self, start: int, size: int) -> int:
-        """How far back what is before ``start`` is like the end, where so many tokens are."""
+        """The longest of `SIZES` of which as many tokens before ``start`` equal the last ones."""
         tokens = self._tokens
         for longer in SIZES[SIZES.index(size) + 1 :]:
             if longer > start or tokens[start - longer : start] != tokens[-longer:]:
@@ -79,20 +80,20 @@ class History:
 
 
 JUDGED = 16
-"""Tokens of those that have come since nobody looked, the last ones, that guesses are judged on."""
+"""After a rest, guesses are only judged on so many of the last tokens generated meanwhile."""
 LEAST = 0.2
-"""Probability of the first token below which nobody wants a draft."""
+"""Probability of the first token below which no draft is offered."""
 FIRST, FADE = 0.3, 0.25
-"""How probably a token is followed as the time before: at first, and weight of each time."""
+"""Probability that a token is followed as the last time: at first, and the weight of each time."""
 BINS = 8
-"""In which that is compared with how often it was so."""
+"""Kinds of such probabilities, each with a count of how often guesses were right."""
 
 
 class Chances:
-    """How often guesses of several kinds have been right, the last hundred or so of each.
+    """How often guesses of each kind have been right, over about the last hundred.
 
     Args:
-        known: by kind, before any has been seen.
+        known: assumed by kind at first.
 
     Attributes:
         known: by kind.
@@ -105,81 +106,81 @@ class Chances:
         self._right, self._all = [2.0 * each for each in known], [2.0] * len(known)
 
     def count(self, kind: int, right: bool) -> None:
-        """One more."""
+        """Count one more guess."""
         self._right[kind] = self.KEEP * self._right[kind] + right
         self._all[kind] = self.KEEP * self._all[kind] + 1.0
         self.known[kind] = self._right[kind] / self._all[kind]
 
 
-Own = TypeVar("Own")
-"""What is known of one sequence."""
+State = TypeVar("State")
+"""What a source keeps for one sequence."""
 
 
-class ModelFree(ABC, Generic[Own]):
-    """Drafts for one sequence at a time, from the tokens that it has.
+class ModelFree(ABC, Generic[State]):
+    """A source of drafts for one sequence at a time, from its tokens so far.
 
     Attributes:
-        text: makes what is known of a sequence of which nothing has been read.
+        new_state: makes the state of a sequence of which nothing has been read.
     """
 
     mode: Mode
-    text: Callable[[], Own]
+    new_state: Callable[[], State]
 
     @abstractmethod
-    def take(self, own: Own, tokens: Sequence[int]) -> None:
-        """A sequence goes on with these tokens, those of its prompt at first."""
+    def take(self, state: State, tokens: Sequence[int]) -> None:
+        """The sequence has these further tokens; the first call brings its prompt."""
 
     @abstractmethod
-    def following(self, own: Own, limit: int) -> Draft:
-        """At most ``limit`` tokens that may follow; `PLAIN` where it knows nothing."""
+    def following(self, state: State, limit: int) -> Draft:
+        """At most ``limit`` tokens that may follow; `PLAIN` if it has no guess."""
 
     def learn(self, draft: Draft, accepted: int, logits_TV: Tensor) -> None:
-        """What the model made of a draft of any mode; its own tokens are taken in later.
+        """Learn from the verification of a draft of any mode; `take` brings its tokens later.
 
         Args:
-            logits_TV: of the sequence's last token and of each drafted one.
+            logits_TV: ``(T, V)`` logits of the sequence's last token and of each drafted one.
         """
         return None
 
 
 Guess = tuple[Sequence[int], Sequence[int]]
-"""Tokens that were expected to come next, and of each the kind of the run behind it."""
+"""Tokens that were expected to come next, and the kind of the run before each."""
 
 
 @dataclass
-class Past:
-    """Of a sequence."""
+class NGramState:
+    """State of `NGram` for one sequence."""
 
     history: History = field(default_factory=History)
     guess: Guess = (), ()
 
 
-class NGram(ModelFree[Past]):
-    """Prompt lookup: what followed the last tokens when the sequence had them before.
+class NGram(ModelFree[NGramState]):
+    """Prompt lookup: what followed the last tokens at their previous occurrence in the sequence.
 
-    Confidence is how often what followed a run of that length has followed again; with each right
-    token the run is longer by one.
+    Confidence is how often what followed a run of that length has followed again; each further
+    token of a draft has a run that is longer by one.
     """
 
-    mode, text = Mode("ngram"), Past
+    mode, new_state = Mode("ngram"), NGramState
 
     def __init__(self) -> None:
         self._chances = Chances([size / (size + 2) for size in SIZES])
 
-    def take(self, own: Past, tokens: Sequence[int]) -> None:
+    def take(self, state: NGramState, tokens: Sequence[int]) -> None:
         place = max(len(tokens) - JUDGED, 0)
         if place:
-            own.history.extend(tokens[:place])
-            self.following(own, JUDGED)
+            state.history.extend(tokens[:place])
+            self.following(state, JUDGED)
         while place < len(tokens):
-            judged = self._judge(own.guess, tokens[place:])
-            own.history.extend(tokens[place : place + judged])
+            judged = self._judge(state.guess, tokens[place:])
+            state.history.extend(tokens[place : place + judged])
             place += judged
             if place < len(tokens):
-                self.following(own, JUDGED)
+                self.following(state, JUDGED)
 
     def _judge(self, guess: Guess, came: Sequence[int]) -> int:
-        """Count what was right; tokens up to the first that was not foreseen, at least one."""
+        """Count right guesses; the number of tokens up to the first wrong one, at least one."""
         judged = 0
         for token, kind, actual in zip(*guess, came, strict=False):
             judged += 1
@@ -188,33 +189,35 @@ class NGram(ModelFree[Past]):
                 break
         return judged or 1
 
-    def following(self, own: Past, limit: int) -> Draft:
-        history, known = own.history, self._chances.known
+    def following(self, state: NGramState, limit: int) -> Draft:
+        history, known = state.history, self._chances.known
         tokens = history.following(limit) if limit > 0 else []
         kinds = KINDS[history.size : history.size + len(tokens)]
-        own.guess = tokens, kinds
+        state.guess = tokens, kinds
         if not tokens or known[kinds[0]] < LEAST:
             return PLAIN
         return Draft.sure(self.mode, tokens, [known[kind] for kind in kinds])
 
 
 @dataclass
-class Last:
-    """Attributes:
-    token: the last one; None before any.
+class RecyclingState:
+    """State of `Recycling` for one sequence.
+
+    Attributes:
+        token: the last one; None before any.
     """
 
     token: int | None = None
 
 
-class Recycling(ModelFree[Last]):
-    """Token Recycling: what the model last thought would follow a token.
+class Recycling(ModelFree[RecyclingState]):
+    """Token Recycling: what the model last predicted to follow a token.
 
-    The table is shared by all sequences. Confidence is how often a token has been followed as it
-    was the time before, and how often that has proved right.
+    All sequences share the table. It keeps how often each token has been followed by the same one
+    as the last time; confidence is how often guesses with about that frequency were right.
     """
 
-    mode, text = Mode("recycling"), Last
+    mode, new_state = Mode("recycling"), RecyclingState
 
     def __init__(self) -> None:
         self._successor: dict[int, tuple[int, float]] = {}
@@ -226,26 +229,26 @@ class Recycling(ModelFree[Last]):
             for token, following in zip(draft.tokens[accepted:], thought, strict=True):
                 self._follow(token, following)
 
-    def take(self, own: Last, tokens: Sequence[int]) -> None:
-        last, said = own.token, own.token is not None  # a prompt is somebody else's text
+    def take(self, state: RecyclingState, tokens: Sequence[int]) -> None:
+        last, said = state.token, state.token is not None  # the model has not written the prompt
         for token in tokens:
             if last is not None:
                 known = self._follow(last, token)
                 if said and known is not None:
                     self._chances.count(int(known[1] * BINS), known[0] == token)
             last = token
-        own.token = last
+        state.token = last
 
     def _follow(self, token: int, following: int) -> tuple[int, float] | None:
-        """A token has been followed by another; what was known of it."""
+        """``following`` has come after a token; returns the table's entry before that."""
         known = self._successor.get(token)
         chance = FIRST if known is None else known[1] + FADE * ((known[0] == following) - known[1])
         self._successor[token] = following, chance
         return known
 
-    def following(self, own: Last, limit: int) -> Draft:
+    def following(self, state: RecyclingState, limit: int) -> Draft:
         tokens, confidence = list[int](), list[float]()
-        token, known = own.token, self._chances.known
+        token, known = state.token, self._chances.known
         while len(tokens) < limit and token in self._successor:
             token, chance = self._successor[token]
             tokens.append(token)
@@ -256,50 +259,51 @@ class Recycling(ModelFree[Last]):
 
 
 class Offers:
-    """Asked in steps that draft nothing, too: what it takes is taken of plain decoding."""
+    """Asks all sources for drafts. Steps that then draft nothing pay for it, too, so it is fast."""
 
     def __init__(self, sources: Sequence[ModelFree[Any]]) -> None:
         self.sources = list(sources)
-        self._texts: WeakKeyDictionary[RunningSequence, _Text] = WeakKeyDictionary()
-        self._asked: Sequence[RunningSequence] = ()  # the last time
-        self._read: list[_Text] = []  # theirs
+        self._known: WeakKeyDictionary[RunningSequence, _SourceStates] = WeakKeyDictionary()
+        self._asked: Sequence[RunningSequence] = ()  # in the last call
+        self._states: list[_SourceStates] = []  # of these sequences
 
     def of(
         self, sequences: Sequence[RunningSequence], limits: Sequence[int]
     ) -> list[Sequence[Draft]]:
-        """Of each sequence the drafts of at most so many tokens."""
+        """Of each sequence the drafts, of at most ``limits`` tokens."""
         if sequences != self._asked:
-            self._asked, self._read = list(sequences), [self._text(each) for each in sequences]
+            self._asked, self._states = list(sequences), [self._of(each) for each in sequences]
         offers = list[Sequence[Draft]]()
-        for sequence, text, limit in zip(sequences, self._read, limits, strict=True):
-            said = sequence.token_ids
-            tokens = said[text.read :] if text.read >= 0 else sequence.prompt_token_ids + said
-            text.read = len(said)
-            own = []
-            for source, known in zip(self.sources, text.known, strict=True):
-                source.take(known, tokens)
-                draft = source.following(known, limit)
+        for sequence, states, limit in zip(sequences, self._states, limits, strict=True):
+            made, read = sequence.token_ids, states.read
+            tokens = made[read:] if read >= 0 else sequence.prompt_token_ids + made
+            states.read = len(made)
+            drafts = []
+            for source, state in zip(self.sources, states.by_source, strict=True):
+                source.take(state, tokens)
+                draft = source.following(state, limit)
                 if draft.tokens:
-                    own.append(draft)
-            offers.append(own)
+                    drafts.append(draft)
+            offers.append(drafts)
         return offers
 
-    def _text(self, sequence: RunningSequence) -> _Text:
-        text = self._texts.get(sequence)
-        if text is None:
-            text = self._texts[sequence] = _Text([source.text() for source in self.sources])
-        return text
+    def _of(self, sequence: RunningSequence) -> _SourceStates:
+        states = self._known.get(sequence)
+        if states is None:
+            states = _SourceStates([source.new_state() for source in self.sources])
+            self._known[sequence] = states
+        return states
 
 
-class _Text:
-    """Of a sequence.
+class _SourceStates:
+    """What all sources keep for one sequence.
 
     Attributes:
-        known: what each source knows of it.
-        read: its tokens that they have been told of, behind those of the prompt; below 0: nothing.
+        by_source: state of each source.
+        read: number of generated tokens that they have taken; -1 before the prompt.
     """
 
-    __slots__ = ("known", "read")
+    __slots__ = ("by_source", "read")
 
-    def __init__(self, known: list[Any]) -> None:
-        self.known, self.read = known, -1
+    def __init__(self, by_source: list[Any]) -> None:
+        self.by_source, self.read = by_source, -1

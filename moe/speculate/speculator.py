@@ -1,10 +1,10 @@
-"""Speculation within a step: draft, verify, and account for it.
+"""Speculation within a step: draft, verify, and count the results.
 
 The runner calls `Speculator.propose` before a step's lanes and `finish` after them; with drafts it
 also calls `accept`, for each sequence with the logits of its drafted tokens. Tokens are always the
-model's own (`verify`): at temperature 0, with a seed, or for a draft by rule, the model chooses its
-token as if there were no draft, and the draft is right as far as it says the same; a drawn draft
-goes through rejection sampling, which keeps the model's distribution exact.
+model's own (`verify`): at temperature 0, with a seed, or for a draft that was not drawn, the model
+chooses its token as without a draft, and drafted tokens are accepted up to the first difference; a
+drawn draft goes through rejection sampling, which keeps the model's distribution exact.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moe.speculate.ngram import ModelFree, Offers
 from routing.predict import Forecast
 
 TOLD = 4, 256
-"""Plain steps that are reported together: twice as many each time, while the number of sequences
-stays and nothing is drafted."""
+"""Plain steps that are reported together at first, and at most: twice as many each time while the
+number of sequences stays and nothing is drafted."""
 LOOK = 2.0
 """A draft lookup costs twice its own time: it also evicts the next pass's CPU caches."""
 
@@ -37,15 +37,15 @@ class Speculator:
     """Drafts for running sequences and verifies.
 
     Args:
-        controller: decides.
-        elastic: drafts by the model itself; None where no mode wants it.
-        model_free: drafts that need no model.
-        max_depth: tokens of a draft at most.
+        controller: decides how each step drafts.
+        elastic: drafts by passes of the model; None if no mode uses it.
+        model_free: sources of drafts that need no pass of the model.
+        max_depth: most tokens of a draft.
 
     Attributes:
-        report: what came of it.
-        forecast: the experts that the verification will need, as the drafts of all its sequences
-            have found; None where they have not.
+        report: counts steps and tokens.
+        forecast: the experts that the verification will need, according to the routing of this
+            step's draft passes; None unless all sequences were drafted elastically in one mode.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Speculator:
         self._confidence: dict[RunningSequence, tuple[float, ...]] = {}
 
     def propose(self, sequences: Sequence[RunningSequence], spare: float) -> list[Draft] | None:
-        """A draft for each running sequence. None where the step is plain decoding: nobody looks
-        for drafts, or none are worth it. It is to cost what it would without speculation.
+        """A draft for each running sequence. None for plain decoding: lookups rest, or no draft
+        pays. Such a step costs what it would without speculation.
 
         Args:
-            spare: tokens that keys and values have room for, beyond one of each sequence.
+            spare: tokens that the KV cache has room for, beyond one of each sequence.
         """
         self._began = self._start = self._clock()
         self._sequences, self.forecast, self._trials = sequences, None, None
@@ -107,7 +107,7 @@ class Speculator:
         return tokens
 
     def finish(self, alone: bool) -> None:
-        """The step is over; ``alone`` if no prompt was read in it."""
+        """The step is over; ``alone`` means that no prompt was read in it."""
         now, trials = self._clock(), self._trials
         if trials is None:
             self.report.plainly(len(self._sequences), self._plain.resting)
@@ -127,11 +127,11 @@ class Speculator:
         self.controller.observe(round)
 
     def figures(self) -> dict[str, Any]:
-        """What came of it, and what decides, for JSON."""
+        """The report and the controller's figures, for JSON."""
         return {**self.report.figures(), "control": self.controller.figures()}
 
     def _limits(self, sequences: Sequence[RunningSequence], spare: float) -> list[int]:
-        """Tokens that each sequence may draft: the one behind them is the model's own."""
+        """Most tokens that each sequence may draft: verification adds one of the model's own."""
         limits = []
         for sequence in sequences:
             left = sequence.max_new_tokens - len(sequence.token_ids) - 1
@@ -171,21 +171,22 @@ class Speculator:
 
 
 def _taken(choice: Choice, offers: Sequence[Draft]) -> Draft:
-    """The beginning of the offer that was chosen, if one was."""
+    """The chosen part of an offer; `PLAIN` if no offer was chosen."""
     chosen = (offer for offer in offers if offer.mode == choice.mode)
     return next(chosen, PLAIN).first(choice.depth)
 
 
 def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
-    """The next tokens of a sequence: accepted ones, and one that the draft did not foresee.
+    """The next tokens of a sequence: the accepted ones, and one of the model's own.
 
     Args:
-        sampler: of the sequence; it goes on by these tokens.
-        logits_TV: of the sequence's last token and of each drafted one, T = drafted tokens + 1.
+        sampler: of the sequence; it advances by these tokens.
+        logits_TV: ``(T, V)`` logits behind the sequence's last token and behind each drafted one,
+            T = drafted tokens + 1.
 
     Raises:
-        LogitsError, StructureError: no token can be drawn from the first row. A later row like that
-            ends what is accepted before it, and is met again as the first one.
+        LogitsError, StructureError: no token can be drawn from the first row. If a later row fails,
+            acceptance ends before it, and the next step meets it as its first row.
     """
     assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
     if sampler.is_argmax:
@@ -222,10 +223,10 @@ def _likeliest(guesses: Sequence[int], logits_TV: Tensor) -> list[Token]:
 
 
 class PlainSteps:
-    """Collects them for a controller.
+    """Collects plain steps, and reports several together to the controller.
 
     Attributes:
-        resting: nobody looks for drafts in this step.
+        resting: this step makes no lookup.
     """
 
     def __init__(self) -> None:
@@ -235,7 +236,7 @@ class PlainSteps:
         self._seconds: list[float] = []
 
     def begin(self, controller: Controller, batch: int) -> bool:
-        """Whether nobody looks for drafts in a step of so many sequences."""
+        """Start a step of so many sequences; True if it makes no lookup."""
         if self._left and batch == self._batch:
             self._left -= 1
             return True
@@ -247,13 +248,13 @@ class PlainSteps:
         return self.resting
 
     def over(self, seconds: float, looking: float) -> None:
-        """One took so long, nan where a prompt was read in it, and looking for drafts before."""
+        """A plain step is over, nan seconds if it read a prompt; its lookup took ``looking``."""
         self._seconds.append(seconds)
         if not self.resting:
             self._looks, self._looking = self._looks + 1, self._looking + LOOK * looking
 
     def drafted(self) -> None:
-        """A step was not plain: what plain ones take is wanted soon, to compare."""
+        """A step had drafts: report the next plain ones soon, to compare their times."""
         self._told = 2 * TOLD[0]
 
     def _tell(self, controller: Controller, batch: int) -> None:
@@ -264,7 +265,7 @@ class PlainSteps:
 
 
 class Report:
-    """Counts steps; readable from any thread."""
+    """Counts steps and tokens; other threads may read it."""
 
     def __init__(self) -> None:
         self.reset()
@@ -272,7 +273,7 @@ class Report:
     def reset(self) -> None:
         """Begin at zero."""
         self.steps = self.sequences = self.tokens = self.rows = 0
-        self.rested = self.plain = 0  # steps in which nobody looked; tokens of plain ones
+        self.rested = self.plain = 0  # steps without a lookup; tokens of plain steps
         self.draft_seconds = self.verify_seconds = 0.0
         self.depths: Counter[int] = Counter()
         self.modes: dict[str, ModeRecord] = {}
@@ -296,7 +297,7 @@ class Report:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)
 
     def plainly(self, batch: int, resting: bool) -> None:
-        """A plain step of so many sequences; ``resting``: nobody looked for drafts."""
+        """A plain step of so many sequences is over; ``resting``: without a lookup."""
         self.steps += 1
         self.rested += resting
         self.plain += batch
@@ -319,24 +320,25 @@ class Report:
 
     def _record(self, name: str) -> ModeRecord:
         if name not in self.modes:
-            self.modes = {**self.modes, name: ModeRecord()}  # whoever reads may be another thread
+            # Replaced, not changed: another thread may be iterating over it.
+            self.modes = {**self.modes, name: ModeRecord()}
         return self.modes[name]
 
 
 @dataclass
 class ModeRecord:
-    """Of one mode.
+    """Counts of one mode.
 
     Attributes:
-        drafts: by the tokens that the model has read of them, one at least, and those it took.
-        draft_bytes: of experts that draft passes read.
+        drafts: number of drafts by verified tokens (at least one) and accepted tokens.
+        draft_bytes: bytes of experts that draft passes read.
     """
 
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
     draft_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; ``acceptance`` of a position is of those whose positions before were taken."""
+        """For JSON; ``acceptance`` of a position is among drafts accepted up to it."""
         drafts = dict(self.drafts)
         verified, accepted = (
             sum(draft[part] * count for draft, count in drafts.items()) for part in (0, 1)

@@ -24,26 +24,26 @@ MAX_DEPTH = 6
 NGRAM = Mode("ngram")
 
 
-class Someone:
+class FakeSequence:
     """Stands for a sequence."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What the controller does not know.
+    """Costs and chances, which a controller has to learn.
 
     Attributes:
-        accepts: mean acceptance of each mode; of a model-free one where it has an offer.
-        draft_pass, draft_row: seconds of a draft pass of each elastic mode, and of a row in it.
+        accepts: mean acceptance of each mode; of a model-free one when it has an offer.
+        draft_pass, draft_row: seconds of an elastic draft pass, and of each row in it.
         spread: of acceptance from token to token; confidences follow it.
-        unlike: of acceptance from sequence to sequence.
-        offers: share of steps in which a model-free mode has something to say.
+        unlike: spread of acceptance from sequence to sequence.
+        offers: share of steps in which a model-free mode has an offer.
         step, row, near, far: seconds of a pass, a row, an expert in memory, a missing one.
         experts, visits, resident, hits: of all layers; of a token; share in memory; share of a
             token's experts that are.
         kin: exponent of the independence of sequences, and of neighbours in one.
         noise: standard deviation of the logarithm of times.
-        looking: seconds that a step takes longer in which somebody looks for drafts.
+        looking: seconds of a lookup of drafts.
     """
 
     accepts: Mapping[Mode, float]
@@ -85,8 +85,8 @@ class World:
 
 @dataclass
 class Outcome:
-    """Tokens and seconds that were to be expected of what was decided: whoever decides sees what
-    came of it, with its luck; what is judged is the decisions."""
+    """Expected tokens and seconds of the decisions made. The controller sees random outcomes; its
+    decisions are judged by their expectations, so luck counts little."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -112,7 +112,7 @@ class Simulation:
         self._renew()
 
     def _renew(self) -> None:
-        self.sequences = [cast(RunningSequence, Someone()) for _ in range(self.batch)]
+        self.sequences = [cast(RunningSequence, FakeSequence()) for _ in range(self.batch)]
         unlike = self.world.unlike
         self._quality = {
             id(each): float(self.rng.uniform(-unlike, unlike)) for each in self.sequences
@@ -162,7 +162,7 @@ class Simulation:
             outcome.tokens += sum(accumulate(trial.confidence[: trial.drafted], mul))
 
     def _pass(self, outcome: Outcome, rows: int) -> float:
-        """The model's own pass, and the tokens that it adds; seconds that are seen of it."""
+        """The model's own pass and the tokens that it adds; returns the time that is measured."""
         seconds = self.world.verify(self.batch, rows)
         outcome.tokens += self.batch
         outcome.seconds += seconds
@@ -180,7 +180,7 @@ class Simulation:
     def _draft(
         self, controller: Any, choices: Sequence[Choice], chances: list[list[float]]
     ) -> tuple[int, ...]:
-        """Passes with everybody who goes on; fills in the chances of what they draft."""
+        """Draft passes of all sequences that go on; fills in the chances of their tokens."""
         modes = {i: c.mode for i, c in enumerate(choices) if c.mode is not None and c.depth}
         modes = {index: mode for index, mode in modes.items() if mode.source == "elastic"}
         going = set(modes)

@@ -33,8 +33,8 @@ NEAR = 0.93
 
 
 def judged(world: World, batch: int, decide: Callable[[Simulation], Any]) -> tuple[bool, bool]:
-    """Whether someone is never below plain decoding, and near the best fixed depth later on, up to
-    what three seeds can tell (two standard errors); where they cannot tell there are six."""
+    """Whether a controller is never below plain decoding, and later near the best fixed depth, up
+    to two standard errors over three seeds, or six if three cannot tell."""
     plain, best = best_fixed(world, batch)
     whole, later = list[float](), list[float]()
     for seed in range(2, 8):
@@ -65,7 +65,7 @@ def test_near_the_best_fixed_depth_and_never_below_plain(name: str, batch: int) 
         ("verifying costs arithmetic", 4, (False, False)),
     ],
 )
-def test_whoever_decides_badly_is_found_out(
+def test_a_bad_controller_fails_these_worlds(
     name: str, depth: int, expected: tuple[bool, bool]
 ) -> None:
     assert judged(WORLDS[name], 4, lambda _: Always(ELASTIC, depth)) == expected
@@ -162,12 +162,33 @@ def test_trials_cost_little_in_any_world(
     assert outcome.rate >= 0.98 * batch / world.verify(batch, batch)  # luck is a part of it
 
 
-def test_nobody_looks_where_looking_brings_nothing() -> None:
-    """And what little looking there is costs less than a share of the time that is allowed."""
+def test_lookups_rest_where_they_bring_nothing() -> None:
+    """The few that remain cost less than the share of time allowed for them."""
     world = World({NGRAM: 0.02}, offers=0.3, looking=0.2, noise=0.0)
     simulation = Simulation(world, 1, seed=3)
     controller = simulation.controller()
     assert simulation.run(controller, 2000).rate >= 0.985 / world.verify(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("world", "least"),
+    [
+        (World({NGRAM: 0.8}, offers=0.8), 1.45),
+        (World({NGRAM: 0.05}, offers=0.5), 0.98),
+        (World({ELASTIC: 0.85}, draft_pass=0.1), 1.25),
+        (World({ELASTIC: 0.85, NGRAM: 0.8}, draft_pass=0.1, offers=0.4), 1.35),
+        (World({ELASTIC: 0.2}, draft_pass=0.9), 0.98),
+    ],
+)
+def test_what_is_learned_holds_while_batch_sizes_change(world: World, least: float) -> None:
+    simulation, plain, seconds = Simulation(world, 1, seed=3), 0.0, 0.0
+    controller = simulation.controller()
+    for turn in range(300):
+        simulation.batch = batch = (1, 4, 2, 3, 8)[turn % 5]
+        outcome = simulation.run(controller, 4, renew=1)
+        plain += outcome.tokens / batch * world.verify(batch, batch)
+        seconds += outcome.seconds
+    assert plain / seconds >= least
 
 
 @pytest.mark.parametrize("batch", [1, 4])

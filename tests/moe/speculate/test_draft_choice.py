@@ -39,7 +39,7 @@ def biased(tmp_path: Path) -> MoE:
     whole = MoE.from_pretrained(store, SMALL)
     assert whole.config.num_experts_per_tok == TOP_K
     assert whole.config.routed_scaling_factor == SCALE
-    quiet = {"hot_set": False, "prefetch": False}  # nobody comes unasked
+    quiet = {"hot_set": False, "prefetch": False}  # no expert is read ahead
     return MoE.from_pretrained(store, budget(store, whole, 0.5, offload=quiet))
 
 

@@ -98,7 +98,7 @@ def test_fewer_bits_are_fewer_bytes(models: Models) -> None:
     assert read[4] < 0.6 * read[8]
 
 
-def test_a_draft_reads_nothing_and_moves_nobody(models: Models) -> None:
+def test_a_draft_reads_and_evicts_nothing(models: Models) -> None:
     model = models.at(0.25)
     sequences = running(model, models.prompts[:3])
     experts = model._loaded.experts.layers

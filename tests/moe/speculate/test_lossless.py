@@ -1,4 +1,4 @@
-"""Speculation changes no token: whoever drafts, however far, whoever is in memory or leaves."""
+"""Speculation changes no token, whatever the mode and depth, and the experts in memory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_known_prefixes_and_forks_hold_no_drafts(models: Models) -> None:
 class Oracle(ModelFree[list[int]]):
     """Drafts what the model will say; of a sequence it knows the prompt and what has been said."""
 
-    mode, text = Mode("ngram"), list[int]
+    mode, new_state = Mode("ngram"), list[int]
 
     def __init__(self) -> None:
         self.right: list[list[int]] = []

@@ -97,7 +97,7 @@ def test_ngram_goes_round_what_repeats_itself() -> None:
 
 
 def test_ngram_is_as_sure_as_runs_of_that_length_have_been_followed_alike() -> None:
-    """Whoever drafted, or nobody; with right tokens the run is longer, and known by itself."""
+    """Drafted or not; with right tokens the run is longer, and counted as another kind."""
     source, one = Asked(NGram()), sequence([1, 2, 3, 1, 2])
     assert source.offer(one, 3).confidence == (2 / 4, 3 / 5, 4 / 6)
     for new in range(10, 200):  # 1, 2 is never followed by the same again
@@ -136,7 +136,7 @@ def test_every_token_that_came_judges_the_guess_before_it(
     tokens: list[int], limit: int, data: st.DataObject
 ) -> None:
     source, steps = NGram(), list[int]()
-    own = source.text()
+    own = source.new_state()
     while sum(steps) < len(tokens):
         steps.append(data.draw(st.integers(1, min(JUDGED, len(tokens) - sum(steps)))))
         source.take(own, tokens[sum(steps[:-1]) : sum(steps)])

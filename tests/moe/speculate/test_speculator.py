@@ -1,4 +1,4 @@
-"""What a step asks of whom: nobody is asked for a plan where there is no draft to choose."""
+"""What a step asks its controller, and what it reports."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_plain_steps_are_told_of_together_and_each_once(batches: list[int]) -> N
 
 
 def test_a_report_counts_by_mode_and_position() -> None:
-    report, nobody = Report(), cast(RunningSequence, object())
-    trials = [Trial(nobody, ELASTIC, 3, 2), Trial(nobody, ELASTIC, 1, 1), Trial(nobody, None, 0, 0)]
+    report, one = Report(), cast(RunningSequence, object())
+    trials = [Trial(one, ELASTIC, 3, 2), Trial(one, ELASTIC, 1, 1), Trial(one, None, 0, 0)]
     report.observe(Round(trials, 7, (2, 1, 1), 0.1, 0.2, 1000, True))
     report.plainly(3, resting=True)
     report.plainly(1, resting=False)
