@@ -73,13 +73,15 @@ def enable_speculation(
             None, "sequences have passes of their own, whose state cannot be taken back"
         )
     mode = elastic_mode(settings)
-    why_not = _the_model_itself(mode, experts.layers)
+    why_not = _as_costly_as_the_model(mode, experts.layers)
     if settings.mode == "elastic" and why_not:
         return Speculation(None, why_not)
     automatic = settings.mode == "auto"
     modes = [mode] if settings.mode == "elastic" else []
     if automatic:
-        modes = [each for each in variants(mode) if not _the_model_itself(each, experts.layers)]
+        modes = [
+            each for each in variants(mode) if not _as_costly_as_the_model(each, experts.layers)
+        ]
     elastic = None
     if modes:
         layers = _draft_layers(mode, backbone, experts, forward)
@@ -128,7 +130,7 @@ def _draft_layers(
     return DraftLayers(layers, forward, selectors)
 
 
-def _the_model_itself(mode: Mode, layers: Sequence[LayerExperts]) -> str:
+def _as_costly_as_the_model(mode: Mode, layers: Sequence[LayerExperts]) -> str:
     """Why a draft pass would cost as much as the model's own; empty if it is cheaper."""
     held = [held_experts(layer) for layer in layers]
     coarser = mode.bits is not None and any(

@@ -190,8 +190,8 @@ class DraftLayers:
             ids = torch.cat([ids.flatten().cpu() for ids in passes])
             rows = torch.bincount(ids + 1, minlength=experts.num_experts + 1)[None, 1:]
             slots = experts.cache.slots // len(self.layers)
-            told = select_top_k(rows, max(1, int(share * slots)))
-            visited = torch.zeros(1, experts.num_experts).scatter(1, told, 1.0) * rows
+            chosen = select_top_k(rows, max(1, int(share * slots)))
+            visited = torch.zeros(1, experts.num_experts).scatter(1, chosen, 1.0) * rows
             guesses[layer] = (1 - (1 - FIDELITY) ** visited).numpy()
         return Forecast.of_rows(-1, guesses, at_least=FIDELITY / 2)
 

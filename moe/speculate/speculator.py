@@ -26,7 +26,7 @@ from moe.speculate.elastic import ElasticDrafts
 from moe.speculate.ngram import ModelFree, Offers
 from routing.predict import Forecast
 
-TOLD = 4, 256
+TOGETHER = 4, 256
 """Plain steps that are reported together at first, and at most: twice as many each time while the
 number of sequences stays and nothing is drafted."""
 LOOK = 2.0
@@ -232,7 +232,7 @@ class PlainSteps:
     def __init__(self) -> None:
         self.resting = False
         self._batch = self._left = self._looks = 0
-        self._looking, self._told = 0.0, TOLD[0]
+        self._looking, self._together = 0.0, TOGETHER[0]
         self._seconds: list[float] = []
 
     def begin(self, controller: Controller, batch: int) -> bool:
@@ -240,8 +240,8 @@ class PlainSteps:
         if self._left and batch == self._batch:
             self._left -= 1
             return True
-        if batch != self._batch or len(self._seconds) >= self._told:
-            self._tell(controller, batch)
+        if batch != self._batch or len(self._seconds) >= self._together:
+            self._report(controller, batch)
         self._left = controller.rests(batch)
         self.resting = self._left > 0
         self._left -= self.resting
@@ -255,12 +255,14 @@ class PlainSteps:
 
     def drafted(self) -> None:
         """A step had drafts: report the next plain ones soon, to compare their times."""
-        self._told = 2 * TOLD[0]
+        self._together = 2 * TOGETHER[0]
 
-    def _tell(self, controller: Controller, batch: int) -> None:
+    def _report(self, controller: Controller, batch: int) -> None:
         if self._seconds:
             controller.rested(Plain(self._batch, self._seconds, self._looks, self._looking))
-        self._told = min(2 * self._told, TOLD[1]) if batch == self._batch else TOLD[0]
+        self._together = (
+            min(2 * self._together, TOGETHER[1]) if batch == self._batch else TOGETHER[0]
+        )
         self._batch, self._seconds, self._looks, self._looking = batch, [], 0, 0.0
 
 
