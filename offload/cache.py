@@ -301,7 +301,7 @@ class ExpertCache:
         return int(table.present.sum())
 
     def _affordable(self, slots: int) -> int:
-        """The grains of so many slots, as far as there is memory."""
+        """The grains of this many slots, as far as there is memory."""
         grains = min(self.sizes.grains_for(slots), self._memory.capacity)
         largest, each = max(self.sizes.kinds), max(self.sizes.nbytes)
         if grains < LEAST_SLOTS * largest:

@@ -52,7 +52,7 @@ def sizes_of(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> S
     """What each expert of a store takes in a cache.
 
     Args:
-        bits: at most so many are read of an expert; 16 for whole ones.
+        bits: at most this many are read of an expert; 16 for whole ones.
         prefix_bits: of the prefixes that may be read instead; None for whole experts only.
     """
     experts = [layer.experts for layer in manifest.layers]
@@ -151,7 +151,7 @@ def _bias_widths(record: MoELayerRecord) -> tuple[int | None, int | None]:
 
 
 def _expert_bytes(manifest: Manifest, bits: int) -> int:
-    """Bytes read for one expert of so many bits, without its biases."""
+    """Bytes read for one expert of this many bits, without its biases."""
     record = manifest.layers[0]
     if bits != WHOLE:
         return record.shape(manifest.group_size).nbytes(bits)

@@ -20,7 +20,7 @@ from offload.policies import EvictionPolicy
 from offload.slots import SlotTable
 
 FEW = 2048
-"""Up to so many units, a call ranks before it reads: it costs little, and values change more."""
+"""Up to this many units, a call ranks before it reads: it costs little, and values change more."""
 SPARE = 16
 """Candidates beyond those that a call needs, for the prefetches that follow it: finding more at
 once costs nothing, ranking again does."""

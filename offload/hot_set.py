@@ -42,7 +42,7 @@ def save_hot_set(file: Path, hot_set: HotSet) -> None:
 
 
 def load_hot_set(file: Path, experts: Sequence[int]) -> HotSet:
-    """The saved hot set; empty if there is none that fits layers of so many experts each."""
+    """The saved hot set; empty if there is none that fits layers of this many experts each."""
     try:
         content = json.loads(file.read_bytes())
         pairs = [(layer, expert) for layer, expert in content]

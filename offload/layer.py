@@ -51,7 +51,7 @@ from routing.routing import UNUSED
 NEARLY_ALL = 0.9
 """Share of its experts that a layer call wants if the next layer is to be read ahead."""
 SLOTS_SHARE = 8
-"""One of so many slots may be filled ahead."""
+"""One of this many slots may be filled ahead."""
 
 
 class OffloadedExperts:

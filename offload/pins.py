@@ -129,7 +129,7 @@ class PinnedExperts:
         self._manager.wait_for(self._units[number])
 
     def all_arrived(self, waited: float) -> None:
-        """Take note that all experts of `arrivals` are there, after a wait of so many seconds."""
+        """Take note that all experts of `arrivals` are there, after a wait of this many seconds."""
         if self._fetched:
             self._manager.poll()
             self._manager.statistics.layers[self._layer].stall_seconds += waited

@@ -1,8 +1,8 @@
 """Which expert is in which slot, and whether its bytes are there.
 
 A *unit* is an expert of a layer, numbered ``layer * width + expert`` with the widest layer's E as
-width. Memory is a row of *grains*; slots of one *kind* (so many grains each) lie side by side over
-all of it. If experts have different sizes, or may be there by a prefix of their bits, the slots of
+width. Memory is a row of *grains*; slots of one *kind* (equally many grains each) lie side by side
+over all of it. If experts have different sizes, or may be there by a prefix of their bits, the slots of
 each kind lie over the same grains, and a slot is free while none of its grains is in use. Slots are
 numbered kind by kind. Legend: E experts of a layer.
 """
@@ -27,7 +27,7 @@ class SlotSizes:
     Attributes:
         experts: E of each layer.
         kinds: numbers of grains that an expert may take, in the order in which slots are numbered,
-            and the bytes that are read into so many.
+            and the bytes that are read into this many.
         grains: grains of each unit; 0 if it is no expert.
         prefixes: grains of each unit's prefix; as `grains` if it has none.
     """
@@ -59,7 +59,7 @@ class SlotSizes:
         return sum(self.grains) + sum(kind - 1 for kind in self.kinds)
 
     def grains_for(self, experts: int) -> int:
-        """Grains that so many experts take on average, rounded up."""
+        """Grains that this many experts take on average, rounded up."""
         return -(-experts * self.all_grains // sum(self.experts))
 
     def experts_in(self, grains: int) -> int:
@@ -109,7 +109,7 @@ class SlotTable:
         return self._views[layer]
 
     def take_free(self, kind: int) -> int | None:
-        """A free slot of so many grains, which the caller must `place`; None if there is none."""
+        """A free slot of this many grains, which the caller must `place`; None if there is none."""
         free = self._free[kind]
         return free.popitem()[0] if free else None
 

@@ -110,7 +110,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=2048,
         metavar="TOKENS",
-        help="also measure what fewer bits cost, for moe convert --calibration, by reading so many "
+        help="also measure what fewer bits cost, for moe convert --calibration, by reading TOKENS "
         "tokens for each layer and precision (%(const)s; fewer are faster)",
     )
 
@@ -161,5 +161,5 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (auto)")
     add("--temperature", type=float, metavar="T", help=f"0: the most likely token ({own}0)")
     add("--top-p", type=float, metavar="P", help=f"most likely tokens of this mass ({own}1)")
-    add("--top-k", type=int, metavar="K", help=f"so many most likely tokens; 0: all ({own}0)")
+    add("--top-k", type=int, metavar="K", help=f"only the K most likely tokens; 0: all ({own}0)")
     add("--seed", type=int, metavar="S", help="makes sampling repeatable (a new one each time)")

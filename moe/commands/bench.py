@@ -51,7 +51,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
         tokens: tokens to decode for each sequence.
 
     Raises:
-        RequestError: the context or the KV cache is too small for so many tokens.
+        RequestError: the context or the KV cache is too small for this many tokens.
     """
     if prompt < 1 or tokens < 2:
         raise RequestError(

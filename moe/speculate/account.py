@@ -37,7 +37,7 @@ RECENT = 0.998
 FIRST = 8
 """Plain steps before the first lookup with a new number of sequences."""
 EVERY, BURST = 128, 2
-"""After so many steps with drafts and none without, so many plain ones are measured again."""
+"""After this many steps with drafts and none without, this many plain ones are measured again."""
 HOPE, HELD, MEMORY = 0.18, 16, 64
 """Plain steps that a lookup is assumed to gain at first; the steps that this counts for; the steps
 that are remembered."""
@@ -71,15 +71,15 @@ class Account:
         return 1.0 + self._foreseen / self._recent if self._recent else None
 
     def affords(self, loss: float, trust: float = 0.0) -> bool:
-        """Whether so many seconds may be lost, ``trust`` of them beyond the room."""
+        """Whether this many seconds may be lost, ``trust`` of them beyond the room."""
         return loss <= self.room + trust
 
     def affords_trial(self, loss: float) -> bool:
-        """Whether a trial may lose so many seconds, whatever has been gained."""
+        """Whether a trial may lose this many seconds, whatever has been gained."""
         return loss <= self._trying
 
     def tried(self, loss: float) -> None:
-        """A trial has lost so many seconds, or gained if below 0."""
+        """A trial has lost this many seconds, or gained if below 0."""
         self.trials += 1
         self._trying -= max(loss, 0.0)
 
@@ -129,7 +129,7 @@ class Looking:
         return left
 
     def found(self, gain: float) -> None:
-        """Drafts were made and gained so many plain steps: rests end if that is above 0."""
+        """Drafts were made and gained this many plain steps: rests end if that is above 0."""
         self._drafted += 1
         self._note(gain, 1)
         if gain > 0:

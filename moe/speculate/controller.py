@@ -83,7 +83,7 @@ class AutoController(Controller):
         offers: Sequence[Sequence[Draft]],
     ) -> Sequence[Choice] | None:
         """One choice for each running sequence; None if all are to decode plainly, as they do until
-        plain steps of so many sequences have been measured."""
+        plain steps of this many sequences have been measured."""
         self._fade(1)
         self._plan = self._choose(limits, offers) if self.times.plain(len(limits)) else None
         if self._plan is None:
@@ -300,7 +300,7 @@ class ElasticArm:
         return best, depth
 
     def fade(self, steps: int) -> None:
-        """So many steps have passed: what was accepted before counts less."""
+        """This many steps have passed: what was accepted before counts less."""
         kept = FADE**steps
         self._accepted, self._verified = kept * self._accepted, kept * self._verified
 
@@ -317,7 +317,7 @@ class ElasticArm:
         self.pass_time = known + FOLLOW * (min(pass_time, OUTLIER * known) - known)
 
     def compare(self, worth: float, foreseen: float) -> None:
-        """A step made tokens worth so many plain steps, where ``foreseen`` were predicted with the
+        """A step made tokens worth this many plain steps; ``foreseen`` were predicted with the
         correction known then."""
         foreseen *= self._foreseen / self._worth
         self._worth = KEEP * self._worth + (1 - KEEP) * BELIEF + worth

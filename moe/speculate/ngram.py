@@ -80,7 +80,7 @@ class History:
 
 
 JUDGED = 16
-"""After a rest, guesses are only judged on so many of the last tokens generated meanwhile."""
+"""After a rest, guesses are only judged on this many of the last tokens generated meanwhile."""
 LEAST = 0.2
 """Probability of the first token below which no draft is offered."""
 FIRST, FADE = 0.3, 0.25

@@ -236,7 +236,7 @@ class PlainSteps:
         self._seconds: list[float] = []
 
     def begin(self, controller: Controller, batch: int) -> bool:
-        """Start a step of so many sequences; True if it makes no lookup."""
+        """Start a step of this many sequences; True if it makes no lookup."""
         if self._left and batch == self._batch:
             self._left -= 1
             return True
@@ -299,7 +299,7 @@ class Report:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)
 
     def plainly(self, batch: int, resting: bool) -> None:
-        """A plain step of so many sequences is over; ``resting``: without a lookup."""
+        """A plain step of this many sequences is over; ``resting``: without a lookup."""
         self.steps += 1
         self.rested += resting
         self.plain += batch

@@ -92,17 +92,17 @@ class StepTimes:
         self._plain = self._predicted = self._measured = 0.0  # seconds of verifying steps, fading
 
     def plain(self, batch: int) -> float:
-        """Seconds of a plain step; 0 if none of so many sequences has been measured."""
+        """Seconds of a plain step; 0 if none of this many sequences has been measured."""
         known = self._batches.get(batch)
         return 0.0 if known is None else known.plain
 
     def verify(self, batch: int, rows: int) -> float:
-        """Seconds of a step that reads so many rows, one of each sequence and drafted ones."""
+        """Seconds of a step that reads this many rows, one of each sequence and drafted ones."""
         known = self._batches[batch]
         return known.verify((rows - batch) / batch) if rows > batch else known.plain
 
     def line(self, batch: int) -> Line:
-        """What verifying drafts of so many sequences takes."""
+        """What verifying drafts of this many sequences takes."""
         return self._batches[batch].line
 
     def add_plain(self, batch: int, seconds: float, steps: int) -> None:

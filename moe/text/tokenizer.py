@@ -35,7 +35,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 
 OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
 """The default `ending` of a chat's prompt: it opens the assistant's turn."""
-_BEHIND = 16  # a prompt may have so many tokens of space after the tag that opens reasoning
+_BEHIND = 16  # a prompt may have this many tokens of space after the tag that opens reasoning
 ToolSpec = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")

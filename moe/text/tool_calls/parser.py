@@ -172,7 +172,7 @@ class CallParser:
     Args:
         format: how the model writes calls.
         tools: the tools of the request.
-        most: drop everything after so many calls; None: drop nothing.
+        most: drop everything after this many calls; None: drop nothing.
     """
 
     def __init__(self, format: CallFormat, tools: Schemas, most: int | None = None) -> None:
