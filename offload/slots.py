@@ -2,9 +2,9 @@
 
 A *unit* is an expert of a layer, numbered ``layer * width + expert`` with the widest layer's E as
 width. Memory is a row of *grains*; slots of one *kind* (equally many grains each) lie side by side
-over all of it. If experts have different sizes, or may be there by a prefix of their bits, the slots of
-each kind lie over the same grains, and a slot is free while none of its grains is in use. Slots are
-numbered kind by kind. Legend: E experts of a layer.
+over all of it. If experts have different sizes, or may be there by a prefix of their bits, the
+slots of each kind lie over the same grains, and a slot is free while none of its grains is in use.
+Slots are numbered kind by kind. Legend: E experts of a layer.
 """
 
 from __future__ import annotations
