@@ -223,6 +223,7 @@ class _Found:
 def _probe(backbone: Backbone, experts: MoELayers, profile: Profile) -> _Found:
     """Find out which faster ways give the same results as the model's own code."""
     packing = enable_packing(backbone)
+    backbone.keep_snapshots(profile.memory.prefix_tokens > 0)
     mended = mend_linears(backbone.model)
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
@@ -298,6 +299,10 @@ def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadR
         made.append(
             "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
+        )
+    if packing.whole:
+        made.append(
+            f"prompts are neither cut nor kept for others that begin alike: {packing.whole}"
         )
     if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
         made.append(f"decode steps run through transformers' own layers: {fused.reason}")

@@ -9,7 +9,9 @@ probing a large model reads its backbone only. No architecture is named.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf, isnan
 
 import torch
@@ -18,9 +20,10 @@ from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
 from moe.describe.description import NotDescribed
+from moe.describe.stateful import find_stateful
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, Work
-from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.kv_cache import KVCache, SequenceCache, Work
+from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.stored_embedding import backbone_dtype
 from routing import Phase, Routing
 
@@ -171,16 +174,29 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Packing:
-    """Whether several sequences share one forward pass, and why (not)."""
+    """Whether several sequences share one forward pass, and why (not).
+
+    Attributes:
+        whole: why prompts cannot be cut; empty if they can.
+    """
 
     enabled: bool
     reason: str
+    whole: str = ""
 
 
 def enable_packing(backbone: Backbone) -> Packing:
     """Pack sequences from now on if a probe shows that nothing changes by it."""
+    tokens = random_prompts(backbone, PROMPT_LENGTHS)[0]
+    lane = Lane(partial(find_stateful, backbone.model, tokens), "prefill")
+    run_lanes([lane], stand_in)
+    with suppress(Exception):  # it wants a cache of its own class, and the probe says so
+        backbone.serve_each(lane.result())
     packing = _probe(backbone)
     backbone.set_packed(packing.enabled)
+    if packing.enabled and backbone.recurrent and not _cuts_change_nothing(backbone):
+        backbone.read_whole()
+        return replace(packing, whole="a recurrent layer forgets its state between passes")
     return packing
 
 
@@ -196,13 +212,25 @@ def _probe(backbone: Backbone) -> Packing:
             packed = _logits(backbone, prompts, packed=True)
         except Exception as error:
             return Packing(False, f"packed attention raised {type(error).__name__}: {error}")
-    difference = max(
-        float((a - b).abs().max() / b.abs().max().clamp_min(1e-6))
-        for a, b in zip(packed, expected, strict=True)
-    )
-    if difference <= _tolerance(backbone.model):
-        return Packing(True, f"equal to transformers' own attention (difference {difference:.1e})")
-    return Packing(False, f"differs from transformers' own attention by {difference:.1e}")
+    found = max(difference(a, b) for a, b in zip(packed, expected, strict=True))
+    if found <= _tolerance(backbone.model):
+        return Packing(True, f"equal to transformers' own attention (difference {found:.1e})")
+    return Packing(False, f"differs from transformers' own attention by {found:.1e}")
+
+
+def _cuts_change_nothing(backbone: Backbone) -> bool:
+    """Whether a prompt that is read in two passes has the logits of one pass."""
+    prompt = random_prompts(backbone, (2 * max(PROMPT_LENGTHS),))[0]
+    half = len(prompt) // 2
+    with torch.inference_mode():
+        whole = _read(backbone, [prompt], [backbone.new_cache(len(prompt))], "prefill")
+        caches = [backbone.new_cache(len(prompt))]
+        cut = [
+            rows
+            for part in (prompt[:half], prompt[half:])
+            for rows in _read(backbone, [part], caches, "prefill")
+        ]
+    return difference(torch.cat(cut), torch.cat(whole)) <= _tolerance(backbone.model)
 
 
 def _tolerance(model: PreTrainedModel) -> float:
@@ -219,16 +247,21 @@ def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -
         ("decode", [prompt[:1] for prompt in prompts]),
     ]
     for phase, step in steps:
-        lanes = backbone.lanes(
-            [
-                Work(tokens, cache, all_logits=True)
-                for tokens, cache in zip(step, caches, strict=True)
-            ],
-            phase,
-        )
-        run_lanes(lanes, stand_in)
-        logits += [rows for lane in lanes for rows in lane.result()]
+        logits += _read(backbone, step, caches, phase)
     return logits
+
+
+def _read(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    caches: Sequence[SequenceCache],
+    phase: Phase,
+) -> list[Tensor]:
+    """All logits of each prompt."""
+    work = [Work(ids, cache, all_logits=True) for ids, cache in zip(prompts, caches, strict=True)]
+    lanes = backbone.lanes(work, phase)
+    run_lanes(lanes, stand_in)
+    return [rows for lane in lanes for rows in lane.result()]
 
 
 def _batch_dependent_rope(model: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ router's output is laid out so that torch never vectorises it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from kernels import row_linear
 from moe.describe.probe import random_prompts, stand_in
+from moe.describe.stateful import active_modules
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
@@ -83,16 +84,10 @@ class RowWise(TorchFunctionMode):
 class _Watch(TorchFunctionMode):
     """Records the innermost running module for each activation."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.running: list[nn.Module] = []
+        self._running = running
         self.found: dict[nn.Module, None] = {}
-
-    def begins(self, module: nn.Module, _: Any) -> None:
-        self.running.append(module)
-
-    def ends(self, *_: Any) -> None:
-        self.running.pop()
 
     def __torch_function__(
         self,
@@ -101,24 +96,18 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _ACTIVATIONS and self.running:
-            self.found[self.running[-1]] = None
+        if func in _ACTIVATIONS and self._running:
+            self.found[self._running[-1]] = None
         return func(*args, **(kwargs or {}))
 
 
 def _with_activations(backbone: Backbone) -> list[nn.Module]:
     """Modules that compute activations themselves, and have no experts inside."""
-    watch, work = _Watch(), Work(random_prompts(backbone, (3,))[0], backbone.new_cache(3))
-    hooks = []
-    for module in backbone.model.modules():
-        hooks.append(module.register_forward_pre_hook(watch.begins))
-        hooks.append(module.register_forward_hook(watch.ends))
-    try:
-        with torch.inference_mode(), watch:
+    work = Work(random_prompts(backbone, (3,))[0], backbone.new_cache(3))
+    with active_modules(backbone.model) as running, torch.inference_mode():
+        watch = _Watch(running)
+        with watch:
             run_lanes(backbone.lanes([work]), stand_in)
-    finally:
-        for hook in hooks:
-            hook.remove()
     experts = {module for _, module in experts_modules(backbone.model)}
     return [module for module in watch.found if experts.isdisjoint(module.modules())]
 

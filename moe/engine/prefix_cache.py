@@ -5,7 +5,8 @@ recently used entry when memory is wanted. It does not keep those of answers: de
 differently from a prefill pass, and a hit must not change an answer. A request's longest cached
 prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
 themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
-only among requests of the same salt, which keeps tenants apart.
+only among requests of the same salt, which keeps tenants apart. States of recurrent layers cannot
+be cut: of such a model a prefix ends where a prompt pass ended (`KVCache.longest_fork`).
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ class PrefixCache:
 
     def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
-        ids = list(token_ids)
+        ids = list(token_ids[: kv.longest_fork(len(token_ids))])
         hashes = _block_hashes(salt, ids)
         if not hashes or hashes[-1] in self._index or len(ids) > self.max_tokens:
             return
         entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
         self._entries[id(entry)] = entry
-        self.num_tokens += len(ids)
+        self.num_tokens += entry.kv.held_tokens
         for digest in hashes:
             known = self._index.get(digest)
             if known is not None and known.hashes[-1] == digest:  # the new entry covers it
                 del self._entries[id(known)]
-                self.num_tokens -= known.kv.length
+                self.num_tokens -= known.kv.held_tokens
             self._index[digest] = entry
         while self.num_tokens > self.max_tokens:
             self.evict()
@@ -91,25 +92,35 @@ class PrefixCache:
     def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
         hashes = _block_hashes(salt, ids)
+        best: tuple[_Entry | None, int] = None, 0
         for blocks in range(len(hashes), 0, -1):
-            entry = self._index.get(hashes[blocks - 1])
-            length = blocks * BLOCK
+            entry, length = self._index.get(hashes[blocks - 1]), blocks * BLOCK
             if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
                 continue
-            return entry, length
-        return None, 0
+            if not entry.kv.recurrent:
+                return max(best, (entry, length), key=lambda found: found[1])
+            length = entry.kv.longest_fork(_common(entry.token_ids, ids))
+            if length > best[1]:
+                best = entry, length
+        return best
 
     def evict(self) -> bool:
         """Free the least recently used entry; False if there is none."""
         if not self._entries:
             return False
         _, entry = self._entries.popitem(last=False)
-        self.num_tokens -= entry.kv.length
+        self.num_tokens -= entry.kv.held_tokens
         self.evictions += 1
         for digest in entry.hashes:
             if self._index.get(digest) is entry:
                 del self._index[digest]
         return True
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of first tokens that both have."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _block_hashes(salt: str, token_ids: Sequence[int]) -> list[bytes]:

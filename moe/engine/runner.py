@@ -259,7 +259,7 @@ def _accept(
         tokens = verifying.accept(sequence, draft, rows)
     except Exception as error:
         return error
-    sequence.cache.length -= len(rows) - len(tokens)
+    sequence.cache.cut(sequence.cache.length - len(rows) + len(tokens))
     return tokens
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, PlanLine, PlannedTier
 from moe.memory.footprint import Footprint
+from moe.network.kv_cache import SNAPSHOTS
 from moe.settings import Profile
 from offload.offloaded import HOST
 
@@ -65,9 +66,9 @@ def plan_memory(
         PlanLine(RESERVE, reserve, "memory.reserve_gib"),
     ]
     if footprint.bytes_per_sequence:
-        state = footprint.bytes_per_sequence
-        what = f"{batch} sequences of {state} bytes"
-        lines.append(PlanLine("states", batch * state, what))
+        state, copies = footprint.bytes_per_sequence, _state_copies(profile)
+        what = f"{batch} sequences of {copies} times {state} bytes"
+        lines.append(PlanLine("states", batch * copies * state, what))
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used
     per_token = max(footprint.kv_bytes_per_token, 1)
@@ -76,6 +77,13 @@ def plan_memory(
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):
         return resident
     return _offloaded(plan, profile, left + weights["experts"], context_length, offloadable)
+
+
+def _state_copies(profile: Profile) -> int:
+    """Most copies of its recurrent states that a sequence has: now, after each drafted token, and
+    where prompt passes ended."""
+    drafted = 0 if profile.speculation.mode == "off" else 1 + profile.speculation.max_depth
+    return 1 + drafted + (SNAPSHOTS if profile.memory.prefix_tokens else 0)
 
 
 def _with_pool(

@@ -113,7 +113,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: MaskRule | None,
+    attention_mask: MaskRule | Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -122,13 +122,18 @@ def packed_attention(
     Args:
         query: ``(1, Q, T, D)``.
         key, value: what `PackedCache.update` returned, or what the module made of it.
-        attention_mask: the layer's rule.
+        attention_mask: the layer's rule; a mask of a module that sees one sequence at a time.
 
     Returns:
         ``(1, T, Q, D)``, and no attention weights.
     """
     cache = current_pass.get()
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if cache.is_running and isinstance(attention_mask, Tensor):
+        mask = _chosen(attention_mask, kwargs.get("indices"), kwargs.get("position_bias"))
+        sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+        rows = _attend_masked(query, key, value, mask, scaling, sinks, softcap)
+        return rows.contiguous(), None
     if not isinstance(attention_mask, MaskRule):
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     keys_values = _per_sequence(cache, layer, key, value)
@@ -202,16 +207,39 @@ def _attend(
     queries, keys = query.shape[2], key.shape[2]
     mask = rule.mask(queries, keys, query.device)
     causal = rule.is_causal(queries, keys)
+    return _attend_masked(query, key, value, mask, scaling, sinks, softcap, causal)
+
+
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    causal: bool = False,
+) -> Tensor:
+    """As `_attend`, where ``mask`` allows; ``causal``: each token sees all up to itself."""
     if sinks is None and softcap is None:
         return scaled_dot_product_attention(
             query, key, value, mask, is_causal=causal, scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         ).transpose(1, 2)  # fmt: skip
     if causal:
+        queries, keys = query.shape[2], key.shape[2]
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     probabilities = _probabilities(query, key, mask, scaling, sinks, softcap)
     group = query.shape[1] // key.shape[1]
     return (probabilities.to(query.dtype) @ value.repeat_interleave(group, 1)).transpose(1, 2)
+
+
+def _chosen(mask: Tensor, indices: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The ``(1, 1, T, L)`` bool mask, of the keys that an indexer chose ``(1, T, K)``; with a bias,
+    ``(1, Q, T, L)`` scores to be added."""
+    if indices is not None:
+        mask = mask & torch.zeros_like(mask[:, 0]).scatter(-1, indices.long(), True)[:, None]
+    return mask if bias is None else bias.masked_fill(~mask, -float("inf"))
 
 
 def _probabilities(
@@ -227,8 +255,10 @@ def _probabilities(
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
+    if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -float("inf"))
+    elif mask is not None:
+        scores = scores + mask
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)

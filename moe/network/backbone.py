@@ -2,9 +2,10 @@
 
 transformers' own ``forward`` runs unchanged. If a probe at load time shows that packed attention
 (several sequences in one row, `moe.network.attention`) equals transformers' own, sequences share a
-pass. Otherwise (recurrent or hybrid state, sparse indexers, rotary tables that depend on the
-longest sequence of a batch) each sequence is a lane of its own with transformers' own cache; the
-lanes still meet at the MoE layers. Legend: T new tokens, V vocabulary.
+pass; recurrent layers and sparse attention then serve one sequence at a time
+(`moe.network.per_sequence`). Otherwise (rotary tables that depend on the longest sequence of a
+batch, caches of an architecture's own) each sequence is a lane of its own with transformers' own
+cache; the lanes still meet at the MoE layers. Legend: T new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from moe.network.attention import PACKED, packed_pass
 from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
 from moe.network.lanes import Lane
+from moe.network.per_sequence import StatefulModules, serve_packed
 from routing import Phase
 
 Forward = Callable[[Sequence[Work]], list[Tensor]]
@@ -48,8 +50,10 @@ class Backbone:
     whether sequences can share a pass, and whether a faster decode step gives the same.
 
     Attributes:
-        packed: several sequences share a pass, and a prompt may be read in several passes (with
-            its own cache, an architecture's recurrent state is only right for whole prompts).
+        packed: several sequences share a pass.
+        can_cut: a prompt may be read in several passes; some recurrent modules begin each pass over
+            several tokens anew.
+        recurrent: packed sequences have recurrent states, which `KVCache` cannot cut anywhere.
         decode_forward: reads decode work in place of transformers' forward; None: nothing does.
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
@@ -63,10 +67,28 @@ class Backbone:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
         self.decode_forward: Forward | None = None
+        self.recurrent = self._reads_whole = self._snapshots = False
         self.watched = False
         self.contrast: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
         self.set_packed(False)
+
+    def serve_each(self, modules: StatefulModules) -> None:
+        """Let these modules see one sequence at a time in packed passes from now on."""
+        serve_packed(modules)
+        self.recurrent = bool(modules.recurrent)
+
+    @property
+    def can_cut(self) -> bool:
+        return self.packed and not self._reads_whole
+
+    def read_whole(self) -> None:
+        """Never read a prompt in several passes from now on."""
+        self._reads_whole = True
+
+    def keep_snapshots(self, keep: bool) -> None:
+        """Whether sequences keep recurrent states for prompts that begin as theirs do."""
+        self._snapshots = keep
 
     def set_packed(self, packed: bool) -> None:
         """Let sequences share passes from now on, or give each a lane of its own."""
@@ -120,7 +142,12 @@ class Backbone:
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
         cache = PackedCache(
-            sequences, sizes, self._needs_history, decoding=decoding, watched=watched
+            sequences,
+            sizes,
+            self._needs_history,
+            decoding=decoding,
+            watched=watched,
+            snapshots=self._snapshots,
         )
         positions = cache.positions()[None].to(self.device)
         with packed_pass(cache):

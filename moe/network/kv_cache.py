@@ -8,7 +8,8 @@ Legend: T packed tokens, L tokens of one sequence so far, N key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +17,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 
+LayerKey = int | tuple[str, int]
+"""An attention layer's number, or what else it keeps of each token: ``("indexer", layer)``."""
+StateKey = tuple[int, str, int]
+"""Layer, kind ("conv" or "recurrent") and index of a recurrent state."""
+States = Mapping[StateKey, Tensor]
+"""Recurrent states of one sequence after one of its tokens; never changed in place."""
+
+SNAPSHOTS = 2
+"""Most ends of prompt passes whose recurrent states a sequence keeps."""
 _AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
 
 
 class KVCache:
     """Keys and values of one sequence: one buffer pair a layer, made when first written.
 
-    Buffers grow with the sequence: memory follows its length, not its capacity.
+    Buffers grow with the sequence: memory follows its length, not its capacity. Recurrent layers
+    have states in place of keys and values: those after the last token, after each token of a
+    decode pass (so that drafts can be rejected), and after the last prompt passes (so that prompts
+    that begin alike can go on from there).
 
     Args:
         capacity: tokens the sequence may ever have.
@@ -39,20 +53,73 @@ class KVCache:
         self.capacity = capacity
         self.length = 0
         self.room = 0
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[LayerKey, tuple[Tensor, Tensor]] = {}
         self._addresses: np.ndarray | None = None
+        self._states: dict[int, States] = {}
+        self._snapshots: list[int] = []
+        self._marked = -1
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store ``(1, N, T, D)`` rows at positions ``length .. length + T``."""
-        end = self.length + keys.shape[2]
+    @property
+    def held_tokens(self) -> int:
+        """Its memory, in tokens of keys and values: recurrent states count as some more."""
+        rows = [buffer for pair in self._layers.values() for buffer in pair]
+        a_token = sum(buffer[:, :, :1].nbytes for buffer in rows)
+        states = [state.nbytes for kept in self._states.values() for state in kept.values()]
+        return self.length + -(-sum(states) // max(a_token, 1))
+
+    @property
+    def recurrent(self) -> bool:
+        """It has states, so that it cannot be cut or forked anywhere."""
+        return bool(self._states)
+
+    @property
+    def states(self) -> States:
+        """The recurrent states after the last token; empty without recurrent layers."""
+        return self._states.get(self.length, {})
+
+    def advance(self, states: Sequence[States], tokens: int, *, snapshot: bool) -> None:
+        """The sequence has read ``tokens`` more.
+
+        Args:
+            states: after the last of them, or after each; none without recurrent layers.
+            snapshot: keep the states after the last one until `SNAPSHOTS` later ones are kept.
+        """
+        self.length += tokens
+        if not states:
+            return
+        first = self.length + 1 - len(states)
+        ends = {*self._snapshots, self._marked} & self._states.keys()
+        kept = {end: self._states[end] for end in ends}
+        self._states = kept | {first + at: own for at, own in enumerate(states)}
+        if snapshot:
+            self._snapshots = [*self._snapshots, self.length][-SNAPSHOTS:]
+
+    def mark(self) -> None:
+        """Let `cut` come back to the present length after any number of passes."""
+        self._marked = self.length
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens after the first ``length``: `mark`, or within the last decode pass."""
+        assert length in self._states or not self._states, (length, sorted(self._states))
+        self.length, self._marked = length, -1
+
+    def longest_fork(self, length: int) -> int:
+        """The most tokens, at most ``length``, that `fork` can copy; 0 if there are none."""
+        ends = [end for end in self._states if end <= length]
+        return max(ends, default=0) if self._states else length
+
+    def write(self, layer: LayerKey, keys: Tensor, values: Tensor, skip: int = 0) -> None:
+        """Store ``(1, N, T, D)`` rows ``skip`` positions behind the sequence's end."""
+        start = self.length + skip
+        end = start + keys.shape[2]
         self.reserve(end)
         if layer not in self._layers:
             self._layers[layer] = (self._buffer(keys), self._buffer(values))
         self._grow(layer)
         for buffer, rows in zip(self._layers[layer], (keys, values), strict=True):
-            buffer[:, :, self.length : end] = rows
+            buffer[:, :, start:end] = rows
 
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+    def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
         """Views ``(1, N, end, D)`` of keys and values."""
         keys, values = self._layers[layer]
         return keys[:, :, :end], values[:, :, :end]
@@ -78,15 +145,23 @@ class KVCache:
         return self._addresses
 
     def fork(self, capacity: int, length: int) -> KVCache:
-        """A copy that has read the first ``length`` tokens."""
+        """A copy that has read the first ``length`` tokens; see `longest_fork`."""
         assert length <= self.length
+        assert length == self.longest_fork(length)
         copy = type(self)(capacity)
         for layer in self._layers:
             copy.write(layer, *self.read(layer, length))
         copy.length = length
+        self.copy_states(copy)
         return copy
 
-    def _grow(self, layer: int) -> None:
+    def copy_states(self, copy: KVCache) -> None:
+        """Give a copy of this sequence the recurrent states of its length, and those before."""
+        copy._snapshots = [end for end in self._snapshots if end <= copy.length]
+        ends = {*copy._snapshots, copy.length} & self._states.keys()
+        copy._states = {end: self._states[end] for end in ends}
+
+    def _grow(self, layer: LayerKey) -> None:
         old = self._layers[layer]
         if old[0].shape[2] < self.room:
             self._layers[layer] = (self._buffer(old[0]), self._buffer(old[1]))
@@ -107,6 +182,12 @@ class TransformersCache:
 
     length: int = 0
     state: Any = None
+
+    def mark(self) -> None:
+        """Sequences with such a state are not drafted for."""
+
+    def cut(self, length: int) -> None:
+        assert length == self.length, "states cannot be cut"
 
     def fork(self, capacity: int, length: int) -> TransformersCache:
         """A copy that has read the same tokens, all of them: states cannot be cut."""
@@ -142,6 +223,7 @@ class PackedCache(Cache):
 
     Attributes:
         decoding: the pass is a decode step; else it reads prompts.
+        snapshots: sequences keep the recurrent states at the end of a pass over prompts.
         needs_history: layers that compute with what ``update`` returns before they attend.
         watched: attention layers leave in `received` how much attention each row gets.
     """
@@ -154,15 +236,19 @@ class PackedCache(Cache):
         *,
         decoding: bool = False,
         watched: bool = False,
+        snapshots: bool = False,
     ) -> None:
         super().__init__(layers=[])
-        self.decoding = decoding
+        self.decoding, self.snapshots = decoding, snapshots and not decoding
         self.watched = watched
         self.received: Tensor | None = None
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
         self.returned: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: list[list[dict[StateKey, Tensor]]] = [[] for _ in sequences]
+        self._running: list[int] = []
+        self._token = self._last = 0
 
     def update(
         self,
@@ -172,7 +258,12 @@ class PackedCache(Cache):
         *_args: object,
         **_kw: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store new rows ``(1, N, T, D)``; return them, or all history ``(1, N, sum of L, D)``."""
+        """Store new rows ``(1, N, T, D)``; return them, or all history ``(1, N, sum of L, D)``.
+
+        Inside `running` rows and history are those of its one sequence.
+        """
+        if self._running:
+            return self._extend(layer_idx, key_states, value_states)
         keys = key_states.split(self.sizes, dim=2)
         values = value_states.split(self.sizes, dim=2)
         for sequence, k, v in zip(self.sequences, keys, values, strict=True):
@@ -192,10 +283,106 @@ class PackedCache(Cache):
         """Length of each sequence once this pass is done."""
         return [s.length + size for s, size in zip(self.sequences, self.sizes, strict=True)]
 
+    @contextmanager
+    def running(self, sequences: list[int], token: int, size: int) -> Iterator[None]:
+        """Let a module read and write the states and histories of these sequences only.
+
+        Args:
+            sequences: as one batch.
+            token: how many tokens of each it has read in this pass before.
+            size: how many it reads of each now.
+        """
+        self._running, self._token, self._last = sequences, token, token + size - 1
+        try:
+            yield
+        finally:
+            self._running = []
+
+    @property
+    def is_running(self) -> bool:
+        """Inside `running`."""
+        return bool(self._running)
+
+    @property
+    def running_end(self) -> int:
+        """Tokens of the running sequence, those that are read now included."""
+        return self.sequences[self._running[0]].length + self._last + 1
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Store the indexer's keys ``(1, T, D)`` of a layer; return all of the sequence."""
+        keys = indexer_key_states[:, None]
+        return self._extend(("indexer", layer_idx), keys, keys[..., :0])[0][:, 0]
+
+    def _extend(self, layer: LayerKey, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        assert len(self._running) == 1, "histories of several sequences are no batch"
+        sequence = self.sequences[self._running[0]]
+        sequence.write(layer, keys, values, self._token)
+        return sequence.read(layer, self.running_end)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state((layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._state((layer_idx, "recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Keep the last columns of ``(B, C, T)``; return them behind the columns before."""
+        before = self._state(key := (layer_idx, "conv", state_idx))
+        if before is not None:
+            columns, kept = torch.cat([before, conv_states], dim=-1), before.shape[-1]
+        else:
+            kept = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+            columns = pad(conv_states, (max(kept - conv_states.shape[-1], 0), 0))
+        self._keep(key, columns[..., -kept:].clone())
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        self._keep((layer_idx, "recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        return bool(self._running) and all(self._before(index) for index in self._running)
+
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        return False
+
+    def _before(self, index: int) -> States:
+        """The states of a sequence before the tokens that run."""
+        return self.states[index][self._token - 1] if self._token else self.sequences[index].states
+
+    def _state(self, key: StateKey) -> Tensor | None:
+        """A copy for the layer, which may change it in place: that counts as its new state."""
+        assert self._running, "a module with states was not found by `find_stateful`"
+        found = [self._before(index).get(key) for index in self._running]
+        states = [state for state in found if state is not None]
+        if len(states) < len(found):
+            return None
+        copy = torch.cat(states)
+        self._keep(key, copy)
+        return copy
+
+    def _keep(self, key: StateKey, states: Tensor) -> None:
+        for index, state in zip(self._running, states.split(1), strict=True):
+            kept = self.states[index]
+            while len(kept) <= self._token:
+                kept.append({})
+            kept[self._token][key] = state
+
     def commit(self) -> None:
         """Let the sequences grow by the rows that this pass has written."""
-        for sequence, end in zip(self.sequences, self.ends, strict=True):
-            sequence.length = end
+        for sequence, size, states in zip(self.sequences, self.sizes, self.states, strict=True):
+            sequence.advance(states, size, snapshot=self.snapshots)
 
     def take_received(self) -> Tensor | None:
         """`received` of the last attention layer, which is then forgotten."""
@@ -211,7 +398,7 @@ class PackedCache(Cache):
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
+        return self.running_end - self._last - 1 + self._token if self._running else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        return (self.running_end if self._running else query_length), 0

@@ -132,9 +132,9 @@ class ParallelEngine:
         self._epoch, self._id = coordinator.epoch, coordinator.new_engine()
         self._schedulers = {}
         for rank in coordinator.links.ranks:
-            self._schedulers[rank] = RankScheduler(
-                OrderQueue(), self._new_engine(coordinator.kv_tokens[rank])
-            )
+            engine = self._new_engine(coordinator.kv_tokens[rank])
+            orders = OrderQueue(recurrent=engine.recurrent)
+            self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 
     def _flush(self) -> None:

@@ -114,6 +114,7 @@ class RemoteCache(KVCache):
 
     def fork(self, capacity: int, length: int) -> RemoteCache:
         copy = RemoteCache(self._orders, capacity, length)
+        self.copy_states(copy)
         self._orders.caches.append(["copy", copy.id, self.id, capacity, length])
         return copy
 
@@ -121,11 +122,15 @@ class RemoteCache(KVCache):
 class OrderQueue:
     """Writes orders for one rank, and reads its replies.
 
+    Args:
+        recurrent: the rank's caches have recurrent states (`KVCache.longest_fork`).
+
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, recurrent: bool = False) -> None:
+        self._recurrent = recurrent
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()
         self._ids: dict[RunningSequence, int] = {}
@@ -225,7 +230,10 @@ class OrderQueue:
                 continue
             if group.sequences[0] in failed:
                 group.restart()
-            elif chunk.is_last:
+                continue
+            if self._recurrent and isinstance(group.cache, RemoteCache):
+                group.cache.advance([{}], len(chunk.token_ids), snapshot=True)
+            if chunk.is_last:
                 assert group.cache is not None
                 group.finish([group.cache, *self._branches[group]])
         self._batch, self._branches = None, {}

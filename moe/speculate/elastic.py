@@ -110,7 +110,7 @@ class ElasticDrafts:
                 ]
         finally:
             for draft in drafts:
-                draft.work.cache.length = draft.length
+                draft.work.cache.cut(draft.length)
         return [
             Draft(mode, tuple(d.tokens), tuple(d.confidence), tuple(d.proposals)) for d in drafts
         ]
@@ -133,6 +133,7 @@ class ElasticDrafts:
 
 def _pending(sequence: RunningSequence, depth: int) -> _Pending:
     assert sequence.cache is not None
+    sequence.cache.mark()
     work = Work(sequence.token_ids[-1:], sequence.cache)
     return _Pending(work, sequence.sampler.fork(), depth, sequence.cache.length)
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,25 @@ def test_ranks_say_what_one_engine_says(
         for mirror in worker._mirrors.values():
             held = mirror._sequences, mirror._caches, mirror._groups, mirror._numbers
             assert not any(held), "left behind"
+
+
+def test_a_rank_goes_on_from_the_states_of_a_known_prompt(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    settings = {"memory.prefix_tokens": 512, "prefill.wave_tokens": 128}
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_next"), settings)
+    engine, _ = parallel(model, 2)
+    prompt = [(i * 37) % 125 + 3 for i in range(50)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    for tail in ([], [7, 8, 9], [7, 8, 9], [4]):
+        group = model.request([*prompt, *tail], params)
+        engine.submit(group)
+        while not engine.idle:
+            engine.step()
+        alone = model.generate([[*prompt, *tail]], params)[0]
+        assert group.sequences[0].token_ids == alone.token_ids
+    prefixes = engine.status()["prefixes"]
+    assert prefixes["hit_tokens"] >= len(prompt), prefixes
 
 
 def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], MoE]) -> None:

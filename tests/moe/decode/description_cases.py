@@ -207,7 +207,8 @@ def filled(description: Description, lengths: Sequence[int], room: int) -> list[
                 shapes = [(1, a.kv_b.shape[-1]), (1, a.rotation.size)]
             else:
                 shapes = [(a.kv_heads, a.head_dim), (a.kv_heads, a.value_dim)]
-            sequence.write(a.layer, *(torch.randn(1, n, length, d) for n, d in shapes))
+            keys, values = (torch.randn(1, n, length, d) for n, d in shapes)
+            sequence.write(a.layer, keys, values)
         sequence.length = length
         sequences.append(sequence)
     return sequences

@@ -25,7 +25,8 @@ PROVEN = [
 REFUSED = {
     "afmoe": "layer 0: more than a projection lies between the heads and the layer",
     "gemma4_text": "layer 0: its feed-forward blocks read different rows",
-    "qwen3_next": "sequences do not share a forward pass",
+    "minimax": "sequences do not share a forward pass",
+    "qwen3_next": "layer 0 has no attention, or more than one",
 }
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [1, 2]]
 

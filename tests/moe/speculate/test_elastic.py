@@ -207,7 +207,7 @@ def test_predictors_hear_what_each_row_follows(models: Models) -> None:
 def test_state_that_cannot_be_taken_back_is_refused(
     tiny_checkpoint: Callable[[str], Path],
 ) -> None:
-    model = MoE.from_pretrained(tiny_checkpoint("nemotron_h"), speculation={"mode": "ngram"})
+    model = MoE.from_pretrained(tiny_checkpoint("minimax"), speculation={"mode": "ngram"})
     assert any(
         "no tokens are drafted: sequences have passes of their own" in n for n in model.notices
     )

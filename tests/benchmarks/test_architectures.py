@@ -1,10 +1,10 @@
-"""Well-known families through the seam; `python -m benchmarks.fidelity` does all architectures."""
+"""Well-known families through the seam; `benchmarks.architectures` does all architectures."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.fidelity import TOLERANCE, check
+from benchmarks.architectures import TOLERANCE, check
 
 FAMILIES = (
     "deepseek_v2",

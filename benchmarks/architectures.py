@@ -1,0 +1,192 @@
+"""What every MoE architecture of the installed transformers can do here, and what a step costs.
+
+    python -m benchmarks.architectures [--quick] [--only TYPE ...]
+
+For every MoE causal LM of the installed transformers, a tiny random model is saved and loaded
+through `MoE.from_pretrained`. Its float32 logits and 24 greedy tokens of two prompts in one batch
+are compared with transformers' own eager forward. The table also says whether sequences share
+passes, whether prompts are cut into chunks and reused as prefixes, whether drafts are taken, how a
+decode step runs, in how many MoE layers the router's rule is found, and the milliseconds that a
+decode step takes a layer at batch 1, 4 and 16 on one thread, beside transformers' at batch 1.
+`--quick` takes every fourth architecture. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from examples.models.tiny import moe_architectures, tiny_model
+from moe import MoE, SamplingParams
+from moe.describe.routers import find_selectors
+from moe.errors import UnsupportedModelError
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+
+PROMPT_LENGTHS = (23, 9)
+NEW_TOKENS = 24
+TOLERANCE = 2e-4
+"""Of a logit. Recurrences make much of last bits: with one of 13 prompts qwen3_next is 1.1e-4 from
+transformers, with the others both are some 1e-5 from float64."""
+BATCHES, STEPS, CONTEXT = (1, 4, 16), 12, 24
+"""Of the timed decode steps: sequences, steps, and tokens before them."""
+SETTINGS = {"prefill": {"wave_tokens": 128}}
+"""Some architectures read whole prompts with memory that grows with their square."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="every fourth architecture")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these model types")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    names = arguments.only or moe_architectures()[:: 4 if arguments.quick else 1]
+    results = {}
+    for name in names:
+        results[name] = check(name)
+        Console(stderr=True).print(f"{name}: {results[name]}", highlight=False)
+    show(results)
+
+
+def check(model_type: str) -> dict[str, Any]:
+    """One architecture: the differences, why it was refused, or what went wrong."""
+    try:
+        reference = tiny_model(model_type)
+    except Exception as error:
+        return {"refused": f"transformers cannot build it: {type(error).__name__}: {error}"}
+    reference.config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 128, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+    with tempfile.TemporaryDirectory() as directory:
+        reference.save_pretrained(directory)
+        try:
+            model = MoE.from_pretrained(directory, SETTINGS)
+        except UnsupportedModelError as error:
+            return {"refused": str(error)}
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        return compare(model, reference, prompts)
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def compare(model: MoE, reference: PreTrainedModel, prompts: list[list[int]]) -> dict[str, Any]:
+    ours = model.batch_logits(prompts)
+    theirs = [full_logits(reference, prompt) for prompt in prompts]
+    differences = [float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    routers = find_selectors(model.backbone)
+    generated = [completion.token_ids for completion in model.generate(prompts, params)]
+    status = model.status()
+    return {
+        "max_abs_diff": max(differences),
+        "tokens_equal": generated == [greedy(reference, prompt) for prompt in prompts],
+        "packed": status["packing"],
+        "fused": status["fused"],
+        "cut": model.backbone.can_cut,
+        "drafts": model.backbone.packed,
+        "layer_ms": {batch: round(step_ms(model, batch), 3) for batch in BATCHES},
+        "transformers_layer_ms": round(reference_step_ms(reference), 3),
+        "routers": [len(routers), sum(found.selector is not None for found in routers)],
+        "router_unknown": sorted({found.reason for found in routers if found.selector is None}),
+    }
+
+
+@torch.inference_mode()
+def step_ms(model: MoE, batch: int) -> float:
+    """Milliseconds of a decode step of so many sequences, a layer."""
+    backbone, seconds = model.backbone, []
+    caches = [backbone.new_cache(CONTEXT + STEPS) for _ in range(batch)]
+    for step in range(STEPS + 1):
+        ids = [5 + step] if step else list(range(3, 3 + CONTEXT))
+        began = time.perf_counter()
+        work = [Work(ids, cache) for cache in caches]
+        lanes = backbone.lanes(work, "decode" if step else "prefill")
+        run_lanes(lanes, model.experts.run)
+        for lane in lanes:
+            lane.result()
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * median(seconds[1:]) / num_layers(backbone.model)
+
+
+@torch.inference_mode()
+def reference_step_ms(reference: PreTrainedModel) -> float:
+    """The same of transformers' own forward at batch 1."""
+    cache, seconds = None, []
+    for step in range(STEPS + 1):
+        ids = [5 + step] if step else list(range(3, 3 + CONTEXT))
+        began = time.perf_counter()
+        cache = reference(
+            torch.tensor([ids]), past_key_values=cache, use_cache=True
+        ).past_key_values
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * median(seconds[1:]) / num_layers(reference)
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+@torch.no_grad()
+def full_logits(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """``(T, V)`` of one whole forward pass, without any cache."""
+    logits: Tensor = reference(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits
+
+
+def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy tokens, every one from a whole forward pass over everything before it."""
+    token_ids = list(prompt)
+    for _ in range(NEW_TOKENS):
+        token_ids.append(int(full_logits(reference, token_ids)[-1].argmax()))
+    return token_ids[len(prompt) :]
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    columns = ("difference", "tokens", "passes", "prompts", "drafts", "decode step", "routers")
+    times = [f"ms, batch {batch}" for batch in BATCHES]
+    table = Table("architecture", *columns, *times, "transformers", title="architectures")
+    counts = {"passed": 0, "refused": 0, "failed": 0, "packed": 0, "cut": 0, "fused": 0}
+    for name, result in results.items():
+        state = next((state for state in ("refused", "failed") if state in result), "")
+        if state:
+            counts[state] += 1
+            table.add_row(name, state, *[""] * (len(columns) - 1), result[state][:60])
+            continue
+        good = result["max_abs_diff"] <= TOLERANCE and result["tokens_equal"]
+        counts["passed" if good else "failed"] += 1
+        packed, fused = result["packed"]["enabled"], result["fused"]["enabled"]
+        for what, holds in (("packed", packed), ("cut", result["cut"]), ("fused", fused)):
+            counts[what] += holds
+        table.add_row(
+            name,
+            f"{result['max_abs_diff']:.1e}",
+            "equal" if result["tokens_equal"] else "DIFFERENT",
+            "shared" if packed else "one each",
+            "cut" if result["cut"] else "whole",
+            "yes" if result["drafts"] else "no",
+            "fused" if fused else result["fused"]["why"],
+            "all" if not result["router_unknown"] else "; ".join(result["router_unknown"]),
+            *(f"{result['layer_ms'][batch]:.2f}" for batch in BATCHES),
+            f"{result['transformers_layer_ms']:.2f}",
+        )
+    Console(width=200).print(table)
+    print(json.dumps({"architectures": results, **counts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Finds the modules that must see one sequence at a time, by what they ask of the model's cache.
+
+Recurrent modules keep states in it, sparse attention the keys of its indexer, and attention with
+biases by position asks it for positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from moe.network.per_sequence import StatefulModules
+
+
+class _WatchedCache(DynamicCache):
+    """Remembers which modules use what."""
+
+    def __init__(self, config: Any, active: Sequence[nn.Module]) -> None:
+        super().__init__(config=config)
+        self._active = active
+        self.recurrent: dict[int, nn.Module] = {}
+        self.attention: list[nn.Module] = []
+        self.positioned: set[nn.Module] = set()
+        self.indexed = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> Any:
+        self.attention.append(self._active[-1])
+        return super().update(key_states, value_states, layer_idx, *args)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
+        self.indexed = True
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> Any:
+        self.positioned.add(self._active[-1])
+        return super().get_query_offset(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        self.recurrent[id(self._active[-1])] = self._active[-1]
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        self.recurrent[id(self._active[-1])] = self._active[-1]
+        return super().update_recurrent_state(*args, **kwargs)
+
+
+@torch.inference_mode()
+def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulModules:
+    """The modules that need their own states or histories while the model reads these tokens.
+
+    Raises:
+        Exception: what a model raises that wants a cache of a class of its own.
+    """
+    with active_modules(model) as active:
+        cache = _WatchedCache(model.config.get_text_config(decoder=True), active)
+        ids = torch.tensor([list(token_ids)], device=model.device)
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    # Where one layer has an indexer, others may reuse its choice.
+    apart = [module for module in cache.attention if cache.indexed or module in cache.positioned]
+    return StatefulModules(list(cache.recurrent.values()), apart)
+
+
+@contextmanager
+def active_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules whose forward runs, the innermost last."""
+    active: list[nn.Module] = []
+
+    def ends(*_: Any) -> None:
+        active.pop()
+
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda own, _: active.append(own)))
+        hooks.append(module.register_forward_hook(ends))
+    try:
+        yield active
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,136 @@
+"""Modules that see one sequence at a time in packed passes: recurrent layers and sparse attention.
+
+Recurrent modules (delta rules, state spaces, short convolutions) keep states in the model's cache,
+sparse attention keeps the keys of its indexer there (`moe.describe.stateful` finds them).
+`serve_packed` lets them serve packed passes. A prompt goes through such a module by itself. A
+decode pass goes through it one token after the other, in recurrent modules those of all sequences
+as a batch: so a token gets the same states whether it is drafted or not, and the states after each
+token are kept until drafts are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.network.attention import MaskRule, current_pass
+from moe.network.kv_cache import PackedCache
+
+
+@dataclass(frozen=True)
+class StatefulModules:
+    """Modules that see one sequence at a time.
+
+    Attributes:
+        recurrent: keep states of a fixed size; tokens of several sequences may run as a batch.
+        attention: attend by an indexer's choice, or by positions that they compute themselves.
+    """
+
+    recurrent: list[nn.Module] = field(default_factory=list)
+    attention: list[nn.Module] = field(default_factory=list)
+
+
+def serve_packed(modules: StatefulModules) -> None:
+    """Let these modules serve packed passes from now on; other passes stay as they are."""
+    for module in modules.recurrent:
+        module.forward = partial(_forward, module.forward, together=True)
+    for module in modules.attention:
+        module.forward = partial(_forward, module.forward, together=False)
+
+
+def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any) -> Any:
+    """
+    Args:
+        together: tokens of several sequences run as a batch in decode passes.
+    """
+    cache = current_pass.get(None)
+    if cache is None or cache.is_running:  # the latter: a module inside another one of these
+        return own(*args, **kwargs)
+    device = next(each.device for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    outputs, order = [], list[int]()
+    starts = [sum(cache.sizes[:index]) for index in range(len(cache.sizes))]
+    for running, token, size in _calls(cache, together):
+        rows = [starts[index] + token + at for index in running for at in range(size)]
+        with cache.running(running, token, size):
+            chosen = _Rows(cache, rows, len(running), device)
+            output = own(
+                *map(chosen.of, args), **{name: chosen.of(kwargs[name]) for name in kwargs}
+            )
+        outputs.append(_as_row(output) if len(running) > 1 else output)
+        order += rows
+    joined = _joined(outputs)
+    return joined if order == sorted(order) else _ordered(joined, torch.tensor(order).argsort())
+
+
+def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int, int]]:
+    """Of each call of a module: the sequences, the first token of each, and how many tokens."""
+    if not cache.decoding:
+        yield from (([index], 0, size) for index, size in enumerate(cache.sizes))
+        return
+    for token in range(max(cache.sizes)):
+        running = [index for index, size in enumerate(cache.sizes) if size > token]
+        yield from ((own, token, 1) for own in ([running] if together else [[i] for i in running]))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Arguments of a call: some rows of what is packed."""
+
+    cache: PackedCache
+    rows: list[int]
+    batch: int
+    device: torch.device
+
+    def of(self, value: Any) -> Any:
+        """The same with these rows of each ``(1, T, ...)`` tensor, as a sequence or as a batch."""
+        total = sum(self.cache.sizes)
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
+            chosen = value if len(self.rows) == total else value[:, self.rows]
+            return chosen.transpose(0, 1) if self.batch > 1 else chosen
+        if isinstance(value, MaskRule) and self.batch == 1:
+            keys = self.cache.running_end
+            mask = value.evaluate(len(self.rows), keys, self.device)
+            return mask.expand(len(self.rows), keys)[None, None]
+        if isinstance(value, tuple | list):
+            return type(value)(self.of(each) for each in value)
+        return value
+
+
+def _as_row(output: Any) -> Any:
+    """A batch of single tokens as one row."""
+    if isinstance(output, Tensor):
+        return output.transpose(0, 1)
+    return tuple(map(_as_row, output)) if isinstance(output, tuple) else output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(_level(outputs), 1)
+    if isinstance(outputs[0], tuple):
+        return tuple(_joined(each) for each in zip(*outputs, strict=True))
+    return outputs[0]
+
+
+def _level(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The same with equal last dimensions: a short history has fewer keys for an indexer to choose,
+    and the first is said again."""
+    most = max(output.shape[-1] for output in outputs)
+    return [
+        torch.cat([each, each[..., :1].expand(*each.shape[:-1], most - each.shape[-1])], -1)
+        if each.shape[-1] < most and not each.is_floating_point()
+        else each
+        for each in outputs
+    ]
+
+
+def _ordered(output: Any, order: Tensor) -> Any:
+    if isinstance(output, Tensor):
+        return output[:, order.to(output.device)]
+    return tuple(_ordered(each, order) for each in output) if isinstance(output, tuple) else output

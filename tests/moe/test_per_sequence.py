@@ -1,0 +1,161 @@
+"""Models with recurrent layers or sparse attention share passes, and say what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.models.tiny import tiny_model
+from moe import MoE, SamplingParams
+from moe.engine.prefix_cache import BLOCK
+from moe.network.kv_cache import SNAPSHOTS, KVCache
+
+KINDS = {
+    "qwen3_next": "gated delta rule",
+    "granitemoehybrid": "Mamba 2",
+    "jamba": "Mamba",
+    "lfm2_moe": "short convolutions",
+    "bailing_hybrid": "lightning attention",
+    "deepseek_v32": "sparse attention",
+    "hy_v4": "sparse attention that shares choices",
+    "inkling_text": "attention with biases by position, convolutions inside",
+}
+RANDOM = torch.Generator().manual_seed(3)
+PROMPTS = [torch.randint(3, 128, (n,), generator=RANDOM).tolist() for n in (70, 33, 9, 1)]
+NEW = 12
+WAVE = {"prefill.wave_tokens": 128}
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"prefill.mode": "whole"},
+    "chunks": {"prefill.mode": "chunked", "prefill.chunk_tokens": 16},
+    "layers": {"prefill.mode": "layered", "prefill.wave_tokens": 48},
+    "preempted": {"memory.kv_tokens": 120},
+    "n-grams": {"speculation.mode": "ngram"},
+    "recycling": {"speculation.mode": "recycling"},
+    "elastic drafts": {"speculation.mode": "elastic", "speculation.experts": 1},
+}
+
+
+@cache
+def said(kind: str) -> list[list[int]]:
+    """Greedy tokens of transformers' own forward, read whole each time."""
+    model = tiny_model(kind)
+    model.config._attn_implementation = "eager"
+    answers = []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = list(prompt)
+            for _ in range(NEW):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            answers.append(ids[len(prompt) :])
+    return answers
+
+
+def answers(model: MoE, prompts: list[list[int]], **params: Any) -> list[list[int]]:
+    greedy = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    completions = model.generate(prompts, SamplingParams(**{**greedy, **params}))
+    return [list(completion.token_ids) for completion in completions]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_says_what_transformers_says(
+    tiny_checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    for way, settings in WAYS.items():
+        model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | settings)
+        assert model.status()["packing"]["enabled"], model.status()["packing"]
+        assert answers(model, PROMPTS) == said(kind), way
+        if way in ("recycling", "elastic drafts"):
+            assert model.stats()["speculation"]["modes"], way
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_do_not_depend_on_company_or_cuts(
+    tiny_checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE)
+    cut = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | WAYS["chunks"])
+    together, apart = model.batch_logits(PROMPTS), cut.batch_logits(PROMPTS[:1])
+    assert (together[0] - apart[0]).abs().max() < 1e-4
+    for prompt, logits in zip(PROMPTS, together, strict=True):
+        assert (model.batch_logits([prompt])[0] - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32"])
+def test_a_second_turn_reads_only_what_is_new(
+    tiny_checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | {"memory.prefix_tokens": 512})
+    plain = MoE.from_pretrained(tiny_checkpoint(kind), WAVE)
+    engine, said_so_far, before = model.loop(), list(PROMPTS[0]), 0
+    for _ in range(3):
+        group = model.request(said_so_far, SamplingParams(max_new_tokens=5, temperature=0.0))
+        engine.submit(group)
+        while not engine.idle:
+            engine.step()
+        answer = group.sequences[0].token_ids
+        assert [answer] == answers(plain, [said_so_far], max_new_tokens=5, ignore_eos=False)
+        assert group.sequences[0].num_cached_tokens >= before - BLOCK
+        before = len(said_so_far)
+        said_so_far += [*answer, 7, 8, 9]
+
+
+def test_samples_of_one_prompt_share_its_states(tiny_checkpoint: Callable[[str], Path]) -> None:
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_next"), WAVE)
+    both = model.generate(
+        [PROMPTS[1]], SamplingParams(n=2, temperature=1.0, seed=4, max_new_tokens=8)
+    )
+    for sample in both:
+        ids = [*PROMPTS[1], *sample.token_ids]
+        logits = model.batch_logits([ids])[0]
+        assert logits.isfinite().all()
+    assert both[0].token_ids != both[1].token_ids
+
+
+@given(st.data())
+def test_states_are_those_of_the_tokens_that_are_left(data: st.DataObject) -> None:
+    """A cache that grows, is cut, marked and forked has the state that its tokens alone make."""
+    cache, tokens, fresh = KVCache(1000), list[int](), iter(range(1, 1000))
+
+    def state() -> int:
+        total = 0
+        for token in tokens:
+            total = (3 * total + token) % 1009
+        return total
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        size, snapshot = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+        states = []
+        for _ in range(size):
+            tokens.append(next(fresh))
+            states.append({(0, "recurrent", 0): torch.tensor([state()])})
+        if snapshot:
+            states = states[-1:]
+        cache.advance(states, size, snapshot=snapshot)
+        if not snapshot and data.draw(st.booleans()):
+            left = len(tokens) - data.draw(st.integers(0, size - 1))
+            del tokens[left:]
+            cache.cut(left)
+        if data.draw(st.booleans()):
+            cache = cache.fork(1000, cache.length)
+        if data.draw(st.booleans()):
+            start = len(tokens)
+            cache.mark()
+            for _ in range(data.draw(st.integers(1, 3))):
+                cache.advance([{(0, "recurrent", 0): torch.tensor([-1])}], 1, snapshot=False)
+            cache.cut(start)
+        assert cache.length == len(tokens)
+        assert cache.states[0, "recurrent", 0].item() == state()
+        assert len(cache._states) <= SNAPSHOTS + size + 2
+        end = cache.longest_fork(data.draw(st.integers(0, len(tokens))))
+        if end:
+            kept, behind = cache.fork(1000, end), tokens[end:]
+            del tokens[end:]
+            assert kept.states[0, "recurrent", 0].item() == state()
+            tokens += behind
