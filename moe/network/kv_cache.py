@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def held_tokens(self) -> int:
-        """Its memory, in tokens of keys and values: recurrent states count as some more."""
+        """Its memory, in tokens of keys and values: recurrent states count as further ones."""
         rows = [buffer for pair in self._layers.values() for buffer in pair]
         a_token = sum(buffer[:, :, :1].nbytes for buffer in rows)
         states = [state.nbytes for kept in self._states.values() for state in kept.values()]
@@ -166,7 +166,7 @@ class KVCache:
         if old[0].shape[2] < self.room:
             self._layers[layer] = (self._buffer(old[0]), self._buffer(old[1]))
             for buffer, rows in zip(self._layers[layer], old, strict=True):
-                buffer[:, :, : self.length] = rows[:, :, : self.length]
+                buffer[:, :, : rows.shape[2]] = rows  # with rows that this pass has written
 
     def _buffer(self, rows: Tensor) -> Tensor:
         shape = (rows.shape[0], rows.shape[1], self.room, rows.shape[3])

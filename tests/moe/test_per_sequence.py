@@ -118,6 +118,17 @@ def test_samples_of_one_prompt_share_its_states(tiny_checkpoint: Callable[[str],
     assert both[0].token_ids != both[1].token_ids
 
 
+def test_rows_of_a_pass_outlive_the_growth_of_buffers() -> None:
+    cache, rows = KVCache(4000), torch.arange(12.0).view(1, 1, 12, 1)
+    cache.write(0, rows[:, :, :10], rows[:, :, :10])
+    cache.length = cache.room - 1
+    for skip in (0, 1):
+        row = rows[:, :, 10 + skip : 11 + skip]
+        cache.write(0, row, row, skip)
+    keys, _ = cache.read(0, cache.length + 2)
+    assert keys[0, 0, -2:, 0].tolist() == [10.0, 11.0]
+
+
 @given(st.data())
 def test_states_are_those_of_the_tokens_that_are_left(data: st.DataObject) -> None:
     """A cache that grows, is cut, marked and forked has the state that its tokens alone make."""
