@@ -131,7 +131,7 @@ def packed_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if cache.is_running and isinstance(attention_mask, Tensor):
         mask = _chosen(attention_mask, kwargs.get("indices"), kwargs.get("position_bias"))
-        sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+        sinks, softcap = kwargs.get("s_aux", kwargs.get("sinks")), kwargs.get("softcap")
         rows = _attend_masked(query, key, value, mask, scaling, sinks, softcap)
         return rows.contiguous(), None
     if not isinstance(attention_mask, MaskRule):
@@ -260,7 +260,8 @@ def _probabilities(
     elif mask is not None:
         scores = scores + mask
     if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        by_head = sinks.view(1, -1, 1, 1) if sinks.ndim == 1 else sinks  # else of each token, too
+        column = by_head.to(scores.dtype).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     return scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
 

@@ -25,7 +25,7 @@ KINDS = {
     "bailing_hybrid": "lightning attention",
     "deepseek_v32": "sparse attention",
     "hy_v4": "sparse attention that shares choices",
-    "inkling_text": "attention with biases by position, convolutions inside",
+    "inkling2_text": "attention with biases by position, convolutions inside",
 }
 RANDOM = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(3, 128, (n,), generator=RANDOM).tolist() for n in (70, 33, 9, 1)]
