@@ -6,7 +6,8 @@ differently from a prefill pass, and a hit must not change an answer. A request'
 prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
 themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
 only among requests of the same salt, which keeps tenants apart. States of recurrent layers cannot
-be cut: of such a model a prefix ends where a prompt pass ended (`KVCache.longest_fork`).
+be cut: of such a model a prefix ends where a prompt pass ended (`KVCache.longest_fork`), and a hit
+changes last bits, as torch sums a recurrence in the order of a pass.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ModelRunner:
     def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
         """The tokens that a sequence reads in this step, without drafted ones."""
         start = len(sequence.token_ids) - unread
-        most = SHORT if self.backbone.packed else 1  # a recurrent state takes them one by one
+        most = SHORT if self.backbone.packed else 1  # transformers' own caches take them one by one
         return sequence.token_ids[start : start + most]
 
 

@@ -61,7 +61,7 @@ class KVCache:
 
     @property
     def held_tokens(self) -> int:
-        """Its memory, in tokens of keys and values: recurrent states count as further ones."""
+        """Its memory in tokens of keys and values; recurrent states count by their bytes."""
         rows = [buffer for pair in self._layers.values() for buffer in pair]
         a_token = sum(buffer[:, :, :1].nbytes for buffer in rows)
         states = [state.nbytes for kept in self._states.values() for state in kept.values()]
@@ -226,6 +226,8 @@ class PackedCache(Cache):
         snapshots: sequences keep the recurrent states at the end of a pass over prompts.
         needs_history: layers that compute with what ``update`` returns before they attend.
         watched: attention layers leave in `received` how much attention each row gets.
+        states: of each sequence, its recurrent states after the prompt of this pass, or after each
+            token of a decode step; `commit` gives them to the sequence.
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class PackedCache(Cache):
         self.returned: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: list[list[dict[StateKey, Tensor]]] = [[] for _ in sequences]
         self._running: list[int] = []
-        self._token = self._last = 0
+        self._token = self._size = 0
 
     def update(
         self,
@@ -292,7 +294,7 @@ class PackedCache(Cache):
             token: how many tokens of each it has read in this pass before.
             size: how many it reads of each now.
         """
-        self._running, self._token, self._last = sequences, token, token + size - 1
+        self._running, self._token, self._size = sequences, token, size
         try:
             yield
         finally:
@@ -306,7 +308,7 @@ class PackedCache(Cache):
     @property
     def running_end(self) -> int:
         """Tokens of the running sequence, those that are read now included."""
-        return self.sequences[self._running[0]].length + self._last + 1
+        return self.sequences[self._running[0]].length + self._token + self._size
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store the indexer's keys ``(1, T, D)`` of a layer; return all of the sequence."""
@@ -398,7 +400,7 @@ class PackedCache(Cache):
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.running_end - self._last - 1 + self._token if self._running else 0
+        return self.running_end - self._size if self._running else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return (self.running_end if self._running else query_length), 0

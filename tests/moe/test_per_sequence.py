@@ -106,6 +106,21 @@ def test_a_second_turn_reads_only_what_is_new(
         said_so_far += [*answer, 7, 8, 9]
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"jamba", "hy_v4"}))
+def test_decoded_tokens_have_the_same_bits_alone_and_together(
+    tiny_checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    """With weights as planes. The two others have small products left to torch."""
+    planes = {"expert_bits": 8, "trunk_bits": 8, "head_bits": 8, "group_size": 32}
+    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE, model=planes)
+    params = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True, logprobs=1)
+
+    def scores(prompts: list[list[int]]) -> list[list[float | None]]:
+        return [[token.logprob for token in c.tokens] for c in model.generate(prompts, params)]
+
+    assert scores(PROMPTS) == [scores([prompt])[0] for prompt in PROMPTS]
+
+
 def test_samples_of_one_prompt_share_its_states(tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_next"), WAVE)
     both = model.generate(
