@@ -20,12 +20,12 @@ constexpr int64_t LINE = 16;  // numbers
 
 struct Learner {  // filled by learning.py
   int64_t layers, width, memories, heads, reach, depth;
-  double cycle, rate_step, habit_step, forget, margin;
+  double cycle, rate_step, transition_step, forget, margin;
   const double *keep, *discounts;  // (M), (L, L)
   double *shares, *memory;         // (M), (L, M, E)
   double *rates, *odds;            // (H, L, E)
   double *tails, *worth, *losses;  // (L, E), (L, E), (H, 2)
-  float *habits, *parts;           // (L, E, H, R, E) by who was asked for, (H, L, R, E)
+  float *transitions, *parts;           // (L, E, H, R, E) by who was asked for, (H, L, R, E)
   int64_t *visits, *call_of;       // (L), (L, D)
   int64_t *count_of, *asked_of;    // (L, D), (L, D, E)
 
@@ -36,11 +36,11 @@ struct Learner {  // filled by learning.py
   double* row(double* table, int64_t head, int64_t layer) const {
     return table + (head * layers + layer) * width;
   }
-  // What an expert that `from` asked for says of the layer that comes so many behind it.
-  float* habit(int64_t from, int64_t expert, int64_t head, int64_t back) const {
-    return habits + (((from * width + expert) * heads + head) * reach + back) * width;
+  // Weights from an expert that layer `from` asked for to those of the layer `back` behind it.
+  float* transition(int64_t from, int64_t expert, int64_t head, int64_t back) const {
+    return transitions + (((from * width + expert) * heads + head) * reach + back) * width;
   }
-  // What of the habits speaks for each expert that a layer asked for, as of a call.
+  // The rows of transitions that predict a layer's experts, as of a call.
   void spoke(std::vector<float*>& rows, int64_t head, int64_t layer, int64_t call) const {
     rows.clear();
     for (int64_t back = 0; back < reach; ++back) {
@@ -51,8 +51,8 @@ struct Learner {  // filled by learning.py
         if (call_of[at] > call) continue;
         const int64_t* asked = asked_of + at * width;
         for (int64_t i = 0; i < count_of[at]; ++i) {
-          rows.push_back(habit(from, asked[i], head, back));
-          __builtin_prefetch(rows.back(), 1);  // no cache has them: kernels were here meanwhile
+          rows.push_back(transition(from, asked[i], head, back));
+          __builtin_prefetch(rows.back(), 1);  // kernels have run since, so they are in no cache
           for (int64_t e = LINE; e < width; e += LINE) __builtin_prefetch(rows.back() + e, 1);
         }
         break;
@@ -60,7 +60,7 @@ struct Learner {  // filled by learning.py
     }
   }
 
-  void learn_habits(int64_t call, const int64_t* ahead, int64_t layer, const char* is_asked) {
+  void learn_transitions(int64_t call, const int64_t* ahead, int64_t layer, const char* is_asked) {
     constexpr int TERMS = 16;  // of at least 1e-4 each: their product is a double
     std::vector<float> step(width);
     std::vector<float*> rows;
@@ -70,7 +70,7 @@ struct Learner {  // filled by learning.py
       for (const float* own : rows)
         for (int64_t e = 0; e < width; ++e) step[e] += own[e];
       const double *usual = row(rates, head, layer), *odd = row(odds, head, layer);
-      const float rate = habit_step / std::max<int64_t>(1, rows.size());
+      const float rate = transition_step / std::max<int64_t>(1, rows.size());
       double right[2] = {0, 0};
       for (int64_t first = 0; first < width; first += TERMS) {
         double without = 1, with = 1;
@@ -101,7 +101,7 @@ struct Learner {  // filled by learning.py
     for (int64_t i = 0; i < count; ++i)
       for (int64_t head = 0; head < heads; ++head)
         for (int64_t back = 0; back < reach; ++back) {
-          const float* own = habit(layer, experts[i], head, back);
+          const float* own = transition(layer, experts[i], head, back);
           float* sum = parts + part(head, around(layer + back), back) * width;
           for (int64_t e = 0; e < width; ++e) sum[e] = i ? sum[e] + own[e] : own[e];
         }
@@ -162,9 +162,9 @@ struct Learner {  // filled by learning.py
 
 }  // namespace
 
-LAYOUT(Learner, layers, width, memories, heads, reach, depth, cycle, rate_step, habit_step, forget,
-       margin, keep, discounts, shares, memory, rates, odds, tails, worth, losses, habits, parts, visits,
-       call_of, count_of, asked_of)
+LAYOUT(Learner, layers, width, memories, heads, reach, depth, cycle, rate_step, transition_step,
+       forget, margin, keep, discounts, shares, memory, rates, odds, tails, worth, losses,
+       transitions, parts, visits, call_of, count_of, asked_of)
 
 extern "C" {
 
@@ -183,7 +183,7 @@ void moe_learn(Learner* learner, const int64_t* news, int64_t calls, int64_t lay
     experts.resize(count);
     std::fill(is_asked.begin(), is_asked.end(), 0);
     for (int64_t i = 0; i < count; ++i) is_asked[experts[i] = units[i] - at * l.width] = 1;
-    if (l.reach) l.learn_habits(number, ahead, at, is_asked.data());
+    if (l.reach) l.learn_transitions(number, ahead, at, is_asked.data());
     l.remember(number, at, experts.data(), count);
     l.learn_rates(at, experts.data(), count);
     for (int64_t back = 0; back < std::max<int64_t>(1, l.reach); ++back)

@@ -19,10 +19,10 @@ Floats = NDArray[np.float64]
 
 _SIGNATURES = {"moe_learn": (None, (POINTER, POINTER, SIZE, SIZE, POINTER))}
 _SIZES = ("layers", "width", "memories", "heads", "reach", "depth")
-_STEPS = ("cycle", "rate_step", "habit_step", "forget", "margin")
+_STEPS = ("cycle", "rate_step", "transition_step", "forget", "margin")
 _ARRAYS = (
     *("keep", "discounts", "shares", "memory", "rates", "odds", "tails", "worth", "losses"),
-    *("habits", "parts", "visits", "call_of", "count_of", "asked_of"),
+    *("transitions", "parts", "visits", "call_of", "count_of", "asked_of"),
 )
 
 
@@ -35,7 +35,7 @@ class _LearnerRecord(Record, struct="Learner"):
 
 
 class NativeLearner:
-    """Learns rates and habits, and values units by them; see `offload.policies`.
+    """Learns rates and transitions, and values units by them; see `offload.policies`.
 
     Args:
         discounts: ``(L, L)``, what a use is worth of each layer's units where one has just been.
@@ -46,8 +46,8 @@ class NativeLearner:
         cycle: what a use is worth that comes a pass later.
         heads: H.
         reach: R; 0 for rates alone.
-        rate_step, habit_step, forget: how much a visit decides of shares, habits and their losses.
-        margin: by which habits must have done better to be listened to.
+        rate_step, transition_step, forget: weight of a visit in shares, transitions and losses.
+        margin: by which transitions must have predicted better than rates to be used.
 
     Attributes:
         tails: ``(L, E)``, live: what uses at the usual rates are worth.
@@ -66,7 +66,7 @@ class NativeLearner:
         heads: int,
         reach: int,
         rate_step: float,
-        habit_step: float,
+        transition_step: float,
         forget: float,
         margin: float,
     ) -> None:
@@ -85,7 +85,7 @@ class NativeLearner:
             "tails": self.tails,
             "worth": self.tails.copy(),
             "losses": np.zeros((heads, 2)),
-            "habits": np.zeros((layers, width, heads, reach, width), np.float32),
+            "transitions": np.zeros((layers, width, heads, reach, width), np.float32),
             "parts": np.zeros((heads, layers, reach, width), np.float32),
             "visits": np.zeros(layers, np.int64),
             "call_of": np.zeros((layers, depth), np.int64),
@@ -93,7 +93,7 @@ class NativeLearner:
             "asked_of": np.zeros((layers, depth, width), np.int64),
         }
         sizes = layers, width, len(keep), heads, reach, depth
-        steps = cycle, rate_step, habit_step, forget, margin
+        steps = cycle, rate_step, transition_step, forget, margin
         self._record = _LearnerRecord(
             *sizes, *steps, **{name: address(array) for name, array in self._held.items()}
         )

@@ -88,7 +88,7 @@ def new_learner(num_layers: int, width: int, *, transitions: bool) -> NativeLear
         heads=HEADS,
         reach=reach_of(num_layers, width) if transitions else 0,
         rate_step=LEARNING_RATE,
-        habit_step=HABIT_RATE,
+        transition_step=HABIT_RATE,
         forget=1 - MEMORY,
         margin=MARGIN,
     )

@@ -25,7 +25,7 @@ def popular(tokens: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
-def habitual(tokens: int, seed: int = 0) -> list[list[int]]:
+def transitionual(tokens: int, seed: int = 0) -> list[list[int]]:
     """Every expert equally often, but one follows from the other."""
     random = np.random.default_rng(seed)
     following = random.permutation(WIDTH)
@@ -64,8 +64,8 @@ def test_frequencies_win_where_popularity_rules() -> None:
         assert found[name] > found["lfu"] - 0.02
 
 
-def test_habits_win_where_one_expert_follows_from_another() -> None:
-    found = ratios(habitual(600), 24)
+def test_transitions_win_where_one_expert_follows_from_another() -> None:
+    found = ratios(transitionual(600), 24)
     others = max(found["lru"], found["lfu"], found["frequency_recency"])
     assert found["forecast"] > others + 0.25 * (found["belady"] - others)
 
