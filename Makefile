@@ -55,15 +55,16 @@ venv: $(DEV)
 # (--no-build-isolation) and would build its CUDA extensions without DS_BUILD_OPS=0.
 $(RUN): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; make PYTHON=/path/to/python3 names one")'
-	@echo "installing into $(VENV): torch, deepspeed, moe-inference (about two minutes)"
+	@echo "installing into $(VENV): torch, moe (about two minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed (Debian: apt-get install python3-venv)"; exit 1; }
 	@$(PIP) $(TORCH)
-	@$(PIP) "setuptools>=77" wheel packaging py-cpuinfo ninja
-	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "deepspeed>=0.18"
+	@$(PIP) "setuptools>=77" wheel
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
 
 $(DEV): $(RUN)
-	@echo "installing into $(VENV): tools for tests and checks"
+	@echo "installing into $(VENV): deepspeed, and tools for tests and checks"
+	@$(PIP) packaging py-cpuinfo ninja
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "deepspeed>=0.18"
 	@$(PIP) --no-build-isolation --editable ".[dev]"
 	@touch $@

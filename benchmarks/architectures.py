@@ -2,13 +2,14 @@
 
     python -m benchmarks.architectures [--quick] [--only TYPE ...]
 
-For every MoE causal LM of the installed transformers, a tiny random model is saved and loaded
-through `MoE.from_pretrained`. Its float32 logits and 24 greedy tokens of two prompts in one batch
-are compared with transformers' own eager forward. The table also says whether sequences share
-passes, whether prompts are cut into chunks and reused as prefixes, whether drafts are taken, how a
-decode step runs, in how many MoE layers the router's rule is found, and the milliseconds that a
-decode step takes a layer at batch 1, 4 and 16 on one thread, beside transformers' at batch 1.
-`--quick` takes every fourth architecture. The last line is one JSON object.
+For every MoE causal LM of the installed transformers, and every multimodal model whose text part
+has experts, a tiny random model is saved and loaded through `MoE.from_pretrained`. Its float32
+logits and 24 greedy tokens of two prompts in one batch are compared with transformers' own eager
+forward. The table also says whether sequences share passes, whether prompts are cut into chunks and
+reused as prefixes, whether drafts are taken, how a decode step runs, in how many MoE layers the
+router's rule is found, and the milliseconds that a decode step takes a layer at batch 1, 4 and 16
+on one thread, beside transformers' at batch 1. `--quick` takes every fifth architecture. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from examples.models.tiny import moe_architectures, tiny_model
+from examples.models.tiny import composite_architectures, moe_architectures, tiny_model
 from moe import MoE, SamplingParams
 from moe.describe.routers import find_selectors
 from moe.errors import UnsupportedModelError
@@ -47,13 +48,14 @@ SETTINGS = {"prefill": {"wave_tokens": 128}}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="every fourth architecture")
+    parser.add_argument("--quick", action="store_true", help="every fifth architecture")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="only these model types")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    names = arguments.only or moe_architectures()[:: 4 if arguments.quick else 1]
+    known = [*moe_architectures(), *composite_architectures()]
+    names = arguments.only or known[:: 5 if arguments.quick else 1]
     results = {}
     for name in names:
         results[name] = check(name)

@@ -1,6 +1,7 @@
 """What serving many requests at once brings, and beside transformers' continuous batching.
 
-    python -m benchmarks.batching [--quick] [--model 2b|demo|PATH] [--prompt 64] [--answer 64]
+    python -m benchmarks.batching [--quick] [--model 2b|hybrid|demo|PATH]
+        [--prompt 64] [--answer 64]
 
 The same requests, of random words and with answers of a fixed length, go to ``moe serve`` 16 at a
 time and one by one, and 16 at a time to ``transformers serve --continuous-batching`` on the same
@@ -33,7 +34,7 @@ from benchmarks.load_generator import Request, Result, closed_load
 from benchmarks.servers import ROOT, Server, ServerError, moe_serve, transformers_serve
 from benchmarks.serving_figures import Target, summary
 from benchmarks.traces import PromptMaker
-from examples.models.random_models import random_2b, without_end
+from examples.models.random_models import random_2b, random_hybrid, without_end
 
 ANY = Target(float("inf"), float("inf"))
 
@@ -157,8 +158,8 @@ def main() -> None:
 
 
 def _model(name: str) -> Path | None:
-    if name == "2b":
-        return random_2b()
+    if name in ("2b", "hybrid"):
+        return random_2b() if name == "2b" else random_hybrid()
     return without_end(ROOT / "examples/demo-model" if name == "demo" else Path(name))
 
 
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Requests at once against one by one.")
     add = parser.add_argument
     add("--quick", action="store_true", help="the shipped model, one round, short answers")
-    add("--model", default="2b", help="2b (random), demo or a folder (%(default)s)")
+    add("--model", default="2b", help="2b, hybrid (random), demo or a folder (%(default)s)")
     add("--prompt", type=int, default=64, help="tokens of each prompt (%(default)s)")
     add("--answer", type=int, default=64, help="tokens of each answer (%(default)s)")
     add("--requests", type=int, default=16)

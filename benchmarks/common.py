@@ -63,20 +63,6 @@ def take_turns(
     return {name: median(values[1:]) for name, values in times.items()}
 
 
-def read_bandwidth(megabytes: int = 512) -> float:
-    """GB/s at which torch.sum reads memory with all threads, the best of several.
-
-    A yardstick, not a limit: a kernel that fetches ahead can read a little faster.
-    """
-    array = torch.ones(megabytes << 18, dtype=torch.float32)
-    best = float("inf")
-    for _ in range(6):
-        start = time.perf_counter()
-        array.sum()
-        best = min(best, time.perf_counter() - start)
-    return array.numel() * array.element_size() / best / 1e9
-
-
 def several(kind: Callable[[str], object]) -> dict[str, Any]:
     """Of `add_argument`: one number or several, as ``1 2 4`` or ``1,2,4``."""
 

@@ -36,12 +36,12 @@ from benchmarks.common import (
     print_header,
     print_json,
     print_table,
-    read_bandwidth,
     several,
 )
 from benchmarks.decode_contenders import Ours, contenders, model_folder
 from benchmarks.decode_peers import Contender
 from experts.manifest import is_store
+from kernels.cpu.limits import read_speed
 from moe.machine import give_back_freed_memory
 
 BATCHES = (1, 4, 16)
@@ -157,7 +157,7 @@ def main() -> None:
         for point, by in by_point.items():
             rates.setdefault(point, {}).update(by)
         read |= own
-    bandwidth = read_bandwidth()
+    bandwidth = read_speed() / 1e9
     shares = {
         name: {b: size * rates[f"decode {b}"][name] / b / bandwidth / 1e9 for b, size in by.items()}
         for name, by in read.items()

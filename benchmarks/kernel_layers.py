@@ -1,9 +1,7 @@
-"""The layers that benchmarks/kernels.py times, made of random codes, and the machine's limits."""
+"""The layers that benchmarks/kernels.py times, made of random codes,"""
 
 from __future__ import annotations
 
-import ctypes
-import time
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from kernels import ExpertWeights, PlaneMatrix, QuantizedExperts
-from kernels.cpu.build import load_library
 from kernels.planes import PLANE_BITS, PlaneLayout
 
 GROUP_SIZE = 64
@@ -31,26 +28,6 @@ SIZES = (
     Size("2B layer", hidden=1024, experts=64, width=512, top_k=8, copies=3),
     Size("30B layer", hidden=2048, experts=128, width=768, top_k=8, copies=1),
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bytes and 8-bit products a second."""
-
-    bytes: float
-    products: float
-
-
-def measure_products() -> float:
-    """8-bit products a second of all threads together, the best of several tries."""
-    count, sink, best = load_library().moe_dot_products, ctypes.c_int32(), 0.0
-    count.restype = ctypes.c_int64
-    count.argtypes = (ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p)
-    for _ in range(5):
-        start = time.perf_counter()
-        products = count(2_000_000, torch.get_num_threads(), ctypes.addressof(sink))
-        best = max(best, products / (time.perf_counter() - start))
-    return best
 
 
 def silu_gate(rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 One MoE layer at 8, 4 and 2 bits against our kernels on whole weights and the plain reference; one
 linear layer against torch's own int8 and int4 operators and its float ones; how fast 1 to 8 rows
 read a matrix. Both limits are measured in the same run: a call can be no faster than its bytes at
-the memory's speed (torch.sum's, a yardstick), nor than its products at the multipliers'. Weights
+the memory's speed (`kernels.cpu.limits`), nor than its products at the multipliers'. Weights
 take turns, so that few tokens read memory and not the cache. `--quick` takes under a minute on two
 cores.
 """
@@ -26,15 +26,12 @@ from benchmarks.common import (
     print_header,
     print_json,
     print_table,
-    read_bandwidth,
     take_turns,
 )
 from benchmarks.kernel_layers import (
     GROUP_SIZE,
     SIZES,
-    Limits,
     Size,
-    measure_products,
     random_experts,
     random_matrix,
     whole_experts,
@@ -42,6 +39,7 @@ from benchmarks.kernel_layers import (
 from benchmarks.kernels_peers import LINEAR_PEERS
 from benchmarks.kernels_rows import few_rows
 from kernels import backend_status, experts_forward, linear_forward, reference
+from kernels.cpu.limits import Limits, measure_limits
 from kernels.planes import PREFIX_BITS, num_planes
 
 TOKENS = (1, 4, 16, 512)
@@ -166,12 +164,13 @@ def main() -> None:
     seconds = 0.5 if parser.parse_args().quick else 5.0
     started = time.perf_counter()
     header = environment() | {"kernel": backend_status()["name"]}
-    read, products = read_bandwidth(), measure_products()
+    before = measure_limits()
     layers = [p for size in SIZES for p in layer_points(size, seconds)]
     linear = linear_points(seconds)
     rows = few_rows(seconds)
     # Before and after, the better of the two: a neighbour may have been busy.
-    limits = Limits(max(read, read_bandwidth()) * 1e9, max(products, measure_products()))
+    after = measure_limits()
+    limits = Limits(max(before.bytes, after.bytes), max(before.products, after.products))
     header |= {
         "read_gbps": round(limits.bytes / 1e9, 1),
         "int8_gops": round(2 * limits.products / 1e9),

@@ -31,12 +31,12 @@ from benchmarks.common import (
     print_header,
     print_json,
     print_table,
-    read_bandwidth,
     several,
 )
 from benchmarks.prefill_cost import Machine, Shape, bounds, matmul_rate, parts_of, predicted_loads
 from benchmarks.prefill_modes import MODES, Figures, Mode, savings
 from examples.models.random_models import random_2b
+from kernels.cpu.limits import read_speed
 from moe import MoE
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +103,7 @@ def main() -> None:
     if path is None:
         return
     model = MoE.from_pretrained(path)
-    machine = Machine(read_bandwidth() * 1e9, matmul_rate())
+    machine = Machine(read_speed(), matmul_rate())
     run = Run(
         model,
         machine,

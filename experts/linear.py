@@ -9,15 +9,7 @@ from torch import Tensor, nn
 
 from experts.weights import quantize_exactly
 from kernels import PlaneMatrix, linear_forward
-from kernels.planes import (
-    PREFIX_BITS,
-    PlaneLayout,
-    PrefixBits,
-    dequantize,
-    num_planes,
-    pack,
-    pack_scales,
-)
+from kernels.planes import PlaneLayout, dequantize, pack, pack_scales
 
 _PIECE_ROWS = 1 << 14
 """Rows quantized at once: a whole output head in float32 would take more memory than all else."""
@@ -51,11 +43,11 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = layout.columns, layout.rows
         self.reads = 0
         self._matrix: PlaneMatrix | None = None
-        self._planes = [f"plane{plane}" for plane in range(num_planes(bits))]
+        self._planes = [f"plane{plane}" for plane in range(layout.format.num_planes(bits))]
         for plane, name in enumerate(self._planes):
             blob = torch.empty(layout.plane_bytes(plane), dtype=torch.uint8, device=device)
             self.register_buffer(name, blob)
-        scales = torch.empty(layout.num_scales, dtype=torch.float16, device=device)
+        scales = torch.empty(layout.num_scales, dtype=layout.scale_dtype, device=device)
         self.register_buffer("scales", scales)
         self.bias = bias
 
@@ -88,6 +80,13 @@ class QuantizedLinear(nn.Module):
                 setattr(made, name, torch.cat(parts))
         return made
 
+    def hold(self, matrix: PlaneMatrix) -> None:
+        """Take over the planes and scales of a matrix of this layout."""
+        for name, blob in zip(
+            (*self._planes, "scales"), (*matrix.planes, matrix.scales), strict=True
+        ):
+            setattr(self, name, blob)
+
     @property
     def matrix(self) -> PlaneMatrix:
         """The planes; the same object while the tensors are the same, as kernels cache by it."""
@@ -98,8 +97,8 @@ class QuantizedLinear(nn.Module):
         return known
 
     @property
-    def bits(self) -> PrefixBits:
-        return PREFIX_BITS[len(self._planes) - 1]
+    def bits(self) -> int:
+        return self.layout.format.prefix_bits[len(self._planes) - 1]
 
     @property
     def weight(self) -> Tensor:

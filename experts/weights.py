@@ -16,8 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from experts.safetensors_io import fresh
 from kernels import ExpertWeights, QuantizedExperts, planes
-from kernels.planes import PlaneLayout, dequantize, num_planes, pack, pack_scales
+from kernels.planes import (
+    PlaneFormat,
+    PlaneLayout,
+    dequantize,
+    joint_prefix_bits,
+    pack,
+    pack_scales,
+)
 from kernels.reference import AnyExperts
 
 MOST_STEPS = 16
@@ -43,12 +51,15 @@ class ExpertShape:
         hidden, intermediate: H and F.
         parts: 2 for gated experts, else 1.
         group_size: columns that share a scale.
+        own: formats of the first and the second projection where a file had quantised them; then
+            ``group_size`` means nothing.
     """
 
     hidden: int
     intermediate: int
     parts: int
     group_size: int
+    own: tuple[PlaneFormat, PlaneFormat] | None = None
 
     @classmethod
     def of(cls, experts: ExpertWeights, group_size: int) -> ExpertShape:
@@ -57,26 +68,49 @@ class ExpertShape:
         return cls(experts.hidden_size, width, rows // width, group_size)
 
     @property
+    def formats(self) -> tuple[PlaneFormat, PlaneFormat]:
+        return self.own or (PlaneFormat(self.group_size), PlaneFormat(self.group_size))
+
+    @property
     def first(self) -> PlaneLayout:
         """Layout of one part of the first projection, ``(F, H)``."""
-        return PlaneLayout(self.intermediate, self.hidden, self.group_size)
+        return PlaneLayout(self.intermediate, self.hidden, *self.formats[0])
 
     @property
     def second(self) -> PlaneLayout:
         """Layout of the second projection, ``(H, F)``."""
-        return PlaneLayout(self.hidden, self.intermediate, self.group_size)
+        return PlaneLayout(self.hidden, self.intermediate, *self.formats[1])
+
+    @property
+    def prefix_bits(self) -> tuple[int, ...]:
+        """Bits of the finer projection at one blob of planes, at two, ..., at all."""
+        return joint_prefix_bits(*self.formats)
+
+    def num_planes(self, bits: int) -> int:
+        """Blobs of the longest prefix of at most so many bits, 1 at least."""
+        return max(1, sum(own <= bits for own in self.prefix_bits))
 
     def plane_bytes(self, plane: int) -> int:
         """Bytes of one plane of one expert; a multiple of 64."""
         return self.parts * self.first.plane_bytes(plane) + self.second.plane_bytes(plane)
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        dtypes = {self.first.scale_dtype, self.second.scale_dtype}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.parts * self.first.scale_bytes + self.second.scale_bytes
+
+    @property
     def num_scales(self) -> int:
-        return self.parts * self.first.num_scales + self.second.num_scales
+        """Elements of the blob of scales."""
+        return self.scale_bytes // self.scale_dtype.itemsize
 
     def nbytes(self, bits: int) -> int:
         """Bytes of the first ``bits`` of one expert, without biases; a multiple of 32."""
-        return sum(map(self.plane_bytes, range(num_planes(bits)))) + 2 * self.num_scales
+        return sum(map(self.plane_bytes, range(self.num_planes(bits)))) + self.scale_bytes
 
     def split(self, memory: Tensor, bits: int) -> tuple[list[Tensor], Tensor]:
         """The planes and the scales of experts that lie one after the other.
@@ -88,12 +122,12 @@ class ExpertShape:
             memory: ``(E, nbytes(bits))`` uint8.
 
         Returns:
-            Views, ``(E, plane_bytes(p))`` uint8 of each plane and ``(E, num_scales)`` float16: what
+            Views, ``(E, plane_bytes(p))`` uint8 of each plane and ``(E, num_scales)``: what
             `from_blobs` takes.
         """
-        sizes = [2 * self.num_scales, *map(self.plane_bytes, range(num_planes(bits)))]
+        sizes = [self.scale_bytes, *map(self.plane_bytes, range(self.num_planes(bits)))]
         scales, *planes = memory.split(sizes, 1)
-        return planes, scales.view(torch.float16)
+        return planes, scales.view(self.scale_dtype)
 
 
 @torch.no_grad()
@@ -111,7 +145,7 @@ def quantize_experts(
     count, shape = experts.num_experts, ExpertShape.of(experts, group_size)
     interleaved = shape.parts == 2 and is_interleaved(experts.activation, shape.intermediate)
     device = experts.gate_up_EGH.device
-    memory = torch.empty(count, shape.nbytes(bits), dtype=torch.uint8, device=device)
+    memory = fresh((count, shape.nbytes(bits)), torch.uint8, device)
     blobs, scales = shape.split(memory, bits)
     for expert in range(count):
         parts = split_parts(experts.gate_up_EGH[expert], shape.parts, interleaved)

@@ -32,6 +32,7 @@ __all__ = [
     "choose_backend",
     "experts_forward",
     "linear_forward",
+    "matrix_rows",
     "reads_nothing_back",
     "row_linear",
     "weighted_sum",
@@ -96,6 +97,22 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
             output_TN: Tensor = triton.linear_forward(x_TK, matrix)
             return output_TN
     return reference.linear_forward(x_TK, matrix)
+
+
+def matrix_rows(ids_T: Tensor, matrix: PlaneMatrix) -> Tensor:
+    """``(T, K)`` float32 rows of the weights that bit planes stand for, by their numbers.
+
+    Raises:
+        IndexError: a number is not that of a row.
+    """
+    if not len(ids_T):
+        return torch.empty(0, matrix.layout.columns, device=matrix.scales.device)
+    if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < matrix.layout.rows:
+        raise IndexError(f"rows must be in [0, {matrix.layout.rows}), got {ids_T.tolist()[:8]}")
+    native = choose_kernel()[0] if matrix.scales.device.type == "cpu" else None
+    if native is not None and matrix.layout.scales != "symmetric":
+        return native.planes.rows(ids_T, matrix)
+    return reference.matrix_rows(ids_T, matrix)
 
 
 def row_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The choice of a model's expert kernels, from the profile's name and the device, while loading.
 
 CUDA tensors go to Triton, or to the reference with a warning where Triton cannot run. MegaBlocks
-runs only on request.
+runs only on request. Recurrent layers run on the same devices (`enable_recurrence`).
 
 Shape legend as in kernels/reference.py.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.cpu import backend_status
+from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError, MegaBlocksExperts
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
@@ -86,3 +86,18 @@ def triton_kernels() -> ModuleType | None:
     from kernels.triton import experts
 
     return experts
+
+
+def enable_recurrence(device: torch.device) -> str:
+    """Let the operations of kernels/recurrence.py run on tensors there; else the reason why not."""
+    if device.type == "cpu":
+        native, reason = choose_kernel()
+        return reason if native is None else ""
+    if device.type != "cuda":
+        return f"there are no kernels for '{device}'"
+    status = triton_status()
+    if status["name"] != "triton":
+        return status["reason"]
+    import kernels.triton.recurrence  # noqa: F401 - registers itself
+
+    return ""

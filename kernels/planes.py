@@ -23,6 +23,12 @@ the first in the highest bits; one of the 4-bit plane holds 2, the first in the 
 between: two such planes are 2 bits a step again after one selection. Rows are padded to 16 and
 columns to whole groups, with code 136 and scale 0.
 
+Weights that a file has quantised already keep its own codes, of 2 to 6 or 8 bits, and its own
+scales and offsets (kernels/scales.py). Their planes are few: the first 4 bits, then the others; of
+2 and 3 bits the first 2. Four bits are unpacked with a mask and a shift, and have no coarser
+prefix. The middle of a prefix is that of the codes that begin with it, to a half. Columns are
+padded to 32.
+
 Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row; E, F, G,
 H and S as in kernels/reference.py.
 """
@@ -31,17 +37,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import accumulate, zip_longest
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.scales import (
+    BLOCK_ROWS,
+    SCALES,
+    GroupScales,
+    Scales,
+    block_bytes,
+    is_centred,
+    pack_group_scales,
+    unpack_group_scales,
+)
+
 PLANE_BITS = (2, 1, 1, 4)
 PrefixBits = Literal[2, 3, 4, 8]
 PREFIX_BITS: tuple[PrefixBits, ...] = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64)
-BLOCK_ROWS = 16
+FILE_GROUP_SIZES = (16, 32, 64, 128)
+FILE_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
+"""Bits of the planes of codes that come from a file, by the bits of a code."""
+FILE_ROW_GROUP = 32
+"""Columns of activations that share a scale where weights come from a file."""
 STEP_COLUMNS = 4
 ZERO_CODE = 136
 MAX_CODE = 255
@@ -51,25 +73,71 @@ _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
 
+class PlaneFormat(NamedTuple):
+    """How a matrix is quantised, whatever its size: the last fields of `PlaneLayout`."""
+
+    group_size: int = 64
+    bits: int = 8
+    scales: Scales = "symmetric"
+
+    @property
+    def plane_bits(self) -> tuple[int, ...]:
+        """Bits of each plane."""
+        return PLANE_BITS if self.scales == "symmetric" else FILE_PLANES[self.bits]
+
+    @property
+    def prefix_bits(self) -> tuple[int, ...]:
+        """Bits of the first plane, of the first two, ..., of all."""
+        return tuple(accumulate(self.plane_bits))
+
+    def num_planes(self, bits: int) -> int:
+        """How many planes the longest prefix of at most so many bits has, 1 at least."""
+        return max(1, sum(own <= bits for own in self.prefix_bits))
+
+    @property
+    def row_group(self) -> int:
+        """Columns of activations that share a scale."""
+        return self.group_size if self.scales == "symmetric" else FILE_ROW_GROUP
+
+
 @dataclass(frozen=True)
 class PlaneLayout:
-    """Where the codes of an ``(N, K)`` matrix lie in its planes.
+    """Where the codes of an ``(N, K)`` matrix lie in its planes, and how it is quantised.
+
+    Attributes:
+        group_size: columns that share a scale.
+        bits: of a code.
+        scales: see kernels/scales.py; codes that are ``symmetric`` have 8 bits.
 
     Raises:
-        ValueError: the group size is none of `GROUP_SIZES`, or a dimension is not positive.
+        ValueError: a group size or width that the kind of scales does not have, or a dimension that
+            is not positive.
     """
 
     rows: int
     columns: int
     group_size: int = 64
+    bits: int = 8
+    scales: Scales = "symmetric"
 
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES:
+        if self.scales not in SCALES:
+            raise ValueError(f"scales are {', '.join(SCALES)}, got {self.scales}")
+        own = self.scales == "symmetric"
+        if own and self.group_size not in GROUP_SIZES:
             raise ValueError(f"group size must be 32 or 64, got {self.group_size}")
+        if not own and self.group_size not in FILE_GROUP_SIZES:
+            raise ValueError(f"group size must be 16, 32, 64 or 128, got {self.group_size}")
+        if self.bits not in ((8,) if own else FILE_PLANES):
+            raise ValueError(f"codes with {self.scales} scales cannot have {self.bits} bits")
         if self.rows < 1 or self.columns < 1:
             raise ValueError(
                 f"a matrix needs at least one row and column, got {self.rows}x{self.columns}"
             )
+
+    @property
+    def format(self) -> PlaneFormat:
+        return PlaneFormat(self.group_size, self.bits, self.scales)
 
     @property
     def num_blocks(self) -> int:
@@ -85,15 +153,32 @@ class PlaneLayout:
 
     @property
     def padded_columns(self) -> int:
-        return self.num_groups * self.group_size
+        group = self.format.row_group
+        return -(-self.columns // group) * group
 
     def plane_bytes(self, plane: int) -> int:
-        """Bytes of one plane; a multiple of 64."""
-        return self.padded_rows * self.padded_columns * PLANE_BITS[plane] // 8
+        """Bytes of one plane, a multiple of 64; 0 for one that the format does not have."""
+        widths = self.format.plane_bits
+        bits = widths[plane] if plane < len(widths) else 0
+        return self.padded_rows * self.padded_columns * bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.num_blocks * block_bytes(self.scales, self.columns, self.group_size)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float16 if self.scales == "symmetric" else torch.uint8
 
     @property
     def num_scales(self) -> int:
-        return self.padded_rows * self.num_groups
+        """Elements of the blob of scales."""
+        return self.scale_bytes // self.scale_dtype.itemsize
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of the longest prefix of at most so many bits, with its scales."""
+        planes = range(self.format.num_planes(bits))
+        return sum(map(self.plane_bytes, planes)) + self.scale_bytes
 
 
 def num_planes(bits: int) -> int:
@@ -130,8 +215,8 @@ def quantize(weight_NK: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
     """The planes of ``(..., N, K)`` uint8 codes: ``(..., plane_bytes(p))`` uint8 each."""
     steps = _steps(codes_NK, layout)  # (..., B, padded K / 4, 64)
-    planes, shift = [], 8
-    for bits in PLANE_BITS:
+    planes, shift = [], layout.bits
+    for bits in layout.format.plane_bits:
         shift -= bits
         parts = ((steps >> shift) & (2**bits - 1)).unflatten(-2, (-1, 8 // bits))
         vector = torch.zeros_like(parts[..., 0, :])
@@ -142,22 +227,22 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
 
 
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
-    """``(..., N, K)`` uint8 codes of the first planes; the bits of missing planes are centred.
+    """``(..., N, K)`` uint8 codes of the first planes. All planes give the codes that were packed.
 
-    All planes give the codes that were packed.
+    The bits of missing planes are centred in symmetric codes, else 0.
     """
     lead = planes[0].shape[:-1]
     steps = torch.zeros(
         *lead, layout.num_blocks, layout.padded_columns // STEP_COLUMNS, _STEP_CODES,
         dtype=torch.uint8, device=planes[0].device,
     )  # fmt: skip
-    shift = 8
-    for plane, bits in zip(planes, PLANE_BITS, strict=False):
+    shift = layout.bits
+    for plane, bits in zip(planes, layout.format.plane_bits, strict=False):
         shift -= bits
         vectors = plane.view(*lead, layout.num_blocks, -1, 1, _STEP_CODES)
         parts = [(vectors >> position) & (2**bits - 1) for position in _POSITIONS[bits]]
         steps |= torch.cat(parts, -2).flatten(-3, -2) << shift
-    if shift:
+    if shift and layout.scales == "symmetric":
         steps |= 1 << (shift - 1)
     blocks = steps.unflatten(-1, (BLOCK_ROWS, STEP_COLUMNS)).transpose(-3, -2)
     codes = blocks.flatten(-2).flatten(-3, -2)
@@ -177,10 +262,25 @@ def unpack_scales(scales: Tensor, layout: PlaneLayout) -> Tensor:
 
 
 def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) -> Tensor:
-    """``(..., N, K)`` float32 weights that the first planes stand for."""
-    values = unpack(planes, layout).float().sub_(ZERO_CODE)
-    spread = unpack_scales(scales, layout).float().repeat_interleave(layout.group_size, -1)
-    return values.mul_(spread[..., : layout.columns])
+    """``(..., N, K)`` float32 weights that the first planes stand for.
+
+    Leading dimensions are for symmetric codes only.
+    """
+    if layout.scales == "symmetric":
+        values = unpack(planes, layout).float().sub_(ZERO_CODE)
+        spread = unpack_scales(scales, layout).float().repeat_interleave(layout.group_size, -1)
+        return values.mul_(spread[..., : layout.columns])
+    values = unpack(planes, layout).float()
+    values += (2 ** (layout.bits - layout.format.prefix_bits[len(planes) - 1]) - 1) / 2
+    if is_centred(layout.scales):
+        values -= 2 ** (layout.bits - 1)
+    spread, offset = unpack_group_scales(
+        scales, layout.scales, layout.group_size, layout.rows, layout.columns
+    )
+    values *= spread.repeat_interleave(layout.group_size, -1)[:, : layout.columns]
+    if offset is not None:
+        values += offset.repeat_interleave(layout.group_size, -1)[:, : layout.columns]
+    return values
 
 
 def _scale(low: Tensor, high: Tensor) -> Tensor:
@@ -194,7 +294,8 @@ def _scale(low: Tensor, high: Tensor) -> Tensor:
 
 def _steps(codes_NK: Tensor, layout: PlaneLayout) -> Tensor:
     rows, columns = layout.padded_rows - layout.rows, layout.padded_columns - layout.columns
-    codes = pad(codes_NK, (0, columns, 0, rows), value=ZERO_CODE)
+    zero = ZERO_CODE if layout.scales == "symmetric" else 0
+    codes = pad(codes_NK, (0, columns, 0, rows), value=zero)
     blocks = codes.unflatten(-2, (-1, BLOCK_ROWS)).unflatten(-1, (-1, STEP_COLUMNS))
     return blocks.transpose(-3, -2).flatten(-2)
 
@@ -212,8 +313,8 @@ class PlaneMatrix:
 
     Attributes:
         layout: where the codes lie.
-        planes: the first 1 to 4 planes, ``(plane_bytes(p),)`` uint8 each.
-        scales: ``(num_scales,)`` float16.
+        planes: the first planes, ``(plane_bytes(p),)`` uint8 each.
+        scales: ``(num_scales,)`` of the layout's dtype.
         bias: ``(N,)`` floating point, or None.
     """
 
@@ -225,10 +326,15 @@ class PlaneMatrix:
     def __post_init__(self) -> None:
         _check_blobs(self.planes, self.scales, (self.layout,), "a matrix")
 
+    @classmethod
+    def of_file(cls, codes_NK: Tensor, scales: GroupScales, layout: PlaneLayout) -> PlaneMatrix:
+        """A matrix with a file's own codes, uint8, and scales; not for symmetric ones."""
+        blob = pack_group_scales(scales, layout.scales, layout.group_size, layout.columns)
+        return cls(layout, pack(codes_NK, layout), blob)
+
     @property
     def bits(self) -> int:
-        """2, 3, 4 or 8."""
-        return PREFIX_BITS[len(self.planes) - 1]
+        return self.layout.format.prefix_bits[len(self.planes) - 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,8 +348,9 @@ class QuantizedExperts:
         first: layout of one part, (F, H), of the first projection.
         parts: 2 for gate and up, in this order; 1 for experts without a gate.
         second: layout of the second projection, (H, F).
-        planes: of each expert its first 1 to 4 blobs of uint8.
-        scales: of each expert one blob of float16.
+        planes: of each expert its first blobs of uint8; a matrix with fewer planes than another
+            has no part in the last ones.
+        scales: of each expert one blob, of float16 where all codes are symmetric, else of uint8.
         activation: (S, G) -> (S, F), the architecture's own, on rows in its own order.
         interleaved: the activation wants gate and up row by row in turn, not one after the other.
         gate_up_bias_EG: (E, G) added to the first projection, in the architecture's own order.
@@ -301,13 +408,17 @@ class QuantizedExperts:
         blobs = (*self.planes[expert], self.scales[expert], *biases)
         return sum(blob.numel() * blob.element_size() for blob in blobs)
 
+    @property
+    def prefix_bits(self) -> tuple[int, ...]:
+        """Bits of the first blob of planes, of the first two, ...: of the finest matrix."""
+        return joint_prefix_bits(self.first.format, self.second.format)
+
     def bits_of(self, expert: int) -> int:
-        """2, 3, 4 or 8."""
-        return PREFIX_BITS[len(self.planes[expert]) - 1]
+        return self.prefix_bits[len(self.planes[expert]) - 1]
 
     def at_most(self, bits: int) -> QuantizedExperts:
-        """The same experts at no more than ``bits`` bits; shares all memory."""
-        keep = num_planes(bits)
+        """The same experts at no more than ``bits`` bits, but for one plane; shares all memory."""
+        keep = max(1, sum(own <= bits for own in self.prefix_bits))
         return replace(self, planes=tuple(planes[:keep] for planes in self.planes))
 
     def matrices(self, expert: int) -> tuple[PlaneMatrix, ...]:
@@ -316,9 +427,14 @@ class QuantizedExperts:
             blob.split([layout.plane_bytes(plane) for layout in self._layouts])
             for plane, blob in enumerate(self.planes[expert])
         ]
-        scales = self.scales[expert].split([layout.num_scales for layout in self._layouts])
+        scales = self.scales[expert].view(torch.uint8)
+        own = scales.split([layout.scale_bytes for layout in self._layouts])
         return tuple(
-            PlaneMatrix(layout, tuple(blobs[index] for blobs in planes), scales[index])
+            PlaneMatrix(
+                layout,
+                tuple(blobs[index] for blobs in planes[: len(layout.format.plane_bits)]),
+                own[index].view(layout.scale_dtype),
+            )
             for index, layout in enumerate(self._layouts)
         )
 
@@ -327,18 +443,30 @@ class QuantizedExperts:
         return (self.first,) * self.parts + (self.second,)
 
 
+def joint_prefix_bits(first: PlaneFormat, second: PlaneFormat) -> tuple[int, ...]:
+    """Bits of the finer of two matrices at the first plane, at the first two, ..., of both."""
+    pairs = zip_longest(first.prefix_bits, second.prefix_bits, fillvalue=0)
+    return tuple(accumulate((max(pair) for pair in pairs), max))
+
+
 def join_matrices(matrices: Sequence[PlaneMatrix]) -> tuple[tuple[Tensor, ...], Tensor]:
     """The blobs of one expert's planes, and of its scales, from its matrices in order."""
-    planes = zip(*(matrix.planes for matrix in matrices), strict=True)
-    scales = torch.cat([matrix.scales for matrix in matrices])
-    return tuple(torch.cat(blobs) for blobs in planes), scales
+    count = max(len(matrix.planes) for matrix in matrices)
+    planes = (
+        torch.cat([matrix.planes[plane] for matrix in matrices if plane < len(matrix.planes)])
+        for plane in range(count)
+    )
+    same = len({matrix.scales.dtype for matrix in matrices}) == 1
+    scales = [matrix.scales if same else matrix.scales.view(torch.uint8) for matrix in matrices]
+    return tuple(planes), torch.cat(scales)
 
 
 def _check_blobs(
     planes: tuple[Tensor, ...], scales: Tensor, layouts: Sequence[PlaneLayout], name: str
 ) -> None:
-    if not 1 <= len(planes) <= len(PLANE_BITS):
-        raise ValueError(f"{name} must hold 1 to 4 planes, got {len(planes)}")
+    most = max(len(layout.format.plane_bits) for layout in layouts)
+    if not 1 <= len(planes) <= most:
+        raise ValueError(f"{name} must hold 1 to {most} planes, got {len(planes)}")
     for plane, blob in enumerate(planes):
         size = sum(layout.plane_bytes(plane) for layout in layouts)
         if blob.shape != (size,) or blob.dtype != torch.uint8 or not blob.is_contiguous():
@@ -346,11 +474,13 @@ def _check_blobs(
                 f"plane {plane} of {name} must be ({size},) uint8 and contiguous, "
                 f"got {tuple(blob.shape)} {blob.dtype}"
             )
-    size = sum(layout.num_scales for layout in layouts)
-    if scales.shape != (size,) or scales.dtype != torch.float16 or not scales.is_contiguous():
+    dtypes = {layout.scale_dtype for layout in layouts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    size = sum(layout.scale_bytes for layout in layouts) // dtype.itemsize
+    if scales.shape != (size,) or scales.dtype != dtype or not scales.is_contiguous():
         raise ValueError(
-            f"the scales of {name} must be ({size},) float16 and contiguous, "
-            f"got {tuple(scales.shape)} {scales.dtype}"
+            f"the scales of {name} must be ({size},) {str(dtype).removeprefix('torch.')} and "
+            f"contiguous, got {tuple(scales.shape)} {scales.dtype}"
         )
     if len({blob.device for blob in (*planes, scales)}) > 1:
         raise ValueError(f"the planes and scales of {name} must be on one device")

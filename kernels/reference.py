@@ -11,6 +11,9 @@ A group's dot product, ``q * (code - 136)``, is a sum of integers and therefore 
 ``(weight scale * activation scale) * dot`` are added in float32 in the order of the groups. The
 activation's output is quantised in the same way for the second projection.
 
+Weights with a file's own scales (kernels/scales.py) are multiplied by activations in groups of 32.
+There the kernels share the numbers, but may add them up in another order.
+
 Shape legend: T tokens, H hidden, K slots a token (top_k), E experts, F expert intermediate width,
 G = 2F for gated experts and F otherwise, S = T*K slots, R the rows of one expert; N rows, K columns
 and D groups a row of one matrix.
@@ -19,7 +22,7 @@ and D groups a row of one matrix.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from torch.nn.functional import linear, pad
 
 from kernels import planes
 from kernels.planes import ZERO_CODE, PlaneMatrix, QuantizedExperts
+from kernels.scales import BLOCK_ROWS
 
 TINY = 2.0**-100
 _MAX_CODE = 127
@@ -154,6 +158,20 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     return _project_planes(x_TK, matrix, matrix.bias).to(x_TK.dtype)
 
 
+def matrix_rows(ids_T: Tensor, matrix: PlaneMatrix) -> Tensor:
+    """``(T, K)`` float32: rows of the weights, of ids in range."""
+    layout = matrix.layout
+    block_T = ids_T // BLOCK_ROWS
+
+    def blocks(blob: Tensor) -> Tensor:
+        return blob.view(layout.num_blocks, -1)[block_T].flatten()
+
+    planes_, scales = [blocks(plane) for plane in matrix.planes], blocks(matrix.scales)
+    own = replace(layout, rows=BLOCK_ROWS * len(ids_T))
+    rows_TRK = planes.dequantize(planes_, scales, own).unflatten(0, (-1, BLOCK_ROWS))
+    return rows_TRK[torch.arange(len(ids_T)), ids_T % BLOCK_ROWS]
+
+
 def check_shapes(
     hidden_TH: Tensor,
     expert_ids_TK: Tensor,
@@ -243,8 +261,13 @@ def _quantized_expert(row_RH: Tensor, expert: int, experts: QuantizedExperts) ->
 
 def _project_planes(x_TK: Tensor, matrix: PlaneMatrix, bias: Tensor | None) -> Tensor:
     """(T, N) float32."""
-    layout, size = matrix.layout, matrix.layout.group_size
+    layout, size = matrix.layout, matrix.layout.format.row_group
     q_TDG, scale_TD = quantize_rows(x_TK, size)
+    if layout.scales != "symmetric":
+        weight_NK = planes.dequantize(matrix.planes, matrix.scales, layout)
+        rounded_TK = (q_TDG * scale_TD[..., None]).flatten(1)[:, : layout.columns]
+        output_TN = linear(rounded_TK, weight_NK)
+        return output_TN if bias is None else output_TN + bias.float()
     codes = planes.unpack(matrix.planes, layout)
     padding = (0, layout.padded_columns - layout.columns)
     codes_NDG = pad(codes, padding, value=ZERO_CODE).unflatten(1, (-1, size)).float() - ZERO_CODE

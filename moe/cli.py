@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _take_any_text()
     options = build_parser().parse_args(argv)
     try:
+        _fix_revision(options)
         if options.run not in (subcommands.generate, subcommands.chat, subcommands.serve):
             _refuse_ranks()
         code: int = options.run(options)
@@ -61,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
         add_arguments(command)
         command.set_defaults(run=run)
 
+    run = "serve a model with what suits it and this machine; says what it chose and why"
+    add("run", run, arguments.add_run, subcommands.run_model)
     add("generate", "continue a prompt", arguments.add_generate, subcommands.generate)
     chat = "talk to a model; /reset, /stats and /exit inside"
     add("chat", chat, arguments.add_chat, subcommands.chat)
@@ -94,6 +97,14 @@ def _take_any_text() -> None:
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
+
+
+def _fix_revision(options: argparse.Namespace) -> None:
+    """Write ``--revision`` into the model's name, which is what everything else passes on."""
+    if getattr(options, "revision", None) is not None:
+        from moe.loading.remote.names import at_revision
+
+        options.model = at_revision(options.model or "", options.revision)
 
 
 def _refuse_ranks() -> None:

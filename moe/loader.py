@@ -122,7 +122,7 @@ def _load(
 ) -> LoadedModel:
     policies = _policies(profile)
     device = use_device(profile)
-    path = resolve_model(path_or_hub_id)
+    path = resolve_model(path_or_hub_id, report)
     backend = _backend(profile, device)  # compiles kernels now, and not in the first request
     with planning(path, profile, device, report, ranks) as planned:
         network, weights, plan = planned.network, planned.weights, planned.memory
@@ -165,7 +165,7 @@ def _load(
             *sampling.notices,
             *load_notices(found.packing, found.fused, codec, read),
             *found.speculation.notices,
-            *decoding_notices(planned.config, profile.model.expert_bits),
+            *decoding_notices(planned.config, profile.model.expert_bits, weights.kept),
             *precision_notices(network, layers, found.mended),
             *filter(None, [*forecasts.notices, borrowing_notice(offloaded, profile)]),
             *eviction_notices(offloaded, profile),
@@ -223,7 +223,6 @@ class _Found:
 def _probe(backbone: Backbone, experts: MoELayers, profile: Profile) -> _Found:
     """Find out which faster ways give the same results as the model's own code."""
     packing = enable_packing(backbone)
-    backbone.keep_snapshots(profile.memory.prefix_tokens > 0)
     mended = mend_linears(backbone.model)
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
@@ -304,6 +303,8 @@ def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadR
         made.append(
             f"prompts are neither cut nor kept for others that begin alike: {packing.whole}"
         )
+    if packing.slow:
+        made.append(f"recurrent layers run transformers' own functions: {packing.slow}")
     if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
         made.append(f"decode steps run through transformers' own layers: {fused.reason}")
     if codec.tokenizer is None:

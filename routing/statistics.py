@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,8 @@ Phase = Literal["prefill", "decode"]
 LoadedFor = Literal["prefill", "decode", "both"]
 """Which phases' tokens visited an expert in one step of a layer."""
 
-_MAX_STEPS, _MAX_SLOTS = 256, 1 << 14
-"""Steps of a layer, and expert ids in them, that may wait to be counted."""
+_MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 16
+"""Steps of layers, and expert ids in them, that may wait to be counted."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LOADED_FOR: tuple[LoadedFor, ...] = get_args(LoadedFor)
@@ -33,11 +34,8 @@ class RoutingStatistics:
     """Running totals of one model.
 
     A *step* of a layer is one run of its experts, for any number of sequences. The distinct experts
-    of a step are what costs bytes (unique experts per forward).
-
-    Attributes:
-        steps: of each layer.
-        tokens: of each layer, all phases together.
+    of a step are what costs bytes (unique experts per forward). Legend: L layers that follow each
+    other, S steps of each, T tokens, K slots of a token, E experts of the largest layer.
     """
 
     def __init__(self, experts_per_layer: list[int]) -> None:
@@ -46,74 +44,105 @@ class RoutingStatistics:
         self.reset()
 
     def reset(self) -> None:
-        self.steps = [0] * len(self.num_experts)
-        self.tokens = [0] * len(self.num_experts)
-        self._tokens_by = [dict.fromkeys(PHASES, 0) for _ in self.num_experts]
-        self._tokens_per_expert = [torch.zeros(e, dtype=torch.int64) for e in self.num_experts]
-        zero = torch.zeros((), dtype=torch.int64)
-        self._loads = [dict.fromkeys(LOADED_FOR, zero) for _ in self.num_experts]
-        # `_count` takes steps out one by one, so a step recorded meanwhile stays in.
-        self._waiting: list[deque[dict[Phase, Tensor]]] = [deque() for _ in self.num_experts]
-        self._slots = [0] * len(self.num_experts)
+        layers, experts = len(self.num_experts), max(self.num_experts, default=0)
+        self._steps = np.zeros(layers, np.int64)
+        self._tokens_by = {phase: np.zeros(layers, np.int64) for phase in PHASES}
+        self._tokens_per_expert = torch.zeros(layers, experts, dtype=torch.int64)
+        zeros = torch.zeros(layers, dtype=torch.int64)
+        self._loads: dict[LoadedFor, Tensor] = dict.fromkeys(LOADED_FOR, zeros)
+        # First layer and ids (L, T, K). `_count` takes them out one by one, so one that is recorded
+        # meanwhile stays in.
+        self._waiting: deque[tuple[int, dict[Phase, Tensor]]] = deque()
+        self._waiting_steps = self._waiting_ids = 0
 
     def record(self, layer: int, routings: Mapping[Phase, Routing]) -> None:
         """Count one step of a layer: the tokens of each phase that took part in it."""
-        self.steps[layer] += 1
-        for phase, routing in routings.items():
-            tokens = routing.num_tokens
-            self.tokens[layer] += tokens
-            self._tokens_by[layer][phase] += tokens
-            self._slots[layer] += tokens * routing.top_k
-        self._waiting[layer].append({phase: r.expert_ids for phase, r in routings.items()})
-        if len(self._waiting[layer]) >= _MAX_STEPS or self._slots[layer] >= _MAX_SLOTS:
-            self._count(layer)
+        self._keep(layer, {phase: each.expert_ids[None] for phase, each in routings.items()})
 
-    def _count(self, layer: int) -> None:
+    def record_layers(self, first: int, phase: Phase, ids_LTK: Tensor) -> None:
+        """Count one step of each of L layers, with tokens of one phase: int64 expert ids, -1 in
+        unused slots."""
+        self._keep(first, {phase: ids_LTK})
+
+    def _keep(self, first: int, ids: dict[Phase, Tensor]) -> None:
+        layers = 0
+        for phase, ids_LTK in ids.items():
+            layers, tokens, _ = ids_LTK.shape
+            self._tokens_by[phase][first : first + layers] += tokens
+            self._waiting_ids += ids_LTK.numel()
+        self._steps[first : first + layers] += 1
+        self._waiting_steps += layers
+        self._waiting.append((first, ids))
+        if self._waiting_steps >= _MAX_STEPS or self._waiting_ids >= _MAX_IDS:
+            self._count()
+
+    def _count(self) -> None:
         """Add the waiting steps to the totals."""
         with self._counting:
-            waiting = self._waiting[layer]
-            steps = [waiting.popleft() for _ in range(len(waiting))]
-            self._slots[layer] = 0
-            if not steps:
-                return
-            present = [phase for phase in PHASES if any(phase in step for step in steps)]
-            counts = {phase: self._count_phase(layer, steps, phase) for phase in present}
-            touched = {phase: count > 0 for phase, count in counts.items()}
-            if len(present) > 1:
-                shared = touched["prefill"] & touched["decode"]
-                self._add_loads(layer, "both", shared)
-                touched = {phase: own & ~shared for phase, own in touched.items()}
-            for phase, own in touched.items():
-                self._add_loads(layer, phase, own)
-                total = self._tokens_per_expert[layer].to(own.device)
-                self._tokens_per_expert[layer] = total + counts[phase].sum(0)
+            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            self._waiting_steps = self._waiting_ids = 0
+            alike: dict[tuple[int, int], list[dict[Phase, Tensor]]] = {}
+            ends = [first + len(next(iter(ids.values()))) for first, ids in waiting]
+            for (first, ids), end in zip(waiting, ends, strict=True):
+                alike.setdefault((first, end), []).append(ids)
+            for (first, end), steps in alike.items():
+                self._add(slice(first, end), steps)
 
-    def _count_phase(self, layer: int, steps: list[dict[Phase, Tensor]], phase: Phase) -> Tensor:
-        """``(steps, E)`` int64: tokens of a phase that visited each expert in each step."""
-        num_experts, device = self.num_experts[layer], next(iter(steps[0].values())).device
-        ids = [step[phase].flatten() for step in steps if phase in step]
-        sizes = torch.tensor([step[phase].numel() if phase in step else 0 for step in steps])
-        places = torch.arange(len(steps)).repeat_interleave(sizes) * (num_experts + 1) + 1
-        slots = torch.cat(ids) + places.to(device)
-        counts = torch.bincount(slots, minlength=len(steps) * (num_experts + 1))
-        return counts.view(len(steps), -1)[:, 1:]
+    def _add(self, layers: slice, steps: list[dict[Phase, Tensor]]) -> None:
+        """Add steps of the same layers to the totals."""
+        present = [phase for phase in PHASES if any(phase in step for step in steps)]
+        counts = {phase: self._count_phase(steps, phase) for phase in present}
+        touched = {phase: count > 0 for phase, count in counts.items()}
+        if len(present) > 1:
+            shared = touched["prefill"] & touched["decode"]
+            self._add_loads(layers, "both", shared)
+            touched = {phase: own & ~shared for phase, own in touched.items()}
+        for phase, own in touched.items():
+            self._add_loads(layers, phase, own)
+            # Copies: a tensor made in inference mode may not change outside of it.
+            total = self._tokens_per_expert.to(own.device, copy=True)
+            total[layers] += counts[phase].sum(1)
+            self._tokens_per_expert = total
 
-    def _add_loads(self, layer: int, phases: LoadedFor, touched: Tensor) -> None:
-        self._loads[layer][phases] = self._loads[layer][phases].to(touched.device) + touched.sum()
+    def _count_phase(self, steps: list[dict[Phase, Tensor]], phase: Phase) -> Tensor:
+        """``(L, S, E)`` int64: tokens of a phase that visited each expert in each step."""
+        places = self._tokens_per_expert.shape[1] + 1  # of a step; the first: unused slots
+        ids = torch.cat([step[phase].flatten(1) for step in steps if phase in step], 1)
+        sizes = torch.tensor([step[phase][0].numel() if phase in step else 0 for step in steps])
+        begin = torch.arange(len(steps)).repeat_interleave(sizes) * places + 1
+        layer = torch.arange(len(ids))[:, None] * (len(steps) * places)
+        slots = ids + (begin + layer).to(ids.device)
+        counts = torch.bincount(slots.flatten(), minlength=len(ids) * len(steps) * places)
+        return counts.view(len(ids), len(steps), places)[..., 1:]
+
+    def _add_loads(self, layers: slice, phases: LoadedFor, touched_LSE: Tensor) -> None:
+        total = self._loads[phases].to(touched_LSE.device, copy=True)
+        total[layers] += touched_LSE.sum((1, 2))
+        self._loads[phases] = total
+
+    @property
+    def steps(self) -> list[int]:
+        """Of each layer."""
+        return self._steps.tolist()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of each layer, all phases together."""
+        return np.sum(list(self._tokens_by.values()), axis=0).tolist()
 
     def tokens_by(self, layer: int) -> dict[Phase, int]:
         """Tokens of the layer by phase; they add up to ``tokens``."""
-        return dict(self._tokens_by[layer])
+        return {phase: int(tokens[layer]) for phase, tokens in self._tokens_by.items()}
 
     def tokens_per_expert(self, layer: int) -> Tensor:
         """``(E,)`` int64 on the CPU: tokens that visited each expert of the layer so far."""
-        self._count(layer)
-        return self._tokens_per_expert[layer].cpu().clone()
+        self._count()
+        return self._tokens_per_expert[layer, : self.num_experts[layer]].cpu().clone()
 
     def expert_loads_by(self, layer: int) -> dict[LoadedFor, int]:
         """`expert_loads` by the phases that needed them; an expert counts once a step."""
-        self._count(layer)
-        return {phases: int(loads) for phases, loads in self._loads[layer].items()}
+        self._count()
+        return {phases: int(loads[layer]) for phases, loads in self._loads.items()}
 
     def expert_loads(self, layer: int) -> int:
         """Distinct experts summed over the layer's steps: how often an expert had to be read."""
@@ -126,17 +155,18 @@ class RoutingStatistics:
 
     def snapshot(self) -> list[dict[str, Any]]:
         """A dictionary for each layer, ready for JSON."""
+        steps, tokens = self.steps, self.tokens
         return [
             {
                 "layer": layer,
                 "num_experts": self.num_experts[layer],
-                "steps": self.steps[layer],
-                "tokens": self.tokens[layer],
+                "steps": steps[layer],
+                "tokens": tokens[layer],
                 "tokens_by": self.tokens_by(layer),
                 "tokens_per_expert": self.tokens_per_expert(layer).tolist(),
                 "expert_loads": self.expert_loads(layer),
                 "expert_loads_by": self.expert_loads_by(layer),
-                "distinct_experts_per_step": self.expert_loads(layer) / max(self.steps[layer], 1),
+                "distinct_experts_per_step": self.expert_loads(layer) / max(steps[layer], 1),
                 "max_violation": self.max_violation(layer),
             }
             for layer in range(len(self.num_experts))

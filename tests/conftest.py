@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from moe import MoE
     from moe.memory.footprint import Footprint
+    from tests.fake_hub import FakeHub
 
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -132,6 +133,15 @@ def tiny_moe(tiny_checkpoint: Callable[[str], Path]) -> Callable[[str], MoE]:
         return MoE.from_pretrained(tiny_checkpoint(model_type))
 
     return load
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    """A hub on localhost, which this process uses instead of the real one."""
+    from tests.fake_hub import fake_hub
+
+    with fake_hub(tmp_path_factory.mktemp("hub")) as hub:
+        yield hub
 
 
 @pytest.fixture(scope="session")

@@ -53,6 +53,7 @@ FLOORS = {
     "sampling": "the next token",
     "settings": "profiles",
     "machine": "facts about this machine",
+    "extras": "optional packages, and how to install them",
     "errors": "errors a user can cause",
 }
 

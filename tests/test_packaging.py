@@ -21,6 +21,8 @@ import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
+from moe.extras import EXTRAS
+
 ROOT = Path(__file__).parents[1]
 ROOMS = [file.parent.name for file in sorted(ROOT.glob("*/__init__.py"))]
 ROOMS = [room for room in ROOMS if room not in ("benchmarks", "examples")]
@@ -116,3 +118,65 @@ def test_installed_version_is_that_of_pyproject() -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("a plain checkout has no metadata")
     assert f'version = "{installed}"' in (ROOT / "pyproject.toml").read_text()
+
+
+WITHOUT_EXTRAS = """
+import sys
+from moe.extras import EXTRAS
+for requirement in {one for extra in EXTRAS.values() for one in extra}:
+    name = requirement.partition(">")[0]
+    if name != "transformers":
+        sys.modules[name] = None
+from moe.cli import main
+import moe.server.serve, moe.commands.chat
+model, store = "examples/demo-model", sys.argv[1]
+assert main(["generate", model, "--prompt", "def", "--max-new-tokens", "3", "--json"]) == 0
+assert main(["plan", model, "--json"]) == 0
+assert main(["convert", model, store]) == 0
+assert main(["convert", model, store + "-2", "--target-bits", "3"]) == 2
+assert main(["inspect", store, "--image", store + ".png"]) == 2
+"""
+
+
+def test_the_base_installation_runs_models(tmp_path: Path) -> None:
+    """Without any package of an extra: what needs one says which."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, str(tmp_path / "store")]
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--image needs matplotlib: pip install 'matplotlib>=3.9'" in done.stderr
+
+
+def test_the_extras_are_those_of_pyproject() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = dict(re.findall(r"^([a-z]+) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL))
+    listed = {extra: tuple(re.findall(r'"(.+?)"', lists[extra])) for extra in EXTRAS}
+    assert listed == EXTRAS
+    base = set(re.findall(r'"([a-z_]+)', lists["dependencies"]))
+    optional = {one.partition(">")[0] for requirements in EXTRAS.values() for one in requirements}
+    assert base & optional == {"transformers"}
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
+    """An index gives whatever somebody registered under it."""
+    patterns = ["*.md", "docs/*.md", "Makefile", "pyproject.toml"]
+    patterns += [f"{room}/**/*.py" for room in (*ROOMS, "benchmarks", "examples", "tests")]
+    found = [
+        f"{file.relative_to(ROOT)}: {line.strip()}"
+        for pattern in patterns
+        for file in ROOT.glob(pattern)
+        if file.name != Path(__file__).name
+        for line in file.read_text().splitlines()
+        if re.search(r"pip3? install|uvx? |pipx", line) and "moe-inference" in line
+    ]
+    assert not found
+
+
+def test_the_command_answers_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys; from moe.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
+    )
+    code += "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules))"
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == [""], done.stdout

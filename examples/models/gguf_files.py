@@ -8,6 +8,7 @@ Mixtral in pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,30 +94,58 @@ def stays_whole(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def blocks(array: NDArray[np.float32], kind: Any) -> NDArray[Any]:
-    """Blocks of a type; random ones of modest scales where the package cannot quantise to it."""
+    """Blocks of a type; random ones, around 0, where the package cannot quantise to it."""
     try:
         quantized: NDArray[Any] = gguf.quants.quantize(array, kind)
         return quantized
     except RuntimeError:  # the package cannot write this type
-        rng = np.random.default_rng(array.size)
-        size = gguf.GGML_QUANT_SIZES[kind][1]
-        shape = gguf.quant_shape_to_byte_shape(array.shape, kind)
-        drawn = rng.integers(0, 256, (int(np.prod(shape)) // size, size), dtype=np.uint8)
-        for start in HALVES[kind.name]:
-            halves = rng.uniform(0.001, 0.004, len(drawn)).astype(np.float16)
-            drawn[:, start : start + 2] = halves[:, None].view(np.uint8)
-        return drawn.reshape(shape)
+        return random_blocks(array.shape, kind, array.size)
 
 
-HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_XS": (0,),
+def random_blocks(shape: tuple[int, ...], kind: Any, seed: int) -> NDArray[np.uint8]:
+    """Blocks of weights around 0 that are about .03 in size, of a type with superblocks."""
+    own, rng = RANDOM[kind.name], np.random.default_rng(seed)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    packed = gguf.quant_shape_to_byte_shape(shape, kind)
+    drawn = rng.integers(0, 256, (int(np.prod(packed)) // size, size), dtype=np.uint8)
+    scales = rng.uniform(0.7 * own.scale, 1.3 * own.scale, len(drawn))
+    for start, factor in own.halves:
+        drawn[:, start : start + 2] = (factor * scales).astype(np.float16)[:, None].view(np.uint8)
+    for to, source in own.minima:  # those of each group are its scale, times the middle code
+        drawn[:, to] = drawn[:, source]
+    for at in own.nibbles:
+        drawn[:, at] = (drawn[:, at] & 15) * 17
+    return drawn.reshape(packed)
+
+
+@dataclass(frozen=True)
+class RandomBlocks:
+    """How random bytes become blocks of a type.
+
+    Attributes:
+        scale: what makes the weights .03 large.
+        halves: where float16 scales are, and by how much more than that.
+        minima: bytes of minima, and of the scales that they copy.
+        nibbles: bytes that have a scale and the same minimum.
+    """
+
+    scale: float
+    halves: tuple[tuple[int, float], ...] = ((0, 1.0),)
+    minima: tuple[tuple[slice, slice], ...] = ()
+    nibbles: tuple[slice, ...] = ()
+
+
+_MINIMA = ((slice(8, 12), slice(4, 8)),)
+RANDOM = {
+    "Q2_K": RandomBlocks(3e-3, ((80, 1.0), (82, 1.5)), (), (slice(0, 16),)),
+    "Q3_K": RandomBlocks(7e-4, ((108, 1.0),)),
+    "Q4_K": RandomBlocks(2e-4, ((0, 1.0), (2, 7.5)), _MINIMA, (slice(12, 16),)),
+    "Q5_K": RandomBlocks(1e-4, ((0, 1.0), (2, 15.5)), _MINIMA, (slice(12, 16),)),
+    "Q6_K": RandomBlocks(2e-5, ((208, 1.0),)),
+    "IQ4_NL": RandomBlocks(5e-4),
+    "IQ4_XS": RandomBlocks(3e-5),
 }
-"""Where in a block float16 scales are, which are not finite in random bytes."""
+"""Types that the package decodes and cannot write."""
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,11 +1,12 @@
-"""A random Qwen3-MoE of 1.7 billion parameters: large enough to measure speed.
+"""Random models of 1.7 billion parameters: large enough to measure speed.
 
     python -m examples.models.random_models
 
-16 layers, hidden size 1024, 64 experts of width 512, top-8: 6.9 GB in float32. It says nothing
-sensible, and its routing has no locality. Its tokenizer is made by a rule, not learnt. It has no
-end token, so its answers are as long as asked for. Written once, into $BENCHMARKS_DIR (default:
-moe-benchmarks in the system's folder for temporary files).
+`random_2b` is a Qwen3-MoE, `random_hybrid` a Qwen3.5-MoE, three of whose four layers are gated
+delta rules. Both have 16 layers, hidden size 1024, 64 experts of width 512, top-8: 7 GB in float32.
+They say nothing sensible, and their routing has no locality. Their tokenizer is made by a rule, not
+learnt. They have no end token, so their answers are as long as asked for. Each is written once,
+into $BENCHMARKS_DIR (default: moe-benchmarks in the system's folder for temporary files).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe.machine import memory_available
 
@@ -38,6 +40,14 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": False,
 }
+HYBRID: dict[str, Any] = SHAPE | {
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""With states of 12 MB for a sequence, a third of what the weights of a token take at 4 bits."""
 PARAMETERS = 1_720_749_056
 MEMORY = 2.2 * 4 * PARAMETERS
 """Bytes of memory needed to make the checkpoint; more than to serve it."""
@@ -54,7 +64,16 @@ def bench_dir() -> Path:
 def random_2b() -> Path | None:
     """Folder of the checkpoint, made at the first call. None, and the reason printed, if memory or
     disk are short."""
-    folder = bench_dir() / "random-2b"
+    return _random_model("random-2b", "qwen3_moe", SHAPE)
+
+
+def random_hybrid() -> Path | None:
+    """As `random_2b`."""
+    return _random_model("random-hybrid", "qwen3_5_moe_text", HYBRID)
+
+
+def _random_model(name: str, model_type: str, shape: dict[str, Any]) -> Path | None:
+    folder = bench_dir() / name
     if (folder / "config.json").exists():
         return folder
     memory, disk = memory_available() or 0, shutil.disk_usage(folder.parent).free
@@ -63,15 +82,13 @@ def random_2b() -> Path | None:
         (f"disk in {folder.parent}", disk, 5 * PARAMETERS),
     ):
         if free < needed:
-            print(
-                f"skipped: the 2B model needs {needed / 1e9:.0f} GB of {what}, not {free / 1e9:.0f}"
-            )
+            print(f"skipped: {name} needs {needed / 1e9:.0f} GB of {what}, not {free / 1e9:.0f}")
             return None
     unfinished = folder.with_suffix(".unfinished")
-    config = Qwen3MoeConfig(**SHAPE, dtype=torch.float32)
+    config = CONFIG_MAPPING[model_type](**shape, dtype=torch.float32)
     torch.manual_seed(7)
-    model = Qwen3MoeForCausalLM(config)
-    assert model.num_parameters() == PARAMETERS
+    model = AutoModelForCausalLM.from_config(config)
+    assert 1 <= model.num_parameters() / PARAMETERS < 1.1
     # With transformers' 0.02 attention drowns the token, and all tokens of a prompt go to the same
     # experts: 35 of 64 for 2,048 tokens.
     torch.nn.init.normal_(model.model.embed_tokens.weight)
@@ -111,4 +128,4 @@ def without_end(model: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(random_2b())
+    print(random_2b(), random_hybrid())

@@ -36,7 +36,7 @@ from experts.store import layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from moe.loading.meta_model import build_meta_model
-from moe.loading.takeover import chosen_linears, planes_of, quantize_linear
+from moe.loading.takeover import chosen_linears, prefixes_of, quantize_linear
 from moe.network.seam import experts_modules, take_weights
 
 SHAPE: dict[str, Any] = {
@@ -111,7 +111,7 @@ def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
         source=folder.name,
         bits=BITS,
         group_size=GROUP_SIZE,
-        linears=planes_of(network),
+        linears=prefixes_of(network),
         layers=tuple(layer for layer, _ in layers),
         files={layer.file: file for layer, file in layers} | {TRUNK_NAME: trunk},
     )

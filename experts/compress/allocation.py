@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, eye_array, kron, vstack
 
 from experts.compress.statistics import LayerCalibration
 
@@ -44,6 +42,10 @@ def allocate(damage_EW: Damage, sizes_EW: Sizes, budget: int) -> Choice:
         AllocationError: the budget is below the smallest or above the largest choice.
         ValueError: a damage is not finite or negative.
     """
+    # optional: for budgets
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array, eye_array, kron, vstack
+
     _check(damage_EW, sizes_EW, budget)
     count, widths = damage_EW.shape
     extra_EW, room = _beyond_least(sizes_EW, budget)

@@ -13,7 +13,6 @@ from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -129,6 +128,8 @@ def fewest_moves(current: Placement, new: Placement, price_E: Floats) -> Placeme
         current, new: of one shape.
         price_E: of bringing each expert to a rank.
     """
+    from scipy.optimize import linear_sum_assignment  # optional: for several ranks
+
     held_ER, wanted_ER = current.copies_ER > 0, new.copies_ER > 0
     kept_RR = (held_ER * price_E[:, None]).T @ wanted_ER
     _, names = linear_sum_assignment(kept_RR, maximize=True)

@@ -2,9 +2,10 @@
 
 `NativeKernels` holds one object for each job: experts of whole weights (`whole`) or bit planes
 (`planes`), linear layers, attention and norms of prompts, decode steps, and the assignment of slots
-to ranks; it makes the objects that keep state (`reads`, `all_to_all`, `learner`). Where the library
-does not build, experts run on the torch reference, with a warning. `MOE_CPU_KERNEL=native` makes a
-failed build an error, `MOE_CPU_KERNEL=reference` skips the build.
+to ranks; it makes the objects that keep state (`reads`, `all_to_all`, `learner`). Recurrent layers
+of CPU tensors (kernels/recurrence.py) run on the library once it is loaded. Where it does not
+build, experts run on the torch reference, with a warning.
+`MOE_CPU_KERNEL=native` makes a failed build an error, `MOE_CPU_KERNEL=reference` skips the build.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any
 
 from torch import Tensor
 
+import kernels.cpu.program
+import kernels.cpu.stages  # noqa: F401
 from kernels.cpu.all_to_all import NativeAllToAll, NativeAssign
 from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
 from kernels.cpu.learning import NativeLearner
+from kernels.cpu.recurrence import use_library
 from kernels.cpu.streaming import ArrivingCall, NativeReads
 from kernels.planes import QuantizedExperts
 from kernels.reference import AnyExperts
@@ -47,6 +51,7 @@ class NativeKernels:
 
     @classmethod
     def of(cls, library: CDLL) -> NativeKernels:
+        use_library(library)
         return cls(
             library,
             NativeExperts(library),

@@ -25,17 +25,21 @@ _TORCH_GRAIN = 32768
 _TORCH_VECTOR = 64
 
 _Function = Callable[[Tensor], Tensor]
+_BENT = 5
 _HUGE = 1e6  # larger than any clamp
+_TINY = 1e-4  # so small that nothing bends it
 # Explicit, because torch's defaults may be another dtype or device.
 _PLACE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 class Activation(Record, struct="Activation"):
-    """(clamp(up, -limit, limit) + offset) * curve(min(gate, limit)), or curve(gate) alone."""
+    """(clamp(up, -limit, limit) + offset) * curve(min(gate, limit)), or min(curve(gate), limit) if
+    ``late``, or curve(gate) alone; the last curve is BENT of kernels/cpu/curves.h."""
 
     _fields_ = (
         *numbers("curve"),  # index into _curves()
         *floats("slope", "limit", "offset"),
+        *numbers("late"),
     )
 
 
@@ -74,23 +78,49 @@ def recognise(
         shape = 2, width
         return float(call(torch.full(shape, gate, **_PLACE), torch.full(shape, up, **_PLACE))[0, 0])
 
-    slope, limit, offset = _numbers(at, parts)
     scale = torch.logspace(-2, 4, 32, **_PLACE)[:, None]
     random = torch.Generator("cpu").manual_seed(0)
     gate, up = (torch.randn(32, width, generator=random, **_PLACE) * scale for _ in range(2))
     actual = call(gate, up)
     if actual.dtype != torch.float32 or actual.shape != gate.shape:
         return None
+    slope, limit, offset = _numbers(at, parts)
     factor = up.clamp(-limit, limit) + offset if parts == 2 else torch.ones_like(up)
     clamped = gate.clamp(max=limit)
     for index, curve in enumerate(_curves(slope)):
-        expected = factor * curve(clamped)
-        # A curve's tail is a small difference of large numbers: exact to its argument only.
-        error = (actual - expected).abs()
-        scale = torch.maximum(expected.abs(), (factor * clamped).abs())
-        if bool((error <= 1e-6 * scale + 1e-30).all()):
+        if _are_equal(actual, factor * curve(clamped), factor * clamped):
             return Activation(index, slope, limit, offset)
+        late = curve(gate).clamp(max=limit)
+        if parts == 2 and _are_equal(actual, factor * late, factor * gate.clamp(max=limit)):
+            return Activation(index, slope, limit, offset, late=True)
+    if parts == 2:
+        slope, limit, offset = _bent_numbers(at)
+        factors = _bent(gate, offset), torch.sigmoid(slope * gate), _bent(up, limit)
+        if _are_equal(actual, factors[0] * factors[1] * factors[2], factors[0] * factors[2]):
+            return Activation(_BENT, slope, limit, offset)
     return None
+
+
+def _are_equal(actual: Tensor, expected: Tensor, arguments: Tensor) -> bool:
+    """A curve's tail is a small difference of large numbers: exact to its arguments only."""
+    scale = torch.maximum(expected.abs(), arguments.abs())
+    return bool(((actual - expected).abs() <= 1e-6 * scale + 1e-30).all())
+
+
+def _bent(x: Tensor, limit: float) -> Tensor:
+    return limit * torch.tanh(x / limit)
+
+
+def _bent_numbers(at: Callable[[float, float], float]) -> tuple[float, float, float]:
+    """Slope, limit of up and limit of the gate, supposing that the function is BENT."""
+    curve, largest = at(0.5, _TINY) / _TINY, at(0.5, _HUGE)
+    if not (1e-6 < curve < _HUGE and 0 < largest < _HUGE):
+        return 1.0, 1.0, 1.0
+    limit = _rounded(largest / curve)
+    offset = _rounded(at(_HUGE, _HUGE) / limit)
+    sigmoid = largest / limit / (offset * math.tanh(0.5 / offset)) if offset > 0 else 0.0
+    slope = _rounded(2 * math.log(sigmoid / (1 - sigmoid))) if 0 < sigmoid < 1 else 1.0
+    return slope, limit, offset
 
 
 def _numbers(at: Callable[[float, float], float], parts: int) -> tuple[float, float, float]:

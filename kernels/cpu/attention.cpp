@@ -22,7 +22,7 @@ bool attend(const Attend& a, int threads) {
   char* packed = scratch.reserve(a.kv_heads * panels * unit + threads * Rows<Products>::task_bytes(a));
   if (!packed) return false;
   char* memory = packed + a.kv_heads * panels * unit;
-  Turns packing, attending;
+  Turns packing{stages::ATTENTION}, attending{stages::ATTENTION};
 #pragma omp parallel num_threads(threads)
   {
     packing.run(a.kv_heads * panels, [&](long task) {

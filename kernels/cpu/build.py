@@ -1,7 +1,7 @@
 """Compile the C++ kernels once and keep the library in the user's cache.
 
 `load_library` compiles plain C++ (no torch headers, no build system; one compiler call for each
-source, on all cores, half a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in
+source, on all cores, a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in
 $XDG_CACHE_HOME or ~/.cache. The key hashes what the machine code depends on: sources, flags,
 compiler, CPU, torch. Processes that start together wait for the one that compiles. A build runs in
 a temporary directory and is renamed into place when complete, under a file lock that ends with the

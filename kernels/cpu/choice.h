@@ -95,13 +95,14 @@ static inline void choose_experts(const Rule& rule, float* logits, float* choice
   for (long k = 0; k < rule.top_k; ++k) weights[k] *= scale;
 }
 
-// Sorts by expert: the order of a routing's slots, in which outputs are summed.
+// Sorts by expert: the order of a routing's slots, in which outputs are summed. Unused slots (-1)
+// come last, as the largest of unsigned numbers.
 static inline void sort_choice(long top_k, int64_t* ids, float* weights) {
   for (long k = 1; k < top_k; ++k) {
     const int64_t id = ids[k];
     const float weight = weights[k];
     long j = k;
-    for (; j > 0 && ids[j - 1] > id; --j) ids[j] = ids[j - 1], weights[j] = weights[j - 1];
+    for (; j > 0 && uint64_t(ids[j - 1]) > uint64_t(id); --j) ids[j] = ids[j - 1], weights[j] = weights[j - 1];
     ids[j] = id;
     weights[j] = weight;
   }

@@ -1,16 +1,22 @@
 // The activations between an expert's projections: (min(up, limit) + offset) * curve(gate), which
-// covers SwiGLU, GeGLU, gpt-oss's clamped variant and plain curves without a gate.
+// covers SwiGLU, GeGLU, gpt-oss's clamped variant (and those that clamp the curve, not its argument)
+// and plain curves without a gate; and SwiGLU whose
+// factors are bent towards limits.
 // kernels/cpu/activation.py recognises the one that a Python callable computes.
 #pragma once
 #include "vec.h"
 
-enum Curve : int32_t { SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU_SQUARED = 4 };
+enum Curve : int32_t {
+  SILU = 0, GELU_TANH = 1, GELU_ERF = 2, RELU = 3, RELU_SQUARED = 4,
+  BENT = 5,  // bent(gate, offset) * sigmoid(slope * gate) * bent(up, limit)
+};
 
 extern "C" struct Activation {
   int32_t curve;
   float slope;   // SILU is x * sigmoid(slope * x)
   float limit;   // gate <= limit, |up| <= limit; infinite for none
   float offset;  // added to up
+  int32_t late;  // curve(gate) <= limit in place of the gate
 };
 
 static inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp_lanes(-x)); }
@@ -28,8 +34,21 @@ static inline vf gelu_erf(vf x) {
   return x < 0 ? tail : x - tail;
 }
 
+// limit * tanh(x / limit); small arguments by Cephes' polynomial, as a difference would lose digits.
+static inline vf bent(vf x, float limit) {
+  const vf y = x / limit, z = y * y;
+  vf p = -5.70498872745e-3f * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const vf large = 1.0f - 2.0f / (exp_lanes(2.0f * y) + 1.0f);
+  return limit * (z < 0.390625f ? y + y * z * p : large);
+}
+
 static inline vf curve(const Activation& a, vf x) {
   switch (a.curve) {
+    case BENT:
+      return bent(x, a.offset) * sigmoid(a.slope * x);
     case SILU:
       return x / (1.0f + exp_lanes(-a.slope * x));
     case GELU_TANH:  // (1 + tanh(y)) / 2 is sigmoid(2 y)
@@ -56,19 +75,26 @@ static inline void curve_each(const Activation& a, vf (&x)[N]) {
   UNROLL for (int i = 0; i < N; ++i) x[i] = x[i] / (1.0f + e[i]);
 }
 
+static inline vf at_most(float limit, vf x) { return x > limit ? splat(limit) : x; }
+
+// The gate, and what its curve gives.
 static inline vf limited(const Activation& a, vf gate) {
-  return gate > a.limit ? splat(a.limit) : gate;
+  return a.curve == BENT || a.late ? gate : at_most(a.limit, gate);
+}
+static inline vf limited_late(const Activation& a, vf made) {
+  return a.late ? at_most(a.limit, made) : made;
 }
 
 // The factor of the gate's curve.
 static inline vf factor(const Activation& a, vf up) {
+  if (a.curve == BENT) return bent(up, a.limit);
   up = up > a.limit ? splat(a.limit) : up;
   up = up < -a.limit ? splat(-a.limit) : up;
   return up + a.offset;
 }
 
 static inline vf activate(const Activation& a, vf gate, vf up) {
-  return factor(a, up) * curve(a, limited(a, gate));
+  return factor(a, up) * limited_late(a, curve(a, limited(a, gate)));
 }
 
 // Applies an activation to gate and up, or (without `gated`) its curve alone.
@@ -76,5 +102,5 @@ template <int N>
 static inline void activate_each(const Activation& a, bool gated, vf (&gate)[N], const vf (&up)[N]) {
   if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = limited(a, gate[i]);
   curve_each(a, gate);
-  if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = factor(a, up[i]) * gate[i];
+  if (gated) UNROLL for (int i = 0; i < N; ++i) gate[i] = factor(a, up[i]) * limited_late(a, gate[i]);
 }

@@ -16,31 +16,34 @@ LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, 
        norm_after_rotation, scale, softcap)
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
-LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, position, capacity, cache, threads)
+LAYOUT(decode::Embedding, table, scale, dtype)
+LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states, threads)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
-LAYOUT(decode::Model, layers, experts, norm, head, count, top_k, patience)
+LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience)
 
 namespace decode {
 
 // Rows of `width` at `x` or in the arena, with codes if one of their readers is quantised.
 static Rows take_rows(Arena& arena, float* x, long rows, long width,
                       std::initializer_list<const Matrix*> readers) {
-  Rows made{x ? x : arena.take(rows * width), width, 0, {}};
-  for (const Matrix* m : readers)
-    if (m->quantized()) made.group = m->planes.group_size;
-  if (made.group)
-    made.codes =
-        place_rows(arena.take_bytes(rows_bytes(rows, width, made.group)), width, made.group);
+  Rows made{x ? x : arena.take(rows * width), width, {}, {}};
+  for (long group : {32, 64}) {
+    bool wanted = false;
+    for (const Matrix* m : readers)
+      wanted |= m->quantized() && m->planes.format.row_group() == group;
+    if (wanted) made.place(arena.take_bytes(rows_bytes(rows, width, group)), group);
+  }
   return made;
 }
 
 void Pass::place_attention(Arena& arena) {
   const long Q = a().heads, size = a().expansion ? a().latent : a().value_dim;
   low = take_rows(arena, nullptr, B, a().q_a.rows(), {&a().q});
-  heads = take_rows(arena, nullptr, B, Q * a().value_dim, {&a().o});
-  q = arena.take(B * a().q.rows());
-  k = arena.take(B * a().k.rows());
-  v = arena.take(B * a().v.rows());
+  heads = take_rows(arena, given.out, B, Q * a().value_dim, {&a().o});
+  q = given.q ? given.q : arena.take(B * a().q.rows());
+  k = given.k ? given.k : arena.take(B * a().k.rows());
+  v = given.v ? given.v : arena.take(B * a().v.rows());
+  made = arena.take(B * a().o.rows());
   inward = arena.take(a().expansion ? B * Q * size : 0);
   partial = reinterpret_cast<Partial*>(arena.take_bytes(B * Q * longest * sizeof(Partial)));
   sums = arena.take(B * Q * longest * size);
@@ -56,7 +59,6 @@ void Pass::place(Arena& arena) {
                      {&a().q_a, &a().q, &a().k, &a().v, &l.router, &l.shared_gate, &l.gate, &l.up});
   inner = take_rows(arena, nullptr, B, l.gate.rows(), {&l.down});
   place_attention(arena);
-  made = arena.take(B * H);
   up = arena.take(B * l.up.rows());
   shared = arena.take(B);
   logits = arena.take(B * l.router.rows());
@@ -71,15 +73,18 @@ long Pass::work() const {
   for (const Matrix* m : {&a().q_a, &a().q, &a().k, &a().v, &a().o, &l.router, &l.gate, &l.up,
                           &l.down})
     weights += m->size();
-  for (long b = 0; b < B; ++b) keys += length(b) - first_key(b);
+  for (long b = 0; b < B; ++b) keys += this->keys(b);
   const long a_key = a().expansion ? a().heads * 2 * a().latent
                                    : a().kv_heads * (a().head_dim + a().value_dim);
   return B * weights + keys * a_key;
 }
 
+void Pass::measure() {
+  for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
+}
+
 bool Pass::go() {
-  if (layer)
-    for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
+  if (layer) measure();
   Arena counting{nullptr};
   place(counting);
   Arena arena{scratch.reserve(counting.used)};
@@ -147,24 +152,30 @@ void Pass::feed() {
                            {&l.shared_gate, &hidden, shared, 1},
                            {&l.gate, &hidden, inner.x, inner.width},
                            {&l.up, &hidden, up, inner.width}};
-  products(first, 4, B, threads, turns[10]);
-  turns[11].run(B, [&](long b) { route_row(b); });
+  products(first, 4, B, threads, scoring);
+  choosing.run(B, [&](long b) { route_row(b); });
   const Product second[] = {{&l.down, &inner, step.beside, H}};
-  products(second, 1, B, threads, turns[12]);
-  if (l.shared_gate) turns[13].run(B, [&](long b) { finish_feed(b); });
+  products(second, 1, B, threads, sharing);
+  if (l.shared_gate) weighing.run(B, [&](long b) { finish_feed(b); });
+}
+
+void Pass::attend_given() {
+  if (!a().expansion) return attend_heads();
+  turning.run(B, [&](long b) { turn_latent(b); });
+  attend_latent_heads();
 }
 
 void Pass::run() {
-  turns[0].run(B, [&](long b) { begin(b); });
+  entering.run(B, [&](long b) { begin(b); });
   if (!layer) {
     const Product last[] = {{head, &hidden, out, head->rows()}};
-    return products(last, 1, B, threads, turns[1]);
+    return products(last, 1, B, threads, heading);
   }
   a().expansion ? attend_latent_all() : attend_all();
-  if (heads.group) turns[7].run(B, [&](long b) { heads.prepare(b); });
+  if (heads.quantized()) coding.run(B, [&](long b) { heads.prepare(b); });
   const Product output[] = {{&a().o, &heads, made, H}};
-  products(output, 1, B, threads, turns[8]);
-  turns[9].run(B, [&](long b) { add_attention(b); });
+  products(output, 1, B, threads, leaving);
+  adding.run(B, [&](long b) { add_attention(b); });
   feed();
 }
 

@@ -6,7 +6,13 @@
 #include "choice.h"
 #include "curves.h"
 #include "heads.h"
+#include "indexer.h"
 #include "product.h"
+
+namespace program {
+struct Program;
+struct States;
+}
 
 namespace decode {
 
@@ -18,7 +24,7 @@ struct Attention {
   const float* sinks;      // (heads,) or null
   int64_t cache;           // index of its keys and values
   int64_t heads, kv_heads, head_dim, value_dim, plain_dim, latent;
-  int64_t window;  // keys that may be seen, 0: all
+  int64_t window;  // keys that may be seen; 0: all; negative: those of the row's chunk of that size
   int32_t q_norm_per_head, k_norm_per_head, norm_after_rotation;
   float scale, softcap;  // softcap 0: none
 };
@@ -32,12 +38,21 @@ struct Layer {
   float attention_scale, feed_scale, routed_scale;
 };
 
+// The table that a step's rows begin with; its width is H.
+struct Embedding {
+  const void* table;  // (V, H)
+  float scale;
+  int32_t dtype;
+};
+
 struct Step {
   int64_t rows, hidden, layers;  // B; H; layers that have a cache
   float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
+  const int64_t* tokens;         // (B,)
   const int64_t* position;       // (B,) of the new token
   const int64_t* capacity;       // (B,) rows of its caches
   float* const* cache;           // (B, layers, 2) keys and values, or latents and rotated keys
+  const program::States* states; // of a program
   int32_t threads;
 };
 
@@ -53,10 +68,12 @@ struct Experts {
 };
 
 struct Model {
-  const Layer* layers;     // (count,)
+  const Layer* layers;     // (count,); or, with norm and head, null
+  const program::Program* program;  // or null
   const Experts* experts;  // (count,)
   const Norm* norm;
   const Matrix* head;
+  const Embedding* embedding;  // or null: the caller has filled x
   int64_t count, top_k;
   double patience;  // seconds after which a call returns between two layers
 };
@@ -73,6 +90,16 @@ struct Arena {
   float* take(long count) { return reinterpret_cast<float*>(take_bytes(count * sizeof(float))); }
 };
 
+// Rows that a program gives in place of the attention's projections, and takes in place of `heads`.
+struct Given {
+  float *q, *k, *v, *out;  // latent attention: k has latents and rotated keys; v is null
+  const int64_t* chosen;   // (B, most) positions of the keys that a row attends to, in order; null: all
+  const float* sinks;      // (B, heads) in place of the layer's, or null
+  const float* bias;       // (B, heads, reach) of the score of the key so many positions back, or null
+  int64_t most, reach;     // a row that has fewer keys than `most` attends to all of them
+  int64_t pool;            // see Indexer
+};
+
 struct Pass {
   const Step& step;
   const Layer* before;  // its feed-forward is yet to be added; null at the first layer
@@ -83,6 +110,7 @@ struct Pass {
   float* weights;       // (B, top_k)
   const Matrix* head = nullptr;
   float* out = nullptr;  // (B, rows of the head)
+  Given given{};
 
   const long B = step.rows, H = step.hidden;
   int threads = 1;
@@ -90,23 +118,45 @@ struct Pass {
   Rows hidden, low, heads, inner;
   float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
   Partial* partial;
-  Turns turns[14];
+  Turns entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
+      projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
+      attending{stages::ATTENTION}, merging{stages::ATTENTION}, outwards{stages::PROJECTIONS},
+      coding{stages::OUTPUT}, leaving{stages::OUTPUT}, adding{stages::NORMS},
+      scoring{stages::ROUTER}, choosing{stages::CHOICE}, sharing{stages::SHARED},
+      weighing{stages::SHARED}, heading{stages::HEAD};
 
   bool go();
+  void measure();
   void place(Arena& arena);
   void place_attention(Arena& arena);
   long work() const;
   void run();
+  void attend_given();
   void attend_all();
+  void attend_heads();
   void attend_latent_all();
+  void attend_latent_heads();
   void feed();
 
   const Attention& a() const { return layer->attention; }
   long length(long b) const { return step.position[b] + 1; }
   long first_key(long b) const {
-    return a().window && length(b) > a().window ? length(b) - a().window : 0;
+    const long window = a().window, own = length(b);
+    if (window < 0) return (own - 1) / -window * -window;
+    return window && own > window ? own - window : 0;
   }
-  long splits(long b) const { return (length(b) - first_key(b) + SPLIT - 1) / SPLIT; }
+  long keys(long b) const {  // that a row attends to
+    if (!given.chosen) return length(b) - first_key(b);
+    return Indexer::most(given.most / given.pool, given.pool, length(b));
+  }
+  long splits(long b) const { return (keys(b) + SPLIT - 1) / SPLIT; }
+  long split_keys(long b, long split) const {
+    const long left = keys(b) - split * SPLIT;
+    return left < SPLIT ? left : SPLIT;
+  }
+  const int64_t* split_chosen(long b, long split) const {
+    return given.chosen ? given.chosen + b * given.most + split * SPLIT : nullptr;
+  }
   float* cached(long b, int which) const {
     return step.cache[(b * step.layers + a().cache) * 2 + which];
   }
@@ -114,10 +164,17 @@ struct Pass {
   void turn_queries(long b);
   void turn_keys(long b);
   void attend(long b, long kv_head, long split);
+  template <class Keys>
+  void attend(long b, long kv_head, long split, const Keys& keys, const Keys& values);
+  template <class Body>
+  void with_split(long b, long split, const Body& body) const;
+  Partial weights_of(long b, long row, long split, float* score) const;
   void merge_head(long b, long head);
   void turn_latent(long b);
   void inward_head(long head);
   void attend_latent(long b, long first, long split);
+  template <class Keys>
+  void attend_latent(long b, long first, long split, const Keys& latents, const Keys& keys);
   void outward_head(long head);
   void add_attention(long b);
   void route_row(long b);

@@ -23,15 +23,10 @@ from kernels.cpu.interface import (
     pointers,
     sizes,
 )
+from kernels.cpu.post_norm import NormRecord
 
 ABSENT, BIT_PLANES = -1, 8
 SCORES = ("softmax", "sigmoid", "mixer")
-
-
-class NormRecord(Record, struct="decode::Norm"):
-    """Absent where the weight is null."""
-
-    _fields_ = (*pointers("weight", "bias"), *floats("eps"), *numbers("centered"))
 
 
 class MatrixRecord(Record, struct="decode::Matrix"):
@@ -95,10 +90,16 @@ class DecoderLayerRecord(Record, struct="decode::Layer"):
     )
 
 
+class EmbeddingRecord(Record, struct="decode::Embedding"):
+    """The table that rows begin with: float32 or bfloat16."""
+
+    _fields_ = (*pointers("table"), *floats("scale"), *numbers("dtype"))
+
+
 class StepRecord(Record, struct="decode::Step"):
     _fields_ = (
         *sizes("rows", "hidden", "layers"),
-        *pointers("x", "h", "beside", "position", "capacity", "cache"),
+        *pointers("x", "h", "beside", "tokens", "position", "capacity", "cache", "states"),
         *numbers("threads"),
     )
 
@@ -111,10 +112,11 @@ class ExpertsRecord(Record, struct="decode::Experts"):
 
 
 class ModelRecord(Record, struct="decode::Model"):
-    """Layers and their experts are arrays; ``patience`` in seconds."""
+    """Layers and their experts are arrays; ``patience`` in seconds. No embedding: the caller fills
+    the rows."""
 
     _fields_ = (
-        *pointers("layers", "experts", "norm", "head"),
+        *pointers("layers", "program", "experts", "norm", "head", "embedding"),
         *sizes("count", "top_k"),
         *doubles("patience"),
     )

@@ -7,13 +7,13 @@ namespace decode {
 constexpr long KEYS = 32;           // keys that stay in L1 while all queries read them
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
-void Pass::turn_queries(long b) {
+inline void Pass::turn_queries(long b) {
   const long D = a().head_dim, Q = a().heads;
   const Heads heads{a().q_norm, a().rotation, Q, D, a().q_norm_per_head, a().norm_after_rotation};
   heads.turn(step.position[b], q + b * Q * D);
 }
 
-void Pass::turn_keys(long b) {
+inline void Pass::turn_keys(long b) {
   const long D = a().head_dim, V = a().value_dim, N = a().kv_heads, at = step.position[b];
   const Heads heads{a().k_norm, a().rotation, N, D, a().k_norm_per_head, a().norm_after_rotation};
   float* rows = k + b * N * D;
@@ -25,61 +25,95 @@ void Pass::turn_keys(long b) {
   }
 }
 
-// One split of the keys of one key head, for all queries that share it.
-void Pass::attend(long b, long kv_head, long split) {
+// Calls body(from) with from(rows, stride): the rows of a split of the keys in a cache.
+template <class Body>
+inline void Pass::with_split(long b, long split, const Body& body) const {
+  if (const int64_t* index = split_chosen(b, split))
+    return body([=](const float* rows, long stride) { return Chosen{rows, stride, index}; });
+  const long begin = first_key(b) + split * SPLIT;
+  body([=](const float* rows, long stride) { return Straight{rows + begin * stride, stride}; });
+}
+
+// The split of one key head, for all queries that share it.
+inline void Pass::attend(long b, long kv_head, long split) {
+  const long D = a().head_dim, V = a().value_dim, place = kv_head * step.capacity[b];
+  with_split(b, split, [&](const auto& from) {
+    attend(b, kv_head, split, from(cached(b, 0) + place * D, D), from(cached(b, 1) + place * V, V));
+  });
+}
+
+template <class Keys>
+inline void Pass::attend(long b, long kv_head, long split, const Keys& keys, const Keys& values) {
   const long D = a().head_dim, V = a().value_dim, group = a().heads / a().kv_heads;
-  const long begin = first_key(b) + split * SPLIT, left = length(b) - begin;
-  const long count = left < SPLIT ? left : SPLIT, place = kv_head * step.capacity[b] + begin;
-  const float *keys = cached(b, 0) + place * D, *values = cached(b, 1) + place * V;
+  const long count = split_keys(b, split);
   alignas(64) float score[GROUP][SPLIT];
   for (long g = 0; g < group; g += GROUP) {
     const long queries = group - g < GROUP ? group - g : GROUP;
     const long head = b * a().heads + kv_head * group + g;
     for (long t = 0; t < count; t += KEYS)
       for (long i = 0; i < queries; ++i)
-        scores_of(q + (head + i) * D, keys + t * D, D, count - t < KEYS ? count - t : KEYS, D,
-                  true, score[i] + t);
+        scores_of(q + (head + i) * D, keys.from(t), count - t < KEYS ? count - t : KEYS, D, true,
+                  score[i] + t);
     float* to[GROUP];
     for (long i = 0; i < queries; ++i) {
-      partial[(head + i) * longest + split] = exponents(score[i], count, a().scale, a().softcap);
+      partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
       to[i] = sums + ((head + i) * longest + split) * V;
     }
-    weighted_group(queries, score, values, V, count, V, to);
+    weighted_group(queries, score, values, count, V, to);
   }
   if (splits(b) == 1)
     for (long i = 0; i < group; ++i) merge_head(b, kv_head * group + i);
 }
 
-void Pass::merge_head(long b, long head) {
-  const long at = (b * a().heads + head) * longest;
-  const long size = a().expansion ? a().latent : a().value_dim;
-  float* to = (a().expansion ? inward : heads.x) + (b * a().heads + head) * size;
-  merge(partial + at, sums + at * size, splits(b), size, size,
-        a().sinks ? a().sinks + head : nullptr, to);
+// Turns the scores of a split into weights; `row` counts the heads of all rows.
+inline Partial Pass::weights_of(long b, long row, long split, float* score) const {
+  const long count = split_keys(b, split), begin = first_key(b) + split * SPLIT;
+  if (given.bias) {
+    const float *bias = given.bias + row * given.reach, unscaled = 1.0f / a().scale;
+    const int64_t* index = split_chosen(b, split);
+    for (long t = 0; t < count; ++t) {
+      const long back = step.position[b] - (index ? index[t] : begin + t);
+      if (back < given.reach) score[t] += bias[back] * unscaled;
+    }
+  }
+  return exponents(score, count, a().scale, a().softcap);
 }
 
-void Pass::attend_all() {
-  const long Q = a().heads, N = a().kv_heads;
+inline void Pass::merge_head(long b, long head) {
+  const long row = b * a().heads + head, at = row * longest;
+  const long size = a().expansion ? a().latent : a().value_dim;
+  const float* sink = given.sinks ? given.sinks + row : a().sinks ? a().sinks + head : nullptr;
+  float* to = (a().expansion ? inward : heads.x) + row * size;
+  merge(partial + at, sums + at * size, splits(b), size, size, sink, to);
+}
+
+inline void Pass::attend_all() {
   const Product first[] = {{&a().q, &hidden, q, a().q.rows()},
                            {&a().k, &hidden, k, a().k.rows()},
                            {&a().v, &hidden, v, a().v.rows()}};
-  products(first, 3, B, threads, turns[1]);
-  turns[2].run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
-  turns[3].run(B * N * longest, [&](long task) {
+  products(first, 3, B, threads, projecting);
+  attend_heads();
+}
+
+// Queries, keys and values are there.
+inline void Pass::attend_heads() {
+  const long Q = a().heads, N = a().kv_heads;
+  turning.run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
+  attending.run(B * N * longest, [&](long task) {
     const long b = task / (N * longest), split = task % longest;
     if (split < splits(b)) attend(b, task / longest % N, split);
   });
   if (longest > 1)
-    turns[4].run(B * Q, [&](long task) {
+    merging.run(B * Q, [&](long task) {
       if (splits(task / Q) > 1) merge_head(task / Q, task % Q);
     });
 }
 
-void Pass::turn_latent(long b) {
+inline void Pass::turn_latent(long b) {
   const long R = a().latent, T = a().rotation.size, at = step.position[b];
   float* row = k + b * (R + T);
-  normalise(a().k_norm, row, R, row);
-  rotate(a().rotation, at, row + R);
+  if (a().k_norm.weight) normalise(a().k_norm, row, R, row);
+  if (a().rotation.cos) rotate(a().rotation, at, row + R);
   memcpy(cached(b, 0) + at * R, row, R * sizeof(float));
   memcpy(cached(b, 1) + at * T, row + R, T * sizeof(float));
   if (!a().q_a) return;
@@ -88,71 +122,83 @@ void Pass::turn_latent(long b) {
 }
 
 // Queries of one head: the rotated part turned, the plain part taken to the latent space.
-void Pass::inward_head(long head) {
+inline void Pass::inward_head(long head) {
   const long D = a().head_dim, R = a().latent, P = a().plain_dim;
   const float* w = a().expansion + head * (P + a().value_dim) * R;
   for (long b = 0; b < B; ++b) {
     float* query = q + (b * a().heads + head) * D;
     float* to = inward + (b * a().heads + head) * R;
-    rotate(a().rotation, step.position[b], query + P);
+    if (a().rotation.cos) rotate(a().rotation, step.position[b], query + P);
     memset(to, 0, R * sizeof(float));
     for (long p = 0; p < P; ++p) add_scaled(w + p * R, query[p], R, to);
   }
 }
 
-// One split of the latents, for the heads of a task.
-void Pass::attend_latent(long b, long first, long split) {
+// A split of the latents, for the heads of a task.
+inline void Pass::attend_latent(long b, long first, long split) {
+  with_split(b, split, [&](const auto& from) {
+    const long R = a().latent, T = a().rotation.size;
+    attend_latent(b, first, split, from(cached(b, 0), R), from(cached(b, 1), T));
+  });
+}
+
+template <class Keys>
+inline void Pass::attend_latent(long b, long first, long split, const Keys& latents,
+                                const Keys& keys) {
   const long R = a().latent, T = a().rotation.size, D = a().head_dim, P = a().plain_dim;
-  const long begin = first_key(b) + split * SPLIT, left = length(b) - begin;
-  const long count = left < SPLIT ? left : SPLIT;
+  const long count = split_keys(b, split);
   const long end = a().heads < first + HEADS_A_TASK ? a().heads : first + HEADS_A_TASK;
-  const float *latents = cached(b, 0) + begin * R, *keys = cached(b, 1) + begin * T;
   alignas(64) float score[GROUP][SPLIT];
   for (long h = first; h < end; h += GROUP) {
     const long queries = end - h < GROUP ? end - h : GROUP, head = b * a().heads + h;
     for (long t = 0; t < count; t += KEYS) {
       const long some = count - t < KEYS ? count - t : KEYS;
       for (long i = 0; i < queries; ++i) {
-        scores_of(inward + (head + i) * R, latents + t * R, R, some, R, true, score[i] + t);
-        scores_of(q + (head + i) * D + P, keys + t * T, T, some, T, false, score[i] + t);
+        scores_of(inward + (head + i) * R, latents.from(t), some, R, true, score[i] + t);
+        scores_of(q + (head + i) * D + P, keys.from(t), some, T, false, score[i] + t);
       }
     }
     float* to[GROUP];
     for (long i = 0; i < queries; ++i) {
-      partial[(head + i) * longest + split] = exponents(score[i], count, a().scale, a().softcap);
+      partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
       to[i] = sums + ((head + i) * longest + split) * R;
     }
-    weighted_group(queries, score, latents, R, count, R, to);
+    weighted_group(queries, score, latents, count, R, to);
   }
 }
 
 // Projects one head's sum of latents to its values.
-void Pass::outward_head(long head) {
+inline void Pass::outward_head(long head) {
   const long R = a().latent, V = a().value_dim;
   const float* w = a().expansion + (head * (a().plain_dim + V) + a().plain_dim) * R;
   for (long b = 0; b < B; ++b) {
     merge_head(b, head);
     const long row = b * a().heads + head;
-    scores_of(inward + row * R, w, R, V, R, true, heads.x + row * V);
+    scores_of(inward + row * R, Straight{w, R}, V, R, true, heads.x + row * V);
   }
 }
 
-void Pass::attend_latent_all() {
-  const long Q = a().heads, groups = (Q + HEADS_A_TASK - 1) / HEADS_A_TASK;
+inline void Pass::attend_latent_all() {
   const bool two = bool(a().q_a);
   const Product first[] = {{&a().k, &hidden, k, a().k.rows()},
                            {two ? &a().q_a : &a().q, &hidden, two ? low.x : q,
                             two ? low.width : a().q.rows()}};
-  products(first, 2, B, threads, turns[1]);
-  turns[2].run(B, [&](long b) { turn_latent(b); });
+  products(first, 2, B, threads, projecting);
+  turning.run(B, [&](long b) { turn_latent(b); });
   const Product second[] = {{&a().q, &low, q, a().q.rows()}};
-  if (two) products(second, 1, B, threads, turns[3]);
-  turns[4].run(Q, [&](long head) { inward_head(head); });
-  turns[5].run(B * groups * longest, [&](long task) {
+  if (two) products(second, 1, B, threads, projecting_again);
+  attend_latent_heads();
+}
+
+// Queries and rows of latents and rotated keys are there, and the latter in the cache.
+inline void Pass::attend_latent_heads() {
+  const long Q = a().heads, groups = (Q + HEADS_A_TASK - 1) / HEADS_A_TASK;
+  inwards.run(Q, [&](long head) { inward_head(head); });
+  attending.run(B * groups * longest, [&](long task) {
     const long b = task / (groups * longest), split = task % longest;
     if (split < splits(b)) attend_latent(b, task / longest % groups * HEADS_A_TASK, split);
   });
-  turns[6].run(Q, [&](long head) { outward_head(head); });
+  outwards.run(Q, [&](long head) { outward_head(head); });
 }
 
 }  // namespace decode

@@ -2,6 +2,7 @@
 // It calls the functions that Python calls one by one where Python has to act in between.
 #include "decode.h"
 #include "all_to_all.h"
+#include "program.h"
 
 #include <chrono>
 #include <vector>
@@ -11,12 +12,14 @@ namespace {
 enum : int32_t { NO_MEMORY = 0, ALL = 1, CONTINUE = 2, WAITING = 3 };
 
 // The slots of `count` experts, in `places` unless all experts are in order; null: one is not in
-// memory.
+// memory. -1, an unused slot, stays -1.
 const int64_t* find(const decode::Experts& experts, const int64_t* ids, int64_t count,
                     int64_t* places) {
   if (!experts.slots) return ids;
-  for (int64_t i = 0; i < count; ++i)
-    if ((places[i] = experts.slots[ids[i]]) < 0) return nullptr;
+  for (int64_t i = 0; i < count; ++i) {
+    places[i] = ids[i] < 0 ? -1 : experts.slots[ids[i]];
+    if (places[i] < 0 && ids[i] >= 0) return nullptr;
+  }
   return places;
 }
 
@@ -52,6 +55,20 @@ bool run_experts(const decode::Step& step, const decode::Experts& experts, int64
   return result == DONE;
 }
 
+template <class T>
+void embed(const decode::Step& step, const T* table, float scale) {
+  const long H = step.hidden;
+  for (long b = 0; b < step.rows; ++b)
+    for (long c = 0; c < H; c += LANES)
+      store_fp32_as(step.x + b * H + c,
+                    load_as_fp32(table + step.tokens[b] * H + c, H - c) * scale, H - c);
+}
+
+void embed(const decode::Step& step, const decode::Embedding& own) {
+  if (own.dtype == FP32) embed(step, static_cast<const float*>(own.table), own.scale);
+  else embed(step, static_cast<const uint16_t*>(own.table), own.scale);
+}
+
 }  // namespace
 
 // Runs the layers from `done` on, and then the head. Fills ids and weights (MoE layers, B, top_k) and
@@ -68,6 +85,15 @@ extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Mode
     return i && model->experts[i - 1].index >= 0 ? routed : nullptr;
   };
   const auto before = [&](int64_t i) { return i ? model->layers + i - 1 : nullptr; };
+  const auto run = [&](int64_t i, int64_t* own_ids, float* own_weights) {
+    if (model->program)
+      return program::run_segment(*model->program, *step, *step->states, i, routed, own_ids,
+                                  own_weights, out);
+    if (i < model->count)
+      return moe_decode_layer(step, before(i), model->layers + i, due(i), own_ids, own_weights) != 0;
+    return moe_decode_head(step, before(i), due(i), model->norm, model->head, out) != 0;
+  };
+  if (*done == 0 && model->embedding) embed(*step, *model->embedding);
   for (const int64_t begun = *done; *done < model->count; ++*done) {
     const int64_t i = *done;
     if (i > begun && clock::now() > end) return CONTINUE;
@@ -75,12 +101,10 @@ extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Mode
     const int64_t at = experts.index * step->rows * model->top_k;
     int64_t* own_ids = experts.index < 0 ? nullptr : ids + at;
     float* own_weights = experts.index < 0 ? nullptr : weights + at;
-    if (!moe_decode_layer(step, before(i), model->layers + i, due(i), own_ids, own_weights))
-      return NO_MEMORY;
+    if (!run(i, own_ids, own_weights)) return NO_MEMORY;
     if (experts.index >= 0 && !run_experts(*step, experts, model->top_k, all_to_all, own_ids,
                                            own_weights, routed))
       return WAITING;
   }
-  const int64_t n = model->count;
-  return moe_decode_head(step, before(n), due(n), model->norm, model->head, out) ? ALL : NO_MEMORY;
+  return run(model->count, nullptr, nullptr) ? ALL : NO_MEMORY;
 }

@@ -9,11 +9,13 @@ struct WholeLayer {
   const void *gate_up, *down;             // (E, G, H) and (E, H, F) of `weight_dtype`
   const float *gate_up_bias, *down_bias;  // (E, G) and (E, H), or null
   int64_t experts, hidden, width, gate_up_rows;
-  int32_t weight_dtype;
+  int32_t weight_dtype, gating;  // gating: of `moe_forward`
+  PostNorm post;                 // of `moe_forward`
 };
 
 LAYOUT(WholeLayer, gate_up, down, gate_up_bias, down_bias, experts, hidden, width, gate_up_rows,
-       weight_dtype)
+       weight_dtype, gating, post)
+LAYOUT(PostNorm, norm, scale)
 LAYOUT(Routing, slot, position, begin, active, rows, num_active)
 
 namespace {
@@ -40,7 +42,7 @@ int64_t moe_route(const int64_t* ids, int64_t slots, int64_t experts, int32_t* n
 void moe_first(const WholeLayer* layer, const Routing* routing, const void* hidden, int32_t dtype,
                int64_t slots, float* out, int32_t threads) {
   threads = layer_team(*layer, routing->rows, threads);
-  Turns turns;
+  Turns turns{stages::EXPERT_FIRST};
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
     with_rows(hidden, dtype, [&](auto* x) {
 #pragma omp parallel num_threads(threads)
@@ -54,7 +56,7 @@ void moe_first(const WholeLayer* layer, const Routing* routing, const void* hidd
 void moe_second(const WholeLayer* layer, const Routing* routing, const float* inner, int32_t dtype,
                 float* out, int32_t threads) {
   threads = layer_team(*layer, routing->rows, threads);
-  Turns turns;
+  Turns turns{stages::EXPERT_SECOND};
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
 #pragma omp parallel num_threads(threads)
     project<decltype(mode)>(*routing, inner, 0, layer->down, layer->down_bias, layer->hidden,
@@ -67,14 +69,14 @@ void moe_combine(const Routing* routing, const float* rows, const float* weights
                  int64_t slots, int64_t hidden, void* out, int32_t dtype, float* so_far,
                  int32_t threads) {
   threads = team(routing->rows * hidden, threads);
-  Turns turns;
+  Turns turns{stages::EXPERT_SUM};
   with_rows(out, dtype, [&](auto* to) {
 #pragma omp parallel num_threads(threads)
     combine(*routing, rows, weights, tokens, slots, hidden, to, so_far, turns);
   });
 }
 
-// The whole layer, gate and up in halves; see `combine` for so_far. 1: done, -1: an id outside
+// The whole layer; see `combine` for so_far. 1: done, -1: an id outside
 // [-1, E), 0: no memory.
 int32_t moe_forward(const WholeLayer* layer, const Activation* activation, const void* hidden,
                     int32_t dtype, const int64_t* ids, const float* weights, int64_t tokens,
@@ -88,7 +90,8 @@ int32_t moe_forward(const WholeLayer* layer, const Activation* activation, const
   if (!route(ids, S, layer->experts, reinterpret_cast<int32_t*>(memory), routing)) return -1;
   float* row = reinterpret_cast<float*>(memory + routing_bytes + inner_bytes);
   threads = layer_team(*layer, routing.rows, threads);
-  Turns first, second, sum;
+  Turns first{stages::EXPERT_FIRST}, second{stages::EXPERT_SECOND};
+  Turns norm{stages::EXPERT_SUM}, sum{stages::EXPERT_SUM};
   with_mode(layer->weight_dtype, dtype, [&](auto mode) {
     using M = decltype(mode);
     auto* inner = reinterpret_cast<typename M::X*>(memory + routing_bytes);
@@ -96,9 +99,10 @@ int32_t moe_forward(const WholeLayer* layer, const Activation* activation, const
       auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(x)>>*>(out);
 #pragma omp parallel num_threads(threads)
       {
-        project_gated<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, *activation, F, H,
-                         inner, threads, first);
+        project_inner<M>(routing, x, slots, layer->gate_up, layer->gate_up_bias, *activation,
+                         Gating(layer->gating), F, H, inner, threads, first);
         project<M>(routing, inner, 0, layer->down, layer->down_bias, H, F, row, threads, second);
+        norm_rows(layer->post, routing, H, row, norm);
         combine(routing, row, weights, tokens, slots, H, to, so_far, sum);
       }
     });

@@ -1,7 +1,7 @@
 """One MoE layer's experts by the compiled library: whole weights, or nested bit planes.
 
-A layer is one C++ call where C++ knows its activation and no norm follows the experts; otherwise
-the activation and the norm run in torch between three C++ calls. What C++ needs to know of a
+A layer is one C++ call where C++ knows its activation, and the norm of its experts' rows if there
+is one; otherwise both run in torch between three C++ calls. What C++ needs to know of a
 layer's weights is a `LayerPlan`, made on the layer's first call: a record of addresses and sizes,
 and float32 copies of the biases. The tensors must stay where they are; what they hold may change
 (slots of an expert cache, see offload/).
@@ -15,6 +15,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,8 +36,10 @@ from kernels.cpu.interface import (
     pointers,
     sizes,
 )
-from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts
+from kernels.cpu.post_norm import PostNorm, PostNormRecord, recognise_norm
+from kernels.planes import PLANE_BITS, PlaneFormat, PlaneMatrix, QuantizedExperts
 from kernels.reference import ExpertWeights, check_rows, check_shapes, id_error
+from kernels.scales import SCALES
 
 Weights = TypeVar("Weights", ExpertWeights, QuantizedExperts)
 
@@ -60,6 +63,7 @@ _WHOLE_SIGNATURES: Signatures = {
 }
 _PLANE_SIGNATURES: Signatures = {
     "moe_plane_linear": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, POINTER, NUMBER)),
+    "moe_file_rows": (None, (POINTER, POINTER, SIZE, POINTER)),
     "moe_quantized_first": (NUMBER, (*(POINTER,) * 3, NUMBER, SIZE, SIZE, POINTER, NUMBER)),
     "moe_quantized_second": (NUMBER, (*(POINTER,) * 4, NUMBER)),
     "moe_quantized_forward": _FORWARD,
@@ -77,8 +81,17 @@ class WholeLayerRecord(Record, struct="WholeLayer"):
     _fields_ = (
         *pointers("gate_up", "down", "gate_up_bias", "down_bias"),
         *sizes("experts", "hidden", "width", "gate_up_rows"),
-        *numbers("weight_dtype"),
+        *numbers("weight_dtype", "gating"),
+        ("post", PostNormRecord),
     )
+
+
+class PlaneFormatRecord(Record, struct="PlaneFormat"):
+    _fields_ = numbers("group_size", "bits", "scales")
+
+    @classmethod
+    def of(cls, own: PlaneFormat) -> PlaneFormatRecord:
+        return cls(own.group_size, own.bits, SCALES.index(own.scales))
 
 
 class PlaneMatrixRecord(Record, struct="PlaneMatrix"):
@@ -86,7 +99,8 @@ class PlaneMatrixRecord(Record, struct="PlaneMatrix"):
         ("plane", POINTER * len(PLANE_BITS)),
         *pointers("scales"),
         *sizes("rows", "columns"),
-        *numbers("group_size", "planes"),
+        ("format", PlaneFormatRecord),
+        *numbers("planes"),
     )
 
 
@@ -94,7 +108,9 @@ class QuantizedLayerRecord(Record, struct="QuantizedLayer"):
     _fields_ = (
         *pointers("blobs", "planes", "first_bias", "second_bias"),
         *sizes("experts", "hidden", "width"),
-        *numbers("first_group", "second_group", "parts", "interleaved"),
+        *((name, PlaneFormatRecord) for name in ("first", "second")),
+        *numbers("parts", "interleaved"),
+        ("post", PostNormRecord),
     )
 
 
@@ -109,11 +125,12 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer for C++; `kept` must stay alive. No activation: one that C++ does not know."""
+    """A layer for C++; `kept` must stay alive. No activation: C++ does not know it, or the norm of
+    its experts' rows."""
 
     record: Record
     activation: Activation | None
-    kept: tuple[Tensor | None, ...]
+    kept: tuple[object, ...]
 
 
 class LayerCall(NamedTuple):
@@ -172,15 +189,14 @@ class NativeLayer(ABC, Generic[Weights]):
         weights_TK = weights_TK.to(torch.float32).contiguous()
         output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
         so_far = None if add_to_TH is None else add_to_TH.data_ptr()
-        whole = plan.activation is not None and experts.post_norm is None
-        run = self._run_whole if whole else self._run_in_steps
+        run = self._run_in_steps if plan.activation is None else self._run_whole
         run(plan, LayerArguments(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
     def layer_call(self, experts: Weights) -> LayerCall | None:
         """How compiled callers run the layer; None if part of it runs in Python."""
         plan = self._plan(experts)
-        if plan.activation is None or experts.post_norm is not None:
+        if plan.activation is None:
             return None
         forward = ctypes.cast(self._forward, ctypes.c_void_p).value  # type: ignore[arg-type]
         assert forward is not None
@@ -376,6 +392,14 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
             check_done(done)
         return output_TN
 
+    def rows(self, ids_T: Tensor, matrix: PlaneMatrix) -> Tensor:
+        """``(T, K)`` float32 rows of a matrix with a file's own codes; ids are in range."""
+        ids_T, plan = ids_T.to(torch.int64).contiguous(), self._matrix_plan(matrix)
+        output_TK = torch.empty(len(ids_T), matrix.layout.columns)
+        record, out = ctypes.addressof(plan.record), output_TK.data_ptr()
+        self._library.moe_file_rows(record, ids_T.data_ptr(), len(ids_T), out)
+        return output_TK
+
     @property
     def _forward(self) -> Callable[..., int]:
         return self._library.moe_quantized_forward
@@ -426,7 +450,7 @@ def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
         addresses[-1],
         layout.rows,
         layout.columns,
-        layout.group_size,
+        PlaneFormatRecord.of(layout.format),
         len(matrix.planes),
     )
     bias = _float_copy(matrix.bias)
@@ -436,6 +460,8 @@ def plan_matrix(matrix: PlaneMatrix) -> MatrixPlan:
 def _plan_whole(experts: ExpertWeights) -> LayerPlan:
     biases = _float_copy(experts.gate_up_bias_EG), _float_copy(experts.down_bias_EH)
     rows, width = experts.gate_up_EGH.shape[1], experts.intermediate_size
+    gating, known = _recognise_gating(experts.activation, width, rows)
+    post, known = _with_norm(experts, known)
     record = WholeLayerRecord(
         experts.gate_up_EGH.data_ptr(),
         experts.down_EHF.data_ptr(),
@@ -445,9 +471,42 @@ def _plan_whole(experts: ExpertWeights) -> LayerPlan:
         width,
         rows,
         DTYPES[experts.gate_up_EGH.dtype],
+        gating,
     )
-    known = recognise(experts.activation, width, parts=2) if rows == 2 * width else None
-    return LayerPlan(record, known, biases)
+    if post is not None:
+        record.post = post.record
+    return LayerPlan(record, known, (*biases, post))
+
+
+def _with_norm(
+    experts: ExpertWeights | QuantizedExperts, known: Activation | None
+) -> tuple[PostNorm | None, Activation | None]:
+    """The norm of the experts' rows, and the activation; without it if there is a norm that C++
+    does not know."""
+    if experts.post_norm is None or known is None:
+        return None, known
+    post = recognise_norm(experts.post_norm, experts.hidden_size)
+    return post, None if post is None else known
+
+
+class Gating(IntEnum):
+    """How the rows of a first projection make an inner row: the gate alone; all of the gate's, then
+    all of up's; or both in turn."""
+
+    UNGATED = 0
+    HALVES = 1
+    ALTERNATING = 2
+
+
+def _recognise_gating(
+    activation: Callable[[Tensor], Tensor], width: int, rows: int
+) -> tuple[Gating, Activation | None]:
+    if rows != 2 * width:
+        known = recognise(activation, width, parts=1) if rows == width else None
+        return Gating.UNGATED, known
+    ways = Gating.HALVES, Gating.ALTERNATING
+    found = {way: recognise(activation, width, 2, way is Gating.ALTERNATING) for way in ways}
+    return next(((way, known) for way, known in found.items() if known), (Gating.HALVES, None))
 
 
 def _plan_quantized(experts: QuantizedExperts) -> LayerPlan:
@@ -461,14 +520,17 @@ def _plan_quantized(experts: QuantizedExperts) -> LayerPlan:
         experts.num_experts,
         experts.hidden_size,
         experts.intermediate_size,
-        experts.first.group_size,
-        experts.second.group_size,
+        PlaneFormatRecord.of(experts.first.format),
+        PlaneFormatRecord.of(experts.second.format),
         experts.parts,
         experts.interleaved,
     )
     width, parts = experts.intermediate_size, experts.parts
     known = recognise(experts.activation, width, parts, experts.interleaved)
-    return LayerPlan(record, known, kept)
+    post, known = _with_norm(experts, known)
+    if post is not None:
+        record.post = post.record
+    return LayerPlan(record, known, (*kept, post))
 
 
 def _float_copy(bias: Tensor | None) -> Tensor | None:

@@ -5,11 +5,9 @@
 // T tokens, H hidden, K slots a token, E experts, F expert width, G = 2F or F rows of the first
 // projection, S = T*K slots, A the slots in use. "Sorted" rows are the A used slots by expert.
 #pragma once
-#include <atomic>
-#include <thread>
-
 #include "curves.h"
-#include "gemm.h"
+#include "norms.h"
+#include "turns.h"
 
 struct Routing {             // views of one int32 buffer, see route()
   int32_t *slot, *position;  // (A,) sorted row -> slot; (S,) slot -> sorted row, -1 if unused
@@ -20,40 +18,6 @@ struct Routing {             // views of one int32 buffer, see route()
 constexpr long PANEL_BYTES = 256 << 10;  // weights that stay in L2 while a task's rows use them
 constexpr long MIN_PANEL = 16;
 constexpr long TASKS_A_THREAD = 16;      // enough to balance, few enough to stay cheap
-
-// Hands one stage's tasks to the threads. A stage ends when its tasks are done, not when all threads
-// arrive: a thread that the system has not scheduled yet delays nobody.
-class Turns {
- public:
-  template <class Task>
-  void run(long count, const Task& task) {
-    for (long i; (i = take()) < count;) {
-      task(i);
-      done.fetch_add(1, std::memory_order_release);
-    }
-    wait(count);
-  }
-
-  // The same with task(i, next), where `next` is the thread's next task; >= count: none.
-  template <class Task>
-  void run_ahead(long count, const Task& task) {
-    for (long i = take(), next; i < count; i = next) {
-      next = take();
-      task(i, next);
-      done.fetch_add(1, std::memory_order_release);
-    }
-    wait(count);
-  }
-
- private:
-  long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
-  void wait(long count) const {
-    for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins)
-      if (spins > 1 << 14) std::this_thread::yield();
-  }
-
-  std::atomic<long> taken{0}, done{0};
-};
 
 constexpr long routing_numbers(long slots, long experts) { return 2 * slots + 2 * experts + 1; }
 
@@ -96,6 +60,7 @@ void grouped(const Routing& routing, const From* x, long slots_a_row, const void
   panel = panel < MIN_PANEL ? MIN_PANEL : panel > MAX_PANEL ? MAX_PANEL : panel;
   const long panels = (rows + panel - 1) / panel;
   alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
+  turns.reads([&] { return routing.num_active * weight_rows * width * int64_t(sizeof(W)); });
   turns.run(panels * routing.num_active, [&](long task) {
     const long e = routing.active[task / panels], g = task % panels * panel;
     const long count = rows - g < panel ? rows - g : panel;
@@ -125,24 +90,61 @@ void project(const Routing& routing, const From* x, long slots_a_row, const void
                 });
 }
 
-// inner (A, F) = activation(gate, up), the two halves of the projection's rows.
+// How the rows of a first projection make an inner row.
+enum Gating : int32_t { UNGATED, HALVES, ALTERNATING };  // no gate; gate, then up; gate and up in turn
+
+// inner (A, F) = the activation of the first projection, (A, F) or (A, 2 F).
 template <class M, class From>
-void project_gated(const Routing& routing, const From* x, long slots_a_row, const void* weights,
-                   const float* bias, const Activation& activation, long width, long hidden,
-                   typename M::X* inner, int threads, Turns& turns) {
-  grouped<M, 2>(routing, x, slots_a_row, weights, 2 * width, hidden, threads, turns,
-                [=](long e, long r, long g, long n, const float* gate, const float* up) {
-                  typename M::X* to = inner + r * width + g;
-                  const float* b = bias ? bias + e * 2 * width + g : nullptr;
-                  for (long j = 0; j < n; j += LANES) {
-                    vf a = load<vf>(gate + j), u = load<vf>(up + j);
-                    if (b) {
-                      a += load_as_fp32(b + j, n - j);
-                      u += load_as_fp32(b + width + j, n - j);
-                    }
-                    store_fp32_as(to + j, activate(activation, a, u), n - j);
+void project_inner(const Routing& routing, const From* x, long slots_a_row, const void* weights,
+                   const float* bias, const Activation& activation, Gating gating, long width,
+                   long hidden, typename M::X* inner, int threads, Turns& turns) {
+  const long rows = gating == UNGATED ? width : 2 * width;
+  // `n` units from `c` on of row r, of which gate and up are given without their biases.
+  const auto activated = [=](long r, long c, long n, const float* gate, const float* up,
+                             const float* gate_bias, const float* up_bias) {
+    for (long j = 0; j < n; j += LANES) {
+      vf a[1] = {load<vf>(gate + j)}, u[1] = {load<vf>(up + j)};
+      if (gate_bias) a[0] += load_as_fp32(gate_bias + j, n - j);
+      if (up_bias) u[0] += load_as_fp32(up_bias + j, n - j);
+      activate_each(activation, gating != UNGATED, a, u);
+      store_fp32_as(inner + r * width + c + j, a[0], n - j);
+    }
+  };
+  if (gating == HALVES)
+    return grouped<M, 2>(routing, x, slots_a_row, weights, rows, hidden, threads, turns,
+                         [=](long e, long r, long g, long n, const float* gate, const float* up) {
+                           const float* b = bias ? bias + e * rows + g : nullptr;
+                           activated(r, g, n, gate, up, b, b ? b + width : nullptr);
+                         });
+  grouped<M, 1>(routing, x, slots_a_row, weights, rows, hidden, threads, turns,
+                [=](long e, long r, long g, long n, const float* sums, const float*) {
+                  const float* b = bias ? bias + e * rows + g : nullptr;
+                  if (gating == UNGATED) return activated(r, g, n, sums, sums, b, nullptr);
+                  float gate[MAX_PANEL / 2 + LANES], up[MAX_PANEL / 2 + LANES];
+                  for (long j = 0; j < n / 2; ++j) {  // panels have an even number of rows
+                    gate[j] = sums[2 * j] + (b ? b[2 * j] : 0);
+                    up[j] = sums[2 * j + 1] + (b ? b[2 * j + 1] : 0);
                   }
+                  activated(r, g / 2, n / 2, gate, up, nullptr, nullptr);
                 });
+}
+
+// A norm of each expert's output row; absent where its weight is null.
+struct PostNorm {
+  decode::Norm norm;
+  const float* scale;  // (H,) of rows before the norm, or null
+};
+
+static inline void norm_rows(const PostNorm& post, const Routing& routing, long hidden, float* rows,
+                             Turns& turns) {
+  if (!post.norm.weight) return;
+  turns.run(routing.rows, [&](long r) {
+    float* row = rows + r * hidden;
+    for (long c = 0; post.scale && c < hidden; c += LANES)
+      store_fp32_as(row + c, load_as_fp32(row + c, hidden - c) *
+                                 load_as_fp32(post.scale + c, hidden - c), hidden - c);
+    decode::normalise(post.norm, row, hidden, row);
+  });
 }
 
 static inline bool uses_any(const Routing& routing, long slot, long count) {

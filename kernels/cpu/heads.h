@@ -16,29 +16,48 @@ struct Partial {  // of one query and split: sum of e^(score - high) and the hig
   float high, sum;
 };
 
-// score[t] (+)= q . k[t] for `count` keys that lie `stride` apart.
-static inline void scores_of(const float* q, const float* k, long stride, long count, long size,
-                             bool first, float* score) {
+// Rows that lie `stride` apart: from the first on, or those of an index.
+struct Straight {
+  const float* first;
+  long stride;
+  const float* at(long t) const { return first + t * stride; }
+  Straight from(long t) const { return {at(t), stride}; }
+};
+struct Chosen {
+  const float* first;
+  long stride;
+  const int64_t* index;
+  const float* at(long t) const { return first + index[t] * stride; }
+  Chosen from(long t) const { return {first, stride, index + t}; }
+};
+
+// score[t] (+)= q . k[t] for `count` keys, Straight or Chosen.
+template <class Keys>
+static inline void scores_of(const float* q, const Keys& k, long count, long size, bool first,
+                             float* score) {
   const long whole = size / LANES * LANES;
   long t = 0;
   for (; t + QUAD <= count; t += QUAD) {
     vf sum[QUAD] = {};
+    const float* row[QUAD];
+    UNROLL for (int j = 0; j < QUAD; ++j) row[j] = k.at(t + j);
     for (long c = 0; c < whole; c += LANES) {
       vf x = load<vf>(q + c);
-      UNROLL for (int j = 0; j < QUAD; ++j) sum[j] += x * load<vf>(k + (t + j) * stride + c);
+      UNROLL for (int j = 0; j < QUAD; ++j) sum[j] += x * load<vf>(row[j] + c);
     }
     v4 s = sum_lanes(sum[0], sum[1], sum[2], sum[3]);
     for (int j = 0; j < QUAD; ++j) {
       float left = s[j];
-      for (long c = whole; c < size; ++c) left += q[c] * k[(t + j) * stride + c];
+      for (long c = whole; c < size; ++c) left += q[c] * row[j][c];
       score[t + j] = first ? left : score[t + j] + left;
     }
   }
   for (; t < count; ++t) {
     vf sum = {};
-    for (long c = 0; c < whole; c += LANES) sum += load<vf>(q + c) * load<vf>(k + t * stride + c);
+    const float* row = k.at(t);
+    for (long c = 0; c < whole; c += LANES) sum += load<vf>(q + c) * load<vf>(row + c);
     float left = total(sum);
-    for (long c = whole; c < size; ++c) left += q[c] * k[t * stride + c];
+    for (long c = whole; c < size; ++c) left += q[c] * row[c];
     score[t] = first ? left : score[t] + left;
   }
 }
@@ -77,16 +96,16 @@ static inline Partial exponents(float* score, long count, float scale, float sof
 }
 
 // out[g] = sum over t of weight[g][t] * v[t], for N queries.
-template <int N>
-static inline void weighted(const float (*weight)[SPLIT], const float* v, long stride, long count,
-                            long size, float* const* out) {
+template <int N, class Values>
+static inline void weighted(const float (*weight)[SPLIT], const Values& v, long count, long size,
+                            float* const* out) {
   constexpr int WIDE = 4;
   long c = 0;
   for (; c + WIDE * LANES <= size; c += WIDE * LANES) {
     vf sum[N][WIDE] = {};
     for (long t = 0; t < count; ++t)
       UNROLL for (int i = 0; i < WIDE; ++i) {
-        vf x = load<vf>(v + t * stride + c + i * LANES);
+        vf x = load<vf>(v.at(t) + c + i * LANES);
         UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][t] * x;
       }
     for (int g = 0; g < N; ++g)
@@ -95,7 +114,7 @@ static inline void weighted(const float (*weight)[SPLIT], const float* v, long s
   for (; c < size; c += LANES) {
     vf sum[N] = {};
     for (long t = 0; t < count; ++t) {
-      vf x = load_as_fp32(v + t * stride + c, size - c);
+      vf x = load_as_fp32(v.at(t) + c, size - c);
       UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][t] * x;
     }
     for (int g = 0; g < N; ++g) store_fp32_as(out[g] + c, sum[g], size - c);
@@ -103,13 +122,14 @@ static inline void weighted(const float (*weight)[SPLIT], const float* v, long s
 }
 
 // One split for `queries` <= GROUP queries: partial sums of values into out[g].
-static inline void weighted_group(int queries, const float (*weight)[SPLIT], const float* v,
-                                  long stride, long count, long size, float* const* out) {
+template <class Values>
+static inline void weighted_group(int queries, const float (*weight)[SPLIT], const Values& v,
+                                  long count, long size, float* const* out) {
   switch (queries) {
-    case 1: return weighted<1>(weight, v, stride, count, size, out);
-    case 2: return weighted<2>(weight, v, stride, count, size, out);
-    case 3: return weighted<3>(weight, v, stride, count, size, out);
-    default: return weighted<4>(weight, v, stride, count, size, out);
+    case 1: return weighted<1>(weight, v, count, size, out);
+    case 2: return weighted<2>(weight, v, count, size, out);
+    case 3: return weighted<3>(weight, v, count, size, out);
+    default: return weighted<4>(weight, v, count, size, out);
   }
 }
 

@@ -27,7 +27,9 @@ template <class T>
 constexpr char kind() {
   if (std::is_pointer_v<T>) return 'p';
   if (std::is_floating_point_v<T>) return 'f';
-  return std::is_integral_v<T> || std::is_same_v<T, std::atomic<int32_t>> ? 'i' : 'r';
+  constexpr bool atomic =
+      std::is_same_v<T, std::atomic<int32_t>> || std::is_same_v<T, std::atomic<int64_t>>;
+  return std::is_integral_v<T> || atomic ? 'i' : 'r';
 }
 
 }  // namespace layouts

@@ -31,10 +31,11 @@ template <class M, class X>
 void multiply_whole(const X* x, const typename M::W* w, const float* bias, long rows, long N,
                     long K, X* out, int threads) {
   const Tasks tasks(rows, N, sizeof(typename M::W) * K, threads);
-  Turns turns;
+  Turns turns{stages::LINEAR};
 #pragma omp parallel num_threads(threads)
   {
     alignas(64) float sums[1][MAX_ROWS * MAX_PANEL];
+    turns.reads([&] { return N * K * int64_t(sizeof(typename M::W)); });
     turns.run(tasks.panels * tasks.parts, [&](long task) {
       const long g = task / tasks.parts * tasks.panel, begin = task % tasks.parts * tasks.part;
       const long columns = N - g < tasks.panel ? N - g : tasks.panel;

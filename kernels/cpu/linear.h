@@ -1,8 +1,8 @@
 // Matrices of bit planes times quantised rows, for C++ callers: the expert stages in quantized.h and
 // the linear layers.
 //
-//   QuantizedRows x = place_rows(memory, rows, w.columns, w.group_size);   // rows.h
-//   quantize_row(from, w.columns, w.group_size, x.from(i));                // for each row
+//   QuantizedRows x = place_rows(memory, rows, w.columns, w.format.row_group());   // rows.h
+//   quantize_row(from, w.columns, w.format.row_group(), x.from(i));                // for each row
 //   #pragma omp parallel num_threads(threads)
 //   plane_linear(w, bias, x, rows, out, w.rows, memory, threads, turns);
 //
@@ -75,6 +75,7 @@ template <class To>
 static void plane_linear(const PlaneMatrix& w, const float* bias, const QuantizedRows& x, long rows,
                          To* out, long stride, uint8_t* memory, int threads, Turns& turns) {
   const long blocks = panel_blocks(w, 1, threads), count = (w.blocks() + blocks - 1) / blocks;
+  turns.reads([&] { return w.bytes(); });
   turns.run_ahead(count, [&](long task, long next) {
     const long n = task * blocks * BLOCK_ROWS;
     multiply_panel(w.from(task * blocks), w.from((next < count ? next : task) * blocks),

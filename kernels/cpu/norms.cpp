@@ -9,9 +9,9 @@ constexpr long TASK_FLOATS = 1 << 14;
 
 // Runs task(row) for all rows of `width` floats.
 template <class Task>
-void each_row(long rows, long width, int threads, const Task& task) {
+void each_row(stages::Name stage, long rows, long width, int threads, const Task& task) {
   const long some = width < TASK_FLOATS ? TASK_FLOATS / width : 1;
-  Turns turns;
+  Turns turns{stage};
 #pragma omp parallel num_threads(team(rows * width, threads))
   turns.run((rows + some - 1) / some, [&](long block) {
     const long end = (block + 1) * some < rows ? (block + 1) * some : rows;
@@ -26,7 +26,7 @@ extern "C" {
 // to (rows, width) = the norm of each row.
 void moe_norm(const decode::Norm* norm, const float* from, int64_t rows, int64_t width, float* to,
               int32_t threads) {
-  each_row(rows, width, threads,
+  each_row(stages::NORMS, rows, width, threads,
            [&](long row) { normalise(*norm, from + row * width, width, to + row * width); });
 }
 
@@ -34,6 +34,6 @@ void moe_norm(const decode::Norm* norm, const float* from, int64_t rows, int64_t
 void moe_turn(const decode::Heads* heads, float* rows, const int64_t* position, int64_t count,
               int32_t threads) {
   const long width = heads->count * heads->size;
-  each_row(count, width, threads, [&](long row) { heads->turn(position[row], rows + row * width); });
+  each_row(stages::POSITIONS, count, width, threads, [&](long row) { heads->turn(position[row], rows + row * width); });
 }
 }

@@ -2,35 +2,16 @@
 // rows it unpacks the codes to memory once.
 #pragma once
 #include "amx_planes.h"
-
-extern "C" struct PlaneMatrix {
-  const uint8_t* plane[ALL_PLANES];  // null for planes that are absent
-  const uint16_t* scales;            // float16
-  int64_t rows, columns;             // N outputs, K inputs
-  int32_t group_size;                // 32 or 64
-  int32_t planes;                    // 1 to 4: 2, 3, 4 or 8 bits
-
-  long blocks() const { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
-  long groups() const { return (columns + group_size - 1) / group_size; }
-  long chunks() const { return groups() * group_size / CHUNK; }
-  long plane_bytes(int p) const { return blocks() * chunks() * STEP_BYTES * PLANE_BITS[p]; }
-  long num_scales() const { return blocks() * BLOCK_ROWS * groups(); }
-
-  PlaneMatrix from(long block) const {  // the rows from a block on
-    PlaneMatrix w = *this;
-    for (int p = 0; p < planes; ++p) w.plane[p] += block * chunks() * STEP_BYTES * PLANE_BITS[p];
-    w.scales += block * BLOCK_ROWS * groups();
-    w.rows -= block * BLOCK_ROWS;
-    return w;
-  }
-};
+#include "file_tiles.h"
 
 // Whether unpacking to memory first pays for so many rows.
 static inline bool unpacks(long rows) { return rows > (amx::ready ? TILE_ROWS : 3 * TILE_ROWS); }
 
 // Whether the products of unpacked codes prefetch the thread's next panel. With AMX they leave no time
-// for that, and unpacking prefetches it.
-static inline bool fetches_late(long rows) { return unpacks(rows) && !amx::ready; }
+// for that, and unpacking prefetches it; as it does with a file's own codes.
+static inline bool fetches_late(const PlaneMatrix& w, long rows) {
+  return unpacks(rows) && !amx::ready && w.format.symmetric();
+}
 
 // A tile: some of the rows that a panel is multiplied by.
 struct Tile {
@@ -46,9 +27,11 @@ class Panel {
   // where `unpacks(rows)`; null: the panel is not unpacked.
   Panel(const PlaneMatrix& w, const PlaneMatrix& next, long blocks, long rows, uint8_t* memory)
       : w_(w), next_(next), blocks_(blocks), rows_(rows), codes_(unpacks(rows) ? memory : nullptr) {
-    if (codes_)
-      with_source(fetches_late(rows) ? w : next,
-                  [&](auto source) { unpack(source, blocks, codes_); });
+    if (codes_ && !w.format.symmetric())
+      file_codes::unpack(w, next, blocks, codes_);
+    else if (codes_)
+      with_source(fetches_late(w, rows) ? w : next,
+                  [&](auto source) { ::unpack(source, blocks, codes_); });
   }
 
   static long unpacked_bytes(const PlaneMatrix& w, long blocks) {
@@ -68,6 +51,8 @@ class Panel {
   // out[i * stride + n] = x[i] . row n of the panel, for the rows of a tile.
   void multiply(const QuantizedRows& x, const Tile& tile, float* out, long stride) const {
     const QuantizedRows own = x.from(tile.begin);
+    if (!w_.format.symmetric())
+      return file_codes::multiply(w_, next_, codes_, blocks_, tile.rows, own, out, stride);
     const auto run = [&](auto source) {
       multiply_blocks(tile.rows, own, source, blocks_, out, stride);
     };
@@ -78,7 +63,8 @@ class Panel {
 
  private:
   long tiles() const {
-    const long most = codes_ && amx::ready ? amx::ROWS : TILE_ROWS;
+    const bool by_amx = codes_ && amx::ready && w_.format.symmetric();
+    const long most = by_amx ? amx::ROWS : TILE_ROWS;
     return (rows_ + most - 1) / most;
   }
 

@@ -14,7 +14,7 @@ constexpr int TILE_ROWS = 4;
 struct QuantizedRows {
   struct Scale {
     float scale;
-    int32_t sum;  // of the group's codes
+    int16_t sum, first;  // of the group's codes, and of the first half of them
   };
   int8_t* memory;
   long stride, groups, group_size;  // stride: bytes between rows

@@ -8,9 +8,8 @@
 // time. A slice is the rows of a block that fill a vector: all with AVX-512.
 #pragma once
 #include "gemm.h"
+#include "plane_matrix.h"
 
-constexpr int ALL_PLANES = 4, PLANE_BITS[ALL_PLANES] = {2, 1, 1, 4};
-constexpr int BLOCK_ROWS = 16, CHUNK = 32, STEPS = 4, STEP_BYTES = 64;
 constexpr int SLICES = BLOCK_ROWS / LANES;
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));

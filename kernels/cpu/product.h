@@ -18,16 +18,26 @@ struct Matrix {
   bool quantized() const { return format == BIT_PLANES; }
   long rows() const { return *this ? planes.rows : 0; }
   long size() const { return rows() * planes.columns; }
+  int64_t bytes() const { return quantized() ? planes.bytes() : size() * (format == FP32 ? 4 : 2); }
 };
 
-// Input rows of products, and the quantised copy that quantised matrices read.
+// Input rows of products, and the quantised copies that quantised matrices read: one for each size of
+// groups that they want.
 struct Rows {
   float* x;  // (rows, width)
-  long width, group;
-  QuantizedRows codes;  // null where no quantised matrix reads them
+  long width;
+  QuantizedRows of_32, of_64;  // memory null where no quantised matrix reads them
 
+  bool quantized() const { return of_32.memory || of_64.memory; }
+  const QuantizedRows& codes(const PlaneMatrix& w) const {
+    return w.format.row_group() == 64 ? of_64 : of_32;
+  }
+  void place(char* memory, long group) {
+    (group == 64 ? of_64 : of_32) = place_rows(memory, width, group);
+  }
   void prepare(long row) const {
-    if (group) quantize_row(x + row * width, width, group, codes.from(row));
+    if (of_32.memory) quantize_row(x + row * width, width, 32, of_32.from(row));
+    if (of_64.memory) quantize_row(x + row * width, width, 64, of_64.from(row));
   }
 };
 
@@ -77,7 +87,7 @@ static void panel(const Piece& piece, const Piece& next, long rows, long count) 
       const long blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
       const PlaneMatrix w = piece.planes();
       return multiply_panel(w, next.quantized() ? next.planes() : w, m.bias ? m.bias + g : nullptr,
-                            blocks, p.from->codes, rows, p.out + g, p.stride, nullptr);
+                            blocks, p.from->codes(w), rows, p.out + g, p.stride, nullptr);
     }
     case FP32: return dense_panel<Fp32>(p, rows, g, count);
     case BF16: return dense_panel<Bf16>(p, rows, g, count);
@@ -98,6 +108,11 @@ static void products(const Product* list, int count, long rows, int threads, Tur
   const long step = panel_rows(list, count, threads);
   long tasks = 0;
   for (int i = 0; i < count; ++i) tasks += (list[i].matrix->rows() + step - 1) / step;
+  turns.reads([&] {
+    int64_t bytes = 0;
+    for (int i = 0; i < count; ++i) bytes += list[i].matrix->bytes();
+    return bytes;
+  });
   const auto piece = [&](long task) -> Piece {
     for (int i = 0; i < count; ++i) {
       const long panels = (list[i].matrix->rows() + step - 1) / step;

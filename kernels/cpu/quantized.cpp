@@ -7,10 +7,11 @@
 #include "layouts.h"
 #include "quantized.h"
 
-LAYOUT(PlaneMatrix, plane, scales, rows, columns, group_size, planes)
-LAYOUT(QuantizedLayer, blobs, planes, first_bias, second_bias, experts, hidden, width, first_group,
-       second_group, parts, interleaved)
-LAYOUT(Activation, curve, slope, limit, offset)
+LAYOUT(PlaneFormat, group_size, bits, scales)
+LAYOUT(PlaneMatrix, plane, scales, rows, columns, format, planes)
+LAYOUT(QuantizedLayer, blobs, planes, first_bias, second_bias, experts, hidden, width, first, second,
+       parts, interleaved, post)
+LAYOUT(Activation, curve, slope, limit, offset, late)
 
 namespace {
 
@@ -36,18 +37,18 @@ extern "C" {
 int32_t moe_plane_linear(const PlaneMatrix* w, const float* bias, const void* x, int32_t dtype,
                          int64_t tokens, void* out, int32_t threads) {
   threads = team(tokens * w->rows * w->columns, threads);
-  const size_t row_bytes = aligned(rows_bytes(tokens, w->columns, w->group_size));
+  const size_t row_bytes = aligned(rows_bytes(tokens, w->columns, w->format.row_group()));
   const size_t unpack_bytes = aligned(linear_unpack_bytes(*w, tokens));
   char* memory = scratch.reserve(row_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows rows = place_rows(memory, w->columns, w->group_size);
-  Turns quantising, product;
+  const QuantizedRows rows = place_rows(memory, w->columns, w->format.row_group());
+  Turns quantising{stages::LINEAR}, product{stages::LINEAR};
   with_rows(x, dtype, [&](auto* from) {
     auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(from)>>*>(out);
 #pragma omp parallel num_threads(threads)
     {
       quantising.run(tokens, [&](long t) {
-        quantize_row(from + t * w->columns, w->columns, w->group_size, rows.from(t));
+        quantize_row(from + t * w->columns, w->columns, w->format.row_group(), rows.from(t));
       });
       auto* codes = reinterpret_cast<uint8_t*>(memory + row_bytes);
       plane_linear(*w, bias, rows, tokens, to, w->rows,
@@ -64,12 +65,12 @@ int32_t moe_quantized_first(const QuantizedLayer* layer, const Routing* routing,
                             int32_t threads) {
   const long A = routing->rows;
   threads = layer_team(*layer, A, threads);
-  const size_t x_bytes = aligned(rows_bytes(A, layer->hidden, layer->first_group));
+  const size_t x_bytes = aligned(rows_bytes(A, layer->hidden, layer->first.row_group()));
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, layer->hidden, layer->first_group);
-  Turns quantising, first;
+  const QuantizedRows x = place_rows(memory, layer->hidden, layer->first.row_group());
+  Turns quantising{stages::EXPERT_INPUT}, first{stages::EXPERT_FIRST};
   with_rows(hidden, dtype, [&](auto* from) {
 #pragma omp parallel num_threads(threads)
     {
@@ -88,17 +89,17 @@ int32_t moe_quantized_second(const QuantizedLayer* layer, const Routing* routing
                              const float* inner, float* out, int32_t threads) {
   const long A = routing->rows;
   threads = layer_team(*layer, A, threads);
-  const size_t x_bytes = aligned(rows_bytes(A, layer->width, layer->second_group));
+  const size_t x_bytes = aligned(rows_bytes(A, layer->width, layer->second.row_group()));
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, layer->width, layer->second_group);
-  Turns quantising, second;
+  const QuantizedRows x = place_rows(memory, layer->width, layer->second.row_group());
+  Turns quantising{stages::EXPERT_INPUT}, second{stages::EXPERT_SECOND};
 #pragma omp parallel num_threads(threads)
   {
     auto* codes = reinterpret_cast<uint8_t*>(memory + x_bytes);
     quantising.run(A, [&](long r) {
-      quantize_row(inner + r * layer->width, layer->width, layer->second_group, x.from(r));
+      quantize_row(inner + r * layer->width, layer->width, layer->second.row_group(), x.from(r));
     });
     project_second(*layer, *routing, x, out, codes + omp_get_thread_num() * unpack_bytes, threads,
                    second);
@@ -114,8 +115,8 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
                               float* so_far, int32_t threads) {
   const long H = layer->hidden, S = tokens * slots;
   const size_t routing_bytes = routing_numbers(S, layer->experts) * sizeof(int32_t);
-  const size_t x_bytes = rows_bytes(S, H, layer->first_group);
-  const size_t inner_bytes = rows_bytes(S, layer->width, layer->second_group);
+  const size_t x_bytes = rows_bytes(S, H, layer->first.row_group());
+  const size_t inner_bytes = rows_bytes(S, layer->width, layer->second.row_group());
   const size_t out_bytes = S * H * sizeof(float);
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, S));
   Pieces pieces{scratch.reserve(aligned(routing_bytes) + aligned(x_bytes) + aligned(inner_bytes) +
@@ -124,13 +125,14 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
   Routing routing;
   auto* numbers = reinterpret_cast<int32_t*>(pieces.take(routing_bytes));
   if (!route(ids, S, layer->experts, numbers, routing)) return -1;
-  const QuantizedRows x = place_rows(pieces.take(x_bytes), H, layer->first_group);
+  const QuantizedRows x = place_rows(pieces.take(x_bytes), H, layer->first.row_group());
   const QuantizedRows inner =
-      place_rows(pieces.take(inner_bytes), layer->width, layer->second_group);
+      place_rows(pieces.take(inner_bytes), layer->width, layer->second.row_group());
   auto* rows = reinterpret_cast<float*>(pieces.take(out_bytes));
   auto* unpack = reinterpret_cast<uint8_t*>(pieces.next);
   threads = layer_team(*layer, routing.rows, threads);
-  Turns quantising, first, second, sum;
+  Turns quantising{stages::EXPERT_INPUT}, first{stages::EXPERT_FIRST};
+  Turns second{stages::EXPERT_SECOND}, norm{stages::EXPERT_SUM}, sum{stages::EXPERT_SUM};
   with_rows(hidden, dtype, [&](auto* from) {
     auto* to = static_cast<std::remove_const_t<std::remove_pointer_t<decltype(from)>>*>(out);
 #pragma omp parallel num_threads(threads)
@@ -139,6 +141,7 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
       quantize_tokens(*layer, routing, from, tokens, slots, x, quantising);
       project_first(*layer, *activation, routing, x, inner, codes, first);
       project_second(*layer, routing, inner, rows, codes, threads, second);
+      norm_rows(layer->post, routing, H, rows, norm);
       combine(routing, rows, weights, tokens, slots, H, to, so_far, sum);
     }
   });

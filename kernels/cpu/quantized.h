@@ -12,20 +12,30 @@ extern "C" struct QuantizedLayer {
   const float* first_bias;   // (E, parts * F) in the architecture's own order, or null
   const float* second_bias;  // (E, H), or null
   int64_t experts, hidden, width;
-  int32_t first_group, second_group;  // columns of a group
-  int32_t parts;                      // 2: gate and up; 1: no gate
-  int32_t interleaved;                // biases of gate and up in turn, not one after the other
+  PlaneFormat first, second;
+  int32_t parts;        // 2: gate and up; 1: no gate
+  int32_t interleaved;  // biases of gate and up in turn, not one after the other
+  PostNorm post;        // of `moe_quantized_forward`
 
   // Part 0 (gate) or 1 (up) of an expert's first projection, or `parts` for the second.
   PlaneMatrix matrix(long expert, int index) const {
-    const PlaneMatrix first{{}, nullptr, width, hidden, first_group, planes[expert]};
-    PlaneMatrix w{{}, nullptr, hidden, width, second_group, planes[expert]};
-    if (index < parts) w = first;
+    const PlaneMatrix part{{}, nullptr, width, hidden, first, planes[expert]};
+    PlaneMatrix w{{}, nullptr, hidden, width, second, planes[expert]};
+    if (index < parts) w = part;
+    if (w.planes > w.format.most_planes()) w.planes = w.format.most_planes();
     const void* const* blob = blobs + (ALL_PLANES + 1) * expert;
     for (int p = 0; p < w.planes; ++p)
-      w.plane[p] = static_cast<const uint8_t*>(blob[p]) + index * first.plane_bytes(p);
-    w.scales = static_cast<const uint16_t*>(blob[ALL_PLANES]) + index * first.num_scales();
+      w.plane[p] = static_cast<const uint8_t*>(blob[p]) + index * part.plane_bytes(p);
+    w.scales = static_cast<const uint16_t*>(blob[ALL_PLANES]) + index * part.scale_words();
     return w;
+  }
+
+  // Bytes of `count` matrices, from one on, of every expert that has rows.
+  int64_t bytes(const Routing& routing, int first, int count) const {
+    int64_t bytes = 0;
+    for (long a = 0; a < routing.num_active; ++a)
+      for (int i = first; i < first + count; ++i) bytes += matrix(routing.active[a], i).bytes();
+    return bytes;
   }
 
   // Biases of LANES units of a part from `unit` on; zeros beyond the last.
@@ -39,14 +49,16 @@ extern "C" struct QuantizedLayer {
     return load<vf>(values);
   }
 
-  long panels() const { return (width + second_group - 1) / second_group; }  // of the first
+  long panels() const {  // of the first projection
+    return (width + second.row_group() - 1) / second.row_group();
+  }
 };
 
 // Bytes that each thread needs to unpack panels of an expert with `rows` rows.
 static inline long layer_unpack_bytes(const QuantizedLayer& layer, long rows) {
   if (!unpacks(rows)) return 0;
   const long first = layer.parts * Panel::unpacked_bytes(layer.matrix(0, 0),
-                                                         layer.second_group / BLOCK_ROWS);
+                                                         layer.second.row_group() / BLOCK_ROWS);
   const long second = linear_unpack_bytes(layer.matrix(0, layer.parts), rows);
   return first > second ? first : second;
 }
@@ -61,7 +73,7 @@ void quantize_tokens(const QuantizedLayer& layer, const Routing& routing, const 
       const long row = routing.position[s];
       if (row < 0) continue;
       if (first < 0)
-        quantize_row(x + t * layer.hidden, layer.hidden, layer.first_group, to.from(row));
+        quantize_row(x + t * layer.hidden, layer.hidden, layer.first.row_group(), to.from(row));
       else
         copy_row(to.from(first), to.from(row));
       if (first < 0) first = row;
@@ -70,16 +82,17 @@ void quantize_tokens(const QuantizedLayer& layer, const Routing& routing, const 
 }
 
 // finish(e, r, panel, gate sums, up sums) for every sorted row r of expert e and every panel of
-// second_group columns of the inner activations; zeros stand for columns beyond the padded rows.
+// second.row_group() columns of the inner activations; zeros stand for columns beyond the padded rows.
 template <class Finish>
 void first_projection(const QuantizedLayer& layer, const Routing& routing, const QuantizedRows& x,
                       uint8_t* memory, Turns& turns, const Finish& finish) {
-  const long panels = layer.panels(), blocks = layer.second_group / BLOCK_ROWS;
+  const long panels = layer.panels(), blocks = layer.second.row_group() / BLOCK_ROWS;
   alignas(64) float sums[2][Panel::MOST_TILE_ROWS][MAX_GROUP];
   const auto weights = [&](long task, int part) {
     return layer.matrix(routing.active[task / panels], part).from(task % panels * blocks);
   };
   const long tasks = panels * routing.num_active;
+  turns.reads([&] { return layer.bytes(routing, 0, layer.parts); });
   turns.run_ahead(tasks, [&](long task, long next) {
     const long e = routing.active[task / panels], panel = task % panels, begin = routing.begin[e];
     const PlaneMatrix gate = weights(task, 0), up = weights(task, layer.parts - 1);
@@ -87,7 +100,7 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
     const long count = gate.blocks() < blocks ? gate.blocks() : blocks;
     if (count < blocks) memset(sums, 0, sizeof sums);
     // Reads one part after the other, or both at the beginning of a task.
-    const bool in_turn = layer.parts == 2 && !fetches_late(rows);
+    const bool in_turn = layer.parts == 2 && !fetches_late(gate, rows);
     const auto after = [&](int part) { return weights(next < tasks ? next : task, part); };
     const Panel a(gate, in_turn ? up : after(0), count, rows, memory);
     const Panel b(up, after(in_turn ? 0 : layer.parts - 1), layer.parts == 2 ? count : 0, rows,
@@ -106,7 +119,7 @@ static inline void project_first(const QuantizedLayer& layer, const Activation& 
                                  const Routing& routing, const QuantizedRows& x,
                                  const QuantizedRows& inner, uint8_t* memory, Turns& turns) {
   constexpr int TOGETHER = 32 / LANES < 4 ? 32 / LANES : 4;  // a group is 32 or 64 columns
-  const long group = layer.second_group;
+  const long group = layer.second.row_group();
   first_projection(layer, routing, x, memory, turns,
                    [&](long e, long r, long panel, const float* gate, const float* up) {
     alignas(64) float values[MAX_GROUP];
@@ -129,7 +142,7 @@ static inline void project_first(const QuantizedLayer& layer, const Activation& 
 static inline void project_first_only(const QuantizedLayer& layer, const Routing& routing,
                                       const QuantizedRows& x, float* out, uint8_t* memory,
                                       Turns& turns) {
-  const long group = layer.second_group, width = layer.width;
+  const long group = layer.second.row_group(), width = layer.width;
   first_projection(layer, routing, x, memory, turns,
                    [&](long e, long r, long panel, const float* gate, const float* up) {
     const long at = panel * group, count = width - at < group ? width - at : group;
@@ -153,6 +166,7 @@ static inline void project_second(const QuantizedLayer& layer, const Routing& ro
   };
   const long tasks = panels * routing.num_active;
   const bool streamed = can_stream(out, routing.rows, layer.hidden);
+  turns.reads([&] { return layer.bytes(routing, layer.parts, 1); });
   turns.run_ahead(tasks, [&](long task, long next) {
     const long e = routing.active[task / panels], n = task % panels * blocks * BLOCK_ROWS;
     const long begin = routing.begin[e], rows = routing.begin[e + 1] - begin;

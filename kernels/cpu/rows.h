@@ -40,16 +40,19 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
   const float inverse = largest > 0 ? MAX_CODE / largest : 0;
   const float to_int = 12582912.0f;  // 1.5 * 2^23: rounds to nearest, ties to even
   const vi finite = vi{} - (most < 0x7f800000);
-  vi total = {};
+  vi total = {}, first = {};
   for (long c = 0; c < size; c += LANES) {
+    if (c == size / 2) first = total;
     vf product = load<vf>(from + c) * inverse;
     IN_REGISTER(product);  // rounded by itself, never fused with the addition
     const vi code = (bits<vi>(product + to_int) - bits<int32_t>(to_int)) & finite;
     store(row.codes(group) + c, __builtin_convertvector(code, vb));
     total += code;
   }
-  const int32_t sum = fold_lanes(total, [](auto a, auto b) { return a + b; });
-  store(row.scale_at(group), QuantizedRows::Scale{largest / MAX_CODE, sum});
+  const auto sum = [](vi lanes) {
+    return int16_t(fold_lanes(lanes, [](auto a, auto b) { return a + b; }));
+  };
+  store(row.scale_at(group), QuantizedRows::Scale{largest / MAX_CODE, sum(total), sum(first)});
 }
 
 // A whole row of floats or bf16.

@@ -5,6 +5,8 @@
 #include <cstring>
 #if defined(__AVX__) || defined(__F16C__) || defined(__AVX512BF16__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -90,6 +92,20 @@ static inline To bits(From v) {
 }
 
 static inline vf splat(float x) { return vf{} + x; }
+
+// a * b + c, rounded once wherever the target can. Compilers fuse the plain expression in some loops
+// and not in others; for results that two loops must share.
+static inline vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_FMA)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
 
 // The lane sums of four vectors, side by side.
 static inline v4 sum_lanes(vf a, vf b, vf c, vf d) {

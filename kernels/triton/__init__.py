@@ -1,4 +1,4 @@
-"""The experts' arithmetic on NVIDIA GPUs, in Triton. This package's modules need Triton to import.
+"""Experts, attention and recurrent layers on NVIDIA GPUs, in Triton, which these modules import.
 
 Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_80 and sm_90 without one.
 """

@@ -44,6 +44,8 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     if hidden_TH.dtype not in DTYPES:
         return False
     if isinstance(experts, QuantizedExperts):
+        if {experts.first.scales, experts.second.scales} != {"symmetric"}:
+            return False
         blobs = zip(experts.planes, experts.scales, strict=True)
         return experts in _plans or all(readable((*p, s), device) for p, s in blobs)
     weights = experts.gate_up_EGH, experts.down_EHF
@@ -52,6 +54,8 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
 
 def supports_matrix(x_TK: Tensor, matrix: PlaneMatrix) -> bool:
     """Whether the kernels know x's dtype and can read the planes where they lie."""
+    if matrix.layout.scales != "symmetric":
+        return False
     blobs = *matrix.planes, matrix.scales
     return x_TK.dtype in DTYPES and (matrix in _tables or readable(blobs, x_TK.device))
 

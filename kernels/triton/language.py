@@ -52,8 +52,9 @@ class Epilogue(NamedTuple):
 
     @property
     def curve(self) -> int:
-        """The activation's number, -1 for none."""
-        return -1 if self.activation is None else int(self.activation.curve)
+        """The activation's number, 8 more where its limit is late, -1 for none."""
+        known = self.activation
+        return -1 if known is None else int(known.curve) + (8 if known.late else 0)
 
     def strides(self, units: int) -> tuple[int, int]:
         """Outputs from unit to unit, and from part to part."""
@@ -108,11 +109,29 @@ def curve(x, slope, CURVE: tl.constexpr):
 
 
 @triton.jit
+def bent(x, limit):
+    """``limit * tanh(x / limit)``"""
+    return limit * (2.0 / (1.0 + tl.exp(-2.0 * x / limit)) - 1.0)
+
+
+@triton.jit
+def at_most(x, limit):
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(gate, up, slope, limit, offset, CURVE: tl.constexpr, GATED: tl.constexpr):
-    """``(clamp(up, -limit, limit) + offset) * curve(min(gate, limit))``, or ``curve(gate)``."""
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    y = curve(gate, slope, CURVE)
-    if GATED:
-        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-        y *= tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL) + offset
+    """``(clamp(up, -limit, limit) + offset) * curve(min(gate, limit))``, or ``curve(gate)``. With
+    CURVE + 8, ``min(curve(gate), limit)`` in place of the curve; 5 is BENT of
+    kernels/cpu/curves.h."""
+    if CURVE == 5:
+        y = bent(gate, offset) * bent(up, limit) / (1.0 + tl.exp(-slope * gate))
+    else:
+        if CURVE >= 8:
+            y = at_most(curve(gate, slope, CURVE - 8), limit)
+        else:
+            y = curve(at_most(gate, limit), slope, CURVE)
+        if GATED:
+            up = at_most(up, limit)
+            y *= tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL) + offset
     return y

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+MODEL = "model directory, GGUF file or hub id (org/name, or org/name:QUANT for a GGUF file there)"
+SET = "override one setting of the profile, as in --set engine.max_batch_size=8"
+REVISION = "branch, tag or commit of a model on the hub (default: its main branch)"
+
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
@@ -42,10 +46,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name, or names, by which clients ask for the model (default: directory or hub id)",
     )
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    key = "what clients must send; better set as MOE_API_KEY, as other users see command lines"
-    add("--api-key", metavar="KEY", help=key)
+    _add_listening(parser)
     add(
         "--allowed-origins",
         nargs="+",
@@ -54,10 +55,21 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_run(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help=MODEL)
+    add("--revision", metavar="R", help=REVISION)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
+    add("--dry-run", action="store_true", help="say what would be done, and stop")
+    add("--yes", action="store_true", help="convert without asking, where that is needed")
+    _add_listening(parser)
+
+
 def add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="model directory, GGUF file or hub id")
+    add("model", help=MODEL)
     add("out", help="directory of the store; must not exist")
+    add("--revision", metavar="R", help=REVISION)
     add(
         "--bits",
         type=int,
@@ -120,6 +132,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt-tokens", type=int, default=512, metavar="N", help="to read (%(default)s)")
     add("--new-tokens", type=int, default=64, metavar="N", help="to decode (%(default)s)")
+    where = "where the time of a prompt and of decode steps goes, stage by stage"
+    add("--stages", action="store_true", help=where)
     _add_json(parser)
 
 
@@ -136,10 +150,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add = parser.add_argument
-    add("model", nargs=None if required else "?", help="model directory, GGUF file or hub id")
+    add("model", nargs=None if required else "?", help=MODEL)
+    add("--revision", metavar="R", help=REVISION)
     add("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
-    what = "override one setting of the profile, as in --set engine.max_batch_size=8"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=what)
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
+
+
+def _add_listening(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    key = "what clients must send; better set as MOE_API_KEY, as other users see command lines"
+    add("--api-key", metavar="KEY", help=key)
 
 
 def _add_text(parser: argparse.ArgumentParser, what: str, tokens: int | None) -> None:

@@ -10,6 +10,8 @@ import argparse as some_text
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kernels.cpu.build import BuildError
+from kernels.cpu.limits import read_speed
+from kernels.cpu.stages import StageTimes, measured_stages
 from moe.commands.console import stdout_console
 from moe.engine.engine import Engine
 from moe.errors import RequestError
@@ -31,11 +36,19 @@ BESIDE = 64
 
 
 def run(
-    name: str | Path, profile: LoadedProfile, *, prompt: int, tokens: int, as_json: bool
+    name: str | Path,
+    profile: LoadedProfile,
+    *,
+    prompt: int,
+    tokens: int,
+    stages: bool,
+    as_json: bool,
 ) -> int:
-    """Measure, and print a table or one JSON object."""
+    """Measure, and print tables or one JSON object. ``stages``: also where the time goes."""
     model = MoE.from_pretrained(name, _with_drafts(profile))
     found = measure(model, prompt, tokens)
+    if stages:
+        found |= stages_of_runs(model, prompt, tokens)
     if as_json:
         print(json.dumps(found))
         return 0
@@ -53,6 +66,69 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
     Raises:
         RequestError: the context or the KV cache is too small for this many tokens.
     """
+    prompt, ids = _text(model, prompt, tokens)
+    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # warm-up
+    rates = [_read(model, ids[at * 101 :][:prompt]).rate for at in range(ROUNDS)]
+    speculates = model.status()["speculation"]["enabled"]
+    return {
+        "prompt": {"tokens": prompt, "tokens_per_second": median(rates)},
+        "decode": [_decoding(model, ids, batch, tokens, speculates) for batch in _batches(model)],
+        "speculation": {**model.status()["speculation"], "figures": model.stats()["speculation"]},
+        "notices": list(model.notices),
+    }
+
+
+def stages_of_runs(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
+    """Where the time of a prompt and of decode steps goes; ready for JSON.
+
+    Raises:
+        RequestError: as `measure`; compiled kernels are missing, so that there are no stages.
+    """
+    prompt, ids = _text(model, prompt, tokens)
+    try:
+        limit = read_speed()
+        runs = {f"prompt of {prompt}": _read(model, ids[:prompt], stages=True)}
+        for batch in _batches(model):
+            prompts = [list(ids[200 * index :][:BESIDE]) for index in range(batch)]
+            runs[f"decode {batch}"] = _decode(model, prompts, tokens, drafts=False, stages=True)
+    except BuildError as error:
+        raise RequestError(f"--stages needs compiled kernels: {error}") from error
+    return {
+        "bytes_per_second": limit,
+        "stages": {name: _stages_of(run, limit) for name, run in runs.items()},
+    }
+
+
+def _stages_of(run: _Run, limit: float) -> dict[str, Any]:
+    """A run by stage, each a step; what is in no stage is called ``between``."""
+    named = {
+        stage.name.lower(): {
+            "ms": 1e3 * time.seconds / run.steps,
+            "waiting_ms": 1e3 * time.waiting / run.steps,
+            "bytes": time.bytes // run.steps,
+            "share_of_limit": time.bytes / time.seconds / limit if time.seconds else 0.0,
+        }
+        for stage, time in run.stages.items()
+    }
+    total = 1e3 * run.seconds / run.steps
+    between = {"ms": total - sum(each["ms"] for each in named.values())}
+    read = sum(each["bytes"] for each in named.values())
+    everything = {
+        "ms": total,
+        "waiting_ms": sum(each["waiting_ms"] for each in named.values()),
+        "bytes": read,
+        "share_of_limit": read * run.steps / run.seconds / limit,
+    }
+    return named | {"between": between, "all": everything}
+
+
+def _batches(model: MoE) -> list[int]:
+    most = model.profile.profile.engine.max_batch_size
+    return [batch for batch in BATCHES if batch <= most]
+
+
+def _text(model: MoE, prompt: int, tokens: int) -> tuple[int, list[int]]:
+    """How many tokens of a prompt fit, and text that is long enough."""
     if prompt < 1 or tokens < 2:
         raise RequestError(
             f"--prompt-tokens is {prompt} and --new-tokens {tokens}; at least 1 must be read, and "
@@ -66,18 +142,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
         )
     prompt = min(prompt, limit - tokens)
     ids = model.codec.encode(Path(some_text.__file__).read_text())
-    ids *= -(-(prompt + ROUNDS * 101) // len(ids))  # a long prompt repeats it
-    _decode(model, [ids[:BESIDE]], 4, drafts=False)  # warm-up
-    rates = [_read(model, ids[at * 101 :][:prompt]) for at in range(ROUNDS)]
-    speculates = model.status()["speculation"]["enabled"]
-    most = model.profile.profile.engine.max_batch_size
-    batches = [batch for batch in BATCHES if batch <= most]
-    return {
-        "prompt": {"tokens": prompt, "tokens_per_second": median(rates)},
-        "decode": [_decoding(model, ids, batch, tokens, speculates) for batch in batches],
-        "speculation": {**model.status()["speculation"], "figures": model.stats()["speculation"]},
-        "notices": list(model.notices),
-    }
+    return prompt, ids * -(-(prompt + ROUNDS * 101) // len(ids))  # a long prompt repeats it
 
 
 def _decoding(
@@ -89,24 +154,47 @@ def _decoding(
         _decode(model, prompts, tokens, drafts=True)
     plain, drafted = [], []
     for _ in range(ROUNDS):
-        plain.append(_decode(model, prompts, tokens, drafts=False))
+        plain.append(_decode(model, prompts, tokens, drafts=False).rate)
         if speculates:
-            drafted.append(_decode(model, prompts, tokens, drafts=True))
+            drafted.append(_decode(model, prompts, tokens, drafts=True).rate)
     rate, with_drafts = median(plain), median(drafted) if drafted else None
     gain = None if with_drafts is None else with_drafts / rate
     figures = {"tokens_per_second": rate, "with_drafts": with_drafts, "gain": gain}
     return {"batch": batch, **figures}
 
 
-def _read(model: MoE, prompt: Sequence[int]) -> float:
-    """Tokens per second of prefill."""
-    start = time.perf_counter()
-    model.generate([list(prompt)], SamplingParams(max_new_tokens=1))
-    return len(prompt) / (time.perf_counter() - start)
+@dataclass(frozen=True)
+class _Run:
+    """A measured prefill, or the decode steps of some sequences.
+
+    Attributes:
+        tokens: read, or decoded by all sequences together.
+        steps: passes; 1 for a prompt.
+        stages: where the seconds went; empty where that was not asked for.
+    """
+
+    tokens: int
+    seconds: float
+    steps: int = 1
+    stages: StageTimes = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
-def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bool) -> float:
-    """Tokens per second of all sequences together, while all of them decode."""
+def _read(model: MoE, prompt: Sequence[int], *, stages: bool = False) -> _Run:
+    """Prefill a prompt."""
+    with measured_stages() if stages else nullcontext(dict) as times:
+        start = time.perf_counter()
+        model.generate([list(prompt)], SamplingParams(max_new_tokens=1))
+        return _Run(len(prompt), time.perf_counter() - start, stages=times())
+
+
+def _decode(
+    model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bool, stages: bool = False
+) -> _Run:
+    """The steps in which all sequences decode."""
     engine = model.engine(drafts=drafts)
     params = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
     for prompt in prompts:
@@ -118,13 +206,15 @@ def _decode(model: MoE, prompts: Sequence[list[int]], tokens: int, *, drafts: bo
                 f"{len(prompts)} sequences of {BESIDE} + {tokens} tokens never run at once with "
                 f"memory.kv_tokens = {engine.kv_tokens:g}; raise it, or lower --new-tokens"
             )
-    start, count = time.perf_counter(), 0
-    while len(engine.scheduler.running) == len(prompts):
-        count += _step(engine)
-    seconds = time.perf_counter() - start
+    with measured_stages() if stages else nullcontext(dict) as times:
+        start, count, steps = time.perf_counter(), 0, 0
+        while len(engine.scheduler.running) == len(prompts):
+            count += _step(engine)
+            steps += 1
+        run = _Run(count, time.perf_counter() - start, steps, times())
     while not engine.idle:
         _step(engine)
-    return count / seconds
+    return run
 
 
 def _step(engine: Engine) -> int:
@@ -155,9 +245,30 @@ def _show(found: dict[str, Any]) -> None:
         gain = "-" if row["gain"] is None else f"{row['gain']:.2f} x"
         table.add_row(f"decode {row['batch']}", f"{row['tokens_per_second']:,.1f}", drafted, gain)
     console.print(table)
+    for name, stages in found.get("stages", {}).items():
+        _show_stages(name, stages, found["bytes_per_second"], console)
     console.print(found["speculation"]["why"])
     if found["speculation"]["figures"] is not None:
         _show_drafts(found["speculation"]["figures"], console)
+
+
+def _show_stages(
+    name: str, stages: dict[str, dict[str, float]], limit: float, console: Console
+) -> None:
+    """A row a stage, the longest first; then what is in none, and the sum."""
+    title = f"{name}: a step, by stage; memory reads {limit / 1e9:.1f} GB/s"
+    table = Table("", "ms", "waiting", "MB", "GB/s", "of limit", title=title, title_justify="left")
+    last = ("between", "all")
+    for stage in [*sorted(stages.keys() - last, key=lambda each: -stages[each]["ms"]), *last]:
+        row = stages[stage]
+        cells = [f"{row['ms']:.3f}"]
+        if "bytes" in row:
+            share, read = row["share_of_limit"], row["bytes"] / 1e6
+            cells.append(f"{row['waiting_ms']:.3f}")
+            if read:
+                cells += [f"{read:.1f}", f"{share * limit / 1e9:.1f}", f"{share:.0%}"]
+        table.add_row(stage.replace("_", " "), *cells)
+    console.print(table)
 
 
 def _show_drafts(figures: dict[str, Any], console: Console) -> None:

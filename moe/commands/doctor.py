@@ -26,13 +26,14 @@ from rich.table import Column, Table
 
 from moe import machine
 from moe.commands.console import stdout_console
+from moe.extras import INSTALL, install_line
 
 Status = Literal["ok", "warning", "missing"]
 
 MIN_PYTHON = (3, 10)
 LOW_MEMORY = 4 * 2**30
 LOW_DISK = 10 * 2**30
-REINSTALL = "run 'make venv', or pip install moe-inference again"
+REINSTALL = f"run 'make venv', or install moe again: {INSTALL}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Finding:
 
 # The dependencies of pyproject.toml (a test compares them), because a plain checkout has no
 # metadata to read them from.
-TORCH, TRANSFORMERS, DEEPSPEED = "torch>=2.11", "transformers>=5.17,<6", "deepspeed>=0.18"
+TORCH, TRANSFORMERS = "torch>=2.11", "transformers>=5.17,<6"
 OTHER_LIBRARIES = (
     "tokenizers>=0.22",
     "safetensors>=0.6",
@@ -56,7 +57,6 @@ OTHER_LIBRARIES = (
     "greenlet>=3",
     "llguidance>=1.9",
     "numpy>=1.26",
-    "scipy>=1.12",
     "pydantic>=2.9",
     "PyYAML>=6",
     "rich>=14.3",
@@ -253,7 +253,6 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "Python": check_python,
     "torch": partial(check_library, TORCH),
     "transformers": partial(check_library, TRANSFORMERS),
-    "deepspeed": partial(check_library, DEEPSPEED, required=False),
     "libraries": partial(check_libraries, OTHER_LIBRARIES),
     "module names": check_module_names,
     "CPU": check_cpu,
@@ -263,7 +262,12 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "memory": check_memory,
     "disk": check_disk,
     "GPU": check_gpu,
-    "triton": partial(check_optional, "triton", "for CUDA: pip install 'moe-inference[gpu]'"),
+    "triton": partial(check_optional, "triton", f"for CUDA: {install_line('gpu')}"),
     "megablocks": check_megablocks,
-    "gguf": partial(check_optional, "gguf", "to read GGUF: pip install 'moe-inference[gguf]'"),
+    "deepspeed": partial(
+        check_optional, "deepspeed", f"for several ranks: {install_line('parallel')}"
+    ),
+    "gguf": partial(check_optional, "gguf", f"to read GGUF: {install_line('gguf')}"),
+    "scipy": partial(check_optional, "scipy", f"for --target-bits: {install_line('calibration')}"),
+    "matplotlib": partial(check_optional, "matplotlib", f"for plots: {install_line('plots')}"),
 }

@@ -3,10 +3,13 @@
 - `step`: the ways of a decode step, and `DecodeForward`, which chooses one for each step.
 - `enable`: which step a model gets when it is loaded, and why.
 - `compiled.CompiledStep`: the step in C++; `records` are what it reads and writes.
+- `trace`, `recorder`, `history`: one token of transformers' forward as operations, for models that
+  no description covers; `lower` makes `units` of them, and `program.Program` records for
+  `traced.TracedStep`.
 - `recorded`, `cuda_graph.GraphStep`: the step as CUDA graphs.
 - `reference`: the step in plain torch, which the others must equal.
 - `proof`: tries a step beside transformers' own forward.
 - `prompts`: prompts through transformers' layers, with norms and rotations compiled.
 
-All of them run a model by its `moe.describe.description.Description`.
+All but the traced step run a model by its `moe.describe.description.Description`.
 """

@@ -7,15 +7,17 @@ several, at successive positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from ctypes import Array, addressof
 from itertools import accumulate
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.cpu import decode as native
+from kernels.cpu.interface import DTYPES
 from moe.decode.records import CompiledPass, DescriptionRecords, point_to_table
 from moe.decode.step import (
     CompiledExperts,
@@ -24,8 +26,15 @@ from moe.decode.step import (
     RoutedExperts,
     finish_step,
 )
-from moe.describe.description import Description, Experts, NotDescribed, Router
-from moe.network.kv_cache import KVCache, Work
+from moe.describe.description import (
+    Description,
+    Experts,
+    NotDescribed,
+    RotaryTable,
+    Router,
+)
+from moe.network.kv_cache import KVCache, LayerKey, Work
+from moe.network.stored_embedding import StoredEmbedding
 from routing import Routing
 
 PATIENCE = 0.05
@@ -33,57 +42,62 @@ PATIENCE = 0.05
 _NO_LIMIT = 1 << 62  # more positions than there are
 
 
-class CompiledStep:
-    """Runs a described model on the CPU; see `moe.decode.step.DecodeStep`.
+class CompiledStep(ABC):
+    """A decode step on the CPU; see `moe.decode.step.DecodeStep`.
 
     Args:
+        moe: of each part of the step (a layer, or what lies between two layers of experts), the
+            MoE layer that ends it; None: none does.
+        top_k: experts that a row chooses.
         inside: what runs the experts of each MoE layer within the step; none: only callers do.
-
-    Raises:
-        NotDescribed: the compiled step does not take a size or dtype of the description.
     """
 
     def __init__(
         self,
-        description: Description,
         kernel: native.NativeDecode,
+        moe: Sequence[int | None],
+        top_k: int,
         inside: Sequence[CompiledExperts] = (),
     ) -> None:
-        records, count = DescriptionRecords(), len(description.layers)
-        self._description, self._kernel, self._kept = description, kernel, records
-        self._records = (native.DecoderLayerRecord * count)(*map(records.layer, description.layers))
-        self._norm, self._head = records.norm(description.norm), records.matrix(description.head)
-        feeds = [layer.feed for layer in description.layers]
-        self._feeds = [feed if isinstance(feed, Experts) else None for feed in feeds]
-        known = [feed.router for feed in self._feeds if feed is not None]
-        chosen = {router.rule.top_k for router in known if isinstance(router, Router)}
-        if len(chosen) > 1:
-            raise NotDescribed("layers choose different numbers of experts")
-        # Of each layer, and behind the last, how many MoE layers come before it.
-        self._moe_layers = [0, *accumulate(int(feed is not None) for feed in self._feeds)]
-        self._top_k = max(chosen, default=0)
-        self._caches = 1 + max(layer.attention.layer for layer in description.layers)
-        self._reserved = 0
+        self._kernel, self._top_k, self._moe = kernel, top_k, moe
+        # Of each part, and behind the last, how many MoE layers come before it.
+        self._moe_layers = [0, *accumulate(int(layer is not None) for layer in moe)]
         self._experts, self._arrays = inside, [self._experts_array(own) for own in ((), inside)]
         self._stopping, self._whole = map(self._model, self._arrays)
+
+    @abstractmethod
+    def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
+        """The model's record."""
+
+    @abstractmethod
+    def _begin(self, work: Sequence[Work]) -> CompiledPass:
+        """The rows of a step, with room for them in the sequences' caches."""
+
+    @abstractmethod
+    def _end(self, work: Sequence[Work], step: CompiledPass) -> list[Tensor]:
+        """The logits of each piece of work; the sequences grow."""
+
+    def _routing(self, step: CompiledPass) -> Routing:
+        """The choice of experts that the step has stopped for."""
+        return step.routing(self._moe_layers[step.done])
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         step = self._begin(work)
         return self._finish(work, step, routed, step.go(self._stopping))
 
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
-        """Logits; calls ``experts.passed`` for a layer before ``experts.run`` for a later one."""
+        """Logits; calls ``experts.passed`` for layers before ``experts.run`` for a later one."""
         assert self._experts
         step, waits = self._begin(work), True
         while waits:
             first = self._moe_layers[step.done]
             waits = step.go(self._whole)
             at = self._moe_layers[step.done]
-            for layer in range(first, at):
-                experts.passed(layer, step)
+            if first < at:
+                experts.passed(first, at, step)
             if waits:
                 step.give(experts.run(at, step, self._experts[at].call))
-        return finish_step(work, self._scaled(step.logits_BV))
+        return self._end(work, step)
 
     def in_lockstep(
         self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
@@ -105,43 +119,141 @@ class CompiledStep:
     ) -> list[Tensor]:
         """Logits; ``routed`` runs the experts of the layers that are left."""
         while waits:
-            experts = self._feeds[step.done]
-            assert experts is not None
-            own = experts.router
-            routing = (
-                step.routing(self._moe_layers[step.done])
-                if isinstance(own, Router)
-                else Routing.from_router(*own.forward(step.h_BH), experts.num_experts)
-            )
-            step.give(routed(experts.layer, step.h_BH, routing))
+            layer = self._moe[step.done]
+            assert layer is not None
+            step.give(routed(layer, step.h_BH, self._routing(step)))
             waits = step.go(self._stopping)
-        return finish_step(work, self._scaled(step.logits_BV))
+        return self._end(work, step)
+
+    def _experts_array(self, inside: Sequence[CompiledExperts]) -> Array[native.ExpertsRecord]:
+        """Of each part, for C++: which MoE layer it is, and what runs its experts there."""
+        experts = (native.ExpertsRecord * len(self._moe))()
+        for record, layer, index in zip(experts, self._moe, self._moe_layers, strict=False):
+            record.index = -1 if layer is None else index
+            if layer is not None and inside:
+                assert layer == index, layer  # ranks tell each other this number
+                (record.forward, record.layer, record.activation, _), slots = inside[index]
+                record.slots = None if slots is None else slots.data_ptr()
+        return experts
+
+
+class DescribedStep(CompiledStep):
+    """A described model's step.
+
+    Raises:
+        NotDescribed: the compiled step does not take a size or dtype of the description.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        kernel: native.NativeDecode,
+        inside: Sequence[CompiledExperts] = (),
+    ) -> None:
+        records, count = DescriptionRecords(), len(description.layers)
+        self._description, self._kept = description, records
+        self._embedding = TokenEmbedding(description.embedding, description.embedding_scale)
+        self._records = (native.DecoderLayerRecord * count)(*map(records.layer, description.layers))
+        self._norm, self._head = records.norm(description.norm), records.matrix(description.head)
+        feeds = [layer.feed for layer in description.layers]
+        self._feeds = [feed if isinstance(feed, Experts) else None for feed in feeds]
+        known = [feed.router for feed in self._feeds if feed is not None]
+        chosen = {router.rule.top_k for router in known if isinstance(router, Router)}
+        if len(chosen) > 1:
+            raise NotDescribed("layers choose different numbers of experts")
+        self._caches = range(1 + max(layer.attention.layer for layer in description.layers))
+        tables = [layer.attention.rotation for layer in description.layers]
+        self._tables = RotaryRecords(
+            (rotation.table, record.attention.rotation)
+            for rotation, record in zip(tables, self._records, strict=True)
+            if rotation is not None
+        )
+        moe = [None if feed is None else feed.layer for feed in self._feeds]
+        super().__init__(kernel, moe, max(chosen, default=0), inside)
+
+    def _routing(self, step: CompiledPass) -> Routing:
+        experts = self._feeds[step.done]
+        assert experts is not None
+        if isinstance(experts.router, Router):
+            return super()._routing(step)
+        return Routing.from_router(*experts.router.forward(step.h_BH), experts.num_experts)
 
     def _begin(self, work: Sequence[Work]) -> CompiledPass:
-        description = self._description
-        x = description.embedding(
-            torch.tensor([token for item in work for token in item.token_ids])
-        )
-        x = x * description.embedding_scale if description.embedding_scale != 1.0 else x.clone()
-        h, beside = torch.empty_like(x), torch.empty_like(x)
-        positions, capacities, addresses = self._places(work)
+        places = CachePlaces(work, self._caches)
+        self._tables.reserve(places.end)
+        rows, hidden = places.rows, self._embedding.width
+        memory = torch.empty(4, rows, hidden, dtype=torch.float32)
+        self._embedding.fill(places, memory[0])
+        x, h, beside = (memory.data_ptr() + 4 * rows * hidden * index for index in range(3))
         record = native.StepRecord(
-            x.shape[0], x.shape[1], self._caches, x.data_ptr(), h.data_ptr(), beside.data_ptr(),
-            positions.ctypes.data, capacities.ctypes.data, addresses.ctypes.data,
+            rows, hidden, len(self._caches), x, h, beside, *places.pointers, None,
             torch.get_num_threads(),
         )  # fmt: skip
-        kept = x, beside, positions, capacities, addresses
-        sizes = description.head.rows, self._moe_layers[-1], self._top_k
-        return CompiledPass(self._kernel, record, h, *sizes, kept)
+        sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
+        return CompiledPass(self._kernel, record, memory[1], memory[3], *sizes, (memory, places))
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def _end(self, work: Sequence[Work], step: CompiledPass) -> list[Tensor]:
+        logits = step.logits_BV
         scale, softcap = self._description.logit_scale, self._description.logit_softcap
         if scale != 1.0:
             logits *= scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return finish_step(
+            work, logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        )
 
-    def _places(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each row its position, and its caches' capacities and ``(layers, 2)`` addresses."""
+    def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
+        return native.ModelRecord(
+            addressof(self._records), None, addressof(experts), addressof(self._norm),
+            addressof(self._head), self._embedding.address, len(experts), self._top_k, PATIENCE,
+        )  # fmt: skip
+
+
+class TokenEmbedding:
+    """How a step's rows begin: C++ reads a plain table itself, other modules fill the rows.
+
+    Attributes:
+        width: H.
+        address: of the table's record; None: `fill` has to be called with each step's rows.
+    """
+
+    def __init__(self, module: nn.Module, scale: float = 1.0) -> None:
+        self._module, self._scale = module, scale
+        self.width: int = module.embedding_dim  # type: ignore[assignment]
+        self._count: int = module.num_embeddings  # type: ignore[assignment]
+        self.address: int | None = None
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            return
+        table, plain = module.weight, type(module) in (nn.Embedding, StoredEmbedding)
+        if plain and table.is_contiguous() and table.dtype in (torch.float32, torch.bfloat16):
+            self._record = native.EmbeddingRecord(table.data_ptr(), scale, DTYPES[table.dtype])
+            self.address = addressof(self._record)
+
+    def fill(self, places: CachePlaces, x_BH: Tensor) -> None:
+        """Write the rows of a step's tokens, unless C++ does.
+
+        Raises:
+            IndexError: a token is not in the table.
+        """
+        if self.address is not None:
+            if places.tokens.min() < 0 or places.tokens.max() >= self._count:
+                raise IndexError(f"tokens must be in [0, {self._count}), got {places.tokens}")
+        else:
+            embedded = self._module(torch.from_numpy(places.tokens))
+            x_BH.copy_(embedded * self._scale if self._scale != 1.0 else embedded)
+
+
+class CachePlaces:
+    """Of each row its token and position, and its caches' capacities and ``(layers, 2)`` addresses.
+
+    Attributes:
+        rows: B.
+        tokens: ``(B,)`` int64.
+        pointers: to these four arrays.
+        end: behind the last position.
+    """
+
+    def __init__(self, work: Sequence[Work], layers: Sequence[LayerKey]) -> None:
+        tokens: list[int] = []
         positions: list[int] = []
         capacities: list[int] = []
         addresses: list[np.ndarray] = []
@@ -149,37 +261,30 @@ class CompiledStep:
             cache, count = item.cache, len(item.token_ids)
             assert isinstance(cache, KVCache)
             cache.reserve(cache.length + count)
+            tokens += item.token_ids
             positions += range(cache.length, cache.length + count)
             capacities += [cache.room] * count
-            addresses += [cache.addresses(self._caches)] * count
-        self._reserve(max(positions) + 1)
-        tables = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
-        return np.array(positions, np.int64), np.array(capacities, np.int64), tables
+            addresses += [cache.addresses(layers)] * count
+        self.end, self.rows = max(positions) + 1, len(tokens)
+        rows_3B = np.array([tokens, positions, capacities], np.int64)
+        found = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
+        self._kept, self.tokens = (rows_3B, found), rows_3B[0]
+        first, each = rows_3B.ctypes.data, rows_3B.strides[0]
+        self.pointers = first, first + each, first + 2 * each, found.ctypes.data
 
-    def _reserve(self, positions: int) -> None:
-        """Make the rotary tables long enough."""
+
+class RotaryRecords:
+    """The rotary tables of a step, and the records that point to them."""
+
+    def __init__(self, tables: Iterable[tuple[RotaryTable, native.RotationRecord]]) -> None:
+        self._tables, self._reserved = list(tables), 0
+
+    def reserve(self, positions: int) -> None:
+        """Make the tables long enough."""
         if positions <= self._reserved:
             return
         self._reserved = _NO_LIMIT
-        for record, layer in zip(self._records, self._description.layers, strict=True):
-            rotation = layer.attention.rotation
-            if rotation is not None:
-                rotation.table.reserve(positions)
-                point_to_table(record.attention.rotation, rotation)
-                self._reserved = min(self._reserved, rotation.table.cos.shape[0])
-
-    def _experts_array(self, inside: Sequence[CompiledExperts]) -> Array[native.ExpertsRecord]:
-        """Of each layer, for C++: which MoE layer it is, and what runs its experts there."""
-        experts = (native.ExpertsRecord * len(self._feeds))()
-        for record, feed, index in zip(experts, self._feeds, self._moe_layers, strict=False):
-            record.index = -1 if feed is None else index
-            if feed is not None and inside:
-                assert feed.layer == index, feed.layer  # ranks tell each other this number
-                (record.forward, record.layer, record.activation, _), slots = inside[index]
-                record.slots = None if slots is None else slots.data_ptr()
-        return experts
-
-    def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
-        arrays = addressof(self._records), addressof(experts)
-        ends = addressof(self._norm), addressof(self._head)
-        return native.ModelRecord(*arrays, *ends, len(experts), self._top_k, PATIENCE)
+        for table, record in self._tables:
+            table.reserve(positions)
+            point_to_table(record, table)
+            self._reserved = min(self._reserved, table.cos.shape[0])

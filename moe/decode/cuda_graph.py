@@ -273,7 +273,7 @@ class GraphInputs:
             own[:, _TOKEN] = item.token_ids
             own[:, _POSITION] = np.arange(cache.length, cache.length + count)
             own[:, _POSITION + 1] = cache.room
-            own[:, _PLACES:] = cache.addresses(self._caches).reshape(-1)
+            own[:, _PLACES:] = cache.addresses(range(self._caches)).reshape(-1)
             begin += count
         _send(self._numbers, torch.from_numpy(numbers))
         self._turn(torch.from_numpy(numbers[:begin, _POSITION]))
@@ -354,4 +354,6 @@ def rotary_tables(description: Description) -> list[RotaryTable]:
 
 
 def _how(view: View) -> dict[str, Any]:
+    if view.chunk is not None:
+        raise NotDescribed("attention within chunks has no kernel on a GPU")
     return {name: getattr(view, name) for name in ("scale", "window", "softcap", "sinks")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +16,22 @@ from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.experts import LayerCall
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
-from moe.decode.compiled import CompiledStep
+from moe.decode.compiled import DescribedStep
+from moe.decode.lower import operation_names
+from moe.decode.program import Program
 from moe.decode.prompts import fuse_prompts
-from moe.decode.proof import prove
+from moe.decode.proof import prove, prove_traced
+from moe.decode.records import DescriptionRecords
 from moe.decode.step import CompiledExperts, DecodeForward, why_outside
+from moe.decode.trace import trace
+from moe.decode.traced import TracedStep
 from moe.describe.decoder import describe
-from moe.describe.description import Description, Experts, NotDescribed, Router
+from moe.describe.description import (
+    Description,
+    Experts,
+    NotDescribed,
+    Router,
+)
 from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone, Forward
 from moe.network.kv_cache import Work
@@ -36,6 +47,8 @@ class Fused:
     enabled: bool
     reason: str
 
+
+_UNKNOWN_ROUTER = "not every router follows a rule that is known here"
 
 FUSED_OFF = Fused(False, "engine.fused is off")
 """For a profile that asks for transformers' own layers."""
@@ -74,31 +87,69 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
     kernel, why_not = choose_kernel()
     if kernel is None:
         raise NotDescribed(why_not)
-    description = describe(backbone.model, observe_random(backbone))
-    inside, why_not = _compiled_experts(description, experts, kernel)
-    step = CompiledStep(description, kernel.decode, inside)
+    try:
+        description = describe(backbone.model, observe_random(backbone))
+        feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
+        unknown = any(not isinstance(feed.router, Router) for feed in feeds)
+        described = partial(_described_step, backbone, experts, kernel, description)
+        if not unknown:
+            return described()
+        why_not = _UNKNOWN_ROUTER
+    except NotDescribed as error:
+        why_not, described = str(error), None
+    try:
+        return _traced_step(backbone, experts, kernel)
+    except NotDescribed as error:
+        if described is not None:  # slower, as it stops for each router
+            return described()
+        raise NotDescribed(f"{why_not}; traced: {error}") from error
+
+
+def _described_step(
+    backbone: Backbone, experts: MoELayers, kernel: NativeKernels, description: Description
+) -> tuple[Forward, str]:
+    feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
+    known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
+    inside, why_not = _compiled_experts(experts, kernel, known)
+    step = DescribedStep(description, kernel.decode, inside)
     reason = prove(backbone, description, step)
     forward = DecodeForward(step, experts, why_not)
     prompts = fuse_prompts(backbone, description, kernel.norms)
     return forward, f"{reason}; {prompts}; {forward.where}"
 
 
+def _traced_step(
+    backbone: Backbone, experts: MoELayers, kernel: NativeKernels
+) -> tuple[Forward, str]:
+    """A step of what one recorded token did."""
+    program = Program(trace(backbone, operation_names()), DescriptionRecords())
+    order = [unit.layer for unit in program.experts]
+    inside, why_not = _compiled_experts(experts, kernel, order)
+    embedding = backbone.model.get_input_embeddings()
+    step = TracedStep(program, embedding, kernel.decode, inside)
+    reason = prove_traced(backbone, step, program.layers, program.latents)
+    forward = DecodeForward(step, experts, why_not)
+    return forward, f"traced, {reason}; {forward.where}"
+
+
 def _compiled_experts(
-    description: Description, experts: MoELayers, kernel: NativeKernels
+    experts: MoELayers, kernel: NativeKernels, known: Sequence[int]
 ) -> tuple[Sequence[CompiledExperts], str]:
-    """What runs the experts of each MoE layer in a compiled step; none, and why not."""
-    rows, calls = torch.empty(1, description.norm.weight.numel()), list[LayerCall]()
+    """What runs the experts of each MoE layer in a compiled step; none, and why not.
+
+    Args:
+        known: the MoE layers whose routers the step runs, in its order.
+    """
+    calls = list[LayerCall]()
 
     def takes(layer: AnyExperts) -> bool:
-        call = kernel.layer_call(rows, layer)
+        call = kernel.layer_call(torch.empty(1, layer.hidden_size), layer)
         calls.extend([] if call is None else [call])
         return call is not None
 
     why_not = why_outside(experts, takes)
-    feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
-    known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
-    if not why_not and known != list(range(len(experts.layers))):
-        why_not = "not every router follows a rule that is known here"
+    if not why_not and list(known) != list(range(len(experts.layers))):
+        why_not = _UNKNOWN_ROUTER
     if why_not:
         return [], why_not
     slots = [

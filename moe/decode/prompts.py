@@ -82,6 +82,8 @@ def _attentions(
     parents = parents_of(backbone.model)
     for attention in parts_of(description, Attention):
         module = parents[attention.o.leaf]
+        if attention.rotation is not None and attention.rotation.table.of_length:
+            continue  # its table is that of decode steps
         yield module, PromptAttention(attention, module, records, native)
 
 
@@ -128,7 +130,7 @@ class PromptAttention:
         for rows, heads in ((q, self._queries), (k, self._keys)):
             if rotation is not None:
                 rotation.table.reserve(max(cache.ends))
-                point_to_table(heads.rotation, rotation)
+                point_to_table(heads.rotation, rotation.table)
             self._native.turn(heads, rows, positions)
 
 

@@ -10,14 +10,16 @@ On a GPU the description is proven on a float32 copy (`moe.decode.recorded`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
@@ -26,8 +28,9 @@ from moe.describe.description import Description, LatentAttention, NotDescribed
 from moe.describe.observe import observe
 from moe.describe.probe import EXACT, QUANTIZED, ComparedRun, Tolerance, compare, difference
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, SequenceCache, Work
+from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, Work
 from moe.network.lanes import run_lanes
+from routing import Phase
 
 PROMPT_LENGTHS = (9, 4, 13)
 STEPS = ((1, 1, 1), (1, 1, 1), (2, 1, 3))
@@ -46,12 +49,43 @@ def prove(backbone: Backbone, description: Description, step: StepFunction) -> s
     Raises:
         NotDescribed: it disagrees; the message says where.
     """
-    with _whole_expansions(backbone, description):
-        return _prove(backbone, description, step)
+    attentions = [layer.attention for layer in description.layers]
+    latent = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
+    tolerance = tolerance_of(description)
+    locate = partial(_first_difference, backbone, description, tolerance=tolerance)
+    with _whole_expansions(backbone, latent):
+        return _prove(backbone, step, caches_of(description), tolerance, locate)
 
 
-def _prove(backbone: Backbone, description: Description, step: StepFunction) -> str:
-    tolerance, layers = tolerance_of(description), caches_of(description)
+@torch.inference_mode()
+def prove_traced(
+    backbone: Backbone,
+    step: StepFunction,
+    layers: Sequence[LayerKey],
+    latent: Mapping[nn.Module, Tensor],
+) -> str:
+    """The same of a traced step.
+
+    Args:
+        layers: attention layers with a cache.
+        latent: of each module that expands latents, its weight ``(heads, rows, R)``.
+    """
+    quantized = any(isinstance(module, QuantizedLinear) for module in backbone.model.modules())
+    with _whole_expansions(backbone, latent):
+        return _prove(backbone, step, layers, QUANTIZED if quantized else EXACT)
+
+
+def _prove(
+    backbone: Backbone,
+    step: StepFunction,
+    layers: Sequence[LayerKey],
+    tolerance: Tolerance,
+    locate: Callable[[Sequence[list[int]]], int | None] = lambda _: None,
+) -> str:
+    """
+    Args:
+        locate: the first layer that differs when tokens are read.
+    """
     for attempt in range(TRIES):
         theirs, ours, tokens = read_both_ways(backbone, step, seed=attempt)
         try:
@@ -59,16 +93,14 @@ def _prove(backbone: Backbone, description: Description, step: StepFunction) -> 
             return f"equal to transformers' forward (difference {worst:.1e})"
         except NotDescribed as error:
             failure = error
-    layer = _first_difference(backbone, description, tokens, tolerance)
+    layer = locate(tokens)
     where = "" if layer is None else f"; the first to differ is layer {layer}"
     raise NotDescribed(f"{failure}{where}") from failure
 
 
 @contextmanager
-def _whole_expansions(backbone: Backbone, description: Description) -> Iterator[None]:
+def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Let transformers expand latents as the step does: unquantized."""
-    attentions = [layer.attention for layer in description.layers]
-    whole = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
     places = [
         (parent, name, child)
         for parent in backbone.model.modules()
@@ -106,23 +138,29 @@ def read_both_ways(
     theirs.routings.clear()
     for counts in STEPS:
         new = [draw(count) for count in counts]
-        read_plainly(backbone, new, theirs)
+        read_plainly(backbone, new, theirs, "decode")
         work = [Work(t, c, all_logits=True) for t, c in zip(new, ours.caches, strict=True)]
         ours.logits += step(work, ours.routed_experts)
         tokens = [old + more for old, more in zip(tokens, new, strict=True)]
     return theirs, ours, tokens
 
 
-def read_plainly(backbone: Backbone, tokens: Sequence[list[int]], run: ComparedRun) -> None:
+def read_plainly(
+    backbone: Backbone, tokens: Sequence[list[int]], run: ComparedRun, phase: Phase = "prefill"
+) -> None:
     """Read further tokens of each sequence by transformers' own forward."""
     work = [Work(t, c, all_logits=True) for t, c in zip(tokens, run.caches, strict=True)]
-    lanes = backbone.lanes(work)
+    lanes = backbone.lanes(work, phase)
     run_lanes(lanes, run.experts)
     run.logits += [rows for lane in lanes for rows in lane.result()]
 
 
 def _first_difference(
-    backbone: Backbone, description: Description, tokens: Sequence[list[int]], tolerance: Tolerance
+    backbone: Backbone,
+    description: Description,
+    tokens: Sequence[list[int]],
+    *,
+    tolerance: Tolerance,
 ) -> int | None:
     """The first layer whose output differs when the last tokens are read by description."""
     run = ComparedRun([kv_of(backbone.new_cache(len(ids))) for ids in tokens])

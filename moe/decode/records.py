@@ -12,7 +12,7 @@ from ctypes import addressof, c_int64
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from kernels.cpu import decode as native
 from kernels.cpu.activation import Activation
@@ -23,6 +23,7 @@ from moe.describe import description as d
 from moe.describe.description import NotDescribed
 from routing import Routing
 from routing.routers import RouterRule
+from routing.routing import UNUSED
 
 _CURVES: dict[d.Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _MAX_ROTATED = 1024
@@ -45,7 +46,7 @@ class DescriptionRecords:
             attention_scale=layer.attention_scale,
             feed_scale=layer.feed_scale,
             routed_scale=1.0,
-            attention=self._latent(layer.attention)
+            attention=self.latent(layer.attention)
             if isinstance(layer.attention, d.LatentAttention)
             else self._grouped(layer.attention),
             **dict.fromkeys(("router", "shared_gate", "gate", "up", "down"), _absent()),
@@ -107,7 +108,7 @@ class DescriptionRecords:
             record.k_norm, record.k_norm_per_head = self.norm(a.k_norm.norm), a.k_norm.per_head
         return record
 
-    def _latent(self, a: d.LatentAttention) -> native.AttentionRecord:
+    def latent(self, a: d.LatentAttention) -> native.AttentionRecord:
         return native.AttentionRecord(
             **self._common(a),
             k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
@@ -116,6 +117,29 @@ class DescriptionRecords:
             kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
             rotation=self._rotation(a.rotation),
         )  # fmt: skip
+
+    def given_attention(
+        self,
+        cache: int,
+        query: Size,
+        key: Size,
+        value: Size,
+        view: d.View,
+        expansion: Tensor | None,
+    ) -> native.AttentionRecord:
+        """Attention of given queries ``(heads, D)``, keys ``(N, D)`` and values ``(N, V)``; with an
+        expansion, of latents and rotated keys ``(1, R + T)``, and the latter ``(1, T)``."""
+        record = native.AttentionRecord(
+            **dict.fromkeys(("q_a", "q", "k", "v", "o"), _absent()),
+            cache=cache, heads=query[0], kv_heads=key[0], head_dim=query[1], value_dim=value[1],
+            scale=view.scale, softcap=view.softcap or 0.0, window=view.span,
+            sinks=self._floats(view.sinks), expansion=self._floats(expansion),
+        )  # fmt: skip
+        if expansion is not None:
+            record.latent, record.rotation.size = expansion.shape[2], value[1]
+            record.plain_dim = query[1] - value[1]
+            record.value_dim = expansion.shape[1] - record.plain_dim
+        return record
 
     def heads(self, a: d.Attention) -> tuple[native.HeadsRecord, native.HeadsRecord]:
         """The norms and rotations of queries and of keys."""
@@ -135,7 +159,7 @@ class DescriptionRecords:
         return {
             "q": self.matrix(a.q), "o": self.matrix(a.o), "cache": a.layer, "heads": a.heads,
             "value_dim": a.value_dim, "scale": view.scale, "softcap": view.softcap or 0.0,
-            "window": view.window or 0, "sinks": self._floats(view.sinks),
+            "window": view.span, "sinks": self._floats(view.sinks),
         }  # fmt: skip
 
     def _rotation(self, rotation: d.Rotation | None) -> native.RotationRecord:
@@ -147,7 +171,7 @@ class DescriptionRecords:
         record = native.RotationRecord(
             None, None, rotation.begin, rotation.size, pairs, rotation.style == "pairs"
         )
-        point_to_table(record, rotation)
+        point_to_table(record, rotation.table)
         return record
 
     def _rule(self, rule: RouterRule, num_experts: int) -> native.RouterRuleRecord:
@@ -168,9 +192,9 @@ class DescriptionRecords:
         return tensor.data_ptr()
 
 
-def point_to_table(record: native.RotationRecord, rotation: d.Rotation) -> None:
-    """Write the addresses of a rotation's table into its record; again after it has grown."""
-    record.cos, record.sin = rotation.table.cos.data_ptr(), rotation.table.sin.data_ptr()
+def point_to_table(record: native.RotationRecord, table: d.RotaryTable) -> None:
+    """Write a table's addresses into a rotation's record; again after it has grown."""
+    record.cos, record.sin = table.cos.data_ptr(), table.sin.data_ptr()
 
 
 def _absent() -> native.MatrixRecord:
@@ -183,13 +207,16 @@ class CompiledPass:
     Args:
         record: the rows, for C++.
         h_BH: what experts read, an address of the record.
+        routed_BH: what experts give.
         logits_size: V.
         moe_layers, top_k: the shape of expert ids and weights; these tensors are new in each step,
             so that routings may be kept.
         kept: what else the record points to.
+        states: of the rows, for the step that made this pass.
 
     Attributes:
         done: layers that are done.
+        ids_LBK: int64, of the MoE layers that have run and whose router C++ knows.
         logits_BV: filled when all are.
     """
 
@@ -198,22 +225,23 @@ class CompiledPass:
         kernel: native.NativeDecode,
         record: native.StepRecord,
         h_BH: Tensor,
+        routed_BH: Tensor,
         logits_size: int,
         moe_layers: int,
         top_k: int,
         kept: object,
+        states: object = None,
     ) -> None:
         count = len(h_BH)
         self._kernel, self._record, self._kept = kernel, record, kept
+        self.states = states
         self.h_BH, self._h = h_BH, h_BH.data_ptr()
-        self._routed_BH = torch.empty_like(h_BH)
+        self._routed_BH = routed_BH
         self.logits_BV = torch.empty(count, logits_size, dtype=torch.float32)
-        self._ids = torch.empty(moe_layers, count, top_k, dtype=torch.int64)
-        self._weights = torch.empty(moe_layers, count, top_k, dtype=torch.float32)
-        self._ids_array = self._ids.numpy()
-        self._ids_of, self._weights_of = self._ids.unbind(), self._weights.unbind()
+        self.ids_LBK = torch.empty(moe_layers, count, top_k, dtype=torch.int64)
+        self._weights_LBK = torch.empty(moe_layers, count, top_k, dtype=torch.float32)
         self._done = c_int64(0)
-        rows = (self._routed_BH, self._ids, self._weights, self.logits_BV)
+        rows = (self._routed_BH, self.ids_LBK, self._weights_LBK, self.logits_BV)
         self._addresses = [tensor.data_ptr() for tensor in rows]
 
     @property
@@ -242,14 +270,15 @@ class CompiledPass:
     def rows(self, moe_layer: int) -> LayerBuffers:
         """Input and output of an expert kernel at a layer whose router is known to C++."""
         routed, ids, weights, _ = self._addresses
-        (_, rows, top_k), first = self._ids.shape, moe_layer * self._ids_of[0].numel()
+        _, rows, top_k = self.ids_LBK.shape
+        first = moe_layer * rows * top_k
         addresses = self._h, ids + 8 * first, weights + 4 * first, routed
         return LayerBuffers(*addresses, rows, top_k, self.h_BH.shape[1], self)
 
     def experts(self, moe_layer: int) -> list[int]:
         """The experts that a layer's router chose, ascending and distinct."""
-        return sorted(set(self._ids_array[moe_layer].ravel().tolist()))
+        return sorted(set(self.ids_LBK[moe_layer].flatten().tolist()) - {UNUSED})
 
     def routing(self, moe_layer: int) -> Routing:
         """The decision of a router that is known to C++."""
-        return Routing(self._ids_of[moe_layer], self._weights_of[moe_layer])
+        return Routing(self.ids_LBK[moe_layer], self._weights_LBK[moe_layer])

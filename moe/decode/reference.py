@@ -240,8 +240,7 @@ def _softmax(scores: Tensor, view: View) -> Tensor:
     if view.softcap is not None:
         scores = view.softcap * torch.tanh(scores / view.softcap)
     keys = scores.shape[-1]
-    if view.window is not None and keys > view.window:
-        scores[..., : keys - view.window] = -float("inf")
+    scores[..., : view.first_key(keys)] = -float("inf")
     if view.sinks is not None:
         scores = torch.cat([scores, view.sinks[:, None]], -1)
     return scores.softmax(-1)[..., :keys]

@@ -6,8 +6,9 @@ four ways, all with the same bits, from the slowest to the fastest:
 ==================  ==========================  ====================================================
 way                 computed by                 when
 ==================  ==========================  ====================================================
-transformers        `Backbone.forward_packed`   no description of the model is proven, or the
-                                                profile says ``engine.fused: off``
+transformers        `Backbone.forward_packed`   neither a description of the model nor a recorded
+                                                token is proven, or the profile says
+                                                ``engine.fused: off``
 call per MoE layer  `DecodeStep.__call__`       Python has to act at the layers: a routing policy or
                                                 contrast changes routings, another lane waits at the
                                                 layers, a prefetcher reads hidden states, experts
@@ -96,9 +97,9 @@ class InsideExperts:
         """The step has run the experts of an MoE layer."""
         self._statistics.record(layer, {self._phase: routing})
 
-    def passed(self, layer: int, step: CompiledPass) -> None:
-        """A compiled step has run the experts of an MoE layer without a stop."""
-        self._statistics.record(layer, {self._phase: step.routing(layer)})
+    def passed(self, first: int, end: int, step: CompiledPass) -> None:
+        """A compiled step has run the experts of MoE layers from ``first`` on without a stop."""
+        self._statistics.record_layers(first, self._phase, step.ids_LBK[first:end])
 
     def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
         """Run the experts of a layer at which a compiled step has stopped.
@@ -119,9 +120,10 @@ class CachedExperts(InsideExperts):
         super().__init__(statistics, phase)
         self._layers = layers
 
-    def passed(self, layer: int, step: CompiledPass) -> None:
-        self._statistics.record(layer, {self._phase: step.routing(layer)})
-        self._layers[layer].cache.found(layer, step.experts(layer))
+    def passed(self, first: int, end: int, step: CompiledPass) -> None:
+        super().passed(first, end, step)
+        for layer in range(first, end):
+            self._layers[layer].cache.found(layer, step.experts(layer))
 
     def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
         routing = step.routing(layer)
@@ -152,8 +154,8 @@ class RankGroup(NamedTuple):
             own = self.layers[layer]
             if isinstance(own, OffloadedExperts):
                 own.cache.found(own.layer, served)
-        for layer in range(layers):
-            self.counts.passed(layer, step)
+        if layers:
+            self.counts.passed(0, layers, step)
 
 
 def why_outside(experts: MoELayers, takes: Callable[[AnyExperts], bool]) -> str:
@@ -238,8 +240,14 @@ def through_lane(run_experts: ExpertsRunner) -> RoutedExperts:
 
 def finish_step(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
     """Let the sequences grow by the tokens read; split ``(B, V)`` logits by piece of work."""
-    sizes = [len(item.token_ids) for item in work]
-    for item, size in zip(work, sizes, strict=True):
-        item.cache.length += size
-    parts = logits.split(sizes)
+    for item in work:
+        item.cache.length += len(item.token_ids)
+    return split_logits(work, logits)
+
+
+def split_logits(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
+    """``(B, V)`` by piece of work: of all its tokens, or of the last."""
+    if len(work) == len(logits):
+        return list(logits.split(1))
+    parts = logits.split([len(item.token_ids) for item in work])
     return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]

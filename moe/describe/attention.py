@@ -7,6 +7,7 @@ back (both halves of ``kv_b`` absorbed; DeepSeek-V2, arXiv 2405.04434).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -75,7 +76,7 @@ def describe_output(call: AttentionCall, seen: Observation) -> Projection:
 
 
 def describe_view(call: AttentionCall) -> View:
-    """Scale, cap and sinks as passed to attention; the window by evaluating the mask's rule."""
+    """Scale, cap and sinks as passed to attention; which keys are visible, by the mask's rule."""
     sinks, softcap = call.options.get("s_aux"), call.options.get("softcap")
     scale = call.options.get("scaling")
     view = View(
@@ -86,10 +87,14 @@ def describe_view(call: AttentionCall) -> View:
     spans = [(at, _visible(call.rule, at)) for at in (_FAR, _FAR + 1, _FAR + 777, 1000, 3)]
     if all(begin == 0 for _, begin in spans):
         return view
-    window = _FAR - spans[0][1] + 1
-    if all(begin == max(0, at - window + 1) for at, begin in spans):
-        return replace(view, window=window)
-    raise NotDescribed("which keys a query sees follows no window")
+    window = replace(view, window=_FAR - spans[0][1] + 1)
+    if all(begin == window.first_key(at + 1) for at, begin in spans):
+        return window
+    second = bisect_left(range(_FAR), True, key=lambda at: _visible(call.rule, at) > 0)
+    chunks = replace(view, chunk=second)
+    if all(begin == chunks.first_key(at + 1) for at, begin in spans):
+        return chunks
+    raise NotDescribed("which keys a query sees follows no window and no chunks")
 
 
 def position_embeddings(seen: Observation, module: nn.Module) -> Any:
@@ -190,7 +195,7 @@ def describe_latent(
     leaf = _need(module, ("kv_b_proj",))
     return LatentAttention(
         layer=layer, q_a=q_a, q_a_norm=q_a_norm, q=q, kv_a=kv_a, kv_norm=kv_norm,
-        kv_b=_expansion(leaf, heads, plain_dim + value_dim, size), kv_b_leaf=leaf,
+        kv_b=expansion_of(leaf, heads, plain_dim + value_dim, size), kv_b_leaf=leaf,
         o=describe_output(call, seen),
         rotation=rotation, view=describe_view(call), heads=heads,
         plain_dim=plain_dim, value_dim=value_dim,
@@ -206,8 +211,8 @@ def _queries(module: nn.Module) -> tuple[Projection | None, Norm | None, Project
     return down, norm, describe_projection(_need(module, ("q_b_proj",)))
 
 
-def _expansion(leaf: nn.Module, heads: int, rows: int, size: int) -> torch.Tensor:
-    """``(heads, plain + value, R)`` float32."""
+def expansion_of(leaf: nn.Module, heads: int, rows: int, size: int) -> torch.Tensor:
+    """The weight of a leaf that expands latents to heads, ``(heads, plain + value, R)`` float32."""
     if getattr(leaf, "bias", None) is not None:
         raise NotDescribed("keys and values have a bias behind the latent")
     weight = describe_projection(leaf).weight

@@ -47,8 +47,9 @@ def describe(model: nn.Module, seen: Observation) -> Description:
     Raises:
         NotDescribed: the message says which part is not known, and why.
     """
+    config: Any = model.config
     for name in _REFUSED:
-        if getattr(model.config, name, None) is not None:
+        if getattr(config.get_text_config(decoder=True), name, None) is not None:
             raise NotDescribed(f"'{name}' is set")
     modules = decoder_layers(model, seen)
     rotaries = RotaryModules(seen)
@@ -180,7 +181,8 @@ def _logits(model: nn.Module, head: ObservedCall, logits: Tensor) -> tuple[float
     scale = ratio(logits, head.output.float())
     if scale is not None:
         return scale, None
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    config: Any = model.config
+    softcap = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
     if softcap is not None and close(
         softcap * torch.tanh(head.output.float() / softcap), logits, 1e-5
     ):

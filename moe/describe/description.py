@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -81,8 +82,20 @@ class View:
 
     scale: float
     window: int | None = None  # number of last keys that are visible; None: all
+    chunk: int | None = None  # only keys of the query's own chunk of so many positions are visible
     softcap: float | None = None
     sinks: Tensor | None = None  # (Q,) float32
+
+    def first_key(self, length: int) -> int:
+        """The first key that the last of so many positions sees."""
+        if self.chunk is not None:
+            return (length - 1) // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, length - self.window)
+
+    @property
+    def span(self) -> int:
+        """For kernels: the window, minus the size of a chunk, or 0 if all keys are visible."""
+        return -self.chunk if self.chunk is not None else self.window or 0
 
 
 @dataclass(frozen=True)
@@ -195,12 +208,18 @@ class RotaryTable:
 
     Args:
         rotate: what the module returns for ``(1, P)`` int64 positions.
+        of_length: a table depends on its longest position. Then each position is that of a sequence
+            which ends there, as in a decode step.
+
+    Attributes:
+        of_length: as given.
     """
 
-    def __init__(self, rotate: Callable[[Tensor], Any]) -> None:
-        self._rotate = rotate
+    def __init__(self, rotate: Callable[[Tensor], Any], *, of_length: bool = False) -> None:
+        self.of_length = of_length
+        self._rotate = partial(_one_by_one, rotate) if of_length else rotate
         self._before: list[tuple[Tensor, Tensor]] = []
-        self.cos, self.sin = cos_sin(rotate(torch.arange(_FIRST_POSITIONS)[None]))
+        self.cos, self.sin = cos_sin(self._rotate(torch.arange(_FIRST_POSITIONS)[None]))
 
     def reserve(self, positions: int) -> None:
         """Make the tables hold at least this many positions."""
@@ -211,6 +230,14 @@ class RotaryTable:
         cos, sin = cos_sin(self._rotate(more))
         self._before.append((self.cos, self.sin))
         self.cos, self.sin = torch.cat([self.cos, cos]), torch.cat([self.sin, sin])
+
+
+def _one_by_one(rotate: Callable[[Tensor], Any], positions: Tensor) -> Any:
+    """What a rotary module returns for each position alone, one behind the other."""
+    made = [rotate(position) for position in positions.split(1, dim=1)]
+    if isinstance(made[0], Tensor):
+        return torch.cat(made, -2)
+    return tuple(torch.cat(parts, -2) for parts in zip(*made, strict=True))
 
 
 def cos_sin(output: Any) -> tuple[Tensor, Tensor]:

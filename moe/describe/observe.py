@@ -22,6 +22,7 @@ from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import run_lanes
+from moe.network.per_sequence import depends_on_length
 
 WATCHED = "moe_watched"
 """Name of the watched packed attention in transformers' registries."""
@@ -190,7 +191,9 @@ class RotaryModules:
             made = _tensors(call.outputs)
             if len(made) == len(wanted) and all(map(same, made, wanted)):
                 if index not in self._tables:
-                    self._tables[index] = RotaryTable(self._again(module, call))
+                    again = self._again(module, call)
+                    of_length = depends_on_length(module)
+                    self._tables[index] = RotaryTable(again, of_length=of_length)
                 return self._tables[index]
         raise NotDescribed("position embeddings come from no rotary module of the model")
 

@@ -16,7 +16,6 @@ from torch.nn.functional import gelu, layer_norm, linear, relu, rms_norm, silu
 
 from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix, linear_forward
-from kernels.planes import PlaneLayout
 from moe.describe.description import (
     Activation,
     Norm,
@@ -168,7 +167,7 @@ def rotate(rotation: Rotation, heads: Tensor, cos: Tensor, sin: Tensor) -> Tenso
 
 def _plane_halves(matrix: PlaneMatrix) -> list[PlaneMatrix]:
     whole = matrix.layout
-    layout = PlaneLayout(whole.rows // 2, whole.columns, whole.group_size)
+    layout = replace(whole, rows=whole.rows // 2)
     if 2 * layout.padded_rows != whole.rows:
         raise NotDescribed("two projections share blocks of bit planes")
     planes = zip(*(plane.chunk(2) for plane in matrix.planes), strict=True)

@@ -15,15 +15,17 @@ from functools import partial
 from math import inf, isnan
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, SequenceCache, Work
+from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, Work
 from moe.network.lanes import ExpertCall, Lane, run_lanes
+from moe.network.per_sequence import depends_on_length
+from moe.network.recurrent_kernels import without_advice
 from moe.network.stored_embedding import backbone_dtype
 from routing import Phase, Routing
 
@@ -104,7 +106,7 @@ class ComparedRun:
 
 
 def compare(
-    theirs: ComparedRun, ours: ComparedRun, layers: Sequence[int], tolerance: Tolerance
+    theirs: ComparedRun, ours: ComparedRun, layers: Sequence[LayerKey], tolerance: Tolerance
 ) -> float:
     """Largest difference of logits; raises `NotDescribed` for one that is too large."""
     found = gaps(theirs, ours, layers)
@@ -114,7 +116,7 @@ def compare(
     return found[_LOGITS].size
 
 
-def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[int]) -> dict[str, Gap]:
+def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[LayerKey]) -> dict[str, Gap]:
     """How far two runs differ, part by part: routings, caches of these layers, logits.
 
     Raises:
@@ -126,15 +128,25 @@ def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[int]) -> dict[
         for mine, other in zip(ours.caches, theirs.caches, strict=True):
             if mine.length != other.length:
                 raise NotDescribed(f"a sequence has {mine.length} tokens, not {other.length}")
-            sizes += [
-                difference(
-                    mine.read(layer, mine.length)[part], other.read(layer, mine.length)[part]
-                )
+            pairs = [
+                (mine.read(layer, mine.length)[part], other.read(layer, mine.length)[part])
                 for layer in layers
             ]
-        found[name] = _gap(f"cached {name}", *sizes)
+            sizes += [difference(own, its) for own, its in pairs if its.numel()]
+        found[name] = _gap(f"cached {name}", *sizes) if sizes else Gap(0.0, "")
+    found["states"] = _state_gap(theirs.caches, ours.caches)
     found[_LOGITS] = _gap("logits", difference(torch.cat(ours.logits), torch.cat(theirs.logits)))
     return found
+
+
+def _state_gap(theirs: Sequence[KVCache], ours: Sequence[KVCache]) -> Gap:
+    """How far recurrent states differ."""
+    sizes = [
+        difference(mine.states[key], state)
+        for mine, other in zip(ours, theirs, strict=True)
+        for key, state in other.states.items()
+    ]
+    return _gap("recurrent states", *sizes) if sizes else Gap(0.0, "")
 
 
 def _routing_gaps(
@@ -178,13 +190,17 @@ class Packing:
 
     Attributes:
         whole: why prompts cannot be cut; empty if they can.
+        slow: which of transformers' own functions recurrent layers run where we have kernels, and
+            why; empty if none.
     """
 
     enabled: bool
     reason: str
     whole: str = ""
+    slow: str = ""
 
 
+@without_advice()
 def enable_packing(backbone: Backbone) -> Packing:
     """Pack sequences from now on if a probe shows that nothing changes by it."""
     tokens = random_prompts(backbone, PROMPT_LENGTHS)[0]
@@ -194,17 +210,21 @@ def enable_packing(backbone: Backbone) -> Packing:
         backbone.serve_each(lane.result())
     packing = _probe(backbone)
     backbone.set_packed(packing.enabled)
-    if packing.enabled and backbone.recurrent and not _cuts_change_nothing(backbone):
+    if packing.enabled:
+        kept = [f"{name} ({why})" for name, why in backbone.recurrent_kernels.items() if why]
+        packing = replace(packing, slow=", ".join(kept))
+    whole = ""
+    if any(map(depends_on_length, backbone.model.modules())):
+        whole = "rotary positions depend on the length of the prompt"
+    elif backbone.recurrent and packing.enabled and not _cuts_change_nothing(backbone):
+        whole = "a recurrent layer forgets its state between passes"
+    if whole:
         backbone.read_whole()
-        return replace(packing, whole="a recurrent layer forgets its state between passes")
-    return packing
+    return replace(packing, whole=whole if packing.enabled else "")
 
 
 def _probe(backbone: Backbone) -> Packing:
     """Run random prompts and one decode step both ways and compare all logits."""
-    rope = _batch_dependent_rope(backbone.model)
-    if rope is not None:
-        return Packing(False, f"'{rope}' rotary tables depend on the longest sequence of a batch")
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
     with torch.inference_mode():
         expected = _logits(backbone, prompts, packed=False)
@@ -262,12 +282,3 @@ def _read(
     lanes = backbone.lanes(work, phase)
     run_lanes(lanes, stand_in)
     return [rows for lane in lanes for rows in lane.result()]
-
-
-def _batch_dependent_rope(model: nn.Module) -> str | None:
-    for module in model.modules():
-        rope_type = getattr(module, "rope_type", None)
-        for kind in rope_type.values() if isinstance(rope_type, dict) else [rope_type]:
-            if isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind):
-                return kind
-    return None

@@ -17,7 +17,9 @@ router's output is laid out so that torch never vectorises it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -39,6 +41,7 @@ _GRAIN, _VECTOR = 16384, 64
 32,768, GELU 20,000), by whole vectors of at most this many."""
 
 _NAMES = ("sigmoid", "tanh", "exp", "sin", "cos")
+_plain: ContextVar[bool] = ContextVar("_plain", default=False)
 _ACTIVATIONS = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}
 
 
@@ -54,6 +57,16 @@ def make_row_wise(backbone: Backbone) -> None:
     head = model.get_output_embeddings()
     if head is not None:
         head.forward = partial(_run, RowWise(products=True), head.forward)
+
+
+@contextmanager
+def as_torch_does() -> Iterator[None]:
+    """Let modules compute as they do by themselves, to see what they compute."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
 
 
 class RowWise(TorchFunctionMode):
@@ -113,6 +126,8 @@ def _with_activations(backbone: Backbone) -> list[nn.Module]:
 
 
 def _run(mode: RowWise, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _plain.get():
+        return forward(*args, **kwargs)
     with mode:
         return forward(*args, **kwargs)
 
@@ -120,7 +135,7 @@ def _run(mode: RowWise, forward: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A router's or gate's output with a stride of 2, whose activations torch never vectorises."""
     routed = _run(RowWise(products=True), forward, *args, **kwargs)
-    if not isinstance(routed, Tensor):
+    if _plain.get() or not isinstance(routed, Tensor):
         return routed
     apart = routed.new_empty(*routed.shape, 2)[..., 0]
     return apart.copy_(routed)

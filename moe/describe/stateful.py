@@ -1,7 +1,7 @@
 """Finds the modules that must see one sequence at a time, by what they ask of the model's cache.
 
 Recurrent modules keep states in it, sparse attention the keys of its indexer, and attention with
-biases by position asks it for positions.
+biases by position asks it for positions. Rotary modules say themselves that they depend on lengths.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from moe.network.per_sequence import StatefulModules
+from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.per_sequence import StatefulModules, depends_on_length
 
 
 class _WatchedCache(DynamicCache):
     """Remembers which modules use what."""
 
     def __init__(self, config: Any, active: Sequence[nn.Module]) -> None:
-        super().__init__(config=config)
+        DynamicCache.__init__(self, config=config)
         self._active = active
         self.recurrent: dict[int, nn.Module] = {}
         self.attention: list[nn.Module] = []
+        self.by_layer: dict[int, nn.Module] = {}
         self.positioned: set[nn.Module] = set()
         self.indexed = False
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> Any:
         self.attention.append(self._active[-1])
+        self.by_layer[layer_idx] = self._active[-1]
         return super().update(key_states, value_states, layer_idx, *args)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
@@ -49,20 +52,38 @@ class _WatchedCache(DynamicCache):
         return super().update_recurrent_state(*args, **kwargs)
 
 
+class _WatchedStates(LayerStates):
+    """Remembers which modules keep something in a list of an architecture's own cache class."""
+
+    def __init__(self, cache: _WatchedCache, _name: str) -> None:
+        self._watched = cache
+
+    def __getitem__(self, layer: int) -> None:
+        return None  # nothing has been read yet
+
+    def __setitem__(self, layer: int, states: Tensor) -> None:
+        module = self._watched._active[-1]
+        self._watched.recurrent[id(module)] = module
+
+
 @torch.inference_mode()
 def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulModules:
     """The modules that need their own states or histories while the model reads these tokens.
 
     Raises:
-        Exception: what a model raises that wants a cache of a class of its own.
+        Exception: what a model raises that wants another cache than `moe.network.own_cache` makes.
     """
+    own = OwnCache.of(model)
+    cache_class = own.standing_for(_WatchedCache, _WatchedStates, layers=False)
     with active_modules(model) as active:
-        cache = _WatchedCache(model.config.get_text_config(decoder=True), active)
+        cache = cache_class(model.config.get_text_config(decoder=True), active)
         ids = torch.tensor([list(token_ids)], device=model.device)
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     # Where one layer has an indexer, others may reuse its choice.
     apart = [module for module in cache.attention if cache.indexed or module in cache.positioned]
-    return StatefulModules(list(cache.recurrent.values()), apart)
+    apart += [module for layer, module in cache.by_layer.items() if layer in own.layers]
+    rotary = [module for module in model.modules() if depends_on_length(module)]
+    return StatefulModules(list(cache.recurrent.values()), apart, rotary, bool(own.layers))
 
 
 @contextmanager

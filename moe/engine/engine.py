@@ -75,9 +75,6 @@ class Engine:
         expect: which experts a prompt needs, if requests may be ordered by that.
         speculator: drafts tokens for the model to verify; None for no drafts.
         runner: computes the steps; None: on this rank.
-
-    Attributes:
-        recurrent: see `Backbone.recurrent`.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class Engine:
         runner: StepRunner | None = None,
     ) -> None:
         self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
-        self.recurrent = backbone.recurrent
         self._borrowing = borrowing
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
@@ -105,7 +101,9 @@ class Engine:
             self.planner.pauses,
             can_cut=backbone.can_cut,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
-            prefixes=PrefixCache(kept) if kept and backbone.can_cut else None,
+            prefixes=PrefixCache(kept, recurrent=backbone.recurrent)
+            if kept and backbone.can_cut
+            else None,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
         )
 

@@ -52,12 +52,14 @@ class SequenceGroup:
             tokens are not read with the prompt but by later steps, as decode steps read them.
         num_read: tokens of `token_ids` that earlier batches have read.
         cache: state of the prompt while it is being read.
+        snapshots: positions of the prompt, in order, where its recurrent states are kept.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
     """
 
     sequences: list[RunningSequence]
     num_read: int = 0
     cache: SequenceCache | None = None
+    snapshots: Sequence[int] = ()
     prompt_logprobs: list[Token | None] | None = None
 
     @property
@@ -164,6 +166,12 @@ class PromptChunk:
     def span(self) -> range:
         """The positions of the tokens."""
         return range(self.group.num_read, self.group.num_read + len(self.token_ids))
+
+    @property
+    def snapshots(self) -> list[int]:
+        """After how many of the tokens recurrent states are kept."""
+        start, stop = self.span.start, self.span.stop
+        return [at - start for at in self.group.snapshots if start < at <= stop]
 
 
 @dataclass(eq=False)

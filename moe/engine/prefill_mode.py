@@ -105,11 +105,11 @@ def measured_frequencies(
     statistics: RoutingStatistics, top_k: float = 1.0
 ) -> list[NDArray[np.float64]]:
     """Expert frequencies of each layer so far; uniform over ``top_k`` before any token."""
-    frequencies = []
+    frequencies, tokens = [], statistics.tokens
     for layer, num_experts in enumerate(statistics.num_experts):
-        if statistics.tokens[layer]:
+        if tokens[layer]:
             counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
-            frequencies.append(counts / statistics.tokens[layer])
+            frequencies.append(counts / tokens[layer])
         else:
             frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
     return frequencies

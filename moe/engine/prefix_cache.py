@@ -5,9 +5,14 @@ recently used entry when memory is wanted. It does not keep those of answers: de
 differently from a prefill pass, and a hit must not change an answer. A request's longest cached
 prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
 themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
-only among requests of the same salt, which keeps tenants apart. States of recurrent layers cannot
-be cut: of such a model a prefix ends where a prompt pass ended (`KVCache.longest_fork`), and a hit
-changes last bits, as torch sums a recurrence in the order of a pass.
+only among requests of the same salt, which keeps tenants apart.
+
+States of recurrent layers cannot be cut: of such a model a prefix ends at a snapshot
+(`KVCache.longest_fork`). They are taken where later prompts are likely to part from this one: a
+block before its end, as the next turn of a chat parts from it in the marks of the answer; and where
+it parts from a prompt that is cached, as all chats with one system prompt do (admission as in
+Marconi, arXiv 2411.19379). Where our kernels run a recurrent layer, a hit changes no bits; torch's
+own sum a recurrence in the order of a pass.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ class PrefixCache:
 
     Args:
         max_tokens: most tokens of memory held.
+        recurrent: sequences have recurrent states.
 
     Attributes:
         num_tokens: tokens of memory held.
@@ -46,8 +52,9 @@ class PrefixCache:
         evictions: entries freed to make room, so far.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, recurrent: bool = False) -> None:
         self.max_tokens = max_tokens
+        self._recurrent = recurrent
         self.num_tokens = 0
         self.hit_tokens = 0
         self.asked_tokens = 0
@@ -59,7 +66,10 @@ class PrefixCache:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
         ids = list(token_ids[: kv.longest_fork(len(token_ids))])
         hashes = _block_hashes(salt, ids)
-        if not hashes or hashes[-1] in self._index or len(ids) > self.max_tokens:
+        if not hashes or len(ids) > self.max_tokens:
+            return
+        known = self._index.get(hashes[-1])
+        if known is not None and not (kv.recurrent and len(known.token_ids) < len(ids)):
             return
         entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
         self._entries[id(entry)] = entry
@@ -85,6 +95,22 @@ class PrefixCache:
         self._entries.move_to_end(id(entry))
         self.hit_tokens += length
         return entry.kv.fork(capacity, length)
+
+    def snapshots(self, salt: str, token_ids: Sequence[int]) -> list[int]:
+        """Positions of a prompt, in order, where its recurrent states are worth keeping."""
+        if not self._recurrent:
+            return []
+        before_end = max(len(token_ids) - BLOCK, 0)
+        return sorted({self._parting(salt, token_ids), before_end} - {0, len(token_ids)})
+
+    def _parting(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Where a prompt parts from the cached prompt that is the most like it, or 0."""
+        hashes = _block_hashes(salt, token_ids)
+        for digest in reversed(hashes):
+            entry = self._index.get(digest)
+            if entry is not None and entry.salt == salt:
+                return _common(entry.token_ids, token_ids)
+        return 0
 
     def num_cached(self, salt: str, token_ids: Sequence[int]) -> int:
         """Tokens of the longest cached proper prefix."""

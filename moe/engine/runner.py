@@ -161,7 +161,8 @@ def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
     if cache is None:
         cache = backbone.new_cache(group.sequences[0].capacity)
         group.begin(cache)
-    return Work(chunk.token_ids, cache, all_logits=group.prompt_logprobs is not None)
+    scored = group.prompt_logprobs is not None
+    return Work(chunk.token_ids, cache, all_logits=scored, snapshots=chunk.snapshots)
 
 
 def _finish_chunk(

@@ -175,6 +175,7 @@ class Scheduler:
         if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:
             return
         first = group.sequences[0]
+        group.snapshots = self.prefixes.snapshots(first.salt, group.token_ids)
         cached = self.prefixes.match(first.salt, group.token_ids, first.capacity)
         if cached is not None:
             group.begin(cached)

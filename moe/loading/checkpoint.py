@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from experts.safetensors_io import (
     open_tensors,
     pread_exactly,
 )
+from kernels.planes import PlaneFormat
+from kernels.scales import GroupScales
 from moe.errors import CheckpointError
 from moe.loading.plan import LoadPlan, make_plan
 
@@ -47,22 +49,62 @@ def listing(title: str, problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+Span = tuple[Path, int, int]
+"""Bytes ``[start, stop)`` of a file."""
+
+
+class ByteSource(Protocol):
+    """Where the bytes of opened files come from."""
+
+    def announce(self, spans: Iterable[Span]) -> None:
+        """Say what will be read next, and in which order."""
+        ...
+
+    def read(self, file: OpenFile, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`; returns the bytes read, fewer only where the file ends."""
+        ...
+
+    def identity(self, file: OpenFile) -> list[object]:
+        """What changes when a file does, ready for JSON."""
+        ...
+
+
+class LocalBytes:
+    """A `ByteSource`: the opened files themselves."""
+
+    def announce(self, spans: Iterable[Span]) -> None:
+        pass  # the kernel reads ahead
+
+    def read(self, file: OpenFile, view: memoryview, offset: int) -> int:
+        return pread_exactly(file.fd, view, offset)
+
+    def identity(self, file: OpenFile) -> list[object]:
+        return [file.path.name, file.status.st_size, file.status.st_mtime_ns]
+
+
+LOCAL = LocalBytes()
+
+
 class Checkpoint:
     """Open files and the tensors in them: ``name -> (file, dtype, shape, start, end)``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, source: ByteSource = LOCAL) -> None:
         self.path = path
+        self._bytes = source
         self._tensors: dict[str, TensorInfo] = {}
         self._open: dict[Path, OpenFile] = {}
         self._closing = ExitStack()
 
     @classmethod
-    def open(cls, path: Path, names: Sequence[str] | None = None) -> Checkpoint:
+    def open(
+        cls, path: Path, names: Sequence[str] | None = None, source: ByteSource = LOCAL
+    ) -> Checkpoint:
         """Open `path`, a model directory, or only the files `names` in it.
 
+        Headers are read from the files, weights from `source`.
         Raises one `CheckpointError` naming every fault.
         """
-        checkpoint = cls(path)
+        checkpoint = cls(path, source)
         problems: list[str] = []
         try:
             weight_map: dict[str, str] = {}
@@ -86,6 +128,17 @@ class Checkpoint:
     def make_plan(self, model: PreTrainedModel) -> LoadPlan:
         """Which tensors become which parameters of `model` (on meta), and what is wrong."""
         return make_plan(model, self.tensors)
+
+    def plane_format(self, name: str) -> PlaneFormat | None:
+        """The bit planes that hold a matrix with its own numbers; None where it is no codes."""
+        return None
+
+    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+        """``(N, K)`` unsigned codes of a matrix that has a `plane_format`, and their scales.
+
+        N are outputs, even where a network has the matrix transposed.
+        """
+        raise KeyError(name)
 
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
         """A fresh CPU tensor of `name`; `rows` takes a slice (step 1) of its first dimension."""
@@ -115,7 +168,7 @@ class Checkpoint:
             return
         view = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         try:
-            got = pread_exactly(self._open[info.file].fd, view, offset)
+            got = self._bytes.read(self._open[info.file], view, offset)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read tensor {name!r} from {info.file}: {error.strerror}"
@@ -126,12 +179,15 @@ class Checkpoint:
                 "the file was truncated after it was opened, load it again when it is complete"
             )
 
+    def announce(self, names: Iterable[str]) -> None:
+        """Say which tensors will be read next, and in which order."""
+        self._bytes.announce(
+            (info.file, info.start, info.end) for info in map(self._tensors.__getitem__, names)
+        )
+
     def fingerprint(self) -> list[list[object]]:
-        """Name, size and time of each file: what changes when the weights do. Ready for JSON."""
-        return [
-            [file.path.name, file.status.st_size, file.status.st_mtime_ns]
-            for file in self._open.values()
-        ]
+        """Of each file, what changes when the weights do. Ready for JSON."""
+        return [self._bytes.identity(file) for file in self._open.values()]
 
     def verify_unchanged(self) -> None:
         """Raise `CheckpointError` where a file was rewritten in place since `open`."""

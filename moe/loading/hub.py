@@ -1,7 +1,8 @@
 """From what a user typed to a model directory and a configuration that can be trusted.
 
-A name is a local directory, or else a hub id fetched through huggingface_hub's own cache
-(`HF_HUB_OFFLINE` and `HF_HOME` as usual). `config.json` is data, never code: `auto_map` (names
+A name is a local directory or GGUF file, or else a model on a hub (`moe.loading.remote`), of which
+`resolve_model` makes a local one and `reach_model` reads only what is asked for. `config.json` is
+data, never code: `auto_map` (names
 Python files to run) and every private key (`_attn_implementation_internal` made transformers fetch
 a kernel: CVE-2026-4372) are dropped at every level before transformers sees them.
 """
@@ -9,23 +10,26 @@ a kernel: CVE-2026-4372) are dropped at every level before transformers sees the
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading.checkpoint import LOCAL, ByteSource
 from moe.loading.gguf.directory import gguf_directory
+from moe.loading.progress import Report
+from moe.loading.remote.download import cached, download
+from moe.loading.remote.names import ChosenFiles, HubName
+from moe.loading.remote.outline import outline
+from moe.loading.remote.reader import HubBytes
+from moe.loading.remote.repository import HubUnreachableError, Repository
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-# Never *.bin / *.pt: pickle weights are not even downloaded
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-# The same weights again, in the layouts of their authors (gpt-oss, Mistral, Llama)
-HUB_COPIES = ["original/*", "consolidated*"]
 # Public spellings of the private keys above; both choose code to run
 DROPPED_KEYS = {"auto_map", "attn_implementation", "experts_implementation"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -54,12 +58,83 @@ MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_expe
 TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 
 
-def resolve_model(model: str | Path) -> Path:
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model whose headers can be read, wherever its weights are.
+
+    Attributes:
+        path: a model directory.
+        source: of the bytes of its weights.
+        remote: what a download would bring here; None if all is here.
+        etags: hashes of the weight files' contents, if remote.
+    """
+
+    path: Path
+    source: ByteSource = LOCAL
+    remote: ChosenFiles | None = None
+    etags: tuple[str, ...] = ()
+
+
+def resolve_model(model: str | Path, report: Report = lambda _: None) -> Path:
     """The directory of `model`: a local one, links resolved, one made for a GGUF file, or a
-    snapshot in the hub's cache.
+    snapshot in the hub's cache, which is completed first.
+
+    Args:
+        report: called while something is downloaded.
 
     Raises `CheckpointError` saying what was looked for and what to do.
     """
+    name = _locate(model)
+    if isinstance(name, Path):
+        return name
+    try:
+        found = download(Repository.find(name), report)
+    except HubUnreachableError as error:
+        found = _cached(name, error)
+    return gguf_directory(found) if found.suffix == ".gguf" else found
+
+
+@contextmanager
+def reach_model(model: str | Path, *, whole: bool) -> Iterator[ModelFiles]:
+    """A model without a download: one of a hub that is not in the cache is read where it is.
+
+    Args:
+        whole: with its tokenizer and what else a store keeps; not needed for plans.
+
+    Raises `CheckpointError` as `resolve_model`.
+    """
+    name = _locate(model)
+    if isinstance(name, Path):
+        yield ModelFiles(name)
+        return
+    if (found := cached(name)) is None:
+        try:
+            repository = Repository.find(name)
+        except HubUnreachableError as error:
+            found = _cached(name, error)
+        else:
+            outlined = outline(repository, whole=whole)
+            with closing(HubBytes(name, outlined.files)) as source:
+                etags = tuple(file.etag for file in outlined.files.values())
+                yield ModelFiles(outlined.path, source, repository.choice, etags)
+            return
+    gguf = found.suffix == ".gguf"
+    yield ModelFiles(gguf_directory(found, tokenizer=whole) if gguf else found)
+
+
+def _cached(name: HubName, why: HubUnreachableError) -> Path:
+    found = cached(name)
+    if found is None:
+        raise HubUnreachableError(
+            f"no model directory {str(name)!r} (looked in {Path.cwd()}), the hub's cache has no "
+            f"complete copy of it, and {why}. Check the spelling and the network, or download it "
+            "elsewhere and give its directory"
+        ) from why
+    return found
+
+
+def _locate(model: str | Path) -> Path | HubName:
+    """The directory of a local model, or a name for the hub."""
     if not str(model):
         raise CheckpointError("the model name is empty; give a directory or organisation/name")
     local, is_directory, is_file = _look_up(model)
@@ -72,23 +147,13 @@ def resolve_model(model: str | Path) -> Path:
             f"{local} is a file; give the directory that holds config.json and *.safetensors, or a "
             ".gguf file"
         )
-    name = str(model)
-    if isinstance(model, Path) or not HUB_ID.fullmatch(name) or ".." in name or "--" in name:
+    name = None if isinstance(model, Path) else HubName.parse(model)
+    if name is None:
         raise CheckpointError(
-            f"no model directory {name!r} (looked in {Path.cwd()}), and it is not a hub id of the "
-            "form organisation/name; check the path"
+            f"no model directory {str(model)!r} (looked in {Path.cwd()}), and it is not a hub id "
+            "(organisation/name, organisation/name:QUANT, either with @REVISION); check the path"
         )
-    try:
-        snapshot = snapshot_download(name, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_COPIES)
-        return Path(snapshot)
-    except Exception as error:  # huggingface_hub raises OSError, ValueError and httpx's own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise CheckpointError(
-            f"no model directory {name!r} (looked in {Path.cwd()}), and the hub could not give a "
-            f"model of that id: {type(error).__name__}: {reason}. Check the spelling and the "
-            "network, or download it elsewhere and give its directory (HF_HUB_OFFLINE=1 uses the "
-            "local cache only)"
-        ) from error
+    return name
 
 
 def _look_up(model: str | Path) -> tuple[Path, bool, bool]:
@@ -109,8 +174,10 @@ def public_name(path_or_hub_id: str | Path) -> str:
     Raises `CheckpointError` for what is no name at all.
     """
     path, is_directory, _ = _look_up(path_or_hub_id)
-    local = is_directory or path.suffix == ".gguf"
-    return path.resolve().name.removesuffix(".gguf") if local else str(path_or_hub_id)
+    if is_directory or path.suffix == ".gguf":
+        return path.resolve().name.removesuffix(".gguf")
+    name = HubName.parse(str(path_or_hub_id))
+    return str(path_or_hub_id) if name is None else name.public
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -185,7 +252,12 @@ def _check_sizes(raw: dict[str, Any], file: Path, prefix: str = "") -> None:
         if isinstance(value, dict):
             _check_sizes(value, file, f"{prefix}{key}.")
         elif key in SIZE_KEYS and value is not None and not isinstance(value, list):
-            least, most = 0 if key in MAY_BE_ZERO else 1, MAX_COUNT.get(key, MAX_SIZE)
+            # Latent attention calls the size of its rotary part so, which may be absent
+            no_rotary = key == "head_dim" and raw.get("qk_rope_head_dim") == 0
+            least, most = (
+                int(key not in MAY_BE_ZERO and not no_rotary),
+                MAX_COUNT.get(key, MAX_SIZE),
+            )
             if type(value) is not int or not least <= value <= most:
                 raise CheckpointError(
                     f"{file}: {prefix}{key} must be an integer from {least} to {most}, "

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from experts.linear import QuantizedLinear
-from experts.safetensors_io import TensorInfo
+from experts.safetensors_io import TensorInfo, fresh
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.plan import LoadPlan, WeightConversion
+from moe.loading.plan import Index, LoadPlan, WeightConversion
 from moe.loading.progress import LoadProgress, Report
+from moe.network.seam import experts_modules, parents_of
 
 SLICE_BYTES = 16 << 20  # large enough for full disk speed, small beside any model
 
@@ -42,20 +43,24 @@ class WeightPlan:
         dtypes: what each parameter that is read is kept in.
         nbytes: memory of each parameter and buffer; 0 for one that shares another's.
         bytes_to_read: bytes of the checkpoint.
+        kept: what of a quantised checkpoint stays as it is, for people; may be empty.
     """
 
     plan: LoadPlan
     dtypes: dict[str, torch.dtype]
     nbytes: dict[str, int]
     bytes_to_read: int
+    kept: str = ""
 
     def without(self, modules: Collection[str], checkpoint: Checkpoint) -> WeightPlan:
         """The plan without the conversions that fill `modules` only."""
-        kept = [
-            conversion
-            for conversion in self.plan.conversions
-            if not all(name.rpartition(".")[0] in modules for name in conversion.targets)
-        ]
+        names = (name for c in self.plan.conversions for name in c.targets)
+        own = {name for name in names if name.rpartition(".")[0] in modules}
+        return self.without_targets(own, checkpoint)
+
+    def without_targets(self, targets: Collection[str], checkpoint: Checkpoint) -> WeightPlan:
+        """The plan without the conversions that fill these parameters only."""
+        kept = [c for c in self.plan.conversions if not all(name in targets for name in c.targets)]
         total = sum(checkpoint.tensors[n].nbytes for conversion in kept for n in conversion.names)
         return replace(self, plan=replace(self.plan, conversions=kept), bytes_to_read=total)
 
@@ -179,16 +184,19 @@ def load_weights(
     advance(0)
     reader = WeightReader(checkpoint, check_finite, advance)
     waiting = Counter(name for t in plan.conversions for name in modules_of(t, modules))
-    for conversion in in_order(plan.conversions, checkpoint, modules):
+    groups = in_order(plan.conversions, checkpoint, modules)
+    checkpoint.announce(name for group in groups for name in reader.order(group))
+    for group in groups:
         places = {
-            name: torch.empty(shape, dtype=weights.dtypes[name], device=device)
+            name: fresh(shape, weights.dtypes[name], device)
+            for conversion in group
             for name, shape in conversion.targets.items()
         }
-        reader.fill(conversion, model, places)
+        reader.fill(group, model, places)
         for name, place in places.items():
             _install(model, name, place)
         del places
-        for name in modules_of(conversion, modules):
+        for name in (name for conversion in group for name in modules_of(conversion, modules)):
             waiting[name] -= 1
             if not waiting[name]:
                 complete(name)
@@ -214,6 +222,10 @@ def _finish(model: PreTrainedModel, missing: set[str], device: torch.device) -> 
     names = tied_names(model)
     for name in names:
         model.get_parameter_or_buffer(name)._is_hf_initialized = True
+    parents = parents_of(model)
+    for _, experts in experts_modules(model):  # some blocks would initialise what is taken away
+        block: Any = parents[experts]
+        block._is_hf_initialized = True
     absent: Any = missing - names  # declared as a list, used as a set
     model._move_missing_keys_from_meta_to_device(absent, {"": device}, None, None)
     model._initialize_missing_keys(is_quantized=False)
@@ -236,15 +248,35 @@ class WeightReader:
     advance: Callable[[int], None]
     not_finite: list[str] = field(default_factory=list)
 
+    def order(self, group: Sequence[WeightConversion]) -> list[str]:
+        """The tensors that a group needs, in the order in which `fill` reads them."""
+        pieces = [name for _, name, _ in self._pieces(group)]
+        whole = [name for one in group if not one.pieces for name in self._by_place(one.names)]
+        return pieces + whole
+
     def fill(
-        self, conversion: WeightConversion, model: PreTrainedModel, places: dict[str, Tensor]
+        self,
+        group: Sequence[WeightConversion],
+        model: PreTrainedModel,
+        places: Mapping[str, Tensor],
     ) -> None:
-        for name, index in conversion.pieces:
-            self._stream(name, places[conversion.first_target][index])
-        if not conversion.pieces:
-            whole = {p: [self._whole(n) for n in names] for p, names in conversion.sources.items()}
-            for name, value in conversion.convert(model, whole).items():
-                places[name].copy_(value)
+        """Fill `places`: first what is read there directly, in the order of the files."""
+        for target, name, index in self._pieces(group):
+            self._stream(name, places[target][index])
+        for conversion in group:
+            if not conversion.pieces:
+                read = {name: self._whole(name) for name in self._by_place(conversion.names)}
+                whole = {p: [read[n] for n in names] for p, names in conversion.sources.items()}
+                del read
+                for name, value in conversion.convert(model, whole).items():
+                    places[name].copy_(value)
+
+    def _pieces(self, group: Sequence[WeightConversion]) -> list[tuple[str, str, Index]]:
+        found = [(one.first_target, *piece) for one in group for piece in one.pieces]
+        return sorted(found, key=lambda piece: _place(self.checkpoint, piece[1]))
+
+    def _by_place(self, names: Sequence[str]) -> list[str]:
+        return sorted(names, key=lambda name: _place(self.checkpoint, name))
 
     def _stream(self, name: str, place: Tensor) -> None:
         """`name` into `place`: read there directly where dtype and device allow it."""
@@ -309,26 +341,26 @@ def modules_of(conversion: WeightConversion, modules: Collection[str]) -> list[s
 
 def in_order(
     conversions: Sequence[WeightConversion], checkpoint: Checkpoint, modules: Collection[str]
-) -> list[WeightConversion]:
-    """Conversions by their place in the files, those of each module in one piece.
+) -> list[list[WeightConversion]]:
+    """Conversions by their place in the files, those of each module in one group.
 
     A module that is quantized or written away as soon as it is complete must not wait half-read for
-    files that come later: then all such modules would be in memory at once.
+    files that come later: then all such modules would be in memory at once. One whose weights go on
+    in the next file comes last in its first one, so that no file is needed again.
     """
-    places = {id(conversion): _position(conversion, checkpoint) for conversion in conversions}
-    ordered = sorted(conversions, key=lambda t: places[id(t)])
-    first: dict[str, tuple[str, int]] = {}
-    for conversion in ordered:
-        for name in modules_of(conversion, modules):
-            first.setdefault(name, places[id(conversion)])
-
-    def key(conversion: WeightConversion) -> tuple[str, int]:
+    groups: dict[object, list[WeightConversion]] = {}
+    for conversion in conversions:
         owners = modules_of(conversion, modules)
-        return min(first[name] for name in owners) if owners else places[id(conversion)]
+        groups.setdefault(owners[0] if owners else id(conversion), []).append(conversion)
 
-    return sorted(ordered, key=key)
+    def key(group: list[WeightConversion]) -> tuple[str, bool, int]:
+        places = [_place(checkpoint, name) for one in group for name in one.names]
+        first, last = min(places), max(places)
+        return first[0], first[0] != last[0], first[1]
+
+    return sorted(groups.values(), key=key)
 
 
-def _position(conversion: WeightConversion, checkpoint: Checkpoint) -> tuple[str, int]:
-    first = checkpoint.tensors[conversion.names[0]]
-    return str(first.file), first.start
+def _place(checkpoint: Checkpoint, name: str) -> tuple[str, int]:
+    info = checkpoint.tensors[name]
+    return str(info.file), info.start

@@ -60,6 +60,7 @@ class MemoryPlan:
         kv_bytes_per_token: bytes of each.
         tiers: where experts are, the fastest place first; empty where all are in memory.
         host_bytes: of main memory that experts may have beside those on a GPU; None on a CPU.
+        notice: what became of weights that were quantised already, if any were.
     """
 
     lines: tuple[PlanLine, ...]
@@ -69,6 +70,7 @@ class MemoryPlan:
     kv_bytes_per_token: int
     tiers: tuple[PlannedTier, ...] = ()
     host_bytes: int | None = None
+    notice: str = ""
 
     @property
     def expert_slots(self) -> int | None:
@@ -101,7 +103,8 @@ class MemoryPlan:
             f"{tier.name + ':':<{width + 2}} {size_text(tier.bytes)}  {tier.experts} experts"
             for tier in self.tiers[1:]
         ]
-        return "\n".join([f"{self.place}:", *(f"  {row}" for row in [*rows, total]), *tiers])
+        lines = [f"{self.place}:", *(f"  {row}" for row in [*rows, total]), *tiers]
+        return "\n".join([*lines, *filter(None, [self.notice])])
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

@@ -1,20 +1,40 @@
 """A transformers causal LM without weights: every parameter on the meta device, nothing drawn.
 
 The class is transformers' own for the configuration; no file of the model directory is imported.
+A multimodal model is built without the parts that text does not need (`_keep_text`). The weights
+keep the names that its class gives them, so that transformers' own conversions find them.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from moe.errors import UnsupportedModelError
+from moe.network.adopt import adopt_experts
+from moe.network.backbone import Backbone
+from moe.network.kv_cache import Work
+from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.seam import attach, experts_modules
+
+_MAPPINGS: tuple[Any, ...] = (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+)
 
 
 def build_meta_model(
@@ -27,13 +47,14 @@ def build_meta_model(
     `UnsupportedModelError` where transformers has no such class. Weights that are quantised are
     planned as the floats that they stand for.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    config, others = _generating_part(config)
+    model_class = _class_of(config)
+    if model_class is None:
         raise UnsupportedModelError(
-            f"{config.model_type} ({type(config).__name__}) has no "
-            "causal language model class in transformers "
-            f"{transformers.__version__}; only text generation with such a class is supported"
+            f"{config.model_type} ({type(config).__name__}) has no class in transformers "
+            f"{transformers.__version__} that generates text token by token (a causal language "
+            "model, or a multimodal one with text output); only such models are supported"
         )
-    model_class = _get_model_class(config, MODEL_FOR_CAUSAL_LM_MAPPING)
     config = copy.deepcopy(config)
     if config.sub_configs.get("text_config") is not None and (
         model_class.config_class == config.sub_configs["text_config"]
@@ -42,7 +63,85 @@ def build_meta_model(
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return _construct(model_class, config, dtype or _config_dtype(config))
+    model = _construct(model_class, config, dtype or _config_dtype(config))
+    removed = _keep_text(model) if "text_config" in config.sub_configs else []
+    _ignore(model, [*removed, *others])
+    adopt_experts(model)
+    if removed:
+        _check_text_pass(model, removed)
+    return model
+
+
+def _generating_part(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
+    """The part of a configuration that reads and generates text (of models that also speak; mostly
+    it is the whole), and the names of the other parts in a checkpoint."""
+    if "text_config" not in config.sub_configs:
+        for name in config.sub_configs:
+            part: Any = getattr(config, name, None)
+            reads = isinstance(part, PreTrainedConfig) and "text_config" in part.sub_configs
+            if reads and _class_of(part) is not None:
+                others = [other for other in config.sub_configs if other != name]
+                return part, [other.removesuffix("_config") for other in others]
+    return config, []
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The multimodal model of a configuration that generates text, or its causal LM."""
+    for mapping in _MAPPINGS:
+        if type(config) in mapping:
+            return _get_model_class(config, mapping)
+    return None
+
+
+def _ignore(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Say to ignore these modules' weights in a checkpoint of this model."""
+    known = set(model._keys_to_ignore_on_load_unexpected or ())
+    model._keys_to_ignore_on_load_unexpected = known | {rf"^{re.escape(name)}\." for name in names}
+
+
+def _keep_text(model: PreTrainedModel) -> list[str]:
+    """Remove the modules that are neither the decoder of text nor its head; their names."""
+    decoder = model.get_decoder()
+    if model.get_output_embeddings() is None:  # the head is a part of the decoder
+        model.get_output_embeddings = decoder.get_output_embeddings  # type: ignore[method-assign]
+    if (head := model.get_output_embeddings()) is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no head that gives logits")
+    names = {id(module): name for name, module in model.named_modules()}
+    kept = [names[id(module)] for module in (decoder, head)]
+    removed: list[str] = []
+    for name, module in list(model.named_modules()):
+        below = any(name == one or name.startswith(f"{one}.") for one in kept)
+        above = any(one.startswith(f"{name}.") for one in kept) or not name
+        inside = any(name.startswith(f"{one}.") for one in removed)
+        if not (below or above or inside) and any(True for _ in module.state_dict()):
+            path, _, leaf = name.rpartition(".")
+            delattr(model.get_submodule(path), leaf)
+            removed.append(name)
+    return removed
+
+
+@torch.no_grad()
+def _check_text_pass(model: PreTrainedModel, removed: list[str]) -> None:
+    """Raise `UnsupportedModelError` if a pass over text needs one of the removed modules."""
+    trial = copy.deepcopy(model)
+    attach(trial, [m for _, m in experts_modules(trial)], _no_experts)
+    backbone = Backbone(trial)
+    backbone.set_packed(True)
+    (lane,) = backbone.lanes([Work([0, 0, 0], backbone.new_cache(3))])
+    run_lanes([lane], _no_experts)
+    try:
+        lane.result()
+    except AttributeError as error:
+        if any(f"'{name.rpartition('.')[2]}'" in str(error) for name in removed):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot read text without its other parts: {error}"
+            ) from error
+    except Exception:  # it may want to read a number back, which the meta device has not
+        pass
+
+
+def _no_experts(_: int, calls: Sequence[ExpertCall]) -> list[torch.Tensor]:
+    return [call.hidden_states for call in calls]
 
 
 def _construct(

@@ -6,7 +6,8 @@ tensors, so that everything missing, unexpected or mis-shaped is known before a 
 finds out where each tensor of an expert can be read to directly: the converters that merge experts
 stack them along dimension 0 and, at most, put gate beside up, so each source tensor has a place of
 its own in the target (`expert_pieces`). Everything else is converted whole.
-The matching follows `transformers.core_model_loading.convert_and_load_state_dict_in_model`.
+The matching follows `transformers.core_model_loading.convert_and_load_state_dict_in_model`; it
+sees the parameters that `StackedExperts` took the place of, and `_join_stacked` goes on from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from transformers.core_model_loading import (
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from experts.safetensors_io import TensorInfo
+from moe.network.stacked import Origin, stacked_origins
 
 Index = tuple[int | slice, ...]
 
@@ -62,6 +64,29 @@ class WeightConversion:
 
 
 @dataclass
+class StackedConversion(WeightConversion):
+    """What fills a parameter of `StackedExperts` that no slice of a checkpoint's tensors is: it has
+    several origins, or a swapped or converted one.
+
+    Attributes:
+        parts: the conversion to each origin, in order.
+    """
+
+    parts: list[tuple[Origin, WeightConversion]] = field(default_factory=list)
+
+    def convert(
+        self, model: PreTrainedModel, tensors: Mapping[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
+        (shape,) = self.targets.values()
+        made = []
+        for origin, conversion in self.parts:
+            own = {pattern: tensors[pattern] for pattern in conversion.sources}
+            (tensor,) = conversion.convert(model, own).values()
+            made.append(origin.part(tensor, shape[0]))
+        return {self.first_target: torch.cat(made, 1)}
+
+
+@dataclass
 class LoadPlan:
     """What to read, what may be absent, and everything that is wrong."""
 
@@ -73,8 +98,9 @@ class LoadPlan:
 
 def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> LoadPlan:
     """Match `tensors` with the parameters and persistent buffers of `model` (on meta)."""
-    expected = model.state_dict()
+    expected = _expected(model)
     conversions, unmatched, problems = _match(model, tensors, expected)
+    spare = _drop_spare(model, conversions)
     for conversion in conversions.values():
         problems += _try_on_meta(conversion, model, tensors, expected)
     produced = {name for conversion in conversions.values() for name in conversion.targets}
@@ -91,7 +117,52 @@ def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> Load
         for name in unmatched[key]
     ]
     ignored = [n for key in unmatched.keys() - info.unexpected_keys for n in unmatched[key]]
-    return LoadPlan(list(conversions.values()), missing, sorted(ignored), problems)
+    if not problems:
+        _join_stacked(model, conversions)
+    return LoadPlan(list(conversions.values()), missing, sorted([*ignored, *spare]), problems)
+
+
+def _expected(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's state on meta, with the origins of stacked experts in place of themselves."""
+    expected = model.state_dict()
+    for block, _, name, origins in stacked_origins(model):
+        tensor = expected.pop(name)
+        for origin in origins:
+            expected[block + origin.name] = tensor.new_empty(origin.shape, device="meta")
+    return expected
+
+
+def _drop_spare(model: PreTrainedModel, conversions: Mapping[str, WeightConversion]) -> list[str]:
+    """Leave out the tensors of experts that no token can reach; their names."""
+    dropped = []
+    for block, experts, _, origins in stacked_origins(model):
+        for origin in origins if experts.spare else ():
+            conversion = conversions.get(block + origin.name)
+            if conversion is None or not _merges_experts(conversion):
+                continue
+            for pattern, names in conversion.sources.items():
+                before, after = _around_number(names)
+                spare = {
+                    f"{before}{experts.num_experts + number}{after}"
+                    for number in range(experts.spare)
+                }
+                dropped += [name for name in names if name in spare]
+                conversion.sources[pattern] = [name for name in names if name not in spare]
+    return dropped
+
+
+def _join_stacked(model: PreTrainedModel, conversions: dict[str, WeightConversion]) -> None:
+    """Conversions to stacked experts in place of those to their origins."""
+    for block, experts, name, origins in stacked_origins(model):
+        parts = [(o, conversions.pop(block + o.name)) for o in origins]
+        shape = experts.get_parameter(name.rpartition(".")[2]).shape
+        (origin, single), *others = parts
+        whole = single.converter is not None and not single.pieces
+        if others or whole or origin.swapped or origin.shape != shape:
+            sources = {p: n for _, part in parts for p, n in part.sources.items()}
+            conversions[name] = StackedConversion(name, None, sources, {name: shape}, [], parts)
+        else:
+            conversions[name] = replace(single, first_target=name, targets={name: shape})
 
 
 def _match(
@@ -242,10 +313,7 @@ def expert_faults(conversion: WeightConversion, count: int) -> list[str]:
     transformers stacks what is there in the order of its names, and its patterns take any character
     for a dot: an absent or misspelt name could put experts in each other's place.
     """
-    if (
-        conversion.converter is None
-        or type(conversion.converter.operations[0]) is not MergeModulelist
-    ):
+    if not _merges_experts(conversion):
         return []
     faults = []
     for names in conversion.sources.values():
@@ -255,6 +323,11 @@ def expert_faults(conversion: WeightConversion, count: int) -> list[str]:
         faults += [f"missing: {name}" for name in missing]
         faults += [f"unexpected: {name}" for name in names if name not in wanted]
     return faults
+
+
+def _merges_experts(conversion: WeightConversion) -> bool:
+    converter = conversion.converter
+    return converter is not None and type(converter.operations[0]) is MergeModulelist
 
 
 def _around_number(names: list[str]) -> tuple[str, str]:

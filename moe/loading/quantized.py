@@ -8,7 +8,7 @@ any other checkpoint. Names and shapes are checked before anything is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from experts.safetensors_io import TensorInfo
+from kernels.planes import PlaneFormat
+from kernels.scales import GroupScales
 from moe.errors import CheckpointError, UnsupportedModelError
-from moe.loading.checkpoint import Checkpoint, listing
+from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint, listing
 from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf_coding
 from moe.loading.schemes import (
     Coding,
@@ -44,7 +46,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], Coding]] = {
 
 @contextmanager
 def open_checkpoint(
-    path: Path, config: PreTrainedConfig, *, exact: bool = False
+    path: Path, config: PreTrainedConfig, *, exact: bool = False, source: ByteSource = LOCAL
 ) -> Iterator[Checkpoint]:
     """Open a model directory; quantised weights are decoded as they are read.
 
@@ -53,6 +55,7 @@ def open_checkpoint(
         config: its configuration, which names the method.
         exact: present decoded weights in a dtype that holds them without rounding, not in the
             configuration's.
+        source: of the weights; headers are read from the files in any case.
 
     Raises:
         CheckpointError: files are damaged, or parts of a quantised weight are missing or do not
@@ -63,10 +66,10 @@ def open_checkpoint(
     exact = exact and scheme is not None and not scheme.fits_bfloat16
     dtype = torch.float32 if exact else _dtype(config)
     if scheme is not None and not isinstance(scheme, Scheme):
-        with GgufCheckpoint(path, dtype) as checkpoint:
+        with GgufCheckpoint(path, dtype, source) as checkpoint:
             yield checkpoint
         return
-    with Checkpoint.open(path) as checkpoint:
+    with Checkpoint.open(path, source=source) as checkpoint:
         yield checkpoint if scheme is None else DecodedCheckpoint(checkpoint, scheme, dtype)
 
 
@@ -100,11 +103,19 @@ def scheme_of(config: PreTrainedConfig) -> Coding | None:
     return None
 
 
-def decoding_notices(config: PreTrainedConfig, expert_bits: int | None) -> list[str]:
-    """That weights were quantised already, and what became of them."""
+def decoding_notices(
+    config: PreTrainedConfig, expert_bits: int | None, kept: str = ""
+) -> list[str]:
+    """That weights were quantised already, and what became of them.
+
+    Args:
+        kept: what stays as it is (`WeightPlan.kept`).
+    """
     scheme = scheme_of(config)
     if scheme is None:
         return []
+    if kept:
+        return [f"the checkpoint's weights are {scheme.name}: {kept}; others are decoded"]
     became = "decoded while loading"
     if expert_bits == 8 and scheme.few_values:
         became += ", those of experts into 8-bit planes that hold the same numbers where groups fit"
@@ -120,12 +131,13 @@ class DecodedCheckpoint(Checkpoint):
     """
 
     def __init__(self, stored: Checkpoint, scheme: Scheme, dtype: torch.dtype) -> None:
-        super().__init__(stored.path)
+        super().__init__(stored.path, stored._bytes)
         self._open = stored._open
         self._stored = stored
         self._scheme = scheme
         self._parts: dict[str, dict[str, str]] = {}
         self._last: tuple[str, Tensor] | None = None
+        self._last_planes: tuple[str, Tensor, GroupScales] | None = None
         problems: list[str] = []
         tensors = dict(stored.tensors)
         for stem, parts in scheme.group(tensors).items():
@@ -146,6 +158,34 @@ class DecodedCheckpoint(Checkpoint):
         if problems:
             title = f"cannot decode the {scheme.name} weights in {stored.path}"
             raise CheckpointError(listing(title, problems))
+
+    def plane_format(self, name: str) -> PlaneFormat | None:
+        if name not in self._parts or self._scheme.planes is None:
+            return None
+        stored = self._stored.tensors
+        infos = {role: stored[part] for role, part in self._parts[name].items()}
+        return self._scheme.planes.format(infos)
+
+    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+        own = self.plane_format(name)
+        assert own is not None
+        assert self._scheme.planes is not None
+        if self._last_planes is None or self._last_planes[0] != name:
+            self._last_planes = None  # one weight at a time
+            parts = {role: self._stored.read(part) for role, part in self._parts[name].items()}
+            try:
+                self._last_planes = name, *self._scheme.planes.read(parts, own)
+            except SchemeError as error:
+                raise CheckpointError(f"{self.path}: {name}: {error}") from error
+        _, codes_NK, scales = self._last_planes
+        wanted = slice(None) if rows is None else rows
+        if wanted.indices(len(codes_NK))[1] == len(codes_NK):
+            self._last_planes = None
+        return codes_NK[wanted], scales.rows(wanted)
+
+    def announce(self, names: Iterable[str]) -> None:
+        parts = (self._parts.get(name, {"": name}).values() for name in names)
+        self._stored.announce(part for group in parts for part in group)
 
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
         if name not in self._parts:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experts.safetensors_io import TensorInfo
+from kernels.planes import FILE_GROUP_SIZES, PlaneFormat
+from kernels.scales import GroupScales, Scales
 
 Infos = Mapping[str, TensorInfo]
 Parts = Mapping[str, Tensor]
@@ -36,6 +38,19 @@ class Coding:
 
 
 @dataclass(frozen=True)
+class StoredPlanes:
+    """How codes and scales of a method become bit planes.
+
+    Attributes:
+        format: of a weight, from the headers of its parts; None where no planes hold it.
+        read: ``(N, K)`` unsigned codes, and their scales in that format; raises `SchemeError`.
+    """
+
+    format: Callable[[Infos], PlaneFormat | None]
+    read: Callable[[Parts, PlaneFormat], tuple[Tensor, GroupScales]]
+
+
+@dataclass(frozen=True)
 class Scheme(Coding):
     """How one method stores a weight in several tensors of a checkpoint.
 
@@ -45,6 +60,7 @@ class Scheme(Coding):
         decode: the weight in float32 from its parts; raises `SchemeError`.
         weight: ending of the name of the weight.
         ignored: endings of tensors that do not matter here, as of scales of activations.
+        planes: how a weight stays as it is stored, as bit planes; None where it cannot.
     """
 
     parts: dict[str, str]
@@ -52,6 +68,7 @@ class Scheme(Coding):
     decode: Callable[[Parts], Tensor]
     weight: str = ".weight"
     ignored: tuple[str, ...] = ()
+    planes: StoredPlanes | None = None
 
     def group(self, names: Mapping[str, TensorInfo]) -> dict[str, dict[str, str]]:
         """Stem -> role -> stored name, of every weight that is quantised."""
@@ -134,7 +151,7 @@ def decode_gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, bits: int, zero_offset: int
 ) -> Tensor:
     """``(K / f, N)``, ``(D, N / f)`` words, ``(D, N)`` scales and the group of each column."""
-    codes_KN = _fields(qweight, bits).transpose(1, 2).flatten(0, 1)
+    codes_KN = _fields(qweight, bits).transpose(1, 2).flatten(0, 1).float()
     zeros_DN = _fields(qzeros, bits).flatten(1) + zero_offset
     group = g_idx.long()
     return ((codes_KN - zeros_DN[group]) * scales.float()[group]).T.contiguous()
@@ -142,23 +159,48 @@ def decode_gptq(
 
 def decode_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     """``(K, N / 8)``, ``(D, N / 8)`` words and ``(D, N)`` scales."""
-    codes_KN = _unscramble(_fields(qweight, 4)).flatten(1)
-    zeros_DN = _unscramble(_fields(qzeros, 4)).flatten(1)
+    codes_KN = _unscramble(_fields(qweight, 4)).flatten(1).float()
+    zeros_DN = _unscramble(_fields(qzeros, 4)).flatten(1).float()
     repeat = codes_KN.shape[0] // scales.shape[0]
     spread = scales.float().repeat_interleave(repeat, 0)
     return ((codes_KN - zeros_DN.repeat_interleave(repeat, 0)) * spread).T.contiguous()
 
 
-def decode_packed(packed: Tensor, scales: Tensor, columns: int, bits: int) -> Tensor:
-    """``(N, K / f)`` words of codes around ``2 ** (bits - 1)`` and ``(N, D)`` scales."""
-    codes_NK = _fields(packed, bits).flatten(1)[:, :columns] - 2 ** (bits - 1)
-    return codes_NK * scales.float().repeat_interleave(columns // scales.shape[1], 1)
+def decode_packed(
+    packed: Tensor, scales: Tensor, columns: int, bits: int, zeros: Tensor | None = None
+) -> Tensor:
+    """``(N, K / f)`` words of codes and ``(N, D)`` scales; ``(N / f, D)`` words of zero points, or
+    codes around ``2 ** (bits - 1)``."""
+    codes_NK = _fields(packed, bits).flatten(1)[:, :columns].float()
+    zeros_ND = packed_zeros(zeros, scales, bits).repeat_interleave(columns // scales.shape[1], 1)
+    return (codes_NK - zeros_ND) * scales.float().repeat_interleave(columns // scales.shape[1], 1)
+
+
+def packed_zeros(zeros: Tensor | None, scales: Tensor, bits: int) -> Tensor:
+    """``(N, D)`` zero points of compressed-tensors."""
+    if zeros is None:
+        return torch.full(scales.shape, 2.0 ** (bits - 1))
+    return _fields(zeros, bits).transpose(1, 2).flatten(0, 1)[: len(scales)].float()
+
+
+def offset_scales(scales_ND: Tensor, zeros_ND: Tensor, repeat: int) -> GroupScales:
+    """Scales, and the zero points as offsets, each rounded to float16; for ``repeat`` groups."""
+    scale_ND = scales_ND.half()
+    offset_ND = -(zeros_ND.float() * scales_ND.float()).half()
+    spread = [own.repeat_interleave(repeat, 1) for own in (scale_ND, offset_ND)]
+    return GroupScales(*spread)
+
+
+def plane_format(group: int, bits: int, scales: Scales) -> PlaneFormat | None:
+    """The format with the largest groups that do not reach over one of these."""
+    fits = [size for size in FILE_GROUP_SIZES if group % size == 0]
+    return PlaneFormat(max(fits), bits, scales) if fits else None
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:
-    """``(..., 32 / bits)`` numbers in float32 that int32 words hold, lowest bits first."""
+    """``(..., 32 / bits)`` numbers in uint8 that int32 words hold, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((words[..., None] >> shifts) & (2**bits - 1)).float()
+    return ((words[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8)
 
 
 def _unscramble(fields: Tensor) -> Tensor:
@@ -250,7 +292,7 @@ def float8_rows() -> Scheme:
 
 
 def gptq(config: dict[str, Any]) -> Scheme:
-    bits = known_bits(config, "bits", (4, 8))
+    bits = known_bits(config, "bits", (2, 4, 8))
     offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def shape(parts: Infos) -> tuple[int, ...]:
@@ -272,8 +314,25 @@ def gptq(config: dict[str, Any]) -> Scheme:
             raise SchemeError("g_idx names groups that have no scales")
         return decode_gptq(**parts, bits=bits, zero_offset=offset)
 
+    def format(parts: Infos) -> PlaneFormat | None:
+        in_order = config.get("desc_act", True) is False  # else columns may be in groups by value
+        (columns,), groups = parts["g_idx"].shape, parts["scales"].shape[0]
+        fits = in_order and columns % groups == 0
+        return plane_format(columns // groups, bits, "offset") if fits else None
+
+    def read(parts: Parts, own: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        columns, groups = len(parts["g_idx"]), len(parts["scales"])
+        size = columns // groups
+        if not torch.equal(parts["g_idx"], torch.arange(columns, dtype=torch.int32) // size):
+            raise SchemeError("desc_act is false, and g_idx is not in order")
+        codes_KN = _fields(parts["qweight"], bits).transpose(1, 2).flatten(0, 1)
+        zeros_DN = _fields(parts["qzeros"], bits).flatten(1)[:, : codes_KN.shape[1]] + offset
+        scales_ND = parts["scales"].T
+        return codes_KN.T, offset_scales(scales_ND, zeros_DN.T, size // own.group_size)
+
     names = {role: f".{role}" for role in ("qweight", "qzeros", "scales", "g_idx")}
-    return Scheme("GPTQ", names, shape, decode, few_values=bits == 4)
+    planes = StoredPlanes(format, read)
+    return Scheme("GPTQ", names, shape, decode, few_values=bits <= 4, planes=planes)
 
 
 def awq(config: dict[str, Any]) -> Scheme:
@@ -292,8 +351,20 @@ def awq(config: dict[str, Any]) -> Scheme:
         check_groups(groups, columns)
         return rows, columns
 
+    def format(parts: Infos) -> PlaneFormat | None:
+        return plane_format(parts["qweight"].shape[0] // parts["scales"].shape[0], 4, "offset")
+
+    def read(parts: Parts, own: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        codes_KN = _unscramble(_fields(parts["qweight"], 4)).flatten(1)
+        zeros_DN = _unscramble(_fields(parts["qzeros"], 4)).flatten(1)
+        repeat = len(codes_KN) // len(parts["scales"]) // own.group_size
+        return codes_KN.T, offset_scales(parts["scales"].T, zeros_DN.T, repeat)
+
     names = {role: f".{role}" for role in ("qweight", "qzeros", "scales")}
-    return Scheme("AWQ", names, shape, lambda parts: decode_awq(**parts), few_values=True)
+    planes = StoredPlanes(format, read)
+    return Scheme(
+        "AWQ", names, shape, lambda parts: decode_awq(**parts), few_values=True, planes=planes
+    )
 
 
 def compressed_tensors(config: dict[str, Any]) -> Scheme:
@@ -303,24 +374,48 @@ def compressed_tensors(config: dict[str, Any]) -> Scheme:
     if weights[0]["type"] == "float" and weights[0]["num_bits"] == 8:
         return float8_rows()
     bits = known_bits(weights[0], "num_bits", (4, 8))
-    if config.get("format") != "pack-quantized" or not weights[0].get("symmetric", True):
+    if config.get("format") != "pack-quantized":
         raise SchemeError(
-            f"format {config.get('format')}, only symmetric pack-quantized and float8 can be read"
+            f"format {config.get('format')}, only pack-quantized and float8 can be read"
         )
+    zeros = () if weights[0].get("symmetric", True) else ("zero_point",)
 
     def shape(parts: Infos) -> tuple[int, ...]:
-        packed, scale = need(parts, "packed", "scale", dimensions=2)
+        packed, scale, *zero = need(parts, "packed", "scale", *zeros, dimensions=2)
         check(packed, torch.int32, packed.shape[:2])
         rows, columns = packed.shape[0], packed.shape[1] * (32 // bits)
         check(scale, scale.dtype, (rows, scale.shape[-1]))
         check_groups(scale.shape[-1], columns)
+        for info in zero:
+            check(info, torch.int32, (-(-rows * bits // 32), scale.shape[-1]))
         return rows, columns
 
     def decode(parts: Parts) -> Tensor:
         columns = parts["packed"].shape[1] * (32 // bits)
-        return decode_packed(parts["packed"], parts["scale"], columns, bits)
+        zero = parts.get("zero_point")
+        return decode_packed(parts["packed"], parts["scale"], columns, bits, zero)
+
+    def format(parts: Infos) -> PlaneFormat | None:
+        columns = parts["packed"].shape[1] * (32 // bits)
+        kind: Scales = "offset" if zeros else "centred"
+        return plane_format(columns // parts["scale"].shape[1], bits, kind)
+
+    def read(parts: Parts, own: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        codes_NK, scale_ND = _fields(parts["packed"], bits).flatten(1), parts["scale"]
+        repeat = codes_NK.shape[1] // scale_ND.shape[1] // own.group_size
+        zero_ND = packed_zeros(parts.get("zero_point"), scale_ND, bits)
+        made = offset_scales(scale_ND, zero_ND, repeat)
+        return codes_NK, made if zeros else replace(made, offset_ND=None)
 
     names = {"packed": ".weight_packed", "scale": ".weight_scale"}
+    names |= {role: f".weight_{role}" for role in zeros}
     ignored = (".weight_shape", ".input_scale")
-    few = bits == 4
-    return Scheme("compressed-tensors", names, shape, decode, ignored=ignored, few_values=few)
+    return Scheme(
+        "compressed-tensors",
+        names,
+        shape,
+        decode,
+        ignored=ignored,
+        few_values=bits == 4,
+        planes=StoredPlanes(format, read),
+    )

@@ -20,11 +20,12 @@ from kernels.reference import AnyExperts
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
+from moe.loading.own_planes import find_own
 from moe.loading.progress import Report
 from moe.loading.quantized import open_checkpoint
 from moe.loading.store import StoreSource, open_store, open_trunk
 from moe.loading.takeover import Takeover, keep_layer, quantizes
-from moe.network.seam import check_experts
+from moe.network.adopt import check_experts
 from moe.settings import ModelSettings, Profile
 from offload.capacity import Capacity
 from offload.layer import LayerExperts
@@ -60,6 +61,7 @@ def open_source(
     config: PreTrainedConfig,
     network: PreTrainedModel,
     profile: Profile,
+    device: torch.device,
     report: Report,
 ) -> Iterator[WeightSource]:
     """The weights in a model directory, opened and checked.
@@ -80,7 +82,7 @@ def open_source(
     else:
         exact = any(map(quantizes, (settings.expert_bits, settings.trunk_bits)))
         with open_checkpoint(path, config, exact=exact) as checkpoint:
-            yield CheckpointSource(network, checkpoint, settings)
+            yield CheckpointSource(network, checkpoint, settings, device)
 
 
 def total_bytes(network: PreTrainedModel, layers: Sequence[LayerExperts]) -> int:
@@ -93,15 +95,24 @@ class CheckpointSource:
     """Any Hugging Face checkpoint; what is to be quantized is quantized while it is read."""
 
     def __init__(
-        self, network: PreTrainedModel, checkpoint: Checkpoint, settings: ModelSettings
+        self,
+        network: PreTrainedModel,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        device: torch.device,
     ) -> None:
         self._network = network
         self._checkpoint = checkpoint
+        self._settings, self._device = settings, device
         self._takeover = Takeover(network, settings, lambda _, whole: keep_layer(settings, whole))
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         dtype_for = self._takeover.dtype_for(dtype_for)
         weights = plan_weights(self._network, self._checkpoint, dtype_for)
+        if self._device.type == "cpu":
+            own = find_own(self._network, self._checkpoint, weights.plan, self._settings)
+            self._takeover.own = own
+            weights = replace(weights, kept=own.summary(self._network))
         return replace(weights, nbytes=self._takeover.nbytes(weights.nbytes))
 
     def offloadable(self) -> str:

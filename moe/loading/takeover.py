@@ -18,19 +18,20 @@ from transformers import PreTrainedModel
 from experts.linear import QuantizedLinear
 from experts.store import WHOLE
 from experts.weights import quantize_experts
-from kernels import ExpertWeights, QuantizedExperts
-from kernels.planes import PlaneLayout, PrefixBits, num_planes
+from kernels import QuantizedExperts
+from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
 from kernels.reference import AnyExperts
 from moe.errors import CheckpointError
-from moe.loading.checkpoint import Checkpoint
+from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, load_weights
-from moe.loading.progress import Report
+from moe.loading.own_planes import OwnPlanes, OwnReader
+from moe.loading.progress import LoadProgress, Report
 from moe.network.seam import expert_shape, experts_modules, routing_modules, take_weights
 from moe.settings import ModelSettings
 from offload.layer import LayerExperts, held_experts
 
-Keep = Callable[[int, ExpertWeights], AnyExperts | None]
-"""What is kept in memory of a MoE layer's whole weights."""
+Keep = Callable[[int, AnyExperts], AnyExperts | None]
+"""What is kept in memory of a MoE layer's weights: whole ones, or the checkpoint's own codes."""
 
 
 class Takeover:
@@ -43,11 +44,13 @@ class Takeover:
 
     Attributes:
         layers: what was kept, by MoE layer.
+        own: modules that keep the checkpoint's own codes. Set them before `nbytes` and `load`.
     """
 
     def __init__(self, network: PreTrainedModel, settings: ModelSettings, keep: Keep) -> None:
         self.network = network
         self.layers: dict[int, AnyExperts] = {}
+        self.own = OwnPlanes()
         self._settings = settings
         self._keep = keep
         self._experts = {name: i for i, (name, _) in enumerate(experts_modules(network))}
@@ -71,8 +74,7 @@ class Takeover:
         sizes, group_size = dict(whole), self._settings.group_size
         for name, bits in self._linears.items():
             layout = linear_layout(self.network.get_submodule(name), group_size)
-            planes = sum(map(layout.plane_bytes, range(num_planes(bits))))
-            sizes[f"{name}.weight"] = planes + 2 * layout.num_scales
+            sizes[f"{name}.weight"] = layout.nbytes(bits)
         wanted = self._settings.expert_bits
         if wanted is not None and quantizes(wanted):
             for name, module in experts_modules(self.network):
@@ -80,34 +82,55 @@ class Takeover:
                 first = "gate_up_proj" if module.has_gate else "up_proj"
                 sizes[f"{name}.{first}"] = module.num_experts * one
                 sizes[f"{name}.down_proj"] = 0
-        return sizes
+        return sizes | self.own.nbytes(self.network)
 
     def __call__(self, name: str) -> None:
         """The weights of this module are complete. Raises `CheckpointError` where they are bad."""
         try:
             if name in self._experts:
-                index = self._experts[name]
-                kept = self._keep(index, take_weights(self.network.get_submodule(name)))
-                if kept is not None:
-                    self.layers[index] = kept
+                self._take(name, take_weights(self.network.get_submodule(name)))
             else:
                 bits = self._linears.pop(name)
                 quantize_linear(self.network, name, self._settings.group_size, bits)
         except ValueError as error:
             raise CheckpointError(f"{name} cannot be quantized: {error}") from error
 
+    def _take(self, name: str, experts: AnyExperts) -> None:
+        index = self._experts[name]
+        kept = self._keep(index, experts)
+        if kept is not None:
+            self.layers[index] = kept
+
     def load(
         self, checkpoint: Checkpoint, weights: WeightPlan, device: torch.device, report: Report
     ) -> LoadReport:
         """Fill the network, each module's weights together, and take it over when it is full."""
+        done, total = 0, weights.bytes_to_read
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            report(LoadProgress("loading weights", done, total))
+
+        check, experts = self._settings.check_finite, self._experts
+        own = OwnReader(self.own, self.network, checkpoint, weights.dtypes, check, advance)
+        for name in (name for name in self.own.experts if name in experts):
+            if self.network.get_submodule(name)._parameters:  # else it is in the store already
+                self._take(name, own.read_experts(name))
+        own.read_tables()
+        if own.not_finite:
+            raise CheckpointError(listing(f"bad values in {checkpoint.path}", own.not_finite))
+        rest = self.own.without(weights, checkpoint)
         loaded = load_weights(
             self.network,
             checkpoint,
-            weights,
+            rest,
             device=device,
-            report=report,
-            check_finite=self._settings.check_finite,
-            modules=self._experts.keys() | self._linears.keys(),
+            report=lambda now: report(
+                replace(now, done_bytes=done + now.done_bytes, total_bytes=total)
+            ),
+            check_finite=check,
+            modules=(experts.keys() - self.own.experts.keys()) | self._linears.keys(),
             complete=self,
         )
         for name in list(self._linears):  # tied to others
@@ -197,13 +220,22 @@ def quantize_linear(network: PreTrainedModel, name: str, group_size: int, bits: 
         del tied[target]
 
 
-def planes_of(network: nn.Module) -> dict[str, PrefixBits]:
+def planes_of(network: nn.Module) -> dict[str, int]:
     """Bits of the linear layers that are planes, by name."""
     return {
         name: module.bits
         for name, module in network.named_modules()
         if isinstance(module, QuantizedLinear)
     }
+
+
+def prefixes_of(network: nn.Module) -> dict[str, PrefixBits]:
+    """The same for those that we have quantised ourselves."""
+    found: dict[str, PrefixBits] = {}
+    for name, module in network.named_modules():
+        if isinstance(module, QuantizedLinear) and module.layout.scales == "symmetric":
+            found[name] = PREFIX_BITS[PREFIX_BITS.index(module.bits)]
+    return found
 
 
 def mend_linears(network: nn.Module) -> list[str]:

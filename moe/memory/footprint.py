@@ -4,13 +4,14 @@ The model runs on the meta device, where a tensor has a shape and no memory, and
 every storage that is made and freed. So the figures hold for any architecture: grouped and latent
 attention, windows, recurrent state, masks that are really built. Stand-ins take the place of the
 experts' kernel, with the scratch memory it would use, and of compiled attention, which keeps no
-scores.
+scores. Recurrent layers have their compiled kernels, of which only the outputs take memory.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
+from moe.describe.stateful import find_stateful
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
 
 SHORT_PROMPT = 64
@@ -35,6 +38,7 @@ SHORT_PROMPT = 64
 PROBE_TOKENS = 512
 """Most tokens of a probe if the architecture loops over tokens."""
 
+_FEW = 8  # tokens that show which modules have states
 _STAND_IN = "moe_footprint"
 
 
@@ -55,6 +59,7 @@ class Footprint:
     how: str
 
 
+@without_advice()
 def measure_footprint(
     network: PreTrainedModel, batch_tokens: int, longest: int, *, on_cuda: bool = False
 ) -> Footprint:
@@ -69,6 +74,9 @@ def measure_footprint(
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
     backbone = Backbone(network)
+    if _compiled(on_cuda):
+        with suppress(Exception):  # it wants a cache of its own class
+            backbone.serve_each(find_stateful(network, range(_FEW)))
     reason = ""
     for packed in (True, False):
         backbone.set_packed(packed)
@@ -97,18 +105,17 @@ def _compiled(on_cuda: bool) -> bool:
 
 
 def _measure(backbone: Backbone, packed: bool, batch_tokens: int, longest: int) -> Footprint:
-    short = _probe(backbone, [SHORT_PROMPT])
     if packed:  # two sequences show what a packed pass takes; more only repeat it
-        sizes = [longest, min(longest, batch_tokens - longest)]
-        size = sum(sizes)
-        long = _probe(backbone, [part for part in sizes if part])
+        sizes = [part for part in (longest, min(longest, batch_tokens - longest)) if part]
     else:
+        short = _probe(backbone, [SHORT_PROMPT])
         # A loop over all tokens would take minutes and show no more than one over some.
         loops = _probe(backbone, [2 * SHORT_PROMPT]).operations > short.operations
-        size = min(longest, PROBE_TOKENS) if loops else longest
-        long = _probe(backbone, [size])
-    per_token = (long.kept - short.kept) // max(size - SHORT_PROMPT, 1)
-    rest = 0 if packed else max(long.kept - per_token * size, 0)
+        sizes = [min(longest, PROBE_TOKENS) if loops else longest]
+    size, count = sum(sizes), len(sizes)
+    short, long = _probe(backbone, [SHORT_PROMPT] * count), _probe(backbone, sizes)
+    per_token = (long.kept - short.kept) // max(size - SHORT_PROMPT * count, 1)
+    rest = max(long.kept - per_token * size, 0) // count
     own = long.peak - long.kept
     if packed:
         return Footprint(per_token, rest, own * batch_tokens // size, "measured on the meta device")

@@ -22,10 +22,11 @@ from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report
+from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
-from moe.memory.footprint import measure_footprint
+from moe.memory.footprint import Footprint, measure_footprint
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
@@ -46,6 +47,7 @@ class PlannedModel:
         source: of its weights, open.
         weights: what to read of them.
         memory: what everything takes.
+        footprint: what running it takes beside weights, with this profile's passes.
         logits_size: V of the logits.
         context_length: most tokens of a sequence; None for no limit.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
@@ -57,6 +59,7 @@ class PlannedModel:
     source: WeightSource
     weights: WeightPlan
     memory: MemoryPlan
+    footprint: Footprint
     logits_size: int
     context_length: int | None
     why_resident: str
@@ -77,20 +80,24 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    with open_source(path, config, network, profile, report) as source:
+    with open_source(path, config, network, profile, device, report) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable()
         if ranks > 1 and isinstance(offloadable, Offloadable):
             most = _rank_experts(network, ranks, profile.parallel.replicas)
             offloadable = replace(offloadable, most=most)
         host = host_room(profile, device, ranks)
-        memory = _plan(network, weights, profile, device, offloadable, host)
+        footprint = _footprint(network, profile, device)
+        memory = _plan(network, weights, profile, device, footprint, offloadable, host)
+        notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
+        memory = replace(memory, notice="".join(notices))
         yield PlannedModel(
             config=config,
             network=network,
             source=source,
             weights=weights,
             memory=memory,
+            footprint=footprint,
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             why_resident=offloadable if isinstance(offloadable, str) else "",
@@ -127,26 +134,31 @@ def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
     return sum(slots_for(count, ranks, replicas) for count in counts) // ranks
 
 
+def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device) -> Footprint:
+    batch = prefill_batch_tokens(profile)
+    longest = min(_context_length(network.config, profile) or batch, batch)
+    return measure_footprint(network, batch, longest, on_cuda=device.type == "cuda")
+
+
 def _plan(
     network: PreTrainedModel,
     weights: WeightPlan,
     profile: Profile,
     device: torch.device,
+    footprint: Footprint,
     offloadable: Offloadable | str,
     host_bytes: int | None,
 ) -> MemoryPlan:
     prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
     experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
-    context = _context_length(network.config, profile)
-    batch = prefill_batch_tokens(profile)
     on_cuda = device.type == "cuda"
     return plan_memory(
         {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
-        measure_footprint(network, batch, min(context or batch, batch), on_cuda=on_cuda),
+        footprint,
         profile,
         place=str(device) if on_cuda else "memory",
         available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
-        context_length=context,
+        context_length=_context_length(network.config, profile),
         logits_size=network.get_output_embeddings().weight.shape[0],
         offloadable=None if isinstance(offloadable, str) else offloadable,
         host_bytes=host_bytes,
@@ -185,7 +197,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
-    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    own = _positions(config.get_text_config())
     wanted = profile.model.context_length
     if own is not None and wanted is not None and wanted > own:
         raise ProfileError(
@@ -193,6 +205,14 @@ def _context_length(config: PreTrainedConfig, profile: Profile) -> int | None:
             f"set it to {own} or less, or to null"
         )
     return own if wanted is None else wanted
+
+
+def _positions(config: PreTrainedConfig) -> int | None:
+    """Most positions; ``dynamic`` rotary tables multiply those that a model was trained with."""
+    own: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor") if rope.get("rope_type") == "dynamic" else None
+    return own if own is None or not factor else int(own * factor)
 
 
 def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> None:

@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from moe.network.attention import PACKED, packed_pass
 from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
 from moe.network.lanes import Lane
+from moe.network.own_cache import LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, serve_packed
+from moe.network.recurrent_kernels import use_kernels
 from routing import Phase
 
 Forward = Callable[[Sequence[Work]], list[Tensor]]
@@ -53,11 +55,14 @@ class Backbone:
         packed: several sequences share a pass.
         can_cut: a prompt may be read in several passes; some recurrent modules begin each pass over
             several tokens anew.
+        recurrent_kernels: the public functions of recurrent layers, by name; empty if our kernel
+            serves packed passes on a CPU in its place, else why not.
         recurrent: packed sequences have recurrent states, which `KVCache` cannot cut anywhere.
         decode_forward: reads decode work in place of transformers' forward; None: nothing does.
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
         cache_type: the class of the caches of packed sequences.
+        pass_cache_type: the class of the cache that transformers sees in a packed pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -66,29 +71,33 @@ class Backbone:
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
+        self.recurrent_kernels: dict[str, str] = {}
         self.decode_forward: Forward | None = None
-        self.recurrent = self._reads_whole = self._snapshots = False
+        self.recurrent = self._reads_whole = False
         self.watched = False
         self.contrast: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
+        self.pass_cache_type = OwnCache.of(model).standing_for(PackedCache, LayerStates)
         self.set_packed(False)
 
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
         serve_packed(modules)
-        self.recurrent = bool(modules.recurrent)
+        self.recurrent = bool(modules.recurrent) or modules.own_layers
+        self.recurrent_kernels = use_kernels(modules.recurrent)
 
     @property
     def can_cut(self) -> bool:
         return self.packed and not self._reads_whole
 
+    @property
+    def history_layers(self) -> set[int]:
+        """Attention layers that compute with their whole history before they attend."""
+        return self._needs_history
+
     def read_whole(self) -> None:
         """Never read a prompt in several passes from now on."""
         self._reads_whole = True
-
-    def keep_snapshots(self, keep: bool) -> None:
-        """Whether sequences keep recurrent states for prompts that begin as theirs do."""
-        self._snapshots = keep
 
     def set_packed(self, packed: bool) -> None:
         """Let sequences share passes from now on, or give each a lane of its own."""
@@ -141,13 +150,13 @@ class Backbone:
         kind."""
         sizes = [len(item.token_ids) for item in work]
         sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
-        cache = PackedCache(
+        cache = self.pass_cache_type(
             sequences,
             sizes,
             self._needs_history,
             decoding=decoding,
             watched=watched,
-            snapshots=self._snapshots,
+            snapshots=[item.snapshots for item in work],
         )
         positions = cache.positions()[None].to(self.device)
         with packed_pass(cache):

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from transformers import Cache
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps of each token: ``("indexer", layer)``."""
 StateKey = tuple[int, str, int]
-"""Layer, kind ("conv" or "recurrent") and index of a recurrent state."""
+"""Layer, kind ("conv", "recurrent", or what `moe.network.own_cache` keeps) and index of a recurrent
+state."""
 States = Mapping[StateKey, Tensor]
 """Recurrent states of one sequence after one of its tokens; never changed in place."""
 
 SNAPSHOTS = 2
-"""Most ends of prompt passes whose recurrent states a sequence keeps."""
+"""Most positions of a prompt whose recurrent states a sequence keeps."""
 _AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
 
 
@@ -37,8 +39,8 @@ class KVCache:
 
     Buffers grow with the sequence: memory follows its length, not its capacity. Recurrent layers
     have states in place of keys and values: those after the last token, after each token of a
-    decode pass (so that drafts can be rejected), and after the last prompt passes (so that prompts
-    that begin alike can go on from there).
+    decode pass (so that drafts can be rejected), and snapshots at some positions of the prompt (so
+    that prompts that begin alike can go on from there).
 
     Args:
         capacity: tokens the sequence may ever have.
@@ -62,10 +64,20 @@ class KVCache:
     @property
     def held_tokens(self) -> int:
         """Its memory in tokens of keys and values; recurrent states count by their bytes."""
+        return self.length + len(self._states) * self.state_tokens
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of keys and values that take as many bytes as one set of recurrent states."""
         rows = [buffer for pair in self._layers.values() for buffer in pair]
         a_token = sum(buffer[:, :, :1].nbytes for buffer in rows)
-        states = [state.nbytes for kept in self._states.values() for state in kept.values()]
-        return self.length + -(-sum(states) // max(a_token, 1))
+        states = next(iter(self._states.values()), {})
+        return -(-sum(state.nbytes for state in states.values()) // max(a_token, 1))
+
+    @property
+    def layers(self) -> list[LayerKey]:
+        """What it keeps rows of."""
+        return list(self._layers)
 
     @property
     def recurrent(self) -> bool:
@@ -77,22 +89,29 @@ class KVCache:
         """The recurrent states after the last token; empty without recurrent layers."""
         return self._states.get(self.length, {})
 
-    def advance(self, states: Sequence[States], tokens: int, *, snapshot: bool) -> None:
+    def advance(
+        self, states: Mapping[int, States], tokens: int, snapshots: Sequence[int] = ()
+    ) -> None:
         """The sequence has read ``tokens`` more.
 
         Args:
-            states: after the last of them, or after each; none without recurrent layers.
-            snapshot: keep the states after the last one until `SNAPSHOTS` later ones are kept.
+            states: by how many of them had been read, the last included; none without recurrent
+                layers.
+            snapshots: which of these to keep. Where there are more than `SNAPSHOTS`, the last one
+                stays, and those without which the most tokens would be read again.
         """
+        start = self.length
         self.length += tokens
         if not states:
             return
-        first = self.length + 1 - len(states)
+        assert tokens in states, (tokens, sorted(states))
         ends = {*self._snapshots, self._marked} & self._states.keys()
         kept = {end: self._states[end] for end in ends}
-        self._states = kept | {first + at: own for at, own in enumerate(states)}
-        if snapshot:
-            self._snapshots = [*self._snapshots, self.length][-SNAPSHOTS:]
+        self._states = kept | {start + at: own for at, own in states.items()}
+        self._snapshots += [start + at for at in snapshots]
+        while len(self._snapshots) > SNAPSHOTS:
+            gaps = [end - begin for begin, end in pairwise([0, *self._snapshots[:-1]])]
+            del self._snapshots[gaps.index(min(gaps))]
 
     def mark(self) -> None:
         """Let `cut` come back to the present length after any number of passes."""
@@ -132,16 +151,18 @@ class KVCache:
         self.room = min(self.capacity, end + max(end // 4, _AHEAD))
         self._addresses = None
 
-    def addresses(self, layers: int) -> np.ndarray:
-        """``(layers, 2)`` int64: the addresses of each layer's keys and values, written before.
+    def addresses(self, layers: Sequence[LayerKey]) -> np.ndarray:
+        """``(layers, 2)`` int64: the addresses of these layers' keys and values, written before;
+        the same layers each time.
 
         They stay valid until `reserve` needs more room than there is.
         """
         if self._addresses is None:
-            for layer in range(layers):
+            for layer in layers:
                 self._grow(layer)
-            buffers = [self._layers[layer] for layer in range(layers)]
-            self._addresses = np.array([[b.data_ptr() for b in pair] for pair in buffers], np.int64)
+            buffers = [self._layers[layer] for layer in layers]
+            places = [[buffer.data_ptr() for buffer in pair] for pair in buffers]
+            self._addresses = np.array(places, np.int64).reshape(-1, 2)
         return self._addresses
 
     def fork(self, capacity: int, length: int) -> KVCache:
@@ -206,11 +227,20 @@ class Work:
         token_ids: at least one.
         cache: the sequence's state; its length moves when the pass is done.
         all_logits: give ``(T, V)`` logits instead of the last token's ``(1, V)``.
+        snapshots: after how many of the tokens the sequence keeps its recurrent states, in order.
     """
 
     token_ids: Sequence[int]
     cache: SequenceCache
     all_logits: bool = False
+    snapshots: Sequence[int] = ()
+
+
+class KeyRule(Protocol):
+    """Which keys a query may see (`moe.network.attention.MaskRule`)."""
+
+    def evaluate(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """For the last queries of a sequence and all of its keys; broadcasts to both."""
 
 
 class PackedCache(Cache):
@@ -223,11 +253,14 @@ class PackedCache(Cache):
 
     Attributes:
         decoding: the pass is a decode step; else it reads prompts.
-        snapshots: sequences keep the recurrent states at the end of a pass over prompts.
+        snapshots: of each sequence, see `Work`.
         needs_history: layers that compute with what ``update`` returns before they attend.
         watched: attention layers leave in `received` how much attention each row gets.
-        states: of each sequence, its recurrent states after the prompt of this pass, or after each
-            token of a decode step; `commit` gives them to the sequence.
+        states: of each sequence its recurrent states, by how many tokens of this pass they have
+            read; `commit` gives them to the sequence.
+        adds_masks: modules that see one sequence at a time add their mask to scores, and change it.
+        recurrent_before: the recurrent state that the running module asked for last, if there is
+            one: kernels go on from it where their callers do not hand it on.
     """
 
     def __init__(
@@ -238,17 +271,21 @@ class PackedCache(Cache):
         *,
         decoding: bool = False,
         watched: bool = False,
-        snapshots: bool = False,
+        snapshots: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(layers=[])
-        self.decoding, self.snapshots = decoding, snapshots and not decoding
+        Cache.__init__(
+            self, layers=[]
+        )  # a subclass may have a class of another signature behind it
+        self.decoding, self.snapshots = decoding, snapshots or [()] * len(sequences)
         self.watched = watched
         self.received: Tensor | None = None
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
         self.returned: dict[int, tuple[Tensor, Tensor]] = {}
-        self.states: list[list[dict[StateKey, Tensor]]] = [[] for _ in sequences]
+        self.states: list[dict[int, dict[StateKey, Tensor]]] = [{} for _ in sequences]
+        self.recurrent_before: Tensor | None = None
+        self.adds_masks = False
         self._running: list[int] = []
         self._token = self._size = 0
 
@@ -295,6 +332,7 @@ class PackedCache(Cache):
             size: how many it reads of each now.
         """
         self._running, self._token, self._size = sequences, token, size
+        self.recurrent_before = None
         try:
             yield
         finally:
@@ -309,6 +347,13 @@ class PackedCache(Cache):
     def running_end(self) -> int:
         """Tokens of the running sequence, those that are read now included."""
         return self.sequences[self._running[0]].length + self._token + self._size
+
+    def mask(self, rule: KeyRule, queries: int, device: torch.device) -> Tensor:
+        """``(1, 1, queries, L)`` bool: the keys that the running sequence's tokens see; or what to
+        add to scores, if `adds_masks`."""
+        keys = self.running_end
+        seen = rule.evaluate(queries, keys, device).expand(queries, keys)[None, None]
+        return torch.where(seen, 0.0, -torch.inf) if self.adds_masks else seen
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store the indexer's keys ``(1, T, D)`` of a layer; return all of the sequence."""
@@ -325,7 +370,8 @@ class PackedCache(Cache):
         return self._state((layer_idx, "conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._state((layer_idx, "recurrent", state_idx))
+        self.recurrent_before = self._state((layer_idx, "recurrent", state_idx))
+        return self.recurrent_before
 
     def update_conv_state(
         self,
@@ -338,11 +384,13 @@ class PackedCache(Cache):
         """Keep the last columns of ``(B, C, T)``; return them behind the columns before."""
         before = self._state(key := (layer_idx, "conv", state_idx))
         if before is not None:
-            columns, kept = torch.cat([before, conv_states], dim=-1), before.shape[-1]
+            # Channels of a token stay side by side, as kernels read and modules project them.
+            columns = torch.cat([before.mT, conv_states.mT], dim=1).mT
+            kept = before.shape[-1]
         else:
             kept = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
             columns = pad(conv_states, (max(kept - conv_states.shape[-1], 0), 0))
-        self._keep(key, columns[..., -kept:].clone())
+        self._keep(key, columns[..., -kept:].clone(memory_format=torch.contiguous_format))
         return columns
 
     def update_recurrent_state(
@@ -361,7 +409,7 @@ class PackedCache(Cache):
 
     def _before(self, index: int) -> States:
         """The states of a sequence before the tokens that run."""
-        return self.states[index][self._token - 1] if self._token else self.sequences[index].states
+        return self.states[index][self._token] if self._token else self.sequences[index].states
 
     def _state(self, key: StateKey) -> Tensor | None:
         """A copy for the layer, which may change it in place: that counts as its new state."""
@@ -374,17 +422,34 @@ class PackedCache(Cache):
         self._keep(key, copy)
         return copy
 
+    def running_keys(self, layer: LayerKey) -> Tensor:
+        """``(1, N, L, D)``: the keys of the running sequence, those of this pass included."""
+        assert len(self._running) == 1, "histories of several sequences are no batch"
+        return self.sequences[self._running[0]].read(layer, self.running_end)[0]
+
+    def kept_object(self, key: StateKey, empty: Any) -> Any:
+        """A state of the running sequence that is no tensor but has ``clone`` and ``nbytes``; what
+        the layer does to it counts as its new state.
+
+        Args:
+            empty: before the first token.
+        """
+        assert len(self._running) == 1, "such states are no batch"
+        (index,) = self._running
+        kept: dict[StateKey, Any] = self.states[index].setdefault(self._token + self._size, {})
+        if key not in kept:
+            kept[key] = self._before(index).get(key, empty).clone()
+        return kept[key]
+
     def _keep(self, key: StateKey, states: Tensor) -> None:
         for index, state in zip(self._running, states.split(1), strict=True):
-            kept = self.states[index]
-            while len(kept) <= self._token:
-                kept.append({})
-            kept[self._token][key] = state
+            self.states[index].setdefault(self._token + self._size, {})[key] = state
 
     def commit(self) -> None:
         """Let the sequences grow by the rows that this pass has written."""
-        for sequence, size, states in zip(self.sequences, self.sizes, self.states, strict=True):
-            sequence.advance(states, size, snapshot=self.snapshots)
+        passed = zip(self.sequences, self.states, self.sizes, self.snapshots, strict=True)
+        for sequence, states, size, snapshots in passed:
+            sequence.advance(states, size, snapshots)
 
     def take_received(self) -> Tensor | None:
         """`received` of the last attention layer, which is then forgotten."""

@@ -1,11 +1,13 @@
-"""Modules that see one sequence at a time in packed passes: recurrent layers and sparse attention.
+"""Modules that see one sequence at a time in packed passes: recurrent layers, sparse attention, and
+rotary tables that depend on the length of a sequence (longrope, dynamic NTK).
 
 Recurrent modules (delta rules, state spaces, short convolutions) keep states in the model's cache,
 sparse attention keeps the keys of its indexer there (`moe.describe.stateful` finds them).
-`serve_packed` lets them serve packed passes. A prompt goes through such a module by itself. A
-decode pass goes through it one token after the other, in recurrent modules those of all sequences
-as a batch: so a token gets the same states whether it is drafted or not, and the states after each
-token are kept until drafts are verified.
+`serve_packed` lets them serve packed passes. A prompt goes through such a module by itself, in
+parts that end where recurrent states are kept. A decode pass goes through it one token after the
+other, in recurrent modules those of all sequences as a batch: so a token gets the same states
+whether it is drafted or not, and the states after each token are kept until drafts are verified.
+Rotary tables are computed as if no other sequence had been read before.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ from torch import Tensor, nn
 
 from moe.network.attention import MaskRule, current_pass
 from moe.network.kv_cache import PackedCache
+
+# Names that transformers' `dynamic_rope_update` gives what a rotary module keeps.
+_ORIGINAL, _FREQUENCIES, _LENGTH = "original_inv_freq", "inv_freq", "max_seq_len_cached"
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,14 @@ class StatefulModules:
     Attributes:
         recurrent: keep states of a fixed size; tokens of several sequences may run as a batch.
         attention: attend by an indexer's choice, or by positions that they compute themselves.
+        rotary: their tables depend on the length of the sequence.
+        own_layers: some of `attention` keep more than keys in cache layers of their own.
     """
 
     recurrent: list[nn.Module] = field(default_factory=list)
     attention: list[nn.Module] = field(default_factory=list)
+    rotary: list[nn.Module] = field(default_factory=list)
+    own_layers: bool = False
 
 
 def serve_packed(modules: StatefulModules) -> None:
@@ -41,6 +51,29 @@ def serve_packed(modules: StatefulModules) -> None:
         module.forward = partial(_forward, module.forward, together=True)
     for module in modules.attention:
         module.forward = partial(_forward, module.forward, together=False)
+    for module in modules.rotary:
+        module.forward = partial(_forward, partial(_afresh, module, module.forward), together=False)
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """It is a rotary module that chooses its frequencies by the longest position that it is given
+    (transformers' ``dynamic_rope_update``)."""
+    rope_type = getattr(module, "rope_type", None)
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(
+        isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds
+    )
+
+
+def _afresh(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``own`` without what a rotary module has kept of the lengths that it was given before."""
+    for name, frequencies in list(module.named_buffers(recurse=False)):
+        if name.endswith(_ORIGINAL):
+            kept = name.removesuffix(_ORIGINAL) + _FREQUENCIES
+            setattr(module, kept, frequencies.clone())
+    for name in [name for name in vars(module) if name.endswith(_LENGTH)]:
+        setattr(module, name, getattr(module, "original_max_seq_len", getattr(module, name)))
+    return own(*args, **kwargs)
 
 
 def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any) -> Any:
@@ -61,8 +94,10 @@ def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any)
             output = own(
                 *map(chosen.of, args), **{name: chosen.of(kwargs[name]) for name in kwargs}
             )
-        outputs.append(_as_row(output) if len(running) > 1 else output)
+        outputs.append(_as_row(output, len(running), size))
         order += rows
+    if len(outputs) == 1:
+        return output if len(running) == 1 else outputs[0]
     joined = _joined(outputs)
     return joined if order == sorted(order) else _ordered(joined, torch.tensor(order).argsort())
 
@@ -70,7 +105,9 @@ def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any)
 def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int, int]]:
     """Of each call of a module: the sequences, the first token of each, and how many tokens."""
     if not cache.decoding:
-        yield from (([index], 0, size) for index, size in enumerate(cache.sizes))
+        for index, size in enumerate(cache.sizes):
+            edges = [0, *(at for at in cache.snapshots[index] if at < size), size]
+            yield from (([index], begin, end - begin) for begin, end in pairwise(edges))
         return
     for token in range(max(cache.sizes)):
         running = [index for index, size in enumerate(cache.sizes) if size > token]
@@ -93,24 +130,28 @@ class _Rows:
             chosen = value if len(self.rows) == total else value[:, self.rows]
             return chosen.transpose(0, 1) if self.batch > 1 else chosen
         if isinstance(value, MaskRule) and self.batch == 1:
-            keys = self.cache.running_end
-            mask = value.evaluate(len(self.rows), keys, self.device)
-            return mask.expand(len(self.rows), keys)[None, None]
+            return self.cache.mask(value, len(self.rows), self.device)
         if isinstance(value, tuple | list):
             return type(value)(self.of(each) for each in value)
+        if isinstance(value, dict):
+            return {name: self.of(each) for name, each in value.items()}
         return value
 
 
-def _as_row(output: Any) -> Any:
-    """A batch of single tokens as one row."""
+def _as_row(output: Any, batch: int, size: int) -> Any:
+    """Outputs for ``(batch, size, ...)`` tokens as one row; None for tensors that are no such."""
     if isinstance(output, Tensor):
-        return output.transpose(0, 1)
-    return tuple(map(_as_row, output)) if isinstance(output, tuple) else output
+        if output.shape[:2] != (batch, size):
+            return None
+        return output.transpose(0, 1) if batch > 1 else output
+    if isinstance(output, tuple):
+        return tuple(_as_row(each, batch, size) for each in output)
+    return output
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    if len(outputs) == 1:
-        return outputs[0]
+    if any(output is None for output in outputs):
+        return None
     if isinstance(outputs[0], Tensor):
         return torch.cat(_level(outputs), 1)
     if isinstance(outputs[0], tuple):

@@ -3,7 +3,8 @@
 transformers dispatches every experts module through the registry ``ALL_EXPERTS_FUNCTIONS``. We
 register one implementation, which makes an `ExpertCall` of what the router has returned and hands
 it to the running lane. All that it knows of an architecture (layout, biases, gating) are the
-module's own declared attributes and its ``_apply_gate``; no architecture is named.
+module's own declared attributes and its ``_apply_gate``; no architecture is named. Experts that do
+not dispatch through the registry are brought there first (`moe.network.adopt`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from experts.weights import ExpertShape
 from kernels import ExpertWeights
-from moe.errors import UnsupportedModelError
 from moe.network.attention import current_pass
 from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from offload.layer import LayerExperts
@@ -89,25 +89,11 @@ def layer_of(module: nn.Module, parents: Mapping[nn.Module, nn.Module]) -> nn.Mo
     return module
 
 
-def check_experts(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModelError` if no experts dispatch through the registry."""
-    if not experts_modules(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no experts that dispatch through transformers' experts "
-            "interface, so there is nothing for this engine to take over; dense models and "
-            "architectures with expert modules of their own are not supported"
-        )
-
-
 def take_experts(model: PreTrainedModel) -> list[ExpertWeights]:
     """Take the weights out of every experts module, in canonical layout and forward order.
 
     The modules keep no parameters, so there is one copy of the weights.
-
-    Raises:
-        UnsupportedModelError: the model has no experts module that dispatches through the registry.
     """
-    check_experts(model)
     return [take_weights(module) for _, module in experts_modules(model)]
 
 
@@ -128,25 +114,30 @@ def expert_shape(module: Any, group_size: int) -> ExpertShape:
 
 def take_weights(module: Any) -> ExpertWeights:
     """Take the weights out of one experts module, in canonical layout."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    parameters = {
-        name: module._parameters.pop(name).detach()
-        for name in (first, "down_proj", f"{first}_bias", "down_proj_bias")
-        if module._parameters.get(name) is not None
-    }
-    module._is_hf_initialized = True  # or transformers would initialise what is missing
 
     def canonical(name: str) -> Tensor:
-        weight = parameters.pop(name)
+        weight: Tensor = module._parameters.pop(name).detach()
         return weight.transpose(1, 2).contiguous() if module.is_transposed else weight.contiguous()
 
     with torch.no_grad():
-        return ExpertWeights(
-            gate_up_EGH=canonical(first),
-            down_EHF=canonical("down_proj"),
-            activation=module._apply_gate if module.has_gate else module.act_fn,
-            gate_up_bias_EG=parameters.get(f"{first}_bias"),
-            down_bias_EH=parameters.get("down_proj_bias"),
-            # transformers 5.17 has no such norms, and does not declare that it has none.
-            post_norm=getattr(module, "post_expert_norm", None),
-        )
+        first, second = map(canonical, weight_names(module))
+        return ExpertWeights(first, second, **take_beside(module))
+
+
+def weight_names(module: Any) -> tuple[str, str]:
+    """Parameters of the first and the second projection of an experts module."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def take_beside(module: Any) -> dict[str, Any]:
+    """Take what is beside the weights out of an experts module: fields of `ExpertWeights`."""
+    module._is_hf_initialized = True  # or transformers would initialise what is missing
+    biases = [module._parameters.pop(f"{name}_bias", None) for name in weight_names(module)]
+    first, second = (None if bias is None else bias.detach() for bias in biases)
+    return {
+        "activation": module._apply_gate if module.has_gate else module.act_fn,
+        "gate_up_bias_EG": first,
+        "down_bias_EH": second,
+        # transformers 5.17 has no such norms, and does not declare that it has none.
+        "post_norm": getattr(module, "post_expert_norm", None),
+    }

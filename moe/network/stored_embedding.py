@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from experts.embedding import QuantizedEmbedding
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -58,7 +60,9 @@ def keep_embedding(network: PreTrainedModel) -> str | None:
 def backbone_dtype(network: PreTrainedModel) -> torch.dtype:
     """The dtype a network computes in; transformers' `dtype` is that of its first parameter."""
     embedding = network.get_input_embeddings()
-    return embedding.given if isinstance(embedding, StoredEmbedding) else network.dtype
+    if isinstance(embedding, StoredEmbedding | QuantizedEmbedding):
+        return embedding.given
+    return network.dtype
 
 
 def is_half(dtype: torch.dtype) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, Store
 from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
 from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
+from moe.extras import install_line
 from moe.parallel.watchdog import Heartbeat
 
 
@@ -125,9 +126,10 @@ def _deepspeed() -> tuple[Any, Any]:
         comm = importlib.import_module("deepspeed.comm")
         ops = importlib.import_module("deepspeed.ops")
         accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+        importlib.import_module("scipy")  # placements need it
     except ImportError as error:
         raise LaunchError(
-            f"several ranks need DeepSpeed: pip install deepspeed ({error})"
+            f"several ranks need DeepSpeed and SciPy: {install_line('parallel')} ({error})"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # It would compile reductions over shared memory for a minute, which nothing here uses, and

@@ -112,6 +112,11 @@ class RemoteCache(KVCache):
         self._orders = orders
         weakref.finalize(self, orders.caches.append, ["free", self.id]).atexit = False
 
+    @property
+    def state_tokens(self) -> int:
+        """As the rank says."""
+        return self._orders.state_tokens
+
     def fork(self, capacity: int, length: int) -> RemoteCache:
         copy = RemoteCache(self._orders, capacity, length)
         self.copy_states(copy)
@@ -122,15 +127,13 @@ class RemoteCache(KVCache):
 class OrderQueue:
     """Writes orders for one rank, and reads its replies.
 
-    Args:
-        recurrent: the rank's caches have recurrent states (`KVCache.longest_fork`).
-
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
+        state_tokens: of the rank's sequences, see `KVCache`; 0 without recurrent layers.
     """
 
-    def __init__(self, *, recurrent: bool = False) -> None:
-        self._recurrent = recurrent
+    def __init__(self) -> None:
+        self.state_tokens = 0
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()
         self._ids: dict[RunningSequence, int] = {}
@@ -170,6 +173,7 @@ class OrderQueue:
     def outcomes(self, reply: Message, step: ScheduledStep) -> list[Outcome]:
         """The rank's reply, for `Engine.process_outputs`."""
         outcomes: list[Outcome] = []
+        self.state_tokens = reply["state_tokens"]
         for number, tokens, error, prompt in reply["outcomes"]:
             sequence = self._known.get(number)
             if sequence is None:
@@ -180,8 +184,10 @@ class OrderQueue:
         self._settle_batch(step.prefill, {s for s, got in outcomes if isinstance(got, Exception)})
         for sequence, tokens in outcomes:
             if sequence.cache is not None and not isinstance(tokens, Exception):
+                assert isinstance(sequence.cache, RemoteCache)
                 read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
-                sequence.cache.length = read + len(tokens) - 1
+                new = read + len(tokens) - 1 - sequence.cache.length
+                sequence.cache.advance({new: {}} if self.state_tokens else {}, new)
         return outcomes
 
     def _introduce(self, sequence: RunningSequence) -> Message:
@@ -218,6 +224,7 @@ class OrderQueue:
             "size": len(chunk.token_ids),
             "is_last": chunk.is_last,
             "scored": group.prompt_logprobs is not None,
+            "snapshots": list(group.snapshots),
         }
 
     def _settle_batch(self, batch: PrefillBatch | None, failed: set[RunningSequence]) -> None:
@@ -231,8 +238,9 @@ class OrderQueue:
             if group.sequences[0] in failed:
                 group.restart()
                 continue
-            if self._recurrent and isinstance(group.cache, RemoteCache):
-                group.cache.advance([{}], len(chunk.token_ids), snapshot=True)
+            if self.state_tokens and isinstance(group.cache, RemoteCache):
+                ends, size = chunk.snapshots, len(chunk.token_ids)
+                group.cache.advance({at: {} for at in (*ends, size)}, size, ends)
             if chunk.is_last:
                 assert group.cache is not None
                 group.finish([group.cache, *self._branches[group]])
@@ -285,6 +293,7 @@ class EngineMirror:
         self._groups: dict[int, SequenceGroup] = {}
         self._batch: PrefillBatch | None = None
         self._batch_caches: list[list[int]] = []
+        self._state_tokens = 0
 
     def release(self, order: Message) -> None:
         """Apply an order that no step follows."""
@@ -306,7 +315,10 @@ class EngineMirror:
         self._settle_batch()
         for sequence in decode:
             sequence.release()  # `_caches` holds the state until rank 0 frees it
-        return {"outcomes": [self._reply(outcome) for outcome in outcomes]}
+        return {
+            "outcomes": [self._reply(outcome) for outcome in outcomes],
+            "state_tokens": self._state_tokens,
+        }
 
     def _apply(self, order: Message) -> None:
         """Add new sequences, copy and free caches, remove ended sequences."""
@@ -364,7 +376,8 @@ class EngineMirror:
         if start > 0 and known is not None and known.sequences == sequences:
             scores = known.prompt_logprobs
         cache = self._caches.get(order["caches"][0])
-        group = self._groups[first] = SequenceGroup(sequences, start, cache, scores)
+        group = SequenceGroup(sequences, start, cache, order["snapshots"], scores)
+        self._groups[first] = group
         token_ids = group.token_ids[start : start + order["size"]]
         return PromptChunk(group, token_ids, order["is_last"])
 
@@ -383,6 +396,8 @@ class EngineMirror:
             for number, cache in zip(numbers, caches, strict=False):
                 if cache is not None and not group.cancelled:
                     self._caches[number] = cache
+                if isinstance(cache, KVCache) and cache.recurrent:
+                    self._state_tokens = cache.state_tokens
         if self._batch.is_last_layer_group:
             self._batch = None
 

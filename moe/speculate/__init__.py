@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels import Forward, QuantizedExperts
-from kernels.planes import num_planes
 from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers, Selector
@@ -134,7 +133,7 @@ def _as_costly_as_the_model(mode: Mode, layers: Sequence[LayerExperts]) -> str:
     """Why a draft pass would cost as much as the model's own; empty if it is cheaper."""
     held = [held_experts(layer) for layer in layers]
     coarser = mode.bits is not None and any(
-        isinstance(one, QuantizedExperts) and len(one.planes[0]) > num_planes(mode.bits)
+        isinstance(one, QuantizedExperts) and one.at_most(mode.bits).planes[0] != one.planes[0]
         for one in held
     )
     fewer = mode.experts is not None or mode.core != "all" or mode.skipped > 0

@@ -6,6 +6,7 @@ with the reason. Code in a model's directory is never run: a tokenizer that need
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -39,6 +40,7 @@ _BEHIND = 16  # a prompt may have this many tokens of space after the tag that o
 ToolSpec = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+PROCESSOR_TEMPLATE = "chat_template.json"
 
 
 class TextCodec:
@@ -274,7 +276,19 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
     except Exception as error:  # damaged files raise almost any type, for example KeyError
         why = f"{type(error).__name__}: {error}"
         return None, f"the tokenizer in {directory} cannot be loaded ({why})"
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = _processor_template(directory)
     return tokenizer, ""
+
+
+def _processor_template(directory: Path) -> str | None:
+    """The chat template that a multimodal model keeps beside its tokenizer, if it has one."""
+    try:
+        found = json.loads((directory / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    template = found.get("chat_template") if isinstance(found, dict) else None
+    return template if isinstance(template, str) else None
 
 
 def eos_token_ids(

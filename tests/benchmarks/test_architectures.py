@@ -12,6 +12,7 @@ FAMILIES = (
     "glm4_moe",
     "gpt_oss",
     "granitemoe",
+    "llama4_text",
     "minimax",
     "mixtral",
     "olmoe",
@@ -30,5 +31,5 @@ def test_logits_and_greedy_tokens_equal_transformers(model_type: str) -> None:
 
 
 def test_a_refusal_names_architecture_and_reason() -> None:
-    refused = check("jetmoe")["refused"]
-    assert refused.startswith("JetMoeForCausalLM has no experts that dispatch through")
+    refused = check("doge")["refused"]
+    assert refused.startswith("DogeForCausalLM has no experts that dispatch through")

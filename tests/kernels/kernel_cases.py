@@ -33,6 +33,16 @@ def _interleaved_clamped(rows: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def _clamped_late(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return silu(gate).clamp(max=0.75) * up.clamp(-0.75, 0.75)
+
+
+def _bent(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return 2.5 * torch.tanh(gate / 2.5) * torch.sigmoid(gate) * torch.tanh(up / 1.5) * 1.5
+
+
 def _squared_relu(rows: Tensor) -> Tensor:
     return torch.relu(rows) ** 2
 
@@ -44,6 +54,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "tanh gelu gate": (_halves(partial(gelu, approximate="tanh")), 2),
     "relu gate": (_halves(torch.relu), 2),
     "clamped interleaved gate": (_interleaved_clamped, 2),
+    "clamped behind its curve": (_clamped_late, 2),
+    "gate and up bent towards limits": (_bent, 2),
     "squared relu, no gate": (_squared_relu, 1),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import gelu, silu
 
 from kernels.cpu.activation import Activation, recognise
 
-SILU, GELU_TANH, GELU_ERF, RELU, RELU_SQUARED = range(5)
+SILU, GELU_TANH, GELU_ERF, RELU, RELU_SQUARED, BENT = range(6)
 
 
 def clamped(alpha: float, limit: float, offset: float) -> Callable[[Tensor], Tensor]:
@@ -65,10 +66,40 @@ def test_the_numbers_of_clamped_gates_are_found(alpha: float, limit: float, offs
     assert numbers(found) == (SILU, alpha, limit, offset)
 
 
+@pytest.mark.parametrize("limit", [0.75, 2.0])
+@pytest.mark.parametrize("curve", [silu, gelu])
+def test_a_limit_of_the_curve_is_told_from_one_of_the_gate(
+    limit: float, curve: Callable[[Tensor], Tensor]
+) -> None:
+    def function(rows: Tensor, late: bool) -> Tensor:
+        gate, up = rows[:, :6], rows[:, 6:].clamp(-limit, limit)
+        return (curve(gate).clamp(max=limit) if late else curve(gate.clamp(max=limit))) * up
+
+    for late in (False, True):
+        found = recognise(partial(function, late=late), 6, parts=2)
+        assert found is not None
+        assert (bool(found.late), round(found.limit, 4)) == (late, limit)
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.702])
+@pytest.mark.parametrize("gate_limit", [0.75, 4.0])
+@pytest.mark.parametrize("up_limit", [0.5, 25.0])
+def test_the_numbers_of_bent_gates_are_found(
+    slope: float, gate_limit: float, up_limit: float
+) -> None:
+    def function(rows: Tensor) -> Tensor:
+        gate, up = rows[:, :6], rows[:, 6:]
+        bent = gate_limit * torch.tanh(gate / gate_limit) * torch.sigmoid(slope * gate)
+        return bent * up_limit * torch.tanh(up / up_limit)
+
+    assert numbers(recognise(function, 6, parts=2)) == (BENT, slope, up_limit, gate_limit)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda rows: torch.tanh(rows[:, :6]) * rows[:, 6:],
+        lambda rows: torch.tanh(rows[:, :6]) * torch.tanh(rows[:, 6:]),
         lambda rows: silu(rows[:, 6:]) * rows[:, :6],  # up before gate
         lambda rows: silu(rows[:, ::2]) * rows[:, 1::2],  # in turns
         lambda rows: silu(rows[:, :6]).clamp(max=50.0) * rows[:, 6:],

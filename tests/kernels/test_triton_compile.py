@@ -44,7 +44,7 @@ for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
 POINTERS["output"] = "*fp32"
 build(80, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=True)
 POINTERS["output"] = POINTERS["rows"]
-build(80, planes_kernel, DECODE[0].options, CURVE=2, GATED=True, GROUP=32,
+build(80, planes_kernel, DECODE[0].options, CURVE=2 + 8, GATED=True, GROUP=32,
       ROWS=16, COLUMNS=64, **SHAPE)
 build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
       ROWS=64, COLUMNS=64, **SHAPE, **ONES)
@@ -67,18 +67,80 @@ for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
           WIDTH_D=256, WIDTH_R=256, WIDTH_V=256, COMPUTE=compute, HEADS=16)
 """
 
+_RECURRENT = """
+import re, subprocess, tempfile
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.triton.recurrence import (
+    convolution_kernel, convolution_tile, gated_kernel, gated_tile, scan_kernel, scan_tile
+)
+
+POINTERS = dict.fromkeys(("before", "after", "out", "decay", "a", "d", "bias"), "*fp32")
+POINTERS |= dict.fromkeys(("q", "k", "v", "beta", "x", "dt", "b", "c", "z", "weight"), "*bf16")
+FLOATS = dict.fromkeys(("scale", "least", "most"), "fp32")
+
+def build(architecture, kernel, tile, **flags):
+    # Code that depends on numbers of tokens or on strides may add in another order.
+    plain = [each for each in kernel.params if not each.is_constexpr]
+    assert plain and all(each.do_not_specialize for each in plain)
+    assert all(each.do_not_specialize_on_alignment for each in plain)
+    constants = flags | {name: value for name, value in tile.items() if name.isupper()}
+    options = {name: value for name, value in tile.items() if not name.isupper()}
+    names = {n: "constexpr" if n in constants else (POINTERS | FLOATS).get(n, "i32")
+             for n in kernel.arg_names}
+    target = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(ASTSource(kernel, names, constants), target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = re.search(r"REG:(\\d+) STACK:(\\d+).* LOCAL:(\\d+)", usage).groups()
+    print(kernel.__name__, architecture, *numbers)
+
+GATED = {"CORRECTED": True, "NORMALISED": True, "HAS_BETA": True}
+SCAN = {"SOFTPLUS": True, "HAS_Z": True, "HAS_D": True, "HAS_BIAS": True}
+for architecture in (80, 90):
+    build(architecture, gated_kernel, gated_tile(128, 128), BY_KEY=False, **GATED)
+    build(architecture, gated_kernel, gated_tile(256, 256), BY_KEY=True, **GATED)
+    build(architecture, scan_kernel, scan_tile(64, 128), BY_CHANNEL=False, **SCAN)
+    build(architecture, scan_kernel, scan_tile(8192, 16), BY_CHANNEL=True, **SCAN)
+    build(architecture, scan_kernel, scan_tile(64, 256), BY_CHANNEL=True, **SCAN)
+    for tokens in (1, 99):
+        build(architecture, convolution_kernel, convolution_tile(tokens),
+              TAPS=4, S=4, SILU=True, HAS_BIAS=True)
+"""
+
 _LEAST_SHARED = 99 << 10  # bytes a block may have on the smallest of the GPUs served (sm_86, sm_89)
 
 
-def test_kernels_compile() -> None:
+_MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
+
+
+def lines_of(program: str) -> list[list[str]]:
+    """The words of each line that a fresh process prints, whose kernels are compiled."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", _PROGRAM],
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    shared = [int(line.split()[-1]) for line in done.stdout.splitlines()]
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def test_kernels_compile() -> None:
+    shared = [int(words[-1]) for words in lines_of(_PROGRAM)]
     assert len(shared) == 20
     assert max(shared) <= _LEAST_SHARED
+
+
+def test_states_of_recurrent_layers_stay_in_registers() -> None:
+    lines = lines_of(_RECURRENT)
+    assert len(lines) == 14
+    for name, architecture, registers, *spilled in lines:
+        assert spilled == ["0", "0"], (name, architecture)
+        assert int(registers) <= _MOST_REGISTERS, (name, architecture)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
+import kernels.backends
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
+from tests.kernels import recurrence_cases
 from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import ACTIVATIONS, DTYPES, Case, assert_close, make_case
@@ -141,3 +142,29 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> 
     torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
     for row in range(len(positions)):
         assert torch.equal(on_device.row(row).run()[0], actual[row])
+
+
+RECURRENT: list[recurrence_cases.Case] = [
+    recurrence_cases.make_gated(3, 40, 4, 2, 128, 128),
+    recurrence_cases.make_gated(1, 40, 3, 1, 256, 200, by_key=True),
+    recurrence_cases.make_gated(1, 1 << 15, 1, 1, 32, 16, by_key=True, strength=1e-4),
+    recurrence_cases.make_scan(2, 40, 2, 4, 64, 128),
+    recurrence_cases.make_scan(2, 40, 1, 1, 1000, 16, by_channel=True),
+    recurrence_cases.make_scan(1, 1 << 15, 1, 1, 16, 16, by_channel=True, strength=1e-4),
+    recurrence_cases.make_convolution(2, 40, 3000, 4, 4, bias=True, silu=True),
+]
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_layers(case: recurrence_cases.Case) -> None:
+    """Against float64, and the same bits alone and cut."""
+    assert kernels.backends.enable_recurrence(DEVICE) == ""
+    there = recurrence_cases.moved(case, DEVICE)
+    out, state = recurrence_cases.run(there)
+    expected = recurrence_cases.Expected.of(case)
+    recurrence_cases.assert_close((out.cpu(), state.cpu()), expected)
+    alone = there.sequence(0)
+    first, now = recurrence_cases.run(alone.part(0, 1, alone.tensors[-1]))
+    last, now = recurrence_cases.run(alone.part(1, case.tokens, now))
+    assert torch.equal(torch.cat([first, last], 1), out[:1])
+    assert torch.equal(now, state[:1])

@@ -286,10 +286,13 @@ def test_the_command_line_is_frozen() -> None:
         name: sorted(o for action in parser._actions for o in action.option_strings)
         for name, parser in commands.items()  # type: ignore[union-attr]
     }
-    model = ["--profile", "--set"]
+    model = ["--profile", "--revision", "--set"]
     sampling = ["--max-new-tokens", "--seed", "--temperature", "--top-k", "--top-p"]
     usual = ["--help", "-h"]
     assert options == {
+        "run": sorted(
+            [*usual, "--api-key", "--dry-run", "--host", "--port", "--revision", "--set", "--yes"]
+        ),
         "generate": sorted(
             [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
             + ["--print-config", "--prompt", "--stop"]
@@ -300,7 +303,7 @@ def test_the_command_line_is_frozen() -> None:
             + ["--allowed-origins", "--served-model-name"]
         ),
         "convert": sorted(
-            [*usual, "--bits", "--group-size", "--head-bits", "--trunk-bits"]
+            [*usual, "--bits", "--group-size", "--head-bits", "--revision", "--trunk-bits"]
             + ["--calibration", "--repair-routers", "--target-bits", "--target-gib"]
         ),
         "trace": sorted([*model, *usual, "--json", "--out", "--text", "--tokens"]),
@@ -308,6 +311,6 @@ def test_the_command_line_is_frozen() -> None:
         "inspect": sorted([*usual, "--image"]),
         "calibrate": sorted([*model, *usual, "--compression", "--out", "--text", "--tokens"]),
         "plan": sorted([*model, *usual, "--json", "--link", "--network", "--nodes", "--ranks"]),
-        "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens"]),
+        "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens", "--stages"]),
         "doctor": usual,
     }

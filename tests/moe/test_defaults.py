@@ -89,9 +89,9 @@ def test_keys_and_values_take_no_room_before_they_come() -> None:
     cache.write(0, rows[:, :, :5], rows[:, :, :5])
     cache.length = 5
     assert cache.room < 2000
-    before = cache.addresses(1)
+    before = cache.addresses([0])
     cache.reserve(6)
-    assert (cache.addresses(1) == before).all()
+    assert (cache.addresses([0]) == before).all()
     cache.write(0, rows[:, :, 5:], -rows[:, :, 5:])
     cache.length = 3000
     keys, values = cache.read(0, 3000)
@@ -109,7 +109,7 @@ def test_layers_that_a_cancelled_pass_did_not_reach_grow_later() -> None:
         cache.write(layer, rows[:, :, :5], rows[:, :, :5])
     cache.length = 5
     cache.write(0, rows[:, :, :4000], rows[:, :, :4000])  # cancelled before layer 1
-    cache.addresses(2)
+    cache.addresses([0, 1])
     for layer in range(2):
         keys, _ = cache.read(layer, cache.room)
         assert keys.shape[2] == cache.room

@@ -87,6 +87,18 @@ def test_any_cache_gives_the_bits_of_a_resident_model(
     check_equal(model, resident)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v32", "deepseek_v4"])
+def test_experts_of_recurrent_and_sparse_models_stay_on_disk(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, model_type: str
+) -> None:
+    settings = ModelSettings(expert_bits=8, group_size=32)
+    store = convert(tiny_checkpoint(model_type), tmp_path / "store", settings)
+    for drafts in ("off", "elastic"):  # which keep states for each drafted token
+        resident = MoE.from_pretrained(store, SMALL | {"speculation": {"mode": drafts}})
+        profile = budget(store, resident, 0.5, speculation={"mode": drafts})
+        check_equal(MoE.from_pretrained(store, profile), resident)
+
+
 def test_a_prompt_that_wants_everything_reads_the_next_layer_ahead(
     store: Path, resident: MoE
 ) -> None:

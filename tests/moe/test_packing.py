@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from moe import MoE
+from examples.models.tiny import tiny_config
+from moe import MoE, SamplingParams
 from moe.network import attention as packed
 from moe.network.attention import MaskRule
 
@@ -48,3 +50,49 @@ def test_rounding_is_told_from_a_wrong_mask(
         monkeypatch.setattr(packed, name, attention)
     with MoE.from_pretrained(DEMO, model={"trunk_bits": bits, "head_bits": bits}) as model:
         assert model.status()["packing"]["enabled"] == equal
+
+
+AUTO: Any = AutoModelForCausalLM
+LONGROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 100.0,
+    "short_mscale": 1.1, "long_mscale": 1.3, "factor": 16.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(4)],
+    "long_factor": [4.0 + 0.3 * i for i in range(4)],
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [("phimoe", LONGROPE), ("qwen3_moe", LONGROPE), ("qwen3_moe", DYNAMIC)],
+    ids=["longrope of its own", "longrope", "dynamic"],
+)
+def test_rotary_tables_that_depend_on_length(
+    model_type: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """Prompts on both sides of the length where frequencies change, and answers that cross it."""
+    config = tiny_config(model_type)
+    config.rope_parameters = rope
+    config.max_position_embeddings = 256 if rope is LONGROPE else 16
+    torch.manual_seed(0)
+    reference = AUTO.from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    prompts = [[3 + (7 * i + n) % 120 for i in range(n)] for n in (9, 30, 15, 4)]
+    expected = []
+    for prompt in prompts:
+        fresh = AUTO.from_pretrained(tmp_path, attn_implementation="eager")
+        out = fresh.generate(
+            torch.tensor([prompt]), max_new_tokens=14, do_sample=False, eos_token_id=None
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    params = SamplingParams(max_new_tokens=14, temperature=0.0, ignore_eos=True)
+    for drafts in ("off", "ngram"):
+        settings = {"prefill.wave_tokens": 64, "speculation.mode": drafts}
+        model = MoE.from_pretrained(tmp_path, settings)
+        status = model.status()
+        assert status["packing"]["enabled"], status["packing"]
+        assert not model.backbone.can_cut
+        assert any("depend on the length of the prompt" in notice for notice in model.notices)
+        completions = model.generate(prompts, params)
+        assert [list(c.token_ids) for c in completions] == expected, status["fused"]
+    assert status["fused"]["enabled"], status["fused"]

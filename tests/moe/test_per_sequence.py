@@ -16,6 +16,7 @@ from examples.models.tiny import tiny_model
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK
 from moe.network.kv_cache import SNAPSHOTS, KVCache
+from moe.sequence import Delta
 
 KINDS = {
     "qwen3_next": "gated delta rule",
@@ -23,7 +24,9 @@ KINDS = {
     "jamba": "Mamba",
     "lfm2_moe": "short convolutions",
     "bailing_hybrid": "lightning attention",
+    "minimax": "lightning attention with states in a cache class of its own",
     "deepseek_v32": "sparse attention",
+    "deepseek_v4": "attention to compressed entries, in cache layers of its own",
     "hy_v4": "sparse attention that shares choices",
     "inkling2_text": "attention with biases by position, convolutions inside",
 }
@@ -40,6 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "recycling": {"speculation.mode": "recycling"},
     "elastic drafts": {"speculation.mode": "elastic", "speculation.experts": 1},
 }
+
+ODD_CHUNKS = {"prefill.mode": "chunked", "prefill.chunk_tokens": 7}
 
 
 @cache
@@ -70,24 +75,21 @@ def test_every_way_says_what_transformers_says(
     for way, settings in WAYS.items():
         model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | settings)
         assert model.status()["packing"]["enabled"], model.status()["packing"]
+        assert not any("prompts are neither cut" in notice for notice in model.notices)
         assert answers(model, PROMPTS) == said(kind), way
         if way in ("recycling", "elastic drafts"):
             assert model.stats()["speculation"]["modes"], way
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_do_not_depend_on_company_or_cuts(
-    tiny_checkpoint: Callable[[str], Path], kind: str
-) -> None:
+def test_logits_do_not_depend_on_company(tiny_checkpoint: Callable[[str], Path], kind: str) -> None:
     model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE)
-    cut = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | WAYS["chunks"])
-    together, apart = model.batch_logits(PROMPTS), cut.batch_logits(PROMPTS[:1])
-    assert (together[0] - apart[0]).abs().max() < 1e-4
+    together = model.batch_logits(PROMPTS)
     for prompt, logits in zip(PROMPTS, together, strict=True):
         assert (model.batch_logits([prompt])[0] - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "deepseek_v32"])
 def test_a_second_turn_reads_only_what_is_new(
     tiny_checkpoint: Callable[[str], Path], kind: str
 ) -> None:
@@ -106,19 +108,73 @@ def test_a_second_turn_reads_only_what_is_new(
         said_so_far += [*answer, 7, 8, 9]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"jamba", "hy_v4"}))
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+def test_a_shared_beginning_is_read_twice_and_then_known(
+    tiny_checkpoint: Callable[[str], Path], kind: str
+) -> None:
+    """As all chats with one system prompt: the second prompt shows where they part."""
+    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE | {"memory.prefix_tokens": 512})
+    plain = MoE.from_pretrained(tiny_checkpoint(kind), WAVE)
+    system = [3 + 7 * at % 90 for at in range(53)]
+    prompts = [[*system, *[90 + user] * (20 + user)] for user in range(4)]
+    engine, cached = model.loop(), []
+    for prompt in prompts:
+        group = model.request(prompt, SamplingParams(max_new_tokens=5, temperature=0.0))
+        engine.submit(group)
+        while not engine.idle:
+            engine.step()
+        said_to = answers(plain, [prompt], max_new_tokens=5, ignore_eos=False)
+        assert [group.sequences[0].token_ids] == said_to
+        cached.append(group.sequences[0].num_cached_tokens)
+    assert cached == [0, 0, len(system), len(system)]
+
+
+PLANES = {"expert_bits": 8, "trunk_bits": 8, "head_bits": 8, "group_size": 32}
+
+
+def scores(model: MoE, prompts: list[list[int]]) -> list[list[float | None]]:
+    """The log probability of each token that is said."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True, logprobs=1)
+    return [[token.logprob for token in c.tokens] for c in model.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"hy_v4", "deepseek_v4"}))
 def test_decoded_tokens_have_the_same_bits_alone_and_together(
     tiny_checkpoint: Callable[[str], Path], kind: str
 ) -> None:
     """With weights as planes. The two others have small products left to torch."""
-    planes = {"expert_bits": 8, "trunk_bits": 8, "head_bits": 8, "group_size": 32}
-    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE, model=planes)
-    params = SamplingParams(temperature=0.0, max_new_tokens=NEW, ignore_eos=True, logprobs=1)
+    model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE, model=PLANES)
+    assert scores(model, PROMPTS) == [scores(model, [prompt])[0] for prompt in PROMPTS]
 
-    def scores(prompts: list[list[int]]) -> list[list[float | None]]:
-        return [[token.logprob for token in c.tokens] for c in model.generate(prompts, params)]
 
-    assert scores(PROMPTS) == [scores([prompt])[0] for prompt in PROMPTS]
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"])
+def test_cuts_change_no_bits(tiny_checkpoint: Callable[[str], Path], kind: str) -> None:
+    """With weights as planes, as recurrent layers run on our kernels."""
+    ways = [*(WAYS[name] for name in ("whole", "chunks", "layers", "preempted")), ODD_CHUNKS]
+    whole, *cut = (
+        scores(MoE.from_pretrained(tiny_checkpoint(kind), WAVE | way, model=PLANES), PROMPTS)
+        for way in ways
+    )
+    assert all(each == whole for each in cut)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"])
+def test_a_known_prefix_changes_no_bits(tiny_checkpoint: Callable[[str], Path], kind: str) -> None:
+    settings = WAVE | {"memory.prefix_tokens": 512}
+    model = MoE.from_pretrained(tiny_checkpoint(kind), settings, model=PLANES)
+    params = SamplingParams(max_new_tokens=NEW, temperature=0.0, logprobs=1, ignore_eos=True)
+    engine, found, cached = model.loop(), [], []
+    for _ in range(2):
+        group = model.request(PROMPTS[0], params)
+        engine.submit(group)
+        logprobs = []
+        while not engine.idle:
+            events = [event for _, event in engine.step()]
+            logprobs += [event.token.logprob for event in events if isinstance(event, Delta)]
+        found.append(logprobs)
+        cached.append(group.sequences[0].num_cached_tokens)
+    assert cached == [0, len(PROMPTS[0]) - BLOCK]
+    assert found[0] == found[1]
 
 
 def test_samples_of_one_prompt_share_its_states(tiny_checkpoint: Callable[[str], Path]) -> None:
@@ -156,15 +212,16 @@ def test_states_are_those_of_the_tokens_that_are_left(data: st.DataObject) -> No
         return total
 
     for _ in range(data.draw(st.integers(1, 12))):
-        size, snapshot = data.draw(st.integers(1, 4)), data.draw(st.booleans())
-        states = []
-        for _ in range(size):
+        size, prompt = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+        states = {}
+        for at in range(1, size + 1):
             tokens.append(next(fresh))
-            states.append({(0, "recurrent", 0): torch.tensor([state()])})
-        if snapshot:
-            states = states[-1:]
-        cache.advance(states, size, snapshot=snapshot)
-        if not snapshot and data.draw(st.booleans()):
+            states[at] = {(0, "recurrent", 0): torch.tensor([state()])}
+        kept = sorted(data.draw(st.sets(st.sampled_from(range(1, size + 1))))) if prompt else []
+        if prompt:
+            states = {at: states[at] for at in {*kept, size}}
+        cache.advance(states, size, kept)
+        if not prompt and data.draw(st.booleans()):
             left = len(tokens) - data.draw(st.integers(0, size - 1))
             del tokens[left:]
             cache.cut(left)
@@ -174,14 +231,14 @@ def test_states_are_those_of_the_tokens_that_are_left(data: st.DataObject) -> No
             start = len(tokens)
             cache.mark()
             for _ in range(data.draw(st.integers(1, 3))):
-                cache.advance([{(0, "recurrent", 0): torch.tensor([-1])}], 1, snapshot=False)
+                cache.advance({1: {(0, "recurrent", 0): torch.tensor([-1])}}, 1)
             cache.cut(start)
         assert cache.length == len(tokens)
         assert cache.states[0, "recurrent", 0].item() == state()
         assert len(cache._states) <= SNAPSHOTS + size + 2
         end = cache.longest_fork(data.draw(st.integers(0, len(tokens))))
         if end:
-            kept, behind = cache.fork(1000, end), tokens[end:]
+            copy, behind = cache.fork(1000, end), tokens[end:]
             del tokens[end:]
-            assert kept.states[0, "recurrent", 0].item() == state()
+            assert copy.states[0, "recurrent", 0].item() == state()
             tokens += behind

@@ -136,9 +136,12 @@ def test_a_cancelled_pass_leaves_the_sequence_as_it_was(tiny_moe: Callable[[str]
     torch.testing.assert_close(after, expected, atol=TOLERANCE, rtol=1e-4)
 
 
-def test_a_sequence_that_nobody_holds_is_freed(tiny_moe: Callable[[str], MoE]) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_next", "minimax", "deepseek_v4"])
+def test_a_sequence_that_nobody_holds_is_freed(
+    tiny_moe: Callable[[str], MoE], model_type: str
+) -> None:
     """Where memory is short, that of the last prompts is wanted first."""
-    model = tiny_moe("qwen3_moe")
+    model = tiny_moe(model_type)
     backbone, experts = model.backbone, model.experts
     cache = backbone.new_cache(8)
     with torch.inference_mode():
@@ -149,7 +152,7 @@ def test_a_sequence_that_nobody_holds_is_freed(tiny_moe: Callable[[str], MoE]) -
 
 
 def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> None:
-    own_cache = tiny_moe("minimax")
+    own_cache = tiny_moe("qwen4_exp_text")
     assert own_cache.status()["packing"]["enabled"] is False
     assert own_cache.notices[0].startswith(
         "each sequence runs in a pass of its own, and prompts are neither cut nor kept for others "

@@ -43,6 +43,31 @@ def test_more_steps_than_wait_to_be_counted() -> None:
     assert statistics.expert_loads_by(0) == {"prefill": 150, "decode": 300, "both": 150}
 
 
+@given(st.lists(st.lists(TOKENS, min_size=2, max_size=2), min_size=1, max_size=4))
+def test_layers_at_once_are_layers_one_by_one(steps: list[list[list[list[int]]]]) -> None:
+    together, apart = RoutingStatistics([5, 5, 5]), RoutingStatistics([5, 5, 5])
+    for first, second in steps:
+        count = min(len(first), len(second))
+        routings = route(first[:count]), route(second[:count])
+        ids = torch.stack([routing.expert_ids for routing in routings])
+        together.record_layers(1, "decode", ids)
+        for layer, routing in enumerate(routings, 1):
+            apart.record(layer, {"decode": routing})
+    assert together.snapshot() == apart.snapshot()
+    assert together.steps == [0, len(steps), len(steps)]
+
+
+def test_counting_in_and_out_of_inference_mode() -> None:
+    statistics = RoutingStatistics([2])
+    for _ in range(2):
+        with torch.inference_mode():
+            statistics.record(0, {"prefill": route([[0, 1]])})
+            assert statistics.tokens_per_expert(0).sum() > 0
+        statistics.record(0, {"decode": route([[0, 1]])})
+        assert statistics.expert_loads(0) % 4 == 0
+    assert statistics.tokens_per_expert(0).tolist() == [4, 4]
+
+
 def test_reset_forgets_everything() -> None:
     statistics = RoutingStatistics([2])
     statistics.record(0, {"decode": route([[0, 1]])})

@@ -20,6 +20,7 @@ from kernels.planes import PREFIX_BITS
 from moe.calibration.files import load_manifest
 from moe.commands.calibrate.compression import layer_path, load_layer, load_statistics
 from moe.errors import CalibrationError
+from moe.extras import install_line, is_installed
 from moe.loading.memory_plan import GIB
 from moe.loading.takeover import quantizes
 from moe.network.seam import expert_shape, experts_modules
@@ -108,6 +109,8 @@ def allocate_bits(
         if budget is None:
             return None
         raise CalibrationError("a budget of bits needs a calibration: " + CALIBRATE_FIRST)
+    if budget is not None and not is_installed("calibration"):
+        raise CalibrationError(f"a budget of bits needs SciPy: {install_line('calibration')}")
     modules = [module for _, module in experts_modules(network)]
     counts = [module.num_experts for module in modules]
     shapes = [expert_shape(module, settings.group_size) for module in modules]

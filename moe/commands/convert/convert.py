@@ -48,14 +48,15 @@ from moe.commands.convert.bit_allocation import CALIBRATE_FIRST, BitBudget, allo
 from moe.commands.convert.repair import repair_routers
 from moe.errors import CalibrationError, CheckpointError
 from moe.loading.checkpoint import Checkpoint
-from moe.loading.hub import read_config, resolve_model
+from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
 from moe.loading.memory_plan import size_text
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import decoding_notices, open_checkpoint
-from moe.loading.takeover import Takeover, planes_of, quantizes
-from moe.network.seam import check_experts, experts_modules, take_weights
+from moe.loading.takeover import Takeover, prefixes_of, quantizes
+from moe.network.adopt import check_experts
+from moe.network.seam import experts_modules, take_weights
 from moe.settings import ModelSettings
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -78,7 +79,8 @@ def convert(
     """Convert a checkpoint to a store; returns its directory. Continues an interrupted conversion.
 
     Args:
-        model: directory or hub id.
+        model: directory, GGUF file or hub id. A model of a hub that is not in its cache is read
+            from there while it is converted, and is never on disk.
         out: directory of the store; must not exist.
         settings: bits and group size; bits of null are 8.
         calibration: folder of a calibration with ``compression``; experts are then quantised with
@@ -93,16 +95,18 @@ def convert(
         UnsupportedModelError: the architecture is unknown or has no experts that we can convert.
         KeyboardInterrupt: the message says what is kept.
     """
-    source, target = resolve_model(model), Path(out).expanduser()
+    target = Path(out).expanduser()
     if target.exists():
         raise CheckpointError(f"{target} exists already; remove it or choose another name")
-    if is_store(source):
-        raise CheckpointError(f"{source} is a store already; convert the original checkpoint")
     if repair and calibration is None:
         raise CalibrationError("repairing routers needs a calibration: " + CALIBRATE_FIRST)
     work = target.with_name(f"{target.name}.unfinished")
     try:
-        with reporting(progress) as report:
+        with reach_model(model, whole=True) as source, reporting(progress) as report:
+            if is_store(source.path):
+                raise CheckpointError(
+                    f"{source.path} is a store already; convert the original checkpoint"
+                )
             conversion = _Conversion(source, work, settings, report, calibration, budget)
             work.mkdir(parents=True, exist_ok=True)
             conversion.run(calibration if repair else None, on_notice)
@@ -110,7 +114,7 @@ def convert(
         (target / JOURNAL_NAME).unlink()
         sync_directory(target.parent)
     except HeaderError as error:
-        raise CheckpointError(f"a file of {source} {error}") from error
+        raise CheckpointError(f"a file of {model} {error}") from error
     except OSError as error:
         what = f"cannot write {error.filename or work}: {error.strerror or error}"
         raise CheckpointError(what + _what_is_kept(work)) from error
@@ -130,17 +134,18 @@ class _Conversion:
 
     def __init__(
         self,
-        source: Path,
+        source: ModelFiles,
         work: Path,
         settings: ModelSettings,
         report: Report,
         calibration: Path | None,
         budget: BitBudget | None,
     ) -> None:
-        self._source, self._work, self._report = source, work, report
+        self._source, self._work, self._report = source.path, work, report
+        self._bytes = source.source
         bits = {key: getattr(settings, key) or 8 for key in PRECISION_KEYS}
         self._settings = settings.model_copy(update=bits)
-        self._config = read_config(source)
+        self._config = read_config(source.path)
         self._network = build_meta_model(self._config)
         check_experts(self._network)
         self._names = [name for name, _ in experts_modules(self._network)]
@@ -153,7 +158,9 @@ class _Conversion:
         for notice in decoding_notices(self._config, self._settings.expert_bits):
             on_notice(notice)
         exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
-        with open_checkpoint(self._source, self._config, exact=exact) as checkpoint:
+        with open_checkpoint(
+            self._source, self._config, exact=exact, source=self._bytes
+        ) as checkpoint:
             job = {
                 "version": VERSION,
                 "settings": {key: getattr(self._settings, key) for key in PRECISION_KEYS},
@@ -179,7 +186,7 @@ class _Conversion:
             source=self._source.name,
             bits=self._settings.expert_bits or 8,
             group_size=self._settings.group_size,
-            linears=planes_of(self._network),
+            linears=prefixes_of(self._network),
             layers=tuple(layer for layer, _ in finished),
             files={layer.file: file for layer, file in finished} | {TRUNK_NAME: trunk},
         )
@@ -214,7 +221,8 @@ class _Conversion:
             lambda now: self._report(replace(now, phase="converting")),
         )
 
-    def _write_layer(self, index: int, whole: ExpertWeights) -> None:
+    def _write_layer(self, index: int, whole: AnyExperts) -> None:
+        assert isinstance(whole, ExpertWeights)
         bits = self._settings.expert_bits
         experts: AnyExperts = whole
         bits_E = None if self._allocation is None else self._allocation.stored_bits(index)

@@ -13,6 +13,7 @@ from experts.manifest import Manifest, StoreError, read_manifest
 from experts.store import WHOLE, layer_entries
 from moe.commands.console import stdout_console
 from moe.errors import CheckpointError, ProfileError
+from moe.extras import install_line
 
 
 def bit_map(manifest: Manifest) -> list[list[int]]:
@@ -55,7 +56,7 @@ def draw(bits: list[list[int]], image: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ProfileError("--image needs matplotlib: pip install matplotlib") from error
+        raise ProfileError(f"--image needs matplotlib: {install_line('plots')}") from error
     grid: NDArray = np.full((len(bits), max(map(len, bits))), np.nan)
     for row, own in zip(grid, bits, strict=True):
         row[: len(own)] = own

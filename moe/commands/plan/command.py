@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -21,10 +22,10 @@ from moe.commands.plan.decode_speed import (
     Locality,
     estimate_decode,
 )
-from moe.commands.plan.speeds import disk_speed, memory_speed, to_device_speed
+from moe.commands.plan.speeds import cache_speed, disk_speed, memory_speed, to_device_speed
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
-from moe.loading.hub import experts_per_token, resolve_model
+from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
@@ -45,6 +46,8 @@ class SpeedPlan:
         expected: estimates for some batch sizes.
         resident: estimate for one sequence, if all experts were in device memory.
         prefixes: whether late experts may be read by a prefix, which the estimates do not count.
+        download_bytes: what the hub has of it that is not here.
+        commands: what to run next.
     """
 
     memory: MemoryPlan
@@ -55,6 +58,8 @@ class SpeedPlan:
     expected: Sequence[DecodeEstimate]
     resident: DecodeEstimate
     prefixes: bool
+    download_bytes: int
+    commands: list[str]
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -66,6 +71,8 @@ class SpeedPlan:
             "routing": self.locality.how,
             "expected": [one.as_dict() for one in self.expected],
             "resident": self.resident.as_dict(),
+            "download_bytes": self.download_bytes,
+            "commands": self.commands,
         }
 
 
@@ -87,17 +94,20 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         CalibrationError: the calibration is damaged or another model's.
     """
     settings = profile.profile
-    device, path = use_device(settings), resolve_model(name)
-    with planning(path, settings, device, lambda _: None) as planned:
+    device = use_device(settings)
+    with (
+        reach_model(name, whole=False) as files,
+        planning(files.path, settings, device, lambda _: None) as planned,
+    ):
         sizes, misfit = model_sizes(planned), ""
         try:
             check_fit(planned.memory, settings, planned.why_resident)
         except DoesNotFitError as error:
             misfit = str(error)
-    locality = known_routing(path, planned, sizes, settings.offload.policy)
+    locality = known_routing(files.path, planned, sizes, settings.offload.policy)
     speeds = Bandwidths(
         memory_speed(device),
-        disk_of(path, sizes, settings.offload.reader) if planned.memory.tiers else None,
+        disk_of(files, sizes, settings.offload.reader) if planned.memory.tiers else None,
         to_device_speed(device) if device.type == "cuda" and planned.memory.tiers else None,
     )
     all_near = replace(sizes, slots=sizes.total)
@@ -110,7 +120,19 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         [estimate_decode(sizes, speeds, locality, batch) for batch in BATCHES],
         estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
         settings.offload.late == "prefix",
+        0 if files.remote is None else files.remote.nbytes,
+        next_commands(str(name), bool(misfit), planned.why_resident),
     )
+
+
+def next_commands(name: str, misfit: bool, why_resident: str) -> list[str]:
+    """What to run after a plan; empty for what fits in no way."""
+    if not misfit:
+        return [f"moe serve {name}"]
+    if not why_resident:
+        return []
+    store = f"{public_name(name).rpartition('/')[2].replace(':', '-')}-store"
+    return [f"moe convert {name} {store}", f"moe serve {store} --profile offload"]
 
 
 def model_sizes(planned: PlannedModel) -> DecodeSizes:
@@ -141,9 +163,11 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
     return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
 
 
-def disk_of(path: Path, sizes: DecodeSizes, reader: str) -> float:
-    """Bytes per second of reading experts of a model from its disk."""
-    largest = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+def disk_of(files: ModelFiles, sizes: DecodeSizes, reader: str) -> float:
+    """Bytes per second of reading experts of a model from its disk, or from where it would be."""
+    if files.remote is not None:
+        return cache_speed(Path(constants.HF_HUB_CACHE), sizes.expert_bytes, reader)
+    largest = max(files.path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return disk_speed(largest, sizes.expert_bytes, reader)[0]
 
 
@@ -164,6 +188,8 @@ def show(made: SpeedPlan, console: Console) -> None:
     if made.misfit:
         remedies = [line for line in made.misfit.splitlines() if line.startswith("  - ")]
         console.print("It does not fit. What would help:", *remedies, sep="\n", soft_wrap=True)
+        if made.commands:
+            console.print(_next(made), soft_wrap=True)
         return
     columns = ("sequences", "hits", "MB from disk a token", "tokens/s", "at best", "bound by")
     table = Table(*columns, box=None, header_style="bold")
@@ -199,7 +225,16 @@ def sentences(made: SpeedPlan) -> list[str]:
         if made.prefixes:
             found.append("Experts are counted whole: offload.late=prefix reads fewer bytes.")
         found.append(f"With {_gib(more)} GiB more all experts are in memory: {rate:.1f} tokens/s.")
-    return found
+    return [*found, _next(made)]
+
+
+def _next(made: SpeedPlan) -> str:
+    size = f"{_gib(made.download_bytes)} GiB"
+    what = f" (downloads {size})" if made.download_bytes else ""
+    if made.download_bytes and len(made.commands) > 1:
+        what = f" (reads {size} from the hub and keeps none of it but the store)"
+    first, *more = made.commands
+    return "Next: " + ", then ".join([f"{first}{what}", *more])
 
 
 def _gib(number: int) -> str:

@@ -31,7 +31,7 @@ from moe.commands.plan.ranks import (
 from moe.commands.plan.speeds import Link, given_link, measure_link, memory_speed
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
 from moe.errors import ProfileError
-from moe.loading.hub import resolve_model
+from moe.loading.hub import reach_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
 from moe.memory.planning import PlannedModel, planning
@@ -107,12 +107,15 @@ def plan_many(
             f"--ranks is {ranks}, and plans are made for {MAX_RANKS} at most; give a smaller number"
         )
     settings = profile.profile
-    device, path = use_device(settings), resolve_model(name)
-    with planning(path, settings, device, lambda _: None) as planned:
+    device = use_device(settings)
+    with (
+        reach_model(name, whole=False) as files,
+        planning(files.path, settings, device, lambda _: None) as planned,
+    ):
         needs = model_needs(planned, settings)
         available, why_resident = planned.memory.available_bytes, planned.why_resident
-    locality = known_routing(path, planned, needs.sizes, settings.offload.policy)
-    disk = None if why_resident else disk_of(path, needs.sizes, settings.offload.reader)
+    locality = known_routing(files.path, planned, needs.sizes, settings.offload.policy)
+    disk = None if why_resident else disk_of(files, needs.sizes, settings.offload.reader)
     link = link or (measure_link() if ranks > 1 else NETWORK)
     machine = Machine(Bandwidths(memory_speed(device), disk), available, link, network)
     kind = settings.parallel.placement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from moe.commands.calibrate.record import record_trace
@@ -14,6 +13,7 @@ from moe.commands.trace.findings import Findings, analyse
 from moe.commands.trace.plots import draw
 from moe.commands.trace.report import html, report_tables
 from moe.errors import RequestError
+from moe.extras import install_line, is_installed
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
 
@@ -93,8 +93,8 @@ def run(
 
 def _check_folder(folder: Path) -> None:
     """Make the folder for the report, before the model is loaded."""
-    if find_spec("matplotlib") is None:
-        raise RequestError("--out needs matplotlib: pip install matplotlib")
+    if not is_installed("plots"):
+        raise RequestError(f"--out needs matplotlib: {install_line('plots')}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experts.safetensors_io import OpenFile, TensorInfo, pread_exactly
+from experts.safetensors_io import OpenFile, TensorInfo
+from kernels.planes import PlaneFormat
+from kernels.scales import GroupScales
 from moe.errors import CheckpointError
-from moe.loading.checkpoint import Checkpoint
+from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
 from moe.loading.gguf.config import Architecture, architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
+from moe.loading.gguf.planes import TYPES
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding
 from moe.network.seam import experts_modules
@@ -125,13 +129,14 @@ class GgufCheckpoint(Checkpoint):
     Args:
         path: a directory of `moe.loading.gguf.directory`.
         dtype: what quantised weights are presented in.
+        source: of the weights; headers are read from the files in any case.
 
     Raises:
         CheckpointError: a file is damaged, or has tensors of a type that cannot be decoded.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, dtype: torch.dtype, source: ByteSource = LOCAL) -> None:
+        super().__init__(path, source)
         self._dtype = dtype
         self._stored: dict[str, tuple[GgufTensor, TensorTarget]] = {}
         self._last: tuple[str, Tensor] | None = None
@@ -203,6 +208,10 @@ class GgufCheckpoint(Checkpoint):
         self._stored[name] = tensor, goal
         return [(name, goal.index)]
 
+    def announce(self, names: Iterable[str]) -> None:
+        stored = (self._stored[name][0] for name in names)
+        self._bytes.announce((tensor.file, tensor.start, tensor.end) for tensor in stored)
+
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
         tensor, goal = self._stored[name]
         if not goal.heads and not goal.transposed:
@@ -218,19 +227,42 @@ class GgufCheckpoint(Checkpoint):
     def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:
         out.copy_(self.read(name, rows=rows))
 
+    def plane_format(self, name: str) -> PlaneFormat | None:
+        tensor, _ = self._stored[name]
+        known = TYPES.get(kind_name(tensor.kind))
+        return known.format if known is not None and len(tensor.shape) == 2 else None
+
+    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+        tensor, goal = self._stored[name]
+        own = TYPES[kind_name(tensor.kind)]
+        some = slice(None) if goal.heads or rows is None else rows
+        raw = torch.from_numpy(self._raw(name, tensor, some))
+        size = package().GGML_QUANT_SIZES[package().GGMLQuantizationType(tensor.kind)][1]
+        codes, scales = own.read(raw.view(-1, raw.shape[1] // size, size))
+        if goal.heads:
+            order = torch.arange(len(codes)).view(goal.heads, -1, 2).transpose(1, 2).flatten()
+            order = order[rows or slice(None)]
+            return codes[order], scales.rows(order)
+        return codes, scales
+
     def _decoded(self, name: str, tensor: GgufTensor, rows: slice) -> Tensor:
         """Rows of a stored tensor, along its first dimension, in float32."""
+        raw = self._raw(name, tensor, rows)
+        values = decode(raw.reshape(-1), tensor.kind)
+        return torch.from_numpy(values).view(len(raw), *tensor.shape[1:])
+
+    def _raw(self, name: str, tensor: GgufTensor, rows: slice) -> NDArray[np.uint8]:
+        """``(rows, bytes)`` of a stored tensor."""
         start, stop, _ = rows.indices(tensor.shape[0])
         size = (tensor.end - tensor.start) // tensor.shape[0]
-        blocks = np.empty((stop - start) * size, np.uint8)
-        fd, offset = self._open[tensor.file].fd, tensor.start + start * size
-        if pread_exactly(fd, blocks.data, offset) != len(blocks):
+        raw = np.empty((stop - start, size), np.uint8)
+        file, offset = self._open[tensor.file], tensor.start + start * size
+        if self._bytes.read(file, raw.reshape(-1).data, offset) != raw.size:
             raise CheckpointError(
                 f"{tensor.file} ended inside tensor {name!r}; the file was truncated after it was "
                 "opened, load it again when it is complete"
             )
-        values = decode(blocks, tensor.kind)
-        return torch.from_numpy(values).view(stop - start, *tensor.shape[1:])
+        return raw
 
 
 def _as(dtype: torch.dtype, info: TensorInfo) -> TensorInfo:

@@ -27,8 +27,12 @@ SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _logger = logging.getLogger(__name__)
 
 
-def gguf_directory(file: Path) -> Path:
+def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
     """The model directory of a GGUF file, made once a process and removed at its end.
+
+    Args:
+        file: the first part of a split one.
+        tokenizer: also make the files of its tokenizer, which takes seconds.
 
     Raises:
         CheckpointError: the file, or another part of it, is absent or damaged.
@@ -40,7 +44,7 @@ def gguf_directory(file: Path) -> Path:
         seen = tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
-    return _directory(file.name, seen)
+    return _directory(file.name, seen, tokenizer)
 
 
 def _parts(file: Path) -> list[Path]:
@@ -58,7 +62,7 @@ def _parts(file: Path) -> list[Path]:
 
 
 @lru_cache(maxsize=4)
-def _directory(name: str, seen: tuple[tuple[Path, int, int], ...]) -> Path:
+def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bool) -> Path:
     metadata, tensors = _headers([path for path, *_ in seen])
     try:
         config = gguf_config(metadata, tensors)
@@ -73,7 +77,8 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...]) -> Path:
     directory.mkdir()
     for index, (path, *_) in enumerate(seen):
         (directory / f"{index:05}.gguf").symlink_to(path)
-    _write_tokenizer(directory, metadata)
+    if tokenizer:
+        _write_tokenizer(directory, metadata)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return directory
 

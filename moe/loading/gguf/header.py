@@ -13,13 +13,14 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.safetensors_io import MAX_DIMENSION, HeaderError, open_regular
 from moe.errors import UnsupportedModelError
+from moe.extras import install_line
 
 # ggml's types of tensors, by the optional package ``gguf``, imported when first needed.
 
@@ -34,7 +35,7 @@ def package() -> Any:
     except ImportError as error:
         raise UnsupportedModelError(
             "reading GGUF files wants the package gguf, which is not installed: "
-            "pip install 'moe-inference[gguf]'"
+            + install_line("gguf")
         ) from error
     return gguf
 
@@ -100,7 +101,8 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         fd, status = open_regular(path)
         try:
-            return GgufFile(path, fd, status, *_read(fd, status.st_size, path))
+            with open(fd, "rb", closefd=False) as stream:
+                return GgufFile(path, fd, status, *read_gguf(stream, status.st_size, path))
         except BaseException:
             os.close(fd)
             raise
@@ -110,33 +112,42 @@ def open_gguf(path: Path) -> GgufFile:
         ) from error
 
 
-def _read(fd: int, size: int, path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    with open(fd, "rb", closefd=False) as stream:
-        header = _Header(stream, size)
-        if header.take(4) != MAGIC:
-            raise HeaderError("does not begin with GGUF, so it is not a GGUF file")
-        version = header.number("I")
-        if version not in VERSIONS:
-            raise HeaderError(
-                f"is GGUF version {version}, only 2 and 3 (little-endian) can be read"
-            )
-        num_tensors, num_keys = header.number("Q"), header.number("Q")
-        metadata: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = header.text()
-            if key in metadata:
-                raise HeaderError(f"states {key!r} twice")
-            metadata[key] = header.value(header.number("I"))
-        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        for _ in range(num_tensors):
-            name = header.text()
-            if name in found:
-                raise HeaderError(f"has two tensors {name!r}")
-            dimensions = header.number("I")
-            if dimensions > 4:
-                raise HeaderError(f"tensor {name!r} has {dimensions} dimensions, 4 is the most")
-            shape = tuple(header.number("Q") for _ in range(dimensions))[::-1]
-            found[name] = shape, header.number("I"), header.number("Q")
+class Stream(Protocol):
+    """What a header is read from."""
+
+    def read(self, count: int, /) -> bytes: ...
+
+
+def read_gguf(
+    stream: Stream, size: int, path: Path
+) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """Keys and tensors of a file of `size` bytes, which `path` names in them.
+
+    Raises `HeaderError`, or ValueError for text that is none.
+    """
+    header = _Header(stream, size)
+    if header.take(4) != MAGIC:
+        raise HeaderError("does not begin with GGUF, so it is not a GGUF file")
+    version = header.number("I")
+    if version not in VERSIONS:
+        raise HeaderError(f"is GGUF version {version}, only 2 and 3 (little-endian) can be read")
+    num_tensors, num_keys = header.number("Q"), header.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = header.text()
+        if key in metadata:
+            raise HeaderError(f"states {key!r} twice")
+        metadata[key] = header.value(header.number("I"))
+    found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for _ in range(num_tensors):
+        name = header.text()
+        if name in found:
+            raise HeaderError(f"has two tensors {name!r}")
+        dimensions = header.number("I")
+        if dimensions > 4:
+            raise HeaderError(f"tensor {name!r} has {dimensions} dimensions, 4 is the most")
+        shape = tuple(header.number("Q") for _ in range(dimensions))[::-1]
+        found[name] = shape, header.number("I"), header.number("Q")
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:
         raise HeaderError(f"has general.alignment {alignment!r}, which is not a power of two")
@@ -152,7 +163,7 @@ def _read(fd: int, size: int, path: Path) -> tuple[dict[str, Any], dict[str, Ggu
 class _Header:
     """What is read so far; never more than there is."""
 
-    def __init__(self, stream: Any, size: int) -> None:
+    def __init__(self, stream: Stream, size: int) -> None:
         self._stream, self._size, self.position = stream, size, 0
 
     def take(self, count: int) -> bytes:
@@ -161,7 +172,7 @@ class _Header:
                 f"is truncated or damaged: its header wants {count} bytes at {self.position}, and "
                 f"the file has {self._size} (of which a header may take {MAX_HEADER_BYTES})"
             )
-        taken: bytes = self._stream.read(count)
+        taken = self._stream.read(count)
         if len(taken) != count:
             raise HeaderError("ended while its header was read (is it being written?)")
         self.position += count

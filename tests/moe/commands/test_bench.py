@@ -29,6 +29,24 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["speculation"]["figures"]["tokens"] > 0
 
 
+def test_stages_say_where_the_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--set", "model.expert_bits=8", "--set", "speculation.mode=off"]
+    assert main(["bench", DEMO, "--stages", "--json", *settings, *SMALL]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes_per_second"] > 1e8
+    assert list(found["stages"]) == ["prompt of 24", "decode 1", "decode 4"]
+    for stages in found["stages"].values():
+        whole = stages.pop("all")
+        assert sum(stage["ms"] for stage in stages.values()) == pytest.approx(whole["ms"])
+        assert all(stage["ms"] >= 0 for stage in stages.values())
+        assert {"expert_first", "expert_second", "between"} <= stages.keys()
+    one, four = found["stages"]["decode 1"], found["stages"]["decode 4"]
+    assert one["expert_first"]["bytes"] < four["expert_first"]["bytes"]
+    assert one["head"]["bytes"] == four["head"]["bytes"] > 0
+    assert main(["bench", DEMO, "--stages", *settings, *SMALL]) == 0
+    assert "decode 4: a step, by stage; memory reads" in capsys.readouterr().out
+
+
 def test_a_prompt_longer_than_the_text_is_read_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -36,12 +54,12 @@ def test_a_prompt_longer_than_the_text_is_read_whole(
     monkeypatch.setattr(bench, "some_text", SimpleNamespace(__file__=tmp_path / "text.py"))
     read: list[int] = []
 
-    def reads(_: object, prompt: list[int]) -> float:
+    def reads(_: object, prompt: list[int]) -> bench._Run:
         read.append(len(prompt))
-        return 1.0
+        return bench._Run(1, 1.0)
 
     monkeypatch.setattr(bench, "_read", reads)
-    monkeypatch.setattr(bench, "_decode", lambda *_, **__: 1.0)
+    monkeypatch.setattr(bench, "_decode", lambda *_, **__: bench._Run(1, 1.0))
     assert main(["bench", DEMO, "--json", "--prompt-tokens", "300"]) == 0
     assert read == [json.loads(capsys.readouterr().out)["prompt"]["tokens"]] * 3 == [300] * 3
 

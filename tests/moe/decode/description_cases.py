@@ -40,9 +40,11 @@ class Maker:
 
     Attributes:
         most_heads: of latent attention, and of a head of keys.
+        chunks: attention within chunks, which only CPUs have, is among them.
     """
 
     most_heads = 11, 6
+    chunks = True
 
     def __init__(self, draw: st.DataObject, hidden: int, *, whole: bool = False) -> None:
         self.draw, self.hidden, self.dense = draw.draw, hidden, 0
@@ -71,9 +73,11 @@ class Maker:
         return Rotation(style, self.draw(st.sampled_from([0, within - size])), size, table(size))
 
     def view(self, heads: int) -> View:
+        window = self.draw(st.sampled_from([None, 1, 5, 600]))
         return View(
             scale=0.3,
-            window=self.draw(st.sampled_from([None, 1, 5, 600])),
+            window=window,
+            chunk=self.draw(st.sampled_from([None, 1, 5])) if self.chunks and not window else None,
             softcap=self.draw(st.sampled_from([None, 5.0])),
             sinks=torch.randn(heads) if self.draw(st.booleans()) else None,
         )

@@ -22,12 +22,13 @@ PROVEN = [
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe",
 ]  # fmt: skip
-REFUSED = {
-    "afmoe": "layer 0: more than a projection lies between the heads and the layer",
-    "gemma4_text": "layer 0: its feed-forward blocks read different rows",
-    "minimax": "sequences do not share a forward pass",
-    "qwen3_next": "layer 0 has no attention, or more than one",
-}
+TRACED = [
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32",
+    "dots3_note_text", "gemma4_text", "glm5_next", "glm_moe_dsa", "granitemoehybrid", "hy_v4",
+    "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna",
+    "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "muse_spark", "nemotron_h",
+    "qwen3_5_moe_text", "qwen3_next", "step3p7", "zaya",
+]  # fmt: skip
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [1, 2]]
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
@@ -51,7 +52,7 @@ def generated(model: MoE, params: SamplingParams) -> list[list[int]]:
     return [list(completion.token_ids) for completion in model.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("architecture", PROVEN)
+@pytest.mark.parametrize("architecture", [*PROVEN, *TRACED])
 def test_greedy_tokens_are_those_of_transformers(
     architecture: str, tiny_moe: Callable[[str], MoE], plain_moe: Callable[[str], MoE]
 ) -> None:
@@ -59,19 +60,41 @@ def test_greedy_tokens_are_those_of_transformers(
     status = fused.status()["fused"]
     assert status["enabled"], status["why"]
     assert "equal to transformers' forward" in status["why"]
+    assert "experts inside" in status["why"]
+    assert status["why"].startswith("traced") == (architecture in TRACED)
     # Longer than the sliding windows of the tiny models.
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
     assert generated(fused, params) == generated(plain, params)
 
 
-@pytest.mark.parametrize("architecture", REFUSED)
+@pytest.mark.parametrize(
+    ("inserted", "why"),
+    [
+        (lambda x: x + (0.1 if bool((x == x).all()) else 0.0), "reads a number back"),
+        (lambda x: torch.fft.fft(x, norm="ortho").real, "is read as"),
+        (lambda x: x + x.detach().median(-1, keepdim=True).values, "'median' is no operation"),
+        (lambda x: x * (1 + x.sigmoid().cumprod(-1)), "'cumprod' is no operation"),
+    ],
+)
 def test_what_is_not_understood_runs_through_transformers(
-    architecture: str, tiny_moe: Callable[[str], MoE]
+    inserted: Callable[[torch.Tensor], torch.Tensor],
+    why: str,
+    tiny_checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_moe(architecture)
-    assert model.status()["fused"] == {"enabled": False, "why": REFUSED[architecture]}
-    noticed = any(REFUSED[architecture] in notice for notice in model.notices)
-    assert noticed == model.status()["packing"]["enabled"]
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+
+    own = Qwen3MoeDecoderLayer.forward
+    monkeypatch.setattr(
+        Qwen3MoeDecoderLayer,
+        "forward",
+        lambda self, hidden, *args, **kwargs: own(self, inserted(hidden), *args, **kwargs),
+    )
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    status = model.status()["fused"]
+    assert not status["enabled"]
+    assert why in status["why"], status
+    assert any(status["why"] in notice for notice in model.notices)
     assert len(model.generate([1, 2, 3], SamplingParams(max_new_tokens=2))) == 1
 
 
@@ -138,9 +161,10 @@ def test_statistics_count_the_same(
     assert layers[0] == layers[1]
 
 
-def test_a_quantized_trunk_is_fused_too(tiny_checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_next", "deepseek_v32", "inkling2_text"])
+def test_a_quantized_trunk_is_fused_too(kind: str, tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(
-        tiny_checkpoint("qwen2_moe"), model={"expert_bits": 8, "trunk_bits": 8, "group_size": 32}
+        tiny_checkpoint(kind), model={"expert_bits": 8, "trunk_bits": 8, "group_size": 32}
     )
     assert model.status()["fused"]["enabled"], model.status()["fused"]["why"]
     assert len(model.generate([1, 2, 3], SamplingParams(max_new_tokens=3))) == 1

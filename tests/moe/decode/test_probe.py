@@ -11,7 +11,7 @@ import torch
 
 from examples.models.tiny import tiny_model
 from kernels.cpu import choose_kernel
-from moe.decode.compiled import CompiledStep
+from moe.decode.compiled import DescribedStep
 from moe.decode.proof import prove
 from moe.describe import routers as router
 from moe.describe.decoder import describe
@@ -43,7 +43,7 @@ def described(backbone: Backbone) -> Description:
 def proof(backbone: Backbone, description: Description) -> str:
     kernel, _ = choose_kernel()
     assert kernel is not None
-    return prove(backbone, description, CompiledStep(description, kernel.decode))
+    return prove(backbone, description, DescribedStep(description, kernel.decode))
 
 
 def in_attention(**changes: object) -> Change:
@@ -140,7 +140,7 @@ def test_a_step_that_computes_something_else_is_found() -> None:
     right = described(backbone)
     kernel, _ = choose_kernel()
     assert kernel is not None
-    step = CompiledStep(right, kernel.decode)
+    step = DescribedStep(right, kernel.decode)
     with pytest.raises(NotDescribed, match=r"logits differ by .*e-04$"):
         prove(
             backbone,

@@ -26,9 +26,6 @@ from tests.moe.decode.test_fused import PROVEN
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
-OUTSIDE = {"gpt_oss"}
-"""Architectures whose whole experts have an activation that C++ knows for bit planes only."""
-
 
 def asked(model: MoE) -> list[int]:
     """Grows by each layer that is asked for its rows."""
@@ -75,7 +72,7 @@ def test_models_decode_to_the_same_bits_and_counts(
 ) -> None:
     model = tiny_moe(architecture)
     why = model.status()["fused"]["why"]
-    assert why.endswith("experts inside") == (architecture not in OUTSIDE), why
+    assert why.endswith("experts inside"), why
     # Longer than the sliding windows of the tiny models.
     for counts in ([3], [1, 40, 7, 2], list(range(1, 17))):
         actual = decoded(model, counts)
@@ -178,7 +175,8 @@ PYTHON = "their kernel needs Python"
     ("architecture", "settings", "where"),
     [
         ("mixtral", {}, "inside"),
-        ("gpt_oss", {}, f"outside: {PYTHON}"),
+        ("gpt_oss", {}, "inside"),
+        ("nemotron_h", {}, "inside"),
         ("gpt_oss", PLANES, "inside"),
         ("mixtral", {"kernels": {"backend": "reference"}}, f"outside: {PYTHON}"),
     ],

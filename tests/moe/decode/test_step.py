@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.cpu import choose_kernel
 from kernels.cpu.build import load_library
 from kernels.cpu.decode import NativeDecode
-from moe.decode.compiled import CompiledStep
+from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Description, NotDescribed, Projection
@@ -26,8 +26,8 @@ from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
 
-def compiled(description: Description, target: str = "-march=native") -> CompiledStep:
-    return CompiledStep(description, NativeDecode(load_library((target,))))
+def compiled(description: Description, target: str = "-march=native") -> DescribedStep:
+    return DescribedStep(description, NativeDecode(load_library((target,))))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.experts import LayerCall
-from moe.decode.compiled import CompiledStep
+from moe.decode.compiled import DescribedStep
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, InsideExperts
 from moe.describe.description import Description, Experts
@@ -47,7 +47,7 @@ def some_experts(data: st.DataObject, hidden: int) -> Layer:
 
 def whole_step(
     description: Description, layers: list[Layer], slots: Sequence[Tensor | None] = ()
-) -> CompiledStep:
+) -> DescribedStep:
     """Runs these experts by itself.
 
     Args:
@@ -59,7 +59,7 @@ def whole_step(
     inside = [kernel.layer_call(rows, layer) for layer in layers]
     calls = [call for call in inside if call is not None]
     places = slots or [None] * len(calls)
-    return CompiledStep(description, kernel.decode, list(map(CompiledExperts, calls, places)))
+    return DescribedStep(description, kernel.decode, list(map(CompiledExperts, calls, places)))
 
 
 @settings(max_examples=40)
@@ -92,7 +92,7 @@ def new_work(data: st.DataObject, caches: list[KVCache]) -> list[Work]:
 
 
 def check_both(
-    step: CompiledStep, layers: list[Layer], work: list[Work], others: list[KVCache]
+    step: DescribedStep, layers: list[Layer], work: list[Work], others: list[KVCache]
 ) -> None:
     routings = []
 
@@ -124,11 +124,13 @@ class Noted(InsideExperts):
         self.layers, self.slots = layers, slots
         self.told: list[tuple[int, Routing]] = []
 
-    def passed(self, layer: int, step: CompiledPass) -> None:
-        routing, asked = step.routing(layer), step.experts(layer)
-        assert asked == sorted(set(routing.expert_ids.flatten().tolist()))
-        assert not self.slots or all(self.slots[layer][expert] >= 0 for expert in asked)
-        self.told.append((layer, routing))
+    def passed(self, first: int, end: int, step: CompiledPass) -> None:
+        assert first < end
+        for layer in range(first, end):
+            routing, asked = step.routing(layer), step.experts(layer)
+            assert asked == sorted(set(routing.expert_ids.flatten().tolist()))
+            assert not self.slots or all(self.slots[layer][expert] >= 0 for expert in asked)
+            self.told.append((layer, routing))
 
     def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
         routing = step.routing(layer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, SocketExchange
 from kernels import experts_forward
 from kernels.cpu import choose_kernel
-from moe.decode.compiled import CompiledStep
+from moe.decode.compiled import DescribedStep
 from moe.decode.step import DecodeForward
 from moe.describe.description import Description, Experts
 from moe.network.kv_cache import KVCache, Work
@@ -46,7 +46,7 @@ class Rank:
     """
 
     exchange: SocketExchange
-    step: CompiledStep
+    step: DescribedStep
     experts: MoELayers
     caches: list[KVCache]
     tokens: list[list[list[int]]]

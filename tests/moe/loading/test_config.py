@@ -125,7 +125,7 @@ def test_meta_model_has_the_class_and_no_memory(tmp_path: Path) -> None:
 
 
 def test_no_causal_language_model() -> None:
-    message = r"t5 \(T5Config\) has no causal language model class in transformers"
+    message = r"t5 \(T5Config\) has no class in transformers"
     with pytest.raises(UnsupportedModelError, match=message):
         build_meta_model(T5Config())
 

@@ -169,5 +169,5 @@ def test_without_the_package_it_is_said_what_to_install(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UnsupportedModelError, match=r"pip install 'moe-inference\[gguf\]'"):
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'gguf>=0.18' 'trans"):
         resolve_model(good)

@@ -18,10 +18,12 @@ from moe.loading.hub import read_config
 from moe.loading.load import LoadReport, load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import LoadProgress, reporting
+from moe.network.stacked import stacked_origins
 
 ARCHITECTURES = [
     "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
     "qwen3_next", "glm4_moe", "minimax", "aria_text", "jamba", "ernie4_5_moe", "nemotron_h",
+    "llama4_text", "dbrx",
 ]  # fmt: skip
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -48,6 +50,9 @@ def everything(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
     mine, other = everything(ours), everything(theirs)
+    for block, experts, name, origins in stacked_origins(ours):
+        parts = [o.part(other.pop(block + o.name), experts.num_experts) for o in origins]
+        other[name] = torch.cat(parts, 1)
     assert mine.keys() == other.keys()
     for name, tensor in other.items():
         assert mine[name].dtype == tensor.dtype, name

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from examples.models.tiny import tiny_model
 from moe import MoE
+from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
 from moe.loading.load import WeightReader
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
@@ -35,6 +36,7 @@ from moe.settings import Profile
 from moe.settings.profile import load_profile
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"]
+RECURRENT = ["qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe"]
 LENGTH = 200
 
 
@@ -93,16 +95,18 @@ def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: 
         assert tensor_bytes(cache) <= predicted + state <= 1.1 * tensor_bytes(cache)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", *RECURRENT])
 def test_activations_are_those_of_a_real_pass(model_type: str) -> None:
     """The same count over the same model with memory behind it."""
     real = tiny_model(model_type)
     predicted = measure_footprint(build_meta_model(real.config), LENGTH, LENGTH)
     stand_in_for_experts(real)
     backbone = Backbone(real)
+    backbone.serve_each(find_stateful(real, range(8)))
     backbone.set_packed(True)
     run = _probe(backbone, [LENGTH])
-    assert run.kept == predicted.kv_bytes_per_token * LENGTH
+    assert run.kept == predicted.bytes_per_sequence + predicted.kv_bytes_per_token * LENGTH
+    assert (predicted.bytes_per_sequence > 0) == (model_type in RECURRENT)
     assert 0.8 * (run.peak - run.kept) <= predicted.activation_bytes
     assert predicted.activation_bytes <= 1.5 * (run.peak - run.kept)
 

@@ -1,0 +1,105 @@
+"""What the turns of a chat read: tokens and time to first token, with and without a prefix cache.
+
+    python -m benchmarks.turns [--quick] [--model hybrid|2b|demo|PATH] [--prompt 1024] [--turns 4]
+
+A chat of several turns: a long first prompt, and in each further turn the answer before it and a
+short message. Another chat then begins with the same first half of the prompt, and a third one.
+Both models, with experts of 4 bits, read the same chats in turn, and must give the same answers.
+`--quick` takes a tiny random hybrid model. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.decode_contenders import model_folder
+from examples.models.random_models import random_hybrid
+from examples.models.tiny import tiny_model
+from moe import MoE, SamplingParams
+from moe.engine.engine import StepLoop
+
+KEPT = "prefix cache"
+CONTENDERS: dict[str, dict[str, Any]] = {"none": {}, KEPT: {"prefix_tokens": 16384}}
+ANSWER, MESSAGE = 16, 24
+
+
+def read(model: MoE, loop: StepLoop, prompt: list[int]) -> tuple[list[int], int, float]:
+    """The answer, the tokens of the prompt that were read, and the seconds to the first token."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=ANSWER, ignore_eos=True)
+    group, start, first = model.request(prompt, params), time.perf_counter(), 0.0
+    sequence = group.sequences[0]
+    loop.submit(group)
+    while not loop.idle:
+        if loop.step() and not first:
+            first = time.perf_counter() - start
+    return list(sequence.token_ids), len(prompt) - sequence.num_cached_tokens, first
+
+
+def measure(path: Path, length: int, turns: int) -> list[dict[str, Any]]:
+    """A row for each prompt."""
+    settings = {"model.expert_bits": 4, "prefill.wave_tokens": 2 * length}
+    models = {
+        name: MoE.from_pretrained(path, settings | {"memory": memory})
+        for name, memory in CONTENDERS.items()
+    }
+    loops = {name: model.loop() for name, model in models.items()}
+    vocabulary = next(iter(models.values())).backbone.model.get_input_embeddings().num_embeddings
+    tokens = random.Random(1)
+
+    def message(size: int) -> list[int]:
+        return [tokens.randrange(3, vocabulary) for _ in range(size)]
+
+    first = message(length)
+    for name, model in models.items():
+        read(model, loops[name], message(64))
+    said, rows = list(first), []
+
+    def row(name: str, prompt: list[int]) -> list[int]:
+        own: dict[str, Any] = {"prompt": name, "tokens": len(prompt)}
+        answers = []
+        for contender, model in models.items():
+            answer, number, seconds = read(model, loops[contender], prompt)
+            answers.append(answer)
+            own |= {f"{contender}: read": number, f"{contender}: TTFT ms": round(1e3 * seconds, 1)}
+        own["same answer"] = answers[0] == answers[1]
+        rows.append(own)
+        return answers[0]
+
+    for turn in range(1, turns + 1):
+        answer = row(f"turn {turn}", said)
+        said += [*answer, *message(MESSAGE)]
+    for chat in ("second", "third"):
+        row(f"{chat} chat", [*first[: length // 2], *message(length // 2)])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, shorter prompts")
+    parser.add_argument("--model", default="hybrid", help="hybrid, 2b, demo or a folder")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the first prompt")
+    parser.add_argument("--turns", type=int, default=4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.quick:
+            tiny_model("qwen3_5_moe_text").save_pretrained(folder)
+            path, options.prompt = Path(folder), 96
+        else:
+            found = random_hybrid() if options.model == "hybrid" else model_folder(options.model)
+            if found is None:
+                return
+            path = found
+        print_header(environment() | {"model": "tiny" if options.quick else path.name})
+        rows = measure(path, options.prompt, options.turns)
+    print_table("chats", list(rows[0]), [list(row.values()) for row in rows])
+    print_json({"environment": environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""What a traced layer makes of its whole history before it attends.
+
+A step's program has no place for tensors of all tokens so far: attention reads the caches itself.
+`Histories` follows such tensors through the recorded token, and remembers which caches they come
+from and which tensors of the token they have met. What attention gets is then proven by numbers:
+keys and values that are expanded latents, keys that an indexer chose, biases by distance.
+Legend: L tokens so far, H heads, D size of an indexer's keys, E distances that have a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experts.linear import QuantizedLinear
+from moe.describe.attention import expansion_of
+from moe.describe.description import NotDescribed
+from moe.describe.observe import AttentionCall
+from moe.describe.parts import close
+from moe.network.kv_cache import LayerKey
+
+_CLOSE, _QUANTIZED = 1e-4, 5e-2  # of expanded latents; the latter where a layer rounds its input
+SPARE = 16
+"""Tokens that a history needs beyond what limits a choice or a bias, so that the limit shows."""
+
+
+class HistoryTooShort(NotDescribed):
+    """A limit of what a layer sees cannot be told from the end of the history."""
+
+
+class Met(NamedTuple):
+    """A tensor of the token that a history has met, in an operation of this name."""
+
+    name: str
+    tensor: Tensor
+
+
+class Lineage(NamedTuple):
+    """What a tensor of the whole history has been made of.
+
+    Attributes:
+        caches: where its rows are kept.
+        met: in order.
+        chosen: these are the positions that an indexer chose; the same as a tensor of the token.
+    """
+
+    caches: tuple[LayerKey, ...] = ()
+    met: tuple[Met, ...] = ()
+    chosen: Tensor | None = None
+
+    def floats(self) -> list[Met]:
+        return [each for each in self.met if each.tensor.is_floating_point()]
+
+
+class Histories:
+    """The tensors of all tokens so far, found by their memory."""
+
+    def __init__(self) -> None:
+        self._lineages: dict[int, Lineage] = {}
+        self._kept: list[Tensor] = []  # so that no memory is given out twice
+
+    def add(self, tensors: Iterable[Tensor], lineage: Lineage) -> None:
+        for tensor in tensors:
+            self._lineages[_place(tensor)] = lineage
+            self._kept.append(tensor)
+
+    def has(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of them is such a tensor."""
+        return any(_place(tensor) in self._lineages for tensor in tensors)
+
+    def lineage(self, tensor: Tensor) -> Lineage:
+        return self._lineages.get(_place(tensor), Lineage())
+
+    def joined(self, name: str, tensors: Sequence[Tensor], met: Iterable[Tensor]) -> Lineage:
+        """Of what an operation makes of these tensors, where it meets others of the token."""
+        caches = dict[LayerKey, None]()
+        so_far: list[Met] = []
+        chosen = []
+        for lineage in map(self.lineage, tensors):
+            caches |= dict.fromkeys(lineage.caches)
+            so_far += [each for each in lineage.met if not _among(each, so_far)]
+            chosen += [] if lineage.chosen is None else [lineage.chosen]
+        so_far += [Met(name, tensor) for tensor in met]
+        return Lineage(tuple(caches), tuple(so_far), chosen[0] if len(chosen) == 1 else None)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _among(met: Met, others: Iterable[Met]) -> bool:
+    return any(met.tensor is other.tensor and met.name == other.name for other in others)
+
+
+class Latents(NamedTuple):
+    """How an attention layer expands its cached rows, latents and rotated keys, to heads.
+
+    Attributes:
+        leaf: the module that expands latents.
+        expansion: its weight, ``(heads, plain + value, R)`` float32.
+    """
+
+    leaf: nn.Module
+    expansion: Tensor
+
+
+def latents_of(call: AttentionCall, latent: Tensor, turned: Tensor) -> Latents:
+    """How keys and values come from ``(1, 1, L, R)`` latents and ``(1, 1, L, T)`` rotated keys.
+
+    Raises:
+        NotDescribed: in no way that is known here.
+    """
+    heads, key_size, value_size = call.key.shape[1], call.key.shape[3], call.value.shape[3]
+    if latent.shape[1] != 1 or turned.shape[1] != 1:
+        raise NotDescribed("attention expands a history that is no latent")
+    plain, size = key_size - turned.shape[3], latent.shape[3]
+    for leaf in call.module.children():
+        weight = getattr(leaf, "weight", None)
+        if weight is None or weight.shape != (heads * (plain + value_size), size):
+            continue
+        expansion = expansion_of(leaf, heads, plain + value_size, size)
+        made = torch.einsum("htr,lr->hlt", expansion, latent[0, 0].float())
+        keys = torch.cat([made[..., :plain], turned[0].expand(heads, -1, -1).float()], -1)
+        tolerance = _QUANTIZED if isinstance(leaf, QuantizedLinear) else _CLOSE
+        if close(keys, call.key, tolerance) and close(made[..., plain:], call.value, tolerance):
+            return Latents(leaf, expansion)
+    raise NotDescribed("attention expands its history in a way that is not known here")
+
+
+def heads_by_key(call: AttentionCall, keys: Tensor, values: Tensor) -> Tensor | None:
+    """The heads ``(heads,)`` in the order of the cached keys and values ``(1, N, L, D)`` that they
+    read, where a layer repeats these over heads; None if it does not, or some more often."""
+    if call.key.shape[2:] != keys.shape[2:] or call.value.shape[2:] != values.shape[2:]:
+        return None
+    own, stored = torch.cat([call.key, call.value], 3)[0], torch.cat([keys, values], 3)[0]
+    reads = torch.stack([(own == rows).flatten(1).all(1) for rows in stored])
+    if not bool((reads.sum(0) == 1).all()) or len(set(reads.sum(1).tolist())) > 1:
+        return None
+    of_head = reads.int().argmax(0).repeat_interleave(call.query.shape[1] // len(own))
+    return of_head.argsort(stable=True)
+
+
+class Indexer(NamedTuple):
+    """Chooses the ``top_k`` keys with the largest sum over its heads of weight relu(query . key).
+
+    Attributes:
+        cache: of its keys.
+        pool: tokens of a pool. If it is not 1, pools are chosen in place of tokens, and all tokens
+            that follow the last whole pool; rows have a gate behind the key. A pool's key is the
+            sum of its tokens' by the softmax, of each number, of their gates.
+        bias: ``(pool, D)`` is added to gates; None without pools.
+    """
+
+    cache: LayerKey
+    top_k: int
+    pool: int = 1
+    bias: Tensor | None = None
+
+    @property
+    def most(self) -> int:
+        """Most positions that it chooses."""
+        return self.top_k * self.pool + self.pool - 1
+
+
+def scored_by(lineage: Lineage, scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The queries ``(H, D)`` and head weights ``(H,)`` of an indexer that has made these scores.
+
+    Args:
+        scores: of all L keys, up to a positive factor.
+        keys: ``(L, D)``.
+
+    Returns:
+        None if no two tensors that the keys have met make these scores.
+    """
+    floats = [each.tensor for each in lineage.floats()]
+    if len(floats) != 2 or scores.numel() != len(keys):
+        return None
+    for query, weights in (floats, floats[::-1]):
+        heads = weights.numel()
+        if query.numel() != heads * keys.shape[1] or query.shape[-1] != keys.shape[1]:
+            continue
+        by_head = (query.reshape(heads, -1) @ keys.T).relu()
+        made, given = weights.reshape(-1) @ by_head, scores.reshape(-1)
+        factor = (made @ given) / (made @ made).clamp_min(1e-30)
+        if factor > 0 and close(made * factor, given, _CLOSE):
+            return query, weights
+    return None
+
+
+def pools_chosen(
+    lineage: Lineage, mask: Tensor, rows: Tensor, module: nn.Module
+) -> tuple[Indexer, Tensor, Tensor] | None:
+    """An indexer that chooses the pools of keys which a mask shows, its queries and the weights of
+    its heads; None if no two tensors that the rows have met make that choice.
+
+    Args:
+        mask: ``(1, 1, 1, L)``, true or 0 where a key is seen.
+        rows: ``(L, W)``.
+        module: has the bias of gates among its parameters.
+
+    Raises:
+        HistoryTooShort: all pools are seen.
+    """
+    floats = [each.tensor for each in lineage.floats()]
+    if len(floats) != 2 or mask.numel() != len(rows):
+        return None
+    seen = (mask if mask.dtype == torch.bool else mask == 0).reshape(-1)
+    for query, weights in (floats, floats[::-1]):
+        heads, size = weights.numel(), query.shape[-1]
+        if query.numel() != heads * size or rows.shape[1] < 2 * size:
+            continue
+        for bias in module.parameters():
+            pool = bias.shape[0]
+            if bias.ndim != 2 or bias.shape[1] != size or not 1 < pool <= len(rows):
+                continue
+            count = len(rows) // pool
+            parts = rows[: count * pool].view(count, pool, -1)
+            shares = (parts[..., size : 2 * size] + bias).softmax(1)
+            keys = (shares * parts[..., :size]).sum(1)
+            scores = weights.reshape(-1) @ (query.reshape(heads, -1) @ keys.T).relu()
+            own = seen[: count * pool].view(count, pool)
+            top_k = int(own.all(1).sum())
+            chosen = torch.zeros(count, dtype=torch.bool)
+            chosen[scores.topk(top_k).indices] = True
+            if torch.equal(own, chosen[:, None].expand_as(own)) and bool(
+                seen[count * pool :].all()
+            ):
+                if count < top_k + SPARE:
+                    raise HistoryTooShort(f"an indexer chooses {top_k} pools of keys or more")
+                if count * pool == len(rows):
+                    raise HistoryTooShort("a history of whole pools")
+                indexer = Indexer(lineage.caches[0], top_k, pool, bias.detach())
+                return indexer, query, weights
+    return None
+
+
+def biases_of(lineage: Lineage, bias: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The biases of E distances ``(H, E)``, and the factors of one number each that they are
+    multiplied with, that give these biases ``(1, H, 1, L)``: 0 from distance E on.
+
+    Raises:
+        NotDescribed: no tensor that the positions have met gives them.
+        HistoryTooShort: all distances so far have one.
+    """
+    heads, tokens = bias.shape[1], bias.shape[3]
+    wide = [each.tensor for each in lineage.floats() if each.tensor.numel() > 1]
+    single = [each for each in lineage.floats() if each.tensor.numel() == 1]
+    if bias.shape[0] == bias.shape[2] == len(wide) == 1 and wide[0].numel() % heads == 0:
+        (own,), back = wide, torch.arange(tokens - 1, -1, -1)
+        own = own.reshape(heads, -1)
+        reach = own.shape[1]
+        made = own[:, back.clamp(max=reach - 1)].masked_fill(back >= reach, 0.0)
+        for each in single:
+            made = made * each.tensor.reshape(())
+        if all(each.name == "mul" for each in single) and close(made, bias, _CLOSE):
+            if tokens < reach + SPARE:
+                raise HistoryTooShort(f"biases of {reach} distances")
+            return own, [each.tensor for each in single]
+    raise NotDescribed("attention adds biases that are not known here")
+
+
+def positions_chosen(indices: Tensor, lineage: Lineage) -> Tensor:
+    """The positions that an indexer chose, as a tensor of the token.
+
+    Raises:
+        NotDescribed: the choice is not known to be one.
+    """
+    chosen = lineage.chosen
+    if chosen is None or not torch.equal(
+        indices.reshape(-1).long().sort().values, chosen.sort().values
+    ):
+        raise NotDescribed("attention reads keys that are chosen in a way that is not known here")
+    return chosen
+
+
+def lengths() -> Iterator[int]:
+    """Tokens of the histories to try, one after the other, while one is too short; with one more
+    each is a prime, so that none ends with a whole pool of keys."""
+    yield from (0, 66, 2308, 16410)

@@ -1,0 +1,607 @@
+"""A decode program: lowered operations in stages, their memory, and the records for C++.
+
+A stage is a run of instructions for each row, the products of all rows that are ready together, one
+attention or one recurrent layer (kernels/cpu/program.h). `Program` orders the units of a `Lowering`
+by what they read and write, gives every buffer a place in a step's memory that it shares with
+buffers whose lives do not overlap, and writes the records.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from ctypes import addressof
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels import PlaneMatrix
+from kernels.cpu import program as native
+from kernels.cpu.decode import DecoderLayerRecord
+from kernels.cpu.interface import integers
+from kernels.cpu.program import Code, Element, Kind, Space
+from kernels.cpu.recurrence import NativeCall
+from moe.decode.lower import Lowering
+from moe.decode.recorder import DecodeTrace, Value
+from moe.decode.records import DescriptionRecords
+from moe.decode.units import (
+    AttentionOf,
+    ExpertsOf,
+    IndexerOf,
+    Instruction,
+    Operand,
+    Product,
+    Recurrent,
+    Selection,
+    Unit,
+    collapsed,
+    element_of,
+    is_whole,
+)
+from moe.describe.description import NotDescribed
+from moe.network.kv_cache import LayerKey, StateKey
+
+_ALIGNED = 64
+_STATES = (Space.BEFORE, Space.AFTER)
+_UNEVEN = (Code.TOP, Code.QUANTISE)  # outputs have other sizes than inputs
+_PARTIAL = (Code.SCATTER, Code.SCATTER_ADD, Code.GATHER, Code.TOP)
+
+
+def room_of(x: Operand) -> int:
+    """Elements of a buffer from an operand's first one on."""
+    tensor = x.meta if isinstance(x, Value) else x
+    return tensor.untyped_storage().nbytes() // tensor.dtype.itemsize - int(tensor.storage_offset())
+
+
+class StateLayout:
+    """Where each recurrent state lies in one float32 tensor that holds all of a sequence."""
+
+    def __init__(self, states: dict[StateKey, Value]) -> None:
+        self.shapes = {key: value.meta.shape for key, value in states.items()}
+        sizes = [-(-value.meta.numel() // 16) * 16 for value in states.values()]
+        self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
+        self.size = sum(sizes)
+
+
+class Program:
+    """A trace as the records of a compiled program.
+
+    Attributes:
+        record: for C++.
+        experts: of each layer of experts, in order.
+        hidden: size of the rows that experts read.
+        layers: what keeps rows in a sequence's cache, by its index in the records.
+        states: of the recurrent layers.
+    """
+
+    def __init__(self, trace: DecodeTrace, records: DescriptionRecords) -> None:
+        lowering = Lowering(trace)
+        self._records, self._kept = records, list[Any]()
+        self.states = StateLayout(trace.before)
+        self._place_states(trace, lowering)
+        self._place_logits(trace, lowering)
+        self._lowering = lowering
+        units = _without_state_copies(lowering.units, set(self._before))
+        units = _needed(_stored_directly(units, lowering.spaces), lowering.spaces)
+        self.experts = [unit for unit in units if isinstance(unit, ExpertsOf)]
+        sizes = {(unit.hidden, unit.top_k) for unit in self.experts}
+        if len(sizes) > 1:
+            raise NotDescribed("layers choose different numbers of experts")
+        self.hidden, self.top_k = sizes.pop() if sizes else (0, 0)
+        assert trace.logits is not None
+        self.vocabulary = trace.logits.meta.shape[-1]
+        self.layers: list[LayerKey] = []
+        self._stages = _stages(units, set(self._before))
+        self._check_states()
+        self._bases, self._row_bytes = self._places()
+        self.record = self._write()
+
+    @property
+    def latents(self) -> dict[nn.Module, Tensor]:
+        """Of each module that expands latents, its weight ``(heads, rows, R)``."""
+        found = [
+            unit.attends.latents for (unit, *_) in self._stages if isinstance(unit, AttentionOf)
+        ]
+        return {latents.leaf: latents.expansion for latents in found if latents is not None}
+
+    def _place_states(self, trace: DecodeTrace, lowering: Lowering) -> None:
+        """New states are made in place, where they are buffers of their own."""
+        self._offsets: dict[int, int] = {}
+        for key, value in trace.before.items():
+            after = trace.after.get(key)
+            if after is None or after.meta.shape != value.meta.shape:
+                raise NotDescribed("a recurrent state changes its shape, or is not kept")
+            if element_of(value.meta.dtype) != Element.FLOAT:
+                raise NotDescribed(f"a recurrent state is {value.meta.dtype}")
+            lowering.spaces[value.buffer] = Space.BEFORE
+            if not is_whole(after) or after.buffer in lowering.spaces:
+                made = lowering.fresh(after.meta.shape)
+                lowering.emit(Code.COPY, made, after)
+                after = made
+            lowering.spaces[after.buffer] = Space.AFTER
+            for state in (value, after):
+                self._offsets[state.buffer] = 4 * self.states.offsets[key]
+        self._before = [value.buffer for value in trace.before.values()]
+
+    def _place_logits(self, trace: DecodeTrace, lowering: Lowering) -> None:
+        logits = trace.logits
+        assert logits is not None
+        if not is_whole(logits) or logits.buffer in lowering.spaces:
+            made = lowering.fresh(logits.meta.shape)
+            lowering.emit(Code.COPY, made, logits)
+            logits = made
+        lowering.spaces[logits.buffer] = Space.LOGITS
+
+    def _check_states(self) -> None:
+        """Rows of one sequence follow each other within a stage only: a state must be whole before
+        a later row reads it."""
+        first, last = dict[int, int](), dict[int, int]()
+        for index, stage in enumerate(self._stages):
+            for unit in stage:
+                for buffer in _reads(unit):
+                    if buffer in self._offsets:
+                        first.setdefault(self._offsets[buffer], index)
+                for buffer in _writes(unit):
+                    if buffer in self._offsets:
+                        last[self._offsets[buffer]] = index
+        before = {self._offsets[buffer] for buffer in self._before}
+        for offset in before & first.keys():
+            if last.get(offset, 0) > first[offset]:
+                raise NotDescribed("a recurrent state is read and written in different stages")
+
+    def _places(self) -> tuple[dict[int, int], int]:
+        """Offset of each buffer in a row's memory, and the size of that memory."""
+        lives: dict[int, list[int]] = {}
+        for index, stage in enumerate(self._stages):
+            for unit in stage:
+                for buffer in (*_reads(unit), *_writes(unit)):
+                    if buffer not in self._lowering.spaces:
+                        lives.setdefault(buffer, [index, index])[1] = index
+        self._pitches = self._pitch_of(lives)
+        bases, end, taken = dict[int, int](), 0, list[tuple[int, int, int]]()
+        for buffer, (first, last) in sorted(lives.items(), key=lambda item: item[1][0]):
+            taken = [place for place in taken if place[2] >= first]
+            size = -(-self._pitches[buffer] // _ALIGNED) * _ALIGNED + _ALIGNED
+            start = 0
+            for low, high, _ in sorted(taken):
+                if low - start >= size:
+                    break
+                start = max(start, high)
+            taken.append((start, start + size, last))
+            bases[buffer] = start
+            end = max(end, start + size)
+        return bases, end
+
+    def _pitch_of(self, buffers: Iterable[int]) -> dict[int, int]:
+        sizes, codes = dict[int, int](), dict[int, int]()
+        for stage in self._stages:
+            for unit in stage:
+                for value in _values(unit):
+                    meta = value.meta
+                    count = meta.untyped_storage().nbytes() // meta.dtype.itemsize
+                    sizes[value.buffer] = count * element_of(meta.dtype).bytes
+                if isinstance(unit, Instruction) and unit.code is Code.QUANTISE:
+                    assert isinstance(unit.out, Value)
+                    row = native.code_row_bytes(*unit.sizes)
+                    codes[unit.out.buffer] = unit.count * row
+        return sizes | codes
+
+    # Records
+
+    def _write(self) -> native.ProgramRecord:
+        instructions: list[Any] = []
+        products: list[Any] = []
+        attention: list[Any] = []
+        recurrent: list[Any] = []
+        indexers: list[Any] = []
+        selections: list[Any] = []
+        stages: list[Any] = []
+        segments, work = [0], 0
+        for stage in self._stages:
+            first = stage[0]
+            if isinstance(first, ExpertsOf):
+                segments.append(len(stages))
+            elif isinstance(first, Instruction):
+                begin = len(instructions)
+                instructions += [
+                    self._instruction(unit) for unit in stage if isinstance(unit, Instruction)
+                ]
+                ordered = any(self._touches_states(unit) for unit in stage)
+                stages.append(native.StageRecord(begin, len(instructions), Kind.ROWS, ordered))
+            elif isinstance(first, Product):
+                begin = len(products)
+                own = [unit for unit in stage if isinstance(unit, Product)]
+                products += map(self._product, own)
+                work += sum(unit.projection.rows * unit.rows.meta.shape[-1] for unit in own)
+                stages.append(native.StageRecord(begin, len(products), Kind.PRODUCTS, 0))
+            elif isinstance(first, Recurrent):
+                recurrent.append(self._recurrent(first))
+                count = len(recurrent)
+                stages.append(native.StageRecord(count - 1, count, Kind.RECURRENCE, 0))
+            elif isinstance(first, IndexerOf):
+                indexers.append(self._indexer(first))
+                count = len(indexers)
+                stages.append(native.StageRecord(count - 1, count, Kind.INDEXER, 0))
+            elif isinstance(first, Selection):
+                selections.append(self._selection(first))
+                count = len(selections)
+                work += first.rows.meta.shape[0] * first.matrices[0].numel()
+                stages.append(native.StageRecord(count - 1, count, Kind.SELECTION, 0))
+            else:
+                assert isinstance(first, AttentionOf)
+                attention.append(self._attention(first))
+                count = len(attention)
+                stages.append(native.StageRecord(count - 1, count, Kind.ATTENTION, 0))
+        ends = integers([*segments, len(stages)])
+        arrays = [
+            native.array(kind, records)
+            for kind, records in (
+                (native.InstructionRecord, instructions),
+                (native.ProjectedRecord, products),
+                (native.AttendedRecord, attention),
+                (native.RecurredRecord, recurrent),
+                (native.IndexedRecord, indexers),
+                (native.SelectedRecord, selections),
+                (native.StageRecord, stages),
+            )
+        ]
+        self._kept += [*arrays, ends]
+        addresses = [addressof(each) for each in (*arrays, ends)]
+        return native.ProgramRecord(*addresses, len(self.experts), self._row_bytes, work)
+
+    def _touches_states(self, unit: Unit) -> bool:
+        return any(buffer in self._offsets for buffer in (*_reads(unit), *_writes(unit)))
+
+    def _instruction(self, unit: Instruction) -> native.InstructionRecord:
+        sizes, strides = collapsed(unit)
+        for x, own in zip((unit.out, *unit.inputs), strides, strict=True):
+            reach = sum((n - 1) * stride for n, stride in zip(sizes, own, strict=True))
+            assert unit.code in _UNEVEN or reach < room_of(x), (unit, reach)
+        dims = len(sizes)
+        fill = [0] * (native.DIMS - dims)
+        operands = [
+            native.OperandRecord(self._place(x), (native.SIZE * native.DIMS)(*own, *fill))
+            for x, own in zip((unit.out, *unit.inputs), strides, strict=True)
+        ]
+        operands += [native.OperandRecord()] * (4 - len(operands))
+        return native.InstructionRecord(
+            *operands, (native.SIZE * native.DIMS)(*sizes, *fill), unit.count, unit.number,
+            unit.code, dims,
+        )  # fmt: skip
+
+    def _place(self, x: Operand) -> native.PlaceRecord:
+        if isinstance(x, Tensor):
+            return self._constant(x)
+        element = element_of(x.meta.dtype)
+        offset = x.meta.storage_offset() * element.bytes
+        space = self._lowering.spaces.get(x.buffer, Space.ROW)
+        if space in _STATES:
+            return native.PlaceRecord(0, 0, offset + self._offsets[x.buffer], space, element)
+        count = x.meta.untyped_storage().nbytes() // x.meta.dtype.itemsize
+        if space is Space.ROW:
+            pitch = self._pitches[x.buffer]
+            return native.PlaceRecord(self._bases[x.buffer], pitch, offset, space, element)
+        return native.PlaceRecord(0, count * element.bytes, offset, space, element)
+
+    def _place_or_none(self, x: Value | None) -> native.PlaceRecord:
+        if x is None:
+            return native.PlaceRecord(0, 0, 0, Space.CONSTANT, Element.FLOAT)
+        return self._place(x)
+
+    def _constant(self, x: Tensor) -> native.PlaceRecord:
+        """A constant by its address; strides stay valid, as only its elements change their type."""
+        element = element_of(x.dtype)
+        dtype = {Element.FLOAT: torch.float32, Element.INTEGER: torch.int64}.get(element)
+        if dtype is not None and x.dtype != dtype:
+            raise AssertionError("constants are converted before")
+        self._kept.append(x)
+        return native.PlaceRecord(x.data_ptr(), 0, 0, Space.CONSTANT, element)
+
+    def _product(self, unit: Product) -> native.ProjectedRecord:
+        group = 0
+        if isinstance(unit.projection.weight, PlaneMatrix):
+            group = unit.projection.weight.layout.format.row_group
+        assert unit.out.meta.numel() == unit.multiple * unit.projection.rows, unit
+        record = native.ProjectedRecord(self._records.matrix(unit.projection))
+        setattr(record, "from", self._place(unit.rows))
+        if unit.codes is not None:
+            record.codes = self._place(unit.codes)
+        record.out, record.multiple, record.group = self._place(unit.out), unit.multiple, group
+        return record
+
+    def _selection(self, unit: Selection) -> native.SelectedRecord:
+        self._kept.append(unit.matrices)
+        _, rows, columns = unit.matrices.shape
+        record = native.SelectedRecord(
+            unit.matrices.data_ptr(), multiple=unit.rows.meta.shape[0], rows=rows, columns=columns
+        )
+        setattr(record, "from", self._place(unit.rows))
+        record.ids, record.out = self._place(unit.ids), self._place(unit.out)
+        return record
+
+    def _attention(self, unit: AttentionOf) -> native.AttendedRecord:
+        layer, attends = DecoderLayerRecord(), unit.attends
+        layer.attention = self._records.given_attention(
+            self._cache(attends.layer), unit.query.meta.shape, unit.key.meta.shape,
+            unit.value.meta.shape, attends.view, attends.latents and attends.latents.expansion,
+        )  # fmt: skip
+        places = (self._place(x) for x in (unit.query, unit.key, unit.value, unit.out))
+        others = (self._place_or_none(x) for x in (unit.chosen, unit.sinks, unit.bias))
+        most = 0 if unit.chosen is None else unit.chosen.meta.numel()
+        reach = 0 if unit.bias is None else unit.bias.meta.shape[1]
+        return native.AttendedRecord(layer, *places, *others, most, reach, attends.pool)
+
+    def _indexer(self, unit: IndexerOf) -> native.IndexedRecord:
+        heads, indexer = unit.weights.meta.numel(), unit.indexer
+        bias = None if indexer.bias is None else indexer.bias.float().contiguous()
+        self._kept.append(bias)
+        record = native.IndexerRecord(
+            self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
+            indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
+        )  # fmt: skip
+        places = map(self._place, (unit.query, unit.weights, unit.key, unit.out))
+        return native.IndexedRecord(record, *places, unit.out.meta.numel())
+
+    def _recurrent(self, unit: Recurrent) -> native.RecurredRecord:
+        call = NativeCall.of(unit.recurrence)
+        self._kept.append(call)
+        rows = [self._place_or_none(x) for x in unit.rows]
+        before = self._place_or_none(unit.before)
+        return native.RecurredRecord(
+            addressof(call.record), (native.PlaceRecord * 5)(*rows), before,
+            self._place(unit.after), self._place(unit.out),
+            native.RECURRENT_KINDS.index(type(call.record)), len(rows),
+        )  # fmt: skip
+
+    def _cache(self, layer: LayerKey) -> int:
+        if layer not in self.layers:
+            self.layers.append(layer)
+        return self.layers.index(layer)
+
+
+def _values(unit: Unit) -> list[Value]:
+    """The values that a unit reads or writes."""
+    match unit:
+        case Instruction():
+            found: Sequence[Any] = (unit.out, *unit.inputs)
+        case Product():
+            found = (unit.rows, unit.codes, unit.out)
+        case Selection():
+            found = (unit.rows, unit.ids, unit.out)
+        case AttentionOf():
+            found = (*_attention_reads(unit), unit.out)
+        case IndexerOf():
+            found = (unit.query, unit.weights, unit.key, unit.out)
+        case Recurrent():
+            found = (*unit.rows, unit.before, unit.after, unit.out)
+        case _:
+            found = ()
+    return [value for value in found if isinstance(value, Value)]
+
+
+def _attention_reads(unit: AttentionOf) -> tuple[Value | None, ...]:
+    return unit.query, unit.key, unit.value, unit.chosen, unit.sinks, unit.bias
+
+
+def _writes(unit: Unit) -> list[int]:
+    """Buffers that a unit writes."""
+    match unit:
+        case Instruction(code=Code.TOP):
+            return [x.buffer for x in (unit.out, unit.inputs[2]) if isinstance(x, Value)]
+        case Instruction(code=Code.SORT_CHOICE):
+            return [x.buffer for x in unit.inputs if isinstance(x, Value)]
+        case Recurrent():
+            return [unit.after.buffer, unit.out.buffer]
+        case ExpertsOf():
+            return [unit.routed]
+        case _:
+            assert isinstance(unit.out, Value)
+            return [unit.out.buffer]
+
+
+def _reads(unit: Unit) -> list[int]:
+    """Buffers that a unit reads."""
+    match unit:
+        case ExpertsOf():
+            return list(unit.read)
+        case Instruction(code=Code.TOP):
+            found: Sequence[Any] = unit.inputs[:1]
+        case Instruction(code=Code.SCATTER_ADD):
+            found = (unit.out, *unit.inputs)
+        case Instruction():
+            found = unit.inputs
+        case Product():
+            found = (unit.rows, unit.codes)
+        case Selection():
+            found = (unit.rows, unit.ids)
+        case Recurrent():
+            found = (*unit.rows, unit.before)
+        case IndexerOf():
+            found = (unit.query, unit.weights, unit.key)
+        case _:
+            found = _attention_reads(unit)
+    return [value.buffer for value in found if isinstance(value, Value)]
+
+
+def _needed(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
+    """The units whose results are used, in order."""
+    wanted = {buffer for buffer, space in spaces.items() if space in (Space.AFTER, Space.LOGITS)}
+    kept: list[Unit] = []
+    for unit in reversed(units):
+        always = isinstance(unit, ExpertsOf | AttentionOf | IndexerOf)
+        if always or not wanted.isdisjoint(_writes(unit)):
+            wanted.update(_reads(unit))
+            kept.append(unit)
+    return kept[::-1]
+
+
+def _without_state_copies(units: Sequence[Unit], before: set[int]) -> list[Unit]:
+    """The units with whole copies of states left out: transformers copies a state before a layer
+    changes it in place. Units read the state itself until they write to its copy."""
+    kept: list[Unit] = []
+    copies: dict[int, tuple[Value, Instruction]] = {}  # by buffer: the state, and the copy of it
+
+    def of_state(x: Any) -> Any:
+        found = copies.get(x.buffer) if isinstance(x, Value) else None
+        return x if found is None else Value(found[0].buffer, x.meta)
+
+    for unit in units:
+        if isinstance(unit, Instruction):
+            unit = replace(unit, inputs=tuple(map(of_state, unit.inputs)))
+        elif isinstance(unit, Recurrent):
+            unit = replace(unit, before=of_state(unit.before))
+        if isinstance(unit, Instruction) and _is_whole_copy(unit):
+            (source,), out = unit.inputs, unit.out
+            assert isinstance(source, Value)
+            assert isinstance(out, Value)
+            if source.buffer in before:
+                copies[out.buffer] = source, unit
+                continue
+        for buffer in (*_reads(unit), *_writes(unit)):
+            found = copies.pop(buffer, None)
+            if found is not None and not (
+                isinstance(unit, Instruction) and _overwrites(unit, found[1])
+            ):
+                kept.append(found[1])
+        kept.append(unit)
+    return [*kept, *(copy for _, copy in copies.values())]
+
+
+def _stored_directly(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
+    """The units without whole copies of a recurrent layer's new state to where it is kept: the
+    layer writes it there."""
+    made = {x.after.buffer: at for at, x in enumerate(units) if isinstance(x, Recurrent)}
+    kept: list[Unit | None] = list(units)
+    for index, unit in enumerate(units):
+        if not (isinstance(unit, Instruction) and _is_whole_copy(unit)):
+            continue
+        (source,), out = unit.inputs, unit.out
+        assert isinstance(source, Value)
+        assert isinstance(out, Value)
+        at = made.get(source.buffer)
+        if at is None or spaces.get(out.buffer) != Space.AFTER or source.buffer in spaces:
+            continue
+        others = [other for other in units if other is not unit and other is not units[at]]
+        if not any(_touches(other, {source.buffer, out.buffer}) for other in others):
+            layer = units[at]
+            assert isinstance(layer, Recurrent)
+            kept[at], kept[index] = replace(layer, after=Value(out.buffer, layer.after.meta)), None
+    return [unit for unit in kept if unit is not None]
+
+
+def _touches(unit: Unit, buffers: set[int]) -> bool:
+    return not buffers.isdisjoint((*_reads(unit), *_writes(unit)))
+
+
+def _is_whole_copy(unit: Instruction) -> bool:
+    """It copies all of one buffer to all of another."""
+    return unit.code is Code.COPY and all(
+        isinstance(x, Value) and is_whole(x) for x in (unit.out, *unit.inputs)
+    )
+
+
+def _overwrites(unit: Instruction, copy: Instruction) -> bool:
+    out, whole = unit.out, copy.out
+    assert isinstance(out, Value)
+    assert isinstance(whole, Value)
+    return unit.code not in _PARTIAL and out.meta.numel() == whole.meta.numel()
+
+
+def _stages(units: Sequence[Unit], before: set[int]) -> list[list[Unit]]:
+    """The units in stages: each unit behind those that it depends on, rows before products before
+    attention before experts. What reads states comes as late as it can, so that it shares a stage
+    with what writes them."""
+    waits_for, followers = _dependences(units)
+    stage_of, kinds = _first_stages(units, waits_for, followers)
+    rows_stages = [index for index, kind in enumerate(kinds) if kind is Instruction]
+    late = set[int]()
+    for index, unit in enumerate(units):
+        reads_states = not before.isdisjoint(_reads(unit))
+        if isinstance(unit, Instruction) and (reads_states or index in late):
+            late.add(index)
+            late.update(f for f in followers[index] if isinstance(units[f], Instruction))
+    for index in sorted(late, reverse=True):
+        latest = min(
+            (_latest(units[f], stage_of[f], rows_stages) for f in followers[index]), default=0
+        )
+        stage_of[index] = max(stage_of[index], latest)
+    stages: list[list[Unit]] = [[] for _ in kinds]
+    for index, unit in enumerate(units):
+        stages[stage_of[index]].append(unit)
+    return [stage for stage in stages if stage]
+
+
+def _latest(follower: Unit, stage: int, rows_stages: Sequence[int]) -> int:
+    """The last stage of instructions that a follower in ``stage`` can come behind."""
+    if isinstance(follower, Instruction):
+        return stage
+    return max(index for index in rows_stages if index < stage)
+
+
+def _first_stages(
+    units: Sequence[Unit], waits_for: list[int], followers: Sequence[Sequence[int]]
+) -> tuple[list[int], list[type]]:
+    """Of each unit the earliest stage, and of each stage its kind."""
+    ready: dict[type | None, list[int]] = {
+        kind: [] for kind in (Instruction, Product, ExpertsOf, None)
+    }
+
+    def free(index: int) -> None:
+        kind = type(units[index])
+        insort(ready[kind if kind in ready else None], index)
+
+    def place(stage: Sequence[int]) -> None:
+        for index in stage:
+            stage_of[index] = len(kinds)
+            for follower in followers[index]:
+                waits_for[follower] -= 1
+                if not waits_for[follower]:
+                    free(follower)
+
+    stage_of, kinds = [0] * len(units), list[type]()
+    for index, count in enumerate(waits_for):
+        if not count:
+            free(index)
+    while any(ready.values()):
+        if rows := ready[Instruction]:
+            kind: type = Instruction
+            while rows:
+                place([rows.pop(0)])
+        elif products := ready[Product]:
+            kind, first = Product, units[products[0]]
+            stage = [index for index in products if units[index].multiple == first.multiple]  # type: ignore[union-attr]
+            ready[Product] = [index for index in products if index not in stage]
+            place(stage)
+        else:
+            others = ready[None] or ready[ExpertsOf]
+            kind = type(units[others[0]])
+            place([others.pop(0)])
+        kinds.append(kind)
+    return stage_of, kinds
+
+
+def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
+    """Of each unit how many it waits for, and those that wait for it."""
+    before: list[set[int]] = [set() for _ in units]
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = defaultdict(list)
+    for index, unit in enumerate(units):
+        for buffer in _reads(unit):
+            if buffer in writer:
+                before[index].add(writer[buffer])
+            readers[buffer].append(index)
+        for buffer in _writes(unit):
+            before[index].update(readers.pop(buffer, []))
+            if buffer in writer:
+                before[index].add(writer[buffer])
+            writer[buffer] = index
+        before[index].discard(index)
+    followers: list[list[int]] = [[] for _ in units]
+    for index, own in enumerate(before):
+        for other in own:
+            followers[other].append(index)
+    return [len(own) for own in before], followers

@@ -1,0 +1,416 @@
+"""Records one decode token of transformers' own forward as operations on buffers.
+
+`trace` reads a few tokens of a random sequence, and then one more while a recorder sees every aten
+operation (`moe.decode.recorder`). Projections, attention, indexers and experts are recorded as one
+operation each, without what they do inside; nor is what a layer does with its whole history before
+it attends (`moe.decode.history`). `moe.decode.program` turns the operations into a program for the
+compiled step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from experts.linear import QuantizedLinear
+from kernels.cpu.program import Space
+from moe.decode.history import (
+    HistoryTooShort,
+    Latents,
+    Lineage,
+    biases_of,
+    heads_by_key,
+    latents_of,
+    lengths,
+    positions_chosen,
+)
+from moe.decode.recorder import DecodeTrace, ListsRead, ReadList, Recorder, Value
+from moe.describe.attention import describe_view
+from moe.describe.description import NotDescribed, Projection, View
+from moe.describe.observe import AttentionCall
+from moe.describe.parts import close, describe_projection
+from moe.describe.probe import random_prompts, stand_in
+from moe.describe.row_wise import as_torch_does
+from moe.network.attention import MaskRule, packed_attention, packed_mask, packed_pass
+from moe.network.backbone import Backbone
+from moe.network.kv_cache import (
+    KeyRule,
+    KVCache,
+    LayerKey,
+    PackedCache,
+    States,
+    Work,
+)
+from moe.network.lanes import run_lanes
+from moe.network.miniature import owns_stack
+from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.seam import experts_modules
+
+TRACED = "moe_traced"
+"""Name of the recording attention in transformers' registries."""
+
+_PROMPT, _TOKENS = 5, 2  # read before the recorded token: a prompt, and decoded tokens
+
+
+class Attends(NamedTuple):
+    """The argument of an ``attention`` operation beside queries and the rows that it caches. It may
+    have the positions of its keys ``(K,)``, biases ``(heads, E)`` of its scores by the distance of
+    a key, and ``(heads,)`` sinks of the token: ``chosen``, ``bias`` and ``sinks``.
+
+    Attributes:
+        layer: index of its cache.
+        latents: the rows are ``(1, 1, 1, R)`` latents and ``(1, 1, 1, T)`` rotated keys; None: they
+            are keys and values.
+        pool: of the indexer that chose the keys.
+    """
+
+    layer: int
+    view: View
+    latents: Latents | None
+    pool: int = 1
+
+
+@torch.inference_mode()
+def trace(backbone: Backbone, known: Collection[str]) -> DecodeTrace:
+    """Record a decode token.
+
+    Args:
+        known: names of operations to record; others are recorded as what they consist of.
+
+    Raises:
+        NotDescribed: something in the forward cannot be recorded; the message says what.
+    """
+    for tokens in lengths():
+        try:
+            return _trace(backbone, known, tokens)
+        except HistoryTooShort as error:
+            why = error
+    raise NotDescribed(f"histories of {tokens} tokens are too short: {why}")
+
+
+def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTrace:
+    """
+    Args:
+        tokens: that the sequence has before, at least.
+    """
+    sequence, token = _sequence(backbone, tokens)
+    recorder = Recorder(known)
+    ids = torch.tensor([[token]], device=backbone.device)
+    positions = torch.tensor([[sequence.length]], device=backbone.device)
+    cache_class = OwnCache.of(backbone.model).standing_for(_TracedCache, LayerStates)
+    cache = cache_class(recorder, sequence, backbone.history_layers, positions)
+    recorder.give(ids, Space.TOKEN)
+    recorder.give(positions, Space.POSITION)
+    with ExitStack() as stack:
+        for module, forward in _recorded_forwards(backbone, recorder):
+            stack.enter_context(_replaced(module, forward))
+        stack.enter_context(_recording(backbone, recorder, cache))
+        output = backbone.model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        logits = recorder.value(output.logits[0, -1].float())
+    done = recorder.trace
+    if not isinstance(logits, Value):
+        raise NotDescribed("logits do not depend on the token")
+    done.logits = logits
+    for key, state in cache.states[0].get(1, {}).items():
+        value = recorder.value(state)
+        assert isinstance(value, Value)
+        done.after[key] = value
+    return done
+
+
+def _sequence(backbone: Backbone, length: int) -> tuple[KVCache, int]:
+    """A random sequence of at least this length, and its next token."""
+    tokens = random_prompts(backbone, (_PROMPT + _TOKENS + 1,))[0]
+    cache = backbone.new_cache(max(len(tokens), length + 1))
+    parts = [tokens[:_PROMPT], *([token] for token in tokens[_PROMPT:-1])]
+    for index, part in enumerate(parts):
+        run_lanes(backbone.lanes([Work(part, cache)], "decode" if index else "prefill"), stand_in)
+    assert isinstance(cache, KVCache)
+    _lengthen(cache, length)
+    return cache, tokens[-1]
+
+
+def _lengthen(cache: KVCache, length: int) -> None:
+    """Give the sequence made-up rows of further tokens, like those that it has."""
+    more = length - cache.length
+    if more <= 0:
+        return
+    generator = torch.Generator().manual_seed(length)
+    for layer in cache.layers:
+        made = []
+        for rows in cache.read(layer, cache.length):
+            chosen = rows[:, :, torch.randint(cache.length, (more,), generator=generator)]
+            noise = torch.randn(chosen.shape, generator=generator).to(chosen)
+            made.append(chosen + noise * (rows.abs().mean() if rows.numel() else 0.0))
+        keys, values = made
+        cache.write(layer, keys, values)
+    cache.advance({more: cache.states} if cache.states else {}, more)
+
+
+class _TracedCache(PackedCache):
+    """A pass's cache that knows which tensors are states, positions, keys and values."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        sequence: KVCache,
+        needs_history: set[int],
+        positions: Tensor,
+    ) -> None:
+        PackedCache.__init__(self, [sequence], [1], needs_history, decoding=True)
+        self._recorder, self._positions = recorder, positions
+        if any(not isinstance(state, Tensor) for state in sequence.states.values()):
+            raise NotDescribed("cache layers of the architecture's own")
+        self._copies = {key: state.clone() for key, state in sequence.states.items()}
+        for key, state in self._copies.items():
+            recorder._new(state)
+            value = recorder.value(state)
+            assert isinstance(value, Value)
+            recorder.trace.before[key] = value
+
+    def _before(self, index: int) -> States:
+        return self._copies
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **_kw: object
+    ) -> tuple[Tensor, Tensor]:
+        if self._recorder.paused:
+            return super().update(key_states, value_states, layer_idx)
+        with self._recorder.pause():
+            history = super().update(key_states, value_states, layer_idx)
+        self._recorder.cached[layer_idx] = key_states, value_states
+        if self.is_running or layer_idx in self.needs_history:
+            self._add_history(layer_idx, history)
+        return history
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        if self._recorder.paused:
+            return super().update_indexer(indexer_key_states, layer_idx)
+        with self._recorder.pause():
+            keys = super().update_indexer(indexer_key_states, layer_idx)
+        cache = ("indexer", layer_idx)
+        self._recorder.cached[cache] = (indexer_key_states,)
+        self._add_history(cache, (keys[:, None], keys[:, None]))
+        return keys
+
+    def _add_history(self, cache: LayerKey, rows: tuple[Tensor, Tensor]) -> None:
+        self._recorder.read[cache] = rows
+        self._recorder.histories.add(rows, Lineage((cache,)))
+
+    def mask(self, rule: KeyRule, queries: int, device: torch.device) -> Tensor:
+        """A tensor of the whole history, behind which the attention's rule is remembered."""
+        assert isinstance(rule, MaskRule)
+        with self._recorder.pause():
+            mask = super().mask(rule, queries, device)
+        self._recorder.histories.add([mask], Lineage())
+        self._recorder.rules[mask.untyped_storage().data_ptr()] = rule
+        return mask
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        if not self.is_running or self._recorder.paused:
+            return super().get_query_offset(layer_idx)
+        return self._positions[0, 0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+        keys, offset = super().get_mask_sizes(query_length, layer_idx)
+        if not self.is_running or self._recorder.paused:
+            return keys, offset
+        first = torch.tensor(offset)
+        self._recorder.histories.add([first], Lineage())
+        return keys, first
+
+
+_CAUSAL = MaskRule(lambda _batch, _head, query, key: key <= query, torch.iinfo(torch.int64).max)
+
+_active: ContextVar[Recorder] = ContextVar("_active")
+
+
+def _traced_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    recorder = _active.get()
+    with recorder.pause():
+        output, _ = packed_attention(module, query, key, value, attention_mask, **options)
+    if recorder.paused:
+        return output, None
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    cached = recorder.cached.get(layer)
+    if cached is None:
+        raise NotDescribed(f"attention {layer} has no cache of its own")
+    rule, choice = _CAUSAL, recorder.choice_of(attention_mask, module)
+    if choice is None:
+        rule = recorder.rule(attention_mask)
+    with recorder.pause():
+        call = AttentionCall(module, query, key, value, rule, options, output)
+        view, latents, order = describe_view(call), None, None
+        whole = recorder.read.get(layer, cached)
+        if key is not whole[0] or value is not whole[1]:
+            if not recorder.histories.has((key, value)):
+                raise NotDescribed(f"attention {layer} attends to something else than its cache")
+            order = heads_by_key(call, *recorder.read[layer])
+            if order is None:
+                latents = latents_of(call, *recorder.read[layer])
+    others, pool = _others(recorder, layer, view, options), 1
+    if choice is not None:
+        pool, others["chosen"] = choice[0].pool, choice[1]
+    if order is None:
+        attends = Attends(layer, view, latents, pool)
+        recorder.record("attention", (attends, query, *cached), others, [output])
+        return output, None
+    query, others = (
+        query[:, order],
+        {name: x if name == "chosen" else x[order] for name, x in others.items()},
+    )
+    if view.sinks is not None:
+        view = replace(view, sinks=view.sinks[order])
+    with recorder.pause():
+        ordered = output[:, :, order]
+    attends = Attends(layer, view, None, pool)
+    recorder.record("attention", (attends, query, *cached), others, [ordered])
+    return ordered[:, :, order.argsort()], None
+
+
+def _others(
+    recorder: Recorder, layer: int, view: View, options: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What an attention has of the token beside its query: chosen keys, biases and sinks."""
+    others = dict[str, Tensor]()
+    for name, option in options.items():
+        if not isinstance(option, Tensor) or name == "position_ids":
+            continue
+        if name in ("s_aux", "sinks"):
+            if isinstance(recorder.value(option), Value):
+                others["sinks"] = option.reshape(-1)
+        elif name == "indices":
+            with recorder.pause():
+                lineage = recorder.histories.lineage(option)
+                others["chosen"] = positions_chosen(option, lineage)
+        elif name == "position_bias" and view.softcap is None:
+            with recorder.pause():
+                bias, factors = biases_of(recorder.histories.lineage(option), option)
+            for factor in factors:
+                bias = bias * factor.reshape(())
+            others["bias"] = bias
+        else:
+            raise NotDescribed(f"attention {layer} takes {name}")
+    if "chosen" in others and view.window is not None:
+        raise NotDescribed(f"attention {layer} has chosen keys and a window")
+    return others
+
+
+AttentionInterface.register(TRACED, _traced_attention)
+AttentionMaskInterface.register(TRACED, packed_mask)
+
+
+@contextmanager
+def _recording(backbone: Backbone, recorder: Recorder, cache: PackedCache) -> Iterator[None]:
+    token = _active.set(recorder)
+    for module in backbone.model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = TRACED
+    try:
+        with as_torch_does(), packed_pass(cache), ListsRead(recorder), recorder:
+            yield
+    finally:
+        _active.reset(token)
+        backbone.set_packed(True)
+
+
+def _recorded_forwards(
+    backbone: Backbone, recorder: Recorder
+) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The modules that are recorded as one operation, and their forward meanwhile."""
+    embedding = backbone.model.get_input_embeddings()
+
+    def embed(own: Callable[..., Any], ids: Tensor) -> Tensor:
+        with recorder.pause():
+            rows: Tensor = own(ids)
+        recorder.give(rows, Space.EMBEDDED)
+        return rows
+
+    yield embedding, embed
+    for module in backbone.model.modules():
+        if isinstance(module, QuantizedLinear):
+            yield module, _projection(recorder, describe_projection(module))
+        elif (matrices := _matrices_of(module)) is not None:
+            yield module, _selected_projection(recorder, matrices)
+    for _, module in experts_modules(backbone.model):
+        yield module, _experts(recorder, module.expert_seat.layer)
+
+
+def _projection(recorder: Recorder, projection: Projection) -> Callable[..., Any]:
+    def forward(own: Callable[..., Any], rows: Tensor) -> Tensor:
+        with recorder.pause():
+            output: Tensor = own(rows)
+        if recorder.histories.has((rows,)):
+            recorder.histories.add([output], recorder.histories.lineage(rows))
+        elif not recorder.paused:
+            recorder.record("projection", (projection, rows), {}, [output])
+        return output
+
+    return forward
+
+
+def _matrices_of(module: nn.Module) -> Tensor | None:
+    """The ``(E, rows, columns)`` weight of a module that has nothing else."""
+    parameters = list(module.parameters())
+    if not owns_stack(module) or len(parameters) != 1 or parameters[0].ndim != 3:
+        return None
+    weight = parameters[0].detach()
+    return weight if weight.dtype == torch.float32 and weight.is_contiguous() else None
+
+
+def _selected_projection(recorder: Recorder, matrices: Tensor) -> Callable[..., Any]:
+    """Of rows sorted by matrix, and how many each matrix gets."""
+
+    def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sizes = [x for x in args if isinstance(x, ReadList) and len(x) == len(matrices)]
+        rows = [x for x in args if isinstance(x, Tensor) and recorder.varies(x)]
+        if recorder.paused or kwargs or not len(sizes) == len(rows) == 1:
+            return own(*args, **kwargs)
+        ends = sizes[0].tensor.cumsum(0).clamp_max(len(rows[0]))
+        places = torch.arange(len(rows[0]), device=matrices.device)
+        ids = torch.searchsorted(ends, places, right=True).clamp_max(len(matrices) - 1)
+        with recorder.pause():
+            output: Tensor = own(*args)
+            if not close(torch.einsum("rnk,rk->rn", matrices[ids], rows[0]), output, 1e-4):
+                raise NotDescribed("rows choose their matrices in a way that is not known here")
+        recorder.record("selected_projection", (matrices, rows[0], ids), {}, [output])
+        return output
+
+    return forward
+
+
+def _experts(recorder: Recorder, layer: int) -> Callable[..., Any]:
+    def forward(_own: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if hidden.numel() != hidden.shape[-1]:
+            raise NotDescribed("experts read several rows of a token")
+        with recorder.pause():
+            output = hidden * (0.25 + weights.sum(-1, keepdim=True))
+        recorder.record("experts", (layer, hidden, ids, weights), {}, [output])
+        return output
+
+    return forward
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own, before = module.forward, module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: forward(own, *args, **kwargs)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

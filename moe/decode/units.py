@@ -1,0 +1,217 @@
+"""What a recorded token is lowered to: the units of a decode program, on strided operands.
+
+`moe.decode.lower` makes units, `moe.decode.program` orders them and writes their records. The
+functions at the end view operands, values and constants alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.program import DIMS, Code, Element
+from kernels.recurrence import Recurrence
+from moe.decode.history import Indexer
+from moe.decode.recorder import Value
+from moe.decode.trace import Attends
+from moe.describe.description import NotDescribed, Projection
+
+Operand = Value | Tensor
+"""A value, or a constant."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; operands have the strides of ``sizes``, zeros where they broadcast."""
+
+    code: Code
+    sizes: tuple[int, ...]
+    out: Operand
+    inputs: tuple[Operand, ...]
+    count: int = 0
+    number: float = 0.0
+
+
+@dataclass(frozen=True)
+class Product:
+    """``out = matrix * rows``, of dense rows; ``codes``: their quantised copy, or None."""
+
+    projection: Projection
+    rows: Value
+    codes: Value | None
+    out: Value
+    multiple: int
+
+
+@dataclass(frozen=True)
+class Selection:
+    """``out[r] = matrices[ids[r]] * rows[r]`` of dense rows ``(multiple, columns)`` and integers
+    ``(multiple,)``; the matrices are ``(any, rows, columns)`` float32."""
+
+    matrices: Tensor
+    rows: Value
+    ids: Value
+    out: Value
+
+
+@dataclass(frozen=True)
+class AttentionOf:
+    """Attention of dense queries to a cache that the dense rows are added to: keys and values, or
+    in ``key`` latents and rotated keys. `Attends` says what the others are, if they are there."""
+
+    attends: Attends
+    query: Value
+    key: Value
+    value: Value
+    out: Value
+    chosen: Value | None
+    sinks: Value | None
+    bias: Value | None
+
+
+@dataclass(frozen=True)
+class IndexerOf:
+    """The positions ``out`` that an indexer chooses, by dense queries ``(H, D)`` and weights of its
+    heads, among its keys, which the dense key is added to."""
+
+    indexer: Indexer
+    query: Value
+    weights: Value
+    key: Value
+    out: Value
+
+
+@dataclass(frozen=True)
+class ExpertsOf:
+    """The experts of a layer read the arrays HIDDEN, IDS and WEIGHTS and write ROUTED."""
+
+    layer: int
+    top_k: int
+    hidden: int
+    read: tuple[int, ...]  # buffers
+    routed: int
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """One token of a recurrent layer: ``recurrence`` reads ``rows``, which lie as it says, and the
+    whole state ``before``, and writes ``after`` and ``out``."""
+
+    recurrence: Recurrence
+    rows: tuple[Value | None, ...]
+    before: Value | None
+    after: Value
+    out: Value
+
+
+Unit = Instruction | Product | Selection | AttentionOf | IndexerOf | ExpertsOf | Recurrent
+
+
+def element_of(dtype: torch.dtype) -> Element:
+    """The interpreter's type for a dtype; it computes all floats in float32."""
+    if dtype == torch.bool:
+        return Element.BOOLEAN
+    return Element.FLOAT if dtype.is_floating_point else Element.INTEGER
+
+
+def is_whole(x: Value) -> bool:
+    """It is dense and all of its buffer."""
+    count = x.meta.untyped_storage().nbytes() // x.meta.dtype.itemsize
+    return x.meta.is_contiguous() and x.meta.numel() == count
+
+
+def collapsed(
+    unit: Instruction,
+) -> tuple[list[int], list[list[int]]]:
+    """Sizes and strides of an instruction with neighbouring dimensions joined where all operands
+    allow it, and dimensions of size 1 left out.
+
+    Raises:
+        NotDescribed: more dimensions are left than an instruction has.
+    """
+    operands = [unit.out, *unit.inputs]
+    if unit.code is Code.QUANTISE:  # dense rows; its sizes are numbers of its own
+        return list(unit.sizes), [[0] * len(unit.sizes) for _ in operands]
+    strides = [list((x.meta if isinstance(x, Value) else x).stride()) for x in operands]
+    sizes = list(unit.sizes)
+    fixed = {Code.MATMUL: 2, Code.TOP: 1, Code.CUMULATE: 1}.get(unit.code, 0)
+    if unit.code in (Code.SUM, Code.LARGEST, Code.SMALLEST):
+        fixed = 1
+    d = len(sizes) - 1 - fixed
+    while d >= 0:
+        if sizes[d] == 1:
+            for each in [sizes, *strides]:
+                del each[d]
+        elif d + 1 < len(sizes) - fixed and all(
+            own[d] == own[d + 1] * sizes[d + 1] for own in strides
+        ):
+            sizes[d] *= sizes.pop(d + 1)
+            for own in strides:
+                own[d] = own.pop(d + 1)
+        d -= 1
+    return _padded(sizes, strides)
+
+
+def _padded(sizes: list[int], strides: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    if not sizes:
+        sizes, strides = [1], [[0] for _ in strides]
+    if len(sizes) > DIMS:
+        raise NotDescribed(f"an operation of {len(sizes)} dimensions")
+    return sizes, strides
+
+
+def shape_of(x: Operand) -> tuple[int, ...]:
+    return tuple((x.meta if isinstance(x, Value) else x).shape)
+
+
+def viewed(x: Operand, view: Callable[[Tensor], Tensor]) -> Any:
+    return x.viewed(view) if isinstance(x, Value) else view(x)
+
+
+def constant(x: Operand | float | bool) -> Operand:
+    """A constant has one of the interpreter's types."""
+    if isinstance(x, Value):
+        return x
+    if not isinstance(x, Tensor):
+        return torch.tensor(float(x))
+    kinds = {
+        Element.FLOAT: torch.float32,
+        Element.INTEGER: torch.int64,
+        Element.BOOLEAN: torch.bool,
+    }
+    return x.to(kinds[element_of(x.dtype)])
+
+
+def broadcast(x: Operand, sizes: Sequence[int]) -> Operand:
+    return viewed(x, lambda meta: meta.expand(tuple(sizes)))
+
+
+def stride_of(x: Operand, dim: int) -> int:
+    return (x.meta if isinstance(x, Value) else x).stride(dim)
+
+
+def without(x: Operand, dim: int, sizes: Sequence[int]) -> Operand:
+    """The first of a dimension, as if it were all of them; the others as far as ``sizes``."""
+
+    def view(meta: Tensor) -> Tensor:
+        for d, size in enumerate(sizes):
+            meta = meta.narrow(d, 0, 1 if d == dim else min(size, meta.shape[d]))
+        return meta.expand(tuple(sizes))
+
+    return viewed(x, view)
+
+
+def narrow(dim: int, start: int, size: int) -> Callable[[Tensor], Tensor]:
+    return lambda meta: meta.narrow(dim, start, size)
+
+
+def select(dim: int, index: int, meta: Tensor) -> Tensor:
+    return meta.select(dim, index)
+
+
+def unsqueeze(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda meta: meta.unsqueeze(dim)

@@ -1,0 +1,166 @@
+"""Caches of an architecture's own: what a pass's cache shows in their place.
+
+Some models insist on a cache class that their modeling file defines, and which keeps further lists
+by layer beside keys and values (linear attention's states). Others have cache layers of their own,
+which keep more than keys and values (entries that stand for many tokens). `OwnCache` finds both.
+Its `standing_for` makes a subclass of our cache whose lists are the recurrent states of a pass
+(`LayerStates`), and whose layers are those of the running sequence (`OwnLayers`).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+from weakref import proxy
+
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from moe.network.kv_cache import StateKey
+
+_LAYERS = 1 << 20  # more than any model has
+_C = TypeVar("_C", bound=Cache)
+
+
+@dataclass(frozen=True)
+class OwnCache:
+    """What a model keeps beside keys and values by classes of its modeling file.
+
+    Attributes:
+        base: the cache class that the model's modeling file defines; None unless it is just one.
+        layers: by index, the layers of transformers' cache whose class is defined there, empty.
+        adds_masks: attention with such layers changes masks, which are added to scores.
+    """
+
+    base: type[Cache] | None
+    layers: Mapping[int, OwnLayer]
+    adds_masks: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> OwnCache:
+        source = type(model).__module__
+        found = [
+            each
+            for each in vars(sys.modules[source]).values()
+            if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
+        ]
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        own = {at: OwnLayer(x) for at, x in enumerate(layers) if type(x).__module__ == source}
+        adds = bool(own) and not getattr(model, "_supports_sdpa", False)
+        return cls(found[0] if len(found) == 1 else None, own, adds)
+
+    def standing_for(
+        self, ours: type[_C], lists: Callable[[Any, str], Any], *, layers: bool = True
+    ) -> type[_C]:
+        """``ours`` as a subclass of `base` too.
+
+        Args:
+            lists: makes what stands in place of a list that `base` keeps by layer, from the cache
+                and the list's name.
+            layers: the pass's states stand in place of `layers`.
+        """
+        base, own, adds_masks = self.base, self.layers, self.adds_masks
+        known = vars(Cache(layers=[]))
+        kept = vars(base()) if base is not None else {}
+        names = [name for name, x in kept.items() if isinstance(x, list) and name not in known]
+
+        def begin(self: Any, *args: Any, **options: Any) -> None:
+            ours.__init__(self, *args, **options)
+            for name in names:
+                setattr(self, name, lists(self, name))
+            if layers:
+                self.layers, self.adds_masks = OwnLayers(self, own), adds_masks
+
+        bases = (ours,) if base is None else (ours, base)
+        return type(ours.__name__, bases, {"__init__": begin})
+
+
+class _Pass(Protocol):
+    def _state(self, key: StateKey) -> Tensor | None: ...
+
+    def _keep(self, key: StateKey, states: Tensor) -> None: ...
+
+    def kept_object(self, key: StateKey, empty: OwnLayer) -> OwnLayer: ...
+
+    def running_keys(self, layer: int) -> Tensor: ...
+
+
+class LayerStates:
+    """In place of a list of tensors by layer: the recurrent states of a `PackedCache`'s pass."""
+
+    def __init__(self, cache: _Pass, name: str) -> None:
+        self._cache, self._name = proxy(cache), name  # no cycle: a pass is freed when it is done
+
+    def __len__(self) -> int:
+        return _LAYERS
+
+    def __getitem__(self, layer: int) -> Tensor | None:
+        return self._cache._state((layer, self._name, 0))
+
+    def __setitem__(self, layer: int, states: Tensor) -> None:
+        self._cache._keep((layer, self._name, 0), states)
+
+
+class OwnLayer:
+    """A cache layer of an architecture's own class, as a recurrent state. Such a layer replaces its
+    tensors and never writes to them, so a copy shares them."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def clone(self) -> OwnLayer:
+        layer = copy.copy(self.layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, dict | list):
+                setattr(layer, name, copy.copy(value))
+        return OwnLayer(layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(vars(self.layer)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+class OwnLayers:
+    """In place of a cache's layers: those of the running sequence."""
+
+    def __init__(self, cache: _Pass, empty: Mapping[int, OwnLayer]) -> None:
+        self._cache, self._empty = proxy(cache), empty
+
+    def __len__(self) -> int:
+        return 0  # transformers asks nothing of them then
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __getitem__(self, layer: int) -> Any:
+        if layer not in self._empty:
+            return _PlainLayer(self._cache, layer)
+        return self._cache.kept_object((layer, "layer", 0), self._empty[layer]).layer
+
+
+@dataclass(frozen=True)
+class _PlainLayer:
+    """What modules read of a layer that keeps keys and values only, behind its `update`."""
+
+    cache: _Pass
+    layer: int
+
+    @property
+    def keys(self) -> Tensor:
+        """``(1, N, L, D)`` of the running sequence."""
+        return self.cache.running_keys(self.layer)
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]

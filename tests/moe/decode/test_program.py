@@ -1,0 +1,221 @@
+"""Operations of torch beside the instructions that they are lowered to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.cpu import choose_kernel
+from kernels.cpu.program import Space
+from moe.decode.lower import operation_names
+from moe.decode.program import Program
+from moe.decode.recorder import Recorder, Value
+from moe.decode.records import DescriptionRecords
+from moe.decode.traced import TracedStep
+from moe.network.kv_cache import KVCache, Work
+
+pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+
+WIDTH, ROWS = 48, 3
+Function = Callable[[Tensor], Tensor]
+
+
+def ran(
+    function: Function, rows: Tensor, recorded: Callable[[Recorder, Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """What a program and torch make of ``(ROWS, WIDTH)`` rows, each by itself.
+
+    Args:
+        recorded: records the function, where that is not what the recorder sees of it.
+    """
+    kernel, _ = choose_kernel()
+    assert kernel is not None
+    embedding = nn.Embedding.from_pretrained(rows)
+    with torch.inference_mode():
+        expected = torch.stack([function(row.clone()[None, None]).reshape(-1) for row in rows])
+        recorder, first = Recorder(operation_names()), rows[:1, None].clone()
+        recorder.give(first, Space.EMBEDDED)
+        with recorder:
+            made = function(first) if recorded is None else recorded(recorder, first)
+            logits = recorder.value(made.reshape(-1).float())
+        assert isinstance(logits, Value)
+        recorder.trace.logits = logits
+        step = TracedStep(Program(recorder.trace, DescriptionRecords()), embedding, kernel.decode)
+        work = [Work([token], KVCache(4)) for token in range(len(rows))]
+        actual = torch.cat(step(work, lambda *_: pytest.fail("no experts")))
+    return actual, expected.float()
+
+
+def heads(x: Tensor) -> Tensor:
+    """``(1, 1, WIDTH)`` as ``(1, 4, WIDTH / 4)``."""
+    return x.view(1, 4, -1)
+
+
+def put_where_masked(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[x > 0.5] = 0.25
+    return y
+
+
+def changed_in_place(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y[..., ::2] = x[..., ::2] * 2
+    y[..., 1::3].add_(1).mul_(x[..., 1::3])
+    return y
+
+
+def constant_until_written(x: Tensor) -> Tensor:
+    mask = torch.zeros(1, 1, WIDTH)
+    chosen = x.topk(5, -1).indices
+    before = mask + 1
+    mask.scatter_(-1, chosen, 1.0)
+    return before + mask * x
+
+
+def rotated(x: Tensor) -> Tensor:
+    q = x.view(1, 1, 4, WIDTH // 4).transpose(1, 2)
+    angle = torch.arange(WIDTH // 4) / 7
+    a, b = q.chunk(2, -1)
+    return (q * angle.cos() + torch.cat([-b, a], -1) * angle.sin()).transpose(1, 2)
+
+
+W = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+FUNCTIONS: dict[str, Function] = {
+    "unary": lambda x: torch.cat([f(x) for f in (torch.neg, torch.exp, torch.sigmoid, F.silu,
+        torch.tanh, F.relu, torch.cos, torch.sin, torch.abs, F.softplus, F.gelu, torch.erf,
+        torch.floor, torch.square, F.logsigmoid)], -1),
+    "of positive": lambda x: torch.cat([f(x.abs() + 0.1) for f in (torch.log, torch.log1p,
+        torch.rsqrt, torch.sqrt, torch.reciprocal)], -1),
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "binary": lambda x: x * x.view(-1) + x / (x.abs() + 2) - (3 - x) * 0.5,
+    "powers": lambda x: x ** 2 + x.abs() ** 1.5,
+    "alpha": lambda x: torch.add(x, x * x, alpha=0.25) - torch.sub(x, x.exp(), alpha=2),
+    "compare": lambda x: ((x > 0) & (x < 1) | (x <= -1) | ~(x >= -2)) + (x == 0) + (x != 0.5) * x,
+    "where": lambda x: torch.where(x > 0, x, -2.0) + x.masked_fill(x < 0.3, float("-inf")).exp(),
+    "clamp": lambda x: x.clamp(-1, 1) + x.clamp(min=0.1) * x.clamp_max(0.7) + x.clamp_min(0),
+    "maximum": lambda x: torch.maximum(x, x * x) - torch.minimum(x, x.exp()),
+    "floor division": lambda x: torch.div(x * 10, 3, rounding_mode="floor"),
+    "truncated division": lambda x: torch.div((x * 10).long(), 3, rounding_mode="trunc"),
+    "broadcast": lambda x: heads(x) * heads(x)[:, :, :1] + heads(x)[:, 1:2],
+    "transposed": lambda x: (heads(x).transpose(1, 2) * 2 + heads(x).mT).contiguous(),
+    "sums": lambda x: torch.cat([heads(x).sum(1).flatten(), heads(x).sum((1, 2)),
+        heads(x).mean(-1).flatten(), heads(x).mean((0, 1)), heads(x).amax(1).flatten(),
+        heads(x).amin(-1).flatten(), heads(x).sum().reshape(1)]),
+    "any": lambda x: torch.cat([(heads(x) > 1.5).any(-1), (heads(x) > -1).all(-1)]).float(),
+    "softmax": lambda x: heads(x).softmax(-1) + heads(x).softmax(1) + heads(x).log_softmax(-1),
+    "logsumexp": lambda x: heads(x).logsumexp(-1),
+    "vector norm": lambda x: heads(x) / torch.linalg.vector_norm(heads(x), dim=-1, keepdim=True),
+    "sums of sizes": lambda x: heads(x) / torch.norm(heads(x), p=1, dim=-1, keepdim=True),
+    "layer norm": lambda x: F.layer_norm(heads(x), (WIDTH // 4,), W[0, :12], W[1, :12], 1e-5),
+    "rms norm": lambda x: F.rms_norm(heads(x), (WIDTH // 4,), W[0, :12], 1e-5),
+    "cumulated": lambda x: heads(x).cumsum(-1) + heads(x).cumsum(1),
+    "top": lambda x: torch.cat([heads(x).topk(3, -1).values.flatten(),
+        heads(x).topk(2, -1).indices.flatten(), heads(x).topk(2, 1).values.flatten()]),
+    "smallest": lambda x: x.topk(4, -1, largest=False).values + x.topk(4, -1, False).indices,
+    "sort": lambda x: x.sort(-1, descending=True).values + x.argsort(-1) + x.sort(-1).indices,
+    "max": lambda x: heads(x).max(-1).values + heads(x).max(-1).indices + heads(x).argmax(-1),
+    "gather": lambda x: heads(x).gather(-1, heads(x).topk(3, -1).indices),
+    "gather of rows": lambda x: heads(x).gather(1, (heads(x)[:, :2] > 0).long()),
+    "scatter": lambda x: torch.zeros_like(heads(x)).scatter(-1, heads(x).topk(3, -1).indices, 2.0),
+    "scattered sums": lambda x: torch.zeros_like(x).scatter_add(-1, (x > 0).long() * 3, x),
+    "added at an index": lambda x: torch.zeros(1, 4, 12).index_add(
+        1, (heads(x)[0, :, 0] > 0).long() * 2, heads(x)
+    ),
+    "places": lambda x: torch.cat([torch.searchsorted(
+        x.abs().cumsum(-1).view(-1), heads(x) * 9, right=right) for right in (True, False)], 1),
+    "indexed": lambda x: heads(x)[:, torch.tensor([2, 0, 1, 1])] + x[..., x.argmax(-1).view(-1)],
+    "selected": lambda x: heads(x).index_select(2, torch.tensor([5, 0, 3])),
+    "embedded": lambda x: F.embedding((x[..., :3] > 0).long() * 7, W),
+    "padded": lambda x: F.pad(heads(x), (2, 1, 0, 3)) + F.pad(heads(x), (3, 0, 2, 1), value=1.0),
+    "cropped": lambda x: F.pad(heads(x), (-2, 1)),
+    "repeated": lambda x: torch.cat([heads(x).repeat(1, 2, 1), heads(x).repeat_interleave(2, 1)]),
+    "stacked": lambda x: torch.stack([x, x * 2, x + 1], -1).flatten(-2),
+    "in place": changed_in_place,
+    "put where masked": put_where_masked,
+    "constant until written": constant_until_written,
+    "rotated": rotated,
+    "projected": lambda x: F.linear(x, W, W[3]) + x @ W + (W @ x.mT).mT,
+    "projected heads": lambda x: F.linear(heads(x).transpose(1, 2), W[:7, :4]),
+    "products": lambda x: heads(x) @ heads(x).mT @ heads(x) + W[:4, :4] @ heads(x),
+    "attention": lambda x: F.scaled_dot_product_attention(heads(x), heads(x) * 2, heads(x) + 1),
+    "scaled attention": lambda x: F.scaled_dot_product_attention(
+        W[None, :5, :12], heads(x), heads(x)[..., :7], scale=0.2
+    ),
+    "flipped": lambda x: heads(x).flip(-1) + heads(x).flip(1, -1) * 2,
+    "many products": lambda x: torch.einsum("bhd,hde->bhe", heads(x), W.view(4, 12, 48)),
+    "depthwise": lambda x: F.conv1d(x.view(1, 12, 4), W[:12, None, :3], W[5, :12], groups=12),
+    "convolved": lambda x: F.conv1d(x.view(1, 12, 4), W[:8, :6, None] * W[0, :3], groups=2),
+    "wide convolution": lambda x: F.conv1d(x.view(1, 12, 4), W[:12, None, :4], None, 1, 3, 1, 12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@settings(max_examples=5)
+@given(st.integers(0, 2**31), st.sampled_from([0.1, 1.0, 5.0]))
+def test_a_program_computes_what_torch_computes(name: str, seed: int, scale: float) -> None:
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) * scale
+    actual, expected = ran(FUNCTIONS[name], rows)
+    largest = float(expected.nan_to_num(posinf=0.0, neginf=0.0).abs().max())  # sums may cancel
+    atol = max(2e-5, 1e-6 * largest)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=atol, equal_nan=True)
+
+
+@settings(max_examples=20)
+@given(
+    st.integers(1, 5), st.sampled_from([1, 31, 70]), st.sampled_from([1, 16, 37]),
+    st.integers(0, 2**31),
+)  # fmt: skip
+def test_rows_times_matrices_that_they_choose(
+    count: int, outputs: int, columns: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    matrices = torch.randn(4, outputs, columns, generator=generator)
+    wide = torch.randn(count * columns, WIDTH, generator=generator)
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(x, wide).view(count, columns), x.view(12, 4)[:count].argmax(-1)
+
+    def function(x: Tensor) -> Tensor:
+        rows, ids = parts(x)
+        return torch.einsum("rnk,rk->rn", matrices[ids], rows)
+
+    def recorded(recorder: Recorder, x: Tensor) -> Tensor:
+        rows, ids = parts(x)
+        out = torch.zeros(count, outputs)
+        recorder.record("selected_projection", (matrices, rows, ids), {}, [out])
+        return out
+
+    rows = torch.randn(ROWS, WIDTH, generator=generator)
+    actual, expected = ran(function, rows, recorded)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-4)
+    alone, _ = ran(function, rows[:1], recorded)
+    assert torch.equal(alone[0], actual[0])
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(0, 2**31))
+def test_operations_in_a_row_share_memory(data: st.DataObject, seed: int) -> None:
+    """Random chains, so that buffers are used again for others."""
+    steps = data.draw(st.lists(st.sampled_from([
+        lambda x: F.linear(x, W) / 7, lambda x: x + F.silu(x),
+        lambda x: rotated(x).reshape(1, 1, -1),
+        lambda x: heads(x).softmax(-1).view(1, 1, -1) * 3, changed_in_place, constant_until_written,
+        lambda x: x.sort(-1).values, lambda x: heads(x).transpose(1, 2).reshape(1, 1, -1),
+    ]), min_size=1, max_size=9))  # fmt: skip
+
+    def chain(x: Tensor) -> Tensor:
+        for step in steps:
+            x = x * 0.5 + step(x)
+        return x
+
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    actual, expected = ran(chain, rows)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+    alone, _ = ran(chain, rows[:1])
+    assert torch.equal(alone[0], actual[0])
