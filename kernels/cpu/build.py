@@ -31,8 +31,13 @@ import torch
 from kernels.cpu.interface import check_layouts, compiled_layouts
 
 _SOURCE_DIR = Path(__file__).parent
-# GCC's own AVX-512 header trips maybe-uninitialized.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-maybe-uninitialized")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp"),
+    "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header trips it
+    # Tuned for Zen 2 and 3, GCC splits a fused multiply-add that adds to itself, but in some
+    # loops only: the bits of a row would depend on how many rows a tile has.
+    *("--param", "avoid-fma-max-bits=0"),
+)
 _COMPILERS = ("c++", "g++", "clang++")
 _TIMEOUT_S = 300
 _KEPT = 8
