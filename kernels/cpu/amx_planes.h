@@ -20,7 +20,7 @@ struct alignas(64) Scales {
   void take(const QuantizedRows& x, long count, long group) {
     for (long i = 0; i < ROWS; ++i) {  // repeats the last row beyond the count
       const QuantizedRows::Scale own = x.scale(group, i < count ? i : count - 1);
-      scale[i] = own.scale, zero[i] = Unpacked::ZERO * own.sum;
+      scale[i] = own.scale, zero[i] = (ZERO_CODE - BELOW) * own.sum;
     }
   }
 

@@ -57,8 +57,12 @@ class Panel {
       multiply_blocks(tile.rows, own, source, blocks_, out, stride);
     };
     if (!codes_) return with_source(next_, run);
-    const Unpacked codes{codes_, w_.scales, w_.chunks(), w_.groups(), ahead(tile.index)};
-    amx::ready ? amx::multiply_blocks(tile.rows, own, codes, blocks_, out, stride) : run(codes);
+    const Unpacked codes{codes_, w_.scales, w_.chunks(), w_.groups(), ahead(tile.index),
+                         ZERO_CODE - BELOW};
+    if (amx::ready) return amx::multiply_blocks(tile.rows, own, codes, blocks_, out, stride);
+    if (!PAIRS || w_.planes == ALL_PLANES) return run(codes);
+    run(UnpackedCodes<true>{codes_, w_.scales, w_.chunks(), w_.groups(), ahead(tile.index),
+                    ZERO_CODE - (0x40 >> w_.planes)});
   }
 
  private:

@@ -34,14 +34,15 @@ template <int ROWS, int BLOCKS, class Source>
 static inline void plane_tile(const QuantizedRows& x, const Source& source, long first, float* out,
                               long stride) {
   constexpr int WIDE = BLOCKS * SLICES;
-  constexpr int CHAINS = Source::LOW || ROWS * WIDE == 1 ? 2 : 1;
+  constexpr int CHAINS = Source::LOW || (ROWS * WIDE == 1 && !Source::HALVES) ? 2 : 1;
   const long row = x.stride, chunks = x.group_size / CHUNK;
   const int8_t* p = x.memory;
   vf total[ROWS][WIDE] = {};
   for (long group = first; group < first + x.groups; ++group) {
     vi sum[CHAINS][ROWS][WIDE] = {};
     // Not unrolled: bursts of prefetches delay the reads between them.
-    _Pragma("GCC unroll 1") for (long chunk = 0; chunk < chunks; ++chunk, p += CHUNK)
+    _Pragma("GCC unroll 1") for (long chunk = 0; chunk < chunks; ++chunk, p += CHUNK) {
+      vs pairs[ROWS][WIDE] = {};
       UNROLL for (int half = 0; half < 2; ++half) {
         vu code[WIDE][STEPS];
         UNROLL for (int s = 0; s < WIDE; ++s)
@@ -52,15 +53,20 @@ static inline void plane_tile(const QuantizedRows& x, const Source& source, long
             memcpy(&v, p + i * row + (half * STEPS + j) * 4, sizeof v);
             UNROLL for (int s = 0; s < WIDE; ++s) {
               vi& to = sum[j * CHAINS / STEPS][i][s];
-              to = dot(to, code[s][j], v);
+              if constexpr (Source::HALVES) pairs[i][s] = add_pairs(pairs[i][s], code[s][j], v);
+              else to = dot(to, code[s][j], v);
             }
           }
       }
+      if constexpr (Source::HALVES)
+        UNROLL for (int i = 0; i < ROWS; ++i)
+          UNROLL for (int s = 0; s < WIDE; ++s) sum[0][i][s] += widen_pairs(pairs[i][s]);
+    }
     UNROLL for (int s = 0; s < WIDE; ++s) {
       const vf w = source.load_scales(s, group);
       UNROLL for (int i = 0; i < ROWS; ++i) {
         const QuantizedRows::Scale own = x.scale(group - first, i);
-        vi all = sum[0][i][s] - Source::ZERO * own.sum;
+        vi all = sum[0][i][s] - source.zero * own.sum;
         if constexpr (CHAINS > 1) all += sum[1][i][s] << Source::LOW;
         total[i][s] += (w * own.scale) * __builtin_convertvector(all, vf);
       }

@@ -39,6 +39,33 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 #endif
 }
 
+// Codes of up to 4 bits, of half a byte each, are multiplied in pairs where there is no instruction for
+// four: the sums of a chunk's products, at most 16 * 15 * 127, fit 16 bits and are widened once.
+#if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
+constexpr bool PAIRS = true;
+
+static inline vs add_pairs(vs sum, vu codes, int32_t x) {
+#if defined(__AVX512BW__)
+  return sum + (vs)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(x));
+#else
+  return sum + (vs)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));
+#endif
+}
+
+// The sums of codes whose half byte is the high one.
+static inline vi widen_pairs(vs sum) {
+#if defined(__AVX512BW__)
+  return (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(16));
+#else
+  return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(16));
+#endif
+}
+#else
+constexpr bool PAIRS = false;
+static inline vs add_pairs(vs sum, vu, int32_t) { return sum; }
+static inline vi widen_pairs(vs) { return vi{}; }
+#endif
+
 // Bits of `a` where the mask (one byte, repeated) has ones, and bits of `b` elsewhere.
 static inline vu choose(uint8_t mask, vu a, vu b) {
   const uint32_t wide = mask * 0x01010101u;
@@ -56,10 +83,11 @@ template <int PLANES>
 struct Nested {
   static constexpr int BLOCKS = 1;  // at a time: a plane is read as one stream
   static constexpr bool PREFIX = PLANES < ALL_PLANES;
+  static constexpr bool HALVES = PREFIX && PAIRS;  // codes are half bytes
   // A prefix's missing bits are corrected in the sums, not in the codes: by the middle of the range
   // that the bits stand for, and by a shift for steps 2 and 3, whose codes are LOW bits too low.
   static constexpr int CENTRE = PREFIX ? 0x40 >> PLANES : 0, LOW = PREFIX && !BELOW ? 4 : 0;
-  static constexpr int ZERO = ZERO_CODE - CENTRE - BELOW;
+  static constexpr int zero = ZERO_CODE - CENTRE - (HALVES ? 0 : BELOW);
   const uint8_t *plane[PLANES], *next[PLANES];
   const uint16_t *scales, *next_scales;
   long chunks;  // of a row
@@ -86,8 +114,14 @@ struct Nested {
       even = choose(0xCC, first, rest >> 2);
       odd = choose(0xCC, odd, rest);
     }
-    if constexpr (PREFIX) {
-      constexpr uint32_t known = 0x01010101u * uint8_t(-2 * CENTRE);
+    constexpr uint32_t known = 0x01010101u * uint8_t(-2 * CENTRE);
+    if constexpr (HALVES) {
+      constexpr uint32_t low = known >> 4 & 0x0F0F0F0Fu;
+      code[0] = even >> 4 & low;
+      code[1] = odd >> 4 & low;
+      code[2] = even & low;
+      code[3] = odd & low;
+    } else if constexpr (PREFIX) {
       code[0] = even & known;
       code[1] = odd & known;
       code[2] = LOW ? even & known >> LOW : even << 4 & known;
@@ -115,14 +149,17 @@ struct Ahead {
   const uint16_t* scales;
 };
 
-// Consecutive blocks of unpacked codes, one byte each.
-struct Unpacked {
+// Consecutive blocks of unpacked codes, one byte each; with HALVES_, of which the low half is in use.
+template <bool HALVES_>
+struct UnpackedCodes {
   static constexpr int BLOCKS = LANES == BLOCK_ROWS ? 2 : 1;  // an activation serves both
-  static constexpr int LOW = 0, ZERO = ZERO_CODE - BELOW;
+  static constexpr bool HALVES = HALVES_;
+  static constexpr int LOW = 0;
   const uint8_t* codes;
   const uint16_t* scales;
   long chunks, groups;  // of a row
   Ahead ahead;
+  int zero;
 
   void load_steps(int slice, long chunk, int half, vu* code) const {
     chunk += slice / SLICES * chunks;
@@ -139,6 +176,8 @@ struct Unpacked {
   }
 };
 
+using Unpacked = UnpackedCodes<false>;
+
 template <class Source>
 __attribute__((noinline)) static void unpack(const Source& source, long blocks, uint8_t* to) {
   for (long chunk = 0; chunk < blocks * source.chunks; ++chunk)
@@ -146,8 +185,9 @@ __attribute__((noinline)) static void unpack(const Source& source, long blocks, 
       for (int s = 0; s < SLICES; ++s) {
         vu code[STEPS];
         source.load_steps(s, chunk, half, code);
-        for (int j = 0; j < STEPS; ++j)
-          store(to + j * STEP_BYTES + s * LANES * 4,
-                code[j] << (j < 2 ? 0 : Source::LOW) | Source::CENTRE * 0x01010101u);
+        for (int j = 0; j < STEPS; ++j) {
+          const vu whole = code[j] << (j < 2 ? 0 : Source::LOW) | Source::CENTRE * 0x01010101u;
+          store(to + j * STEP_BYTES + s * LANES * 4, Source::HALVES ? code[j] : whole);
+        }
       }
 }
