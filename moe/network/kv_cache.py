@@ -273,9 +273,8 @@ class PackedCache(Cache):
         watched: bool = False,
         snapshots: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        Cache.__init__(
-            self, layers=[]
-        )  # a subclass may have a class of another signature behind it
+        # Not super(): that may be an architecture's own class, with other arguments.
+        Cache.__init__(self, layers=[])
         self.decoding, self.snapshots = decoding, snapshots or [()] * len(sequences)
         self.watched = watched
         self.received: Tensor | None = None
