@@ -20,7 +20,7 @@ from moe.loading.gguf.layouts import (
     TILED_COLUMNS,
     TILED_DECAY,
     TILED_HEADS,
-    Layout,
+    TensorLayout,
     first_half,
     grouped_gates,
     grouped_qkv,
@@ -76,7 +76,7 @@ class Architecture:
     turns: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
 
 
 KEYS = {
@@ -164,7 +164,7 @@ _SHARED_COUNT = {"expert_shared_count": "n_shared_experts"}
 _PAIRS = {"attn_q": QUERY_PAIRS, "attn_k": KEY_PAIRS}
 
 
-def _qwen_linear(layouts: Mapping[str, Layout], **names: str) -> dict[str, Any]:
+def _qwen_linear(layouts: Mapping[str, TensorLayout], **names: str) -> dict[str, Any]:
     """Layers of gated delta rule beside attention, as Qwen3-Next and Qwen3.5 have them."""
     norms = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
     own = {
@@ -240,7 +240,10 @@ _LATENT: dict[str, Any] = {
     "dense_first": "first_k_dense_replace",
     "derived": _latent_sizes,
     "names": {"attn_k_b": "self_attn.kv_b_proj", "attn_v_b": "self_attn.kv_b_proj"},
-    "layouts": {"attn_k_b": Layout(parts=latent_keys), "attn_v_b": Layout(parts=latent_values)},
+    "layouts": {
+        "attn_k_b": TensorLayout(parts=latent_keys),
+        "attn_v_b": TensorLayout(parts=latent_values),
+    },
 }
 
 
@@ -307,8 +310,8 @@ _GRANITE: dict[str, Any] = {
     },
     "layouts": {
         **_PAIRS,
-        "ffn_gate_shexp": Layout(parts=first_half),
-        "ffn_up_shexp": Layout(parts=second_half),
+        "ffn_gate_shexp": TensorLayout(parts=first_half),
+        "ffn_up_shexp": TensorLayout(parts=second_half),
     },
 }
 _DENSE_OR_SPARSE = {"mlp_layer_types": {"ffn_gate_inp": "sparse", "ffn_gate": "dense"}}
@@ -711,8 +714,8 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             model_type="qwen3_next",
             **_qwen_linear(
                 {
-                    "attn_qkv": Layout(parts=grouped_qkv),
-                    "attn_gate": Layout(parts=grouped_gates),
+                    "attn_qkv": TensorLayout(parts=grouped_qkv),
+                    "attn_gate": TensorLayout(parts=grouped_gates),
                 },
                 attn_qkv="in_proj_qkvz",
                 attn_gate="in_proj_qkvz",

@@ -29,7 +29,7 @@ from moe.loading.gguf.architectures import NAMES, Architecture
 from moe.loading.gguf.config import architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
-from moe.loading.gguf.layouts import WHOLE, Layout, Part
+from moe.loading.gguf.layouts import WHOLE, Part, TensorLayout
 from moe.loading.gguf.planes import TYPES
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding
@@ -50,7 +50,7 @@ class TensorTarget:
     target: str
     parts: tuple[Part, ...] = WHOLE
     index: Index = ()
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
 
 
 def targets_of(
@@ -130,7 +130,7 @@ _TURNS = (slice(0, None, 2), slice(1, None, 2))
 
 @dataclass(frozen=True)
 class Placed:
-    """A stored tensor, or a part of one, and how it becomes what a network has; see `Layout`.
+    """A stored tensor, or a part of one, and how it becomes what a network has; see `TensorLayout`.
 
     Attributes:
         transposed: rows in the file are columns in the network.
@@ -157,7 +157,9 @@ class Placed:
         return stored.mT if self.transposed else stored
 
 
-def _same_but_for_ones(given: tuple[int, ...], place: tuple[int, ...], layout: Layout) -> bool:
+def _same_but_for_ones(
+    given: tuple[int, ...], place: tuple[int, ...], layout: TensorLayout
+) -> bool:
     """Whether a tensor fills a place as it lies: both have the same sizes above 1, or the place
     is a vector, whose numbers may lie in rows."""
     flat = len(place) == 1 and layout.order is None and math.prod(given) == place[0]
@@ -171,7 +173,8 @@ FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
 def gguf_coding(config: dict[str, Any]) -> Coding:
     """What `moe.loading.gguf.config` notes of the types of tensors."""
     few = set(config["expert_types"]) <= FEW_VALUES
-    return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few)
+    decoded = tuple(kind for kind in config["types"] if kind not in TYPES | FLOATS)
+    return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few, decoded=decoded)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -242,7 +245,7 @@ class GgufCheckpoint(Checkpoint):
         self, name: str, tensor: GgufTensor, goal: TensorTarget, expected: Tensor
     ) -> list[tuple[str, Index]]:
         """Add to `tensors` what fills places in a parameter; raises ValueError if it does not."""
-        count, layout = tensor.shape[0], goal.layout or Layout()
+        count, layout = tensor.shape[0], goal.layout or TensorLayout()
         single = [part.rows for part in goal.parts if isinstance(part.rows, int)]
         if single and len(single) != count:
             raise ValueError(f"the configuration says {len(single)} experts or heads")

@@ -2,8 +2,8 @@
 
 llama.cpp's converter rearranges some tensors for its kernels: rows of queries and keys in pairs,
 the halves of latent attention apart, the heads of a linear attention in another order, numbers that
-are computed ahead. A `Layout` undoes one of these. The facts stand in llama.cpp's ``conversion/``;
-the tests write files by the same rules.
+are computed ahead. A `TensorLayout` undoes one of these. The facts stand in llama.cpp's
+``conversion/``; the tests write files by the same rules.
 
 Legend: H heads, N rows of a stored tensor.
 """
@@ -39,7 +39,7 @@ WHOLE = (Part(slice(None)),)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How one stored tensor fills a parameter, or a part of it.
 
     Attributes:
@@ -67,11 +67,11 @@ def _halves_of(heads: str) -> Callable[[Any, int], Tensor]:
     return order
 
 
-QUERY_PAIRS = Layout(order=_halves_of("num_attention_heads"))
-KEY_PAIRS = Layout(order=_halves_of("num_key_value_heads"))
-NORM_OF_ONE_MORE = Layout(value=lambda stored: stored - 1)
+QUERY_PAIRS = TensorLayout(order=_halves_of("num_attention_heads"))
+KEY_PAIRS = TensorLayout(order=_halves_of("num_key_value_heads"))
+NORM_OF_ONE_MORE = TensorLayout(value=lambda stored: stored - 1)
 """The file has the norm's weight with the 1 added that the network adds."""
-DECAY = Layout(value=lambda stored: torch.log(-stored))
+DECAY = TensorLayout(value=lambda stored: torch.log(-stored))
 """The file has the negative exponential of the network's logarithm."""
 
 
@@ -153,6 +153,6 @@ def _tiled_rows(config: Any, rows: int) -> Tensor:
     return torch.cat([torch.arange(before), _tiled(config, width) + before])
 
 
-TILED_HEADS = Layout(order=_tiled_rows)
-TILED_COLUMNS = Layout(columns=_tiled_rows)
-TILED_DECAY = Layout(order=_tiled_rows, value=DECAY.value)
+TILED_HEADS = TensorLayout(order=_tiled_rows)
+TILED_COLUMNS = TensorLayout(columns=_tiled_rows)
+TILED_DECAY = TensorLayout(order=_tiled_rows, value=DECAY.value)
