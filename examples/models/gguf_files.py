@@ -27,12 +27,14 @@ def write_model(
     kind: Kind = lambda _: "F32",
     vocabulary: Any = None,
     parts: int = 1,
+    split: str = "",
 ) -> None:
     """The model as a GGUF file, or (`parts` > 1) as a split one, of which `out` is the stem.
 
     Args:
         kind: of matrices; vectors and routers stay in float32, as llama.cpp's do.
         vocabulary: parsed tokenizer.json of a byte-level BPE, if any.
+        split: llama.cpp's name of how its text is split.
     """
     name = model.config.model_type
     tensors = gguf_tensors(model)
@@ -41,7 +43,7 @@ def write_model(
     writer = gguf.GGUFWriter(out, ARCHITECTURES[name], split_max_tensors=most)
     write_keys(writer, model.config)
     if vocabulary is not None:
-        _write_tokenizer(writer, vocabulary, SPLITS_OF_TEXT.get(name, "qwen2"))
+        _write_tokenizer(writer, vocabulary, split or SPLITS_OF_TEXT.get(name, "qwen2"))
     else:
         writer.add_tokenizer_model("no_vocab")
     for tensor, value in tensors.items():

@@ -13,8 +13,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -29,8 +31,9 @@ from kernels import QuantizedExperts
 from moe import MoE
 from moe.cli import main
 from moe.commands.convert.convert import convert
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, RequestError
 from moe.loading.gguf.architectures import ARCHITECTURES as TABLE
+from moe.loading.gguf.tokenizer import SPLITS
 from moe.loading.hub import public_name, read_config, resolve_model
 from moe.loading.meta_model import build_meta_model
 from moe.loading.quantized import decoding_notices, open_checkpoint
@@ -239,6 +242,40 @@ def test_the_tokenizer_is_the_one_that_transformers_makes(
     assert (ours.eos_token_id, ours.bos_token_id) == (2, None)
     assert ours.chat_template == theirs.chat_template
     assert read_config(directory).eos_token_id == [2]
+
+
+@pytest.mark.parametrize(
+    ("split", "text", "pieces"),
+    [
+        ("deepseek-v3", "a 1234,b  c\n你好 don't", "a| |123|4|,b| | c|\n|你好| don|'t"),
+        ("glm4", "I'LL 1234 x!!\n\n y", "I|'LL| |123|4| x|!!\n\n| y"),
+        ("hunyuan", "I'LL 12 x", "I|'LL| |1|2| x"),
+        ("refact", "I'll 12 x", "I|'ll| |1|2| x"),
+        ("olmo", "I'll 12  x", "I|'ll| 12| | x"),
+        ("qwen35", "né 12", "né| |1|2"),
+        ("tekken", "HelloWorld 12", "Hello|World| |1|2"),
+    ],
+)
+def test_text_is_split_as_the_models_own_tokenizers_do(split: str, text: str, pieces: str) -> None:
+    """Written down by hand, from what the expressions are for."""
+    expressions = [pre_tokenizers.Split(Regex(own), "isolated") for own in SPLITS[split]]
+    found = pre_tokenizers.Sequence(expressions).pre_tokenize_str(text)
+    assert "|".join(piece for piece, _ in found) == pieces
+
+
+@pytest.mark.parametrize("name", set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS))
+def test_expressions_are_those_of_transformers_where_it_has_them(name: str) -> None:
+    theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated")
+    (expression,) = SPLITS[name]
+    ours = pre_tokenizers.Split(Regex(expression), "isolated")
+    for text in (TEXT, "HelloWORLD's 1234567 né  \r\n\t !!x/\n/ 你好ーー ÉtéǅX ok'S"):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_text_that_would_be_split_otherwise_is_refused(write: Write, vocabulary: Any) -> None:
+    file = write(reference("qwen3_moe"), vocabulary=vocabulary, split="afmoe")
+    with pytest.raises(RequestError, match=r"splits text as 'afmoe' \(tokenizer.ggml.pre\)"):
+        MoE.from_pretrained(file, engine=PLAIN).generate(["text"])
 
 
 def test_commands_take_a_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
