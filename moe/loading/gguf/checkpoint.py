@@ -29,7 +29,7 @@ from moe.loading.gguf.architectures import NAMES, Architecture
 from moe.loading.gguf.config import architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
-from moe.loading.gguf.layouts import WHOLE, Part, TensorLayout
+from moe.loading.gguf.layouts import AS_IT_IS, WHOLE, Part, TensorLayout
 from moe.loading.gguf.planes import TYPES
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding
@@ -42,22 +42,22 @@ class TensorTarget:
 
     Attributes:
         target: the parameter.
-        parts: of the tensor, each with its place in the parameter.
+        parts: of the tensor, each with its place in the parameter; a layout may have others.
         index: where all of them are, in front of their own places.
-        layout: what else is different; None: nothing.
+        layout: what else is different.
     """
 
     target: str
     parts: tuple[Part, ...] = WHOLE
     index: Index = ()
-    layout: TensorLayout | None = None
+    layout: TensorLayout = AS_IT_IS
 
 
 def targets_of(
     model: PreTrainedModel,
     known: Architecture,
     expected: Mapping[str, Tensor],
-    stored: Mapping[str, GgufTensor],
+    stored: Iterable[str],
 ) -> Iterator[tuple[str, TensorTarget]]:
     """Where the tensors of a file go, by their names in it; not those that have no place."""
     names = NAMES | dict(known.names)
@@ -65,7 +65,7 @@ def targets_of(
         int(next(part for part in path.split(".") if part.isdigit())): (path, module)
         for path, module in experts_modules(model)
     }
-    for name, tensor in stored.items():
+    for name in stored:
         block, number, stem, leaf = _split(name)
         if block and int(number) in experts:
             goal = _expert_target(stem, leaf, *experts[int(number)])
@@ -77,11 +77,7 @@ def targets_of(
         path = f"{known.layers}.{number}.{names[stem]}" if block else names[stem]
         target = next((own for own in (f"{path}.{leaf}", path) if own in expected), None)
         if target is not None:
-            layout = known.layouts.get(stem)
-            parts: tuple[Part, ...] = WHOLE
-            if layout is not None and layout.parts is not None:
-                parts = tuple(layout.parts(model.config, tensor.shape[0]))
-            yield name, TensorTarget(target, parts, (), layout)
+            yield name, TensorTarget(target, layout=known.layouts.get(stem, AS_IT_IS))
 
 
 def _split(name: str) -> tuple[str, str, str, str]:
@@ -100,11 +96,8 @@ def _expert_target(stem: str, leaf: str, path: str, module: Any) -> TensorTarget
     """Of one of the tensors of a layer's experts: of all of them, or of one as in old files.
     Legend: gate and up one behind the other, or in turns."""
     kind, _, number = stem.removeprefix("ffn_").removesuffix("_exps").partition(".")
-    if not (stem.endswith("_exps") or number.isdecimal()) or kind not in (
-        *_HALVES,
-        "gate_up",
-        "down",
-    ):
+    single = number.isdecimal() and len(number) < 6 and int(number) < module.num_experts
+    if not (stem.endswith("_exps") or single) or kind not in (*_HALVES, "gate_up", "down"):
         return None
     turned, bias = bool(module.is_transposed), "_bias" if leaf == "bias" else ""
     own = "down_proj" if kind == "down" else "gate_up_proj" if module.has_gate else "up_proj"
@@ -118,9 +111,8 @@ def _expert_target(stem: str, leaf: str, path: str, module: Any) -> TensorTarget
         return None
     if bias:
         return TensorTarget(f"{path}.{own}_bias", index=(slice(None), *index))
-    chosen = [int(number)] if number else range(module.num_experts)
-    whole = bool(number)
-    parts = (Part(slice(None) if whole else e, (e, *index), turned) for e in chosen)
+    chosen = [int(number)] if single else range(module.num_experts)
+    parts = (Part(slice(None) if single else e, (e, *index), turned) for e in chosen)
     return TensorTarget(f"{path}.{own}", tuple(parts))
 
 
@@ -245,15 +237,17 @@ class GgufCheckpoint(Checkpoint):
         self, name: str, tensor: GgufTensor, goal: TensorTarget, expected: Tensor
     ) -> list[tuple[str, Index]]:
         """Add to `tensors` what fills places in a parameter; raises ValueError if it does not."""
-        count, layout = tensor.shape[0], goal.layout or TensorLayout()
-        single = [part.rows for part in goal.parts if isinstance(part.rows, int)]
+        count, layout, parts = tensor.shape[0], goal.layout, goal.parts
+        if layout.parts is not None:
+            parts = tuple(layout.parts(self._config, count))
+        single = [part.rows for part in parts if isinstance(part.rows, int)]
         if single and len(single) != count:
             raise ValueError(f"the configuration says {len(single)} experts or heads")
         size = (tensor.end - tensor.start) // count
         kind = FLOATS.get(kind_name(tensor.kind))
         dtype = self._dtype if kind is None else getattr(torch, kind)
         found = []
-        for number, part in enumerate(goal.parts):
+        for number, part in enumerate(parts):
             whole = part.rows == slice(None)
             piece = name if whole else f"{name}[{number}]"
             index = (*goal.index, *part.index)

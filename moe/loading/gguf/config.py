@@ -174,16 +174,18 @@ def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) 
 
 def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset[str]]:
     """The names of each layer's tensors, of all but those that draft further tokens."""
-    count = keys.get("block_count", ...)
-    drafting = keys.get("nextn_predict_layers", 0)
+    count = keys.get("block_count", ..., int)
+    drafting = keys.get("nextn_predict_layers", 0, int)
     found: dict[str, set[str]] = {}
     for tensor in tensors:
         if tensor.startswith("blk."):
             _, number, own = tensor.split(".", 2) if tensor.count(".") > 1 else ("", "", "")
             found.setdefault(number, set()).add(own)
     wanted = [str(number) for number in range(min(count - drafting, len(found)))]
-    drafts = {str(number) for number in range(count - drafting, count)}
-    if len(wanted) != count - drafting or found.keys() - drafts != set(wanted):
+    drafts = range(count - drafting, min(count, len(found)))
+    behind = found.keys() - set(wanted)
+    absent = len(wanted) != count - drafting or not found.keys() >= set(wanted)
+    if absent or not behind <= {str(number) for number in drafts}:
         raise HeaderError(
             f"has blk.* of {len(found)} layers, and its keys say {count}"
             + (f", of which {drafting} may be absent" if drafting else "")
@@ -198,7 +200,10 @@ def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, A
         default, kind = DEFAULTS.get(key, ...), list if key in _LISTS else int | float
         if key == "attention.layer_norm_rms_epsilon":
             default = keys.get("attention.layer_norm_epsilon", ...) if not keys.has(key) else ...
-        config[ours] = keys.get(key, default, kind)
+        value = keys.get(key, default, kind)
+        if value == 0 and value is not False and default not in (None, ...):
+            value = default  # llama.cpp takes 0 for absent
+        config[ours] = value
     config[known.keys.get("block_count", KEYS["block_count"])] = num_layers
     names = KEYS | dict(known.keys)
     if "qk_rope_head_dim" in config:
@@ -254,8 +259,10 @@ def _experts(
 ) -> tuple[int, int]:
     """How many experts a layer has, and their width."""
     if "ffn_down_exps.weight" in own:
-        count, *_, width = shapes[f"{block}ffn_down_exps.weight"]
-        return count, width
+        shape = shapes[f"{block}ffn_down_exps.weight"]
+        if len(shape) != 3:
+            raise HeaderError(f"has {block}ffn_down_exps.weight of {shape}, not of 3 dimensions")
+        return shape[0], shape[2]
     apart = [tensor for tensor in own if tensor.startswith("ffn_down.") and tensor.count(".") == 2]
     if not apart:
         raise HeaderError(f"has {block}ffn_gate_inp.weight and no experts beside it")

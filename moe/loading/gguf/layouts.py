@@ -55,6 +55,9 @@ class TensorLayout:
     value: Callable[[Tensor], Tensor] | None = None
 
 
+AS_IT_IS = TensorLayout()
+
+
 def _halves_of(heads: str) -> Callable[[Any, int], Tensor]:
     """Rows that turn together lie side by side in the file, half a head apart in the network."""
 

@@ -20,7 +20,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from examples.models import gguf_files
+from examples.models import gguf_files, gguf_rules
 from examples.models.gguf_files import Kind, write_model
 from examples.models.gguf_rules import ARCHITECTURES, AS_LLAMA_CPP
 from examples.models.tiny import tiny_config
@@ -345,3 +345,14 @@ def test_layers_that_draft_are_left_out(write: Write, monkeypatch: pytest.Monkey
         keys |= {"block_count": count + 1, "nextn_predict_layers": 1}
 
     rewritten("glm4_moe", write, monkeypatch, drafting)
+
+
+def test_the_text_part_of_qwen3_vl(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At positions of text alone it computes what Qwen3-MoE does."""
+
+    def sections(_: PreTrainedModel, __: Any, keys: Any) -> None:
+        keys |= {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}
+
+    for rules in (gguf_rules, gguf_files):
+        monkeypatch.setattr(rules, "ARCHITECTURES", {"qwen3_moe": "qwen3vlmoe"})
+    rewritten("qwen3_moe", write, monkeypatch, sections)
