@@ -356,3 +356,13 @@ def test_the_text_part_of_qwen3_vl(write: Write, monkeypatch: pytest.MonkeyPatch
     for rules in (gguf_rules, gguf_files):
         monkeypatch.setattr(rules, "ARCHITECTURES", {"qwen3_moe": "qwen3vlmoe"})
     rewritten("qwen3_moe", write, monkeypatch, sections)
+
+
+def test_the_plan_says_what_no_planes_hold(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(broad("qwen3_moe"), lambda name: "TQ2_0" if "_exps" in name else "Q8_0")
+    assert main(["plan", str(file)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "others (TQ2_0 among them) are decoded to bfloat16" in told
+    assert "(numbers are rounded by 0.39 % at most)" in told
