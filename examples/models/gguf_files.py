@@ -1,9 +1,4 @@
-"""GGUF files of small models in memory, as llama.cpp's own converter lays them out.
-
-Names and layouts are written down here, not taken from the ``gguf`` package's table, so that what
-reads such files is tested against them: stacked experts, gate and up apart, queries and keys of
-Mixtral in pairs.
-"""
+"""GGUF files of small models in memory, as llama.cpp's own converter writes them."""
 
 from __future__ import annotations
 
@@ -15,37 +10,10 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import PreTrainedModel
 
-NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-}
-"""Tensors of a layer: llama.cpp's names and transformers'."""
-ARCHITECTURES = {
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
-    "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-}
-OWN_NAMES = {
-    "gpt_oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-    "qwen2_moe": {
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    },
-}
+from examples.models.gguf_rules import ARCHITECTURES, gguf_keys, gguf_tensors
+
 SPLITS_OF_TEXT = {"gpt_oss": "gpt-4o", "mixtral": "llama-bpe"}
 """What the pre-tokenizer is called; the others' is qwen2."""
 
@@ -59,21 +27,23 @@ def write_model(
     kind: Kind = lambda _: "F32",
     vocabulary: Any = None,
     parts: int = 1,
+    split: str = "",
 ) -> None:
     """The model as a GGUF file, or (`parts` > 1) as a split one, of which `out` is the stem.
 
     Args:
         kind: of matrices; vectors and routers stay in float32, as llama.cpp's do.
         vocabulary: parsed tokenizer.json of a byte-level BPE, if any.
+        split: llama.cpp's name of how its text is split.
     """
     name = model.config.model_type
-    tensors = dict(_tensors(model))
+    tensors = gguf_tensors(model)
     each = -(-len(tensors) // parts)
     most = each if parts > 1 else 0
     writer = gguf.GGUFWriter(out, ARCHITECTURES[name], split_max_tensors=most)
     write_keys(writer, model.config)
     if vocabulary is not None:
-        _write_tokenizer(writer, vocabulary, SPLITS_OF_TEXT.get(name, "qwen2"))
+        _write_tokenizer(writer, vocabulary, split or SPLITS_OF_TEXT.get(name, "qwen2"))
     else:
         writer.add_tokenizer_model("no_vocab")
     for tensor, value in tensors.items():
@@ -90,7 +60,10 @@ def write_model(
 
 
 def stays_whole(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 or "ffn_gate_inp" in name
+    """As llama.cpp's converter and its quantiser leave small tensors in float32."""
+    return len(shape) == 1 or any(
+        part in name for part in ("ffn_gate_inp", "ssm_", "conv", "_norm")
+    )
 
 
 def blocks(array: NDArray[np.float32], kind: Any) -> NDArray[Any]:
@@ -148,87 +121,17 @@ RANDOM = {
 """Types that the package decodes and cannot write."""
 
 
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    state, config = model.state_dict(), model.config
-    names = NAMES | OWN_NAMES.get(config.model_type, {})
-    if config.model_type == "gpt_oss":
-        del names["ffn_norm"]
-    found = {
-        "token_embd.weight": state["model.embed_tokens.weight"],
-        "output_norm.weight": state["model.norm.weight"],
-    }
-    if not config.tie_word_embeddings:
-        found["output.weight"] = state["lm_head.weight"]
-    for layer in range(config.num_hidden_layers):
-        own, block = f"model.layers.{layer}.", f"blk.{layer}."
-        for theirs, ours in names.items():
-            for leaf in ("weight", "bias"):
-                if (value := state.get(f"{own}{ours}.{leaf}")) is not None:
-                    found[f"{block}{theirs}.{leaf}"] = value
-        if config.model_type == "mixtral":
-            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-            for theirs, count in heads.items():
-                halves = found[f"{block}{theirs}.weight"].unflatten(0, (count, 2, -1))
-                found[f"{block}{theirs}.weight"] = halves.transpose(1, 2).flatten(0, 2)
-        if config.model_type == "qwen2_moe":
-            found[f"{block}ffn_gate_inp_shexp.weight"] = found[
-                f"{block}ffn_gate_inp_shexp.weight"
-            ].squeeze(0)
-        if (sinks := state.get(f"{own}self_attn.sinks")) is not None:
-            found[f"{block}attn_sinks.weight"] = sinks
-        if (bias := state.get(f"{own}mlp.e_score_correction_bias")) is not None:
-            found[f"{block}exp_probs_b.bias"] = bias
-        found |= _experts(state, f"{own}mlp.experts.", f"{block}ffn_")
-    return found
-
-
-def _experts(state: dict[str, Tensor], own: str, block: str) -> dict[str, Tensor]:
-    both, down = state[f"{own}gate_up_proj"], state[f"{own}down_proj"]
-    if f"{own}gate_up_proj_bias" not in state:
-        gate, up = both.chunk(2, dim=1)
-        parts = {"gate": gate, "up": up, "down": down}
-        return {f"{block}{part}_exps.weight": value for part, value in parts.items()}
-    bias = state[f"{own}gate_up_proj_bias"]
-    return {
-        f"{block}gate_exps.weight": both[..., ::2].mT,
-        f"{block}up_exps.weight": both[..., 1::2].mT,
-        f"{block}down_exps.weight": down.mT,
-        f"{block}gate_exps.bias": bias[:, ::2],
-        f"{block}up_exps.bias": bias[:, 1::2],
-        f"{block}down_exps.bias": state[f"{own}down_proj_bias"],
-    }
-
-
 def write_keys(writer: Any, config: Any) -> None:
     """What llama.cpp must know of a model beside its tensors and its tokenizer."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rope = config.rope_parameters
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head * rope.get("partial_rotary_factor", 1)))
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if getattr(config, "sliding_window", None):
-        writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_count(
-        config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
-    )
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_vocab_size(config.vocab_size)
-    if config.model_type == "minimax_m2":
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    kinds = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    for key, value in gguf_keys(config).items():
+        kinds[type(value)](f"{ARCHITECTURES[config.model_type]}.{key}", value)
 
 
 def _write_tokenizer(writer: Any, vocabulary: Any, split: str) -> None:

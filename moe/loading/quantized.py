@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from experts.safetensors_io import TensorInfo
-from kernels.planes import PlaneFormat
+from kernels.planes import (
+    PlaneFormat,
+    PlaneLayout,
+    dequantize,
+    num_planes,
+    pack,
+    pack_scales,
+    quantize,
+)
 from kernels.scales import GroupScales
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint, listing
@@ -31,6 +40,7 @@ from moe.loading.schemes import (
     compressed_tensors,
     fp8,
     gptq,
+    modelopt,
     mxfp4,
 )
 
@@ -40,6 +50,7 @@ METHODS: dict[str, Callable[[dict[str, Any]], Coding]] = {
     "gptq": gptq,
     "awq": awq,
     "compressed-tensors": compressed_tensors,
+    "modelopt": modelopt,
     "gguf": gguf_coding,
 }
 
@@ -90,7 +101,7 @@ def scheme_of(config: PreTrainedConfig) -> Coding | None:
             known: dict[str, Any] = stated if isinstance(stated, dict) else vars(stated)
             method = str(getattr(known.get("quant_method"), "value", known.get("quant_method")))
             make = METHODS.get(method)
-            reason = "only FP8, MXFP4, GPTQ, AWQ, compressed-tensors and GGUF are"
+            reason = "only FP8, MXFP4, NVFP4, GPTQ, AWQ, compressed-tensors and GGUF are"
             if make is not None:
                 try:
                     return make(known)
@@ -114,14 +125,37 @@ def decoding_notices(
     scheme = scheme_of(config)
     if scheme is None:
         return []
+    dtype = _dtype(config)
+    most = 100 * torch.finfo(dtype).eps / 2
+    rounded = f"decoded to {str(dtype).removeprefix('torch.')}"
+    if not scheme.fits_bfloat16:
+        rounded += f" (numbers are rounded by {most:.2g} % at most)"
     if kept:
-        return [f"the checkpoint's weights are {scheme.name}: {kept}; others are decoded"]
-    became = "decoded while loading"
-    if expert_bits == 8 and scheme.few_values:
-        became += ", those of experts into 8-bit planes that hold the same numbers where groups fit"
+        own = f" ({', '.join(scheme.decoded)} among them)" if scheme.decoded else ""
+        became = f"{kept}; others{own} are {rounded}"
+    elif expert_bits == 8 and scheme.few_values:
+        became = f"{rounded}, those of experts into 8-bit planes that hold the same numbers "
+        became += "where groups fit"
     elif expert_bits is not None and expert_bits <= 8:
-        became += f", those of experts rounded again, to {expert_bits} bits"
+        error = 100 * rounding_error(expert_bits)
+        became = f"{rounded}, those of experts rounded again, to {expert_bits} bits (by about "
+        became += f"{error:.2g} % of their size, root mean square)"
+    else:
+        own = f"; {', '.join(scheme.decoded)} fit no bit planes" if scheme.decoded else ""
+        became = f"{rounded} while loading{own}"
     return [f"the checkpoint's weights are {scheme.name}: {became}"]
+
+
+@cache
+def rounding_error(bits: int) -> float:
+    """What rounding normal numbers to our bit planes changes them by, of their size (RMS)."""
+    drawn = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    layout = PlaneLayout(*drawn.shape)
+    codes, scales = quantize(drawn, layout.group_size)
+    count = num_planes(bits)
+    planes = pack(codes, layout)[:count]
+    away = dequantize(planes, pack_scales(scales, layout), layout).float() - drawn
+    return float(away.square().mean().sqrt() / drawn.square().mean().sqrt())
 
 
 class DecodedCheckpoint(Checkpoint):

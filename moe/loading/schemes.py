@@ -28,6 +28,7 @@ class Coding:
     Attributes:
         name: the method.
         fits_bfloat16: decoded weights are exact in bfloat16.
+        decoded: what of it no bit planes hold, by name, for people.
         few_values: so few values a scale that 8-bit planes hold them exactly (`experts.weights`),
             where no group of theirs ends inside one of ours.
     """
@@ -35,6 +36,7 @@ class Coding:
     name: str
     fits_bfloat16: bool = field(default=False, kw_only=True)
     few_values: bool = field(default=False, kw_only=True)
+    decoded: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
+_NVFP4_GROUP = 16
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column that each 4-bit field of a word holds, lowest field first (AutoAWQ's GEMM packing)."""
 
@@ -145,6 +148,19 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     fields = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     decoded = values[fields.int()] * _e8m0(scales)[..., None]
     return decoded.flatten(-2).transpose(-2, -1).contiguous()
+
+
+def decode_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """``(N, K / 2)`` bytes of two numbers each, low one first, and ``(N, K / 16)`` scales."""
+    halves_NK = _fp4_halves(packed).float()
+    return halves_NK * (scales / 2).repeat_interleave(_NVFP4_GROUP, 1)
+
+
+def _fp4_halves(packed: Tensor) -> Tensor:
+    """``(N, K)`` numbers in int8, in halves: whole numbers from -12 to 12."""
+    values = torch.tensor([int(2 * value) for value in _FP4], dtype=torch.int8)
+    fields = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
+    return torch.cat([values, -values])[fields]
 
 
 def decode_gptq(
@@ -212,7 +228,7 @@ def _e8m0(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
 
 
-# Weights as small floating point numbers: FP8 with scales of blocks or rows, and MXFP4.
+# Weights as small floating point numbers: FP8 with scales of blocks or rows, MXFP4 and NVFP4.
 
 
 def fp8(config: dict[str, Any]) -> Scheme:
@@ -265,6 +281,51 @@ def mxfp4(_: dict[str, Any]) -> Scheme:
 
     names = {"blocks": "_blocks", "scales": "_scales"}
     return Scheme("MXFP4", names, shape, decode, "", fits_bfloat16=True, few_values=True)
+
+
+def modelopt(config: dict[str, Any]) -> Scheme:
+    algorithm = config.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise SchemeError(f"quant_algo is {algorithm}, only NVFP4 can be read")
+    names = {"global": ".weight_scale_2", "scale": ".weight_scale", "packed": ".weight"}
+    return _nvfp4("ModelOpt NVFP4", names, (".input_scale", ".k_scale", ".v_scale"), False)
+
+
+def _nvfp4(name: str, names: dict[str, str], ignored: tuple[str, ...], divided: bool) -> Scheme:
+    """FP4 numbers, a float8 scale for each 16 of a row, and a float32 one for the whole weight.
+
+    Args:
+        divided: scales are divided by the weight's own, not multiplied with it.
+    """
+
+    def shape(parts: Infos) -> tuple[int, ...]:
+        packed, scale = need(parts, "packed", "scale", dimensions=2)
+        (whole,) = need(parts, "global")
+        check_dtype(packed, torch.uint8)
+        rows, columns = packed.shape[0], 2 * packed.shape[1]
+        check_groups(columns // _NVFP4_GROUP, columns)
+        check(scale, torch.float8_e4m3fn, (rows, columns // _NVFP4_GROUP))
+        check_dtype(whole, torch.float32)
+        if whole.shape not in ((), (1,)):
+            raise SchemeError(f"there must be one scale for all of it, they are {whole.shape}")
+        return rows, columns
+
+    def scales(parts: Parts) -> Tensor:
+        own, whole = parts["scale"].float(), parts["global"].reshape(1, 1)
+        return own / whole if divided else own * whole
+
+    def read(parts: Parts, _: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        codes_NK = (_fp4_halves(parts["packed"]) + 16).to(torch.uint8)
+        return codes_NK, GroupScales((scales(parts) / 2).half())
+
+    return Scheme(
+        name,
+        names,
+        shape,
+        lambda parts: decode_nvfp4(parts["packed"], scales(parts)),
+        ignored=ignored,
+        planes=StoredPlanes(lambda _: plane_format(_NVFP4_GROUP, 5, "centred"), read),
+    )
 
 
 def float8_rows() -> Scheme:
@@ -373,10 +434,16 @@ def compressed_tensors(config: dict[str, Any]) -> Scheme:
         raise SchemeError("its groups of layers have different formats")
     if weights[0]["type"] == "float" and weights[0]["num_bits"] == 8:
         return float8_rows()
+    if config.get("format") == "nvfp4-pack-quantized":
+        names = {"packed": ".weight_packed", "scale": ".weight_scale"}
+        names |= {"global": ".weight_global_scale"}
+        unused = (".input_global_scale", ".k_scale", ".v_scale")
+        return _nvfp4("compressed-tensors NVFP4", names, unused, True)
     bits = known_bits(weights[0], "num_bits", (4, 8))
     if config.get("format") != "pack-quantized":
         raise SchemeError(
-            f"format {config.get('format')}, only pack-quantized and float8 can be read"
+            f"format {config.get('format')}, only pack-quantized, nvfp4-pack-quantized and float8 "
+            "can be read"
         )
     zeros = () if weights[0].get("symmetric", True) else ("zero_point",)
 

@@ -41,6 +41,8 @@ ToolSpec = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 PROCESSOR_TEMPLATE = "chat_template.json"
+WHY_NONE = "no_tokenizer.txt"
+"""A file that says why a directory has no tokenizer, where what made the directory knows."""
 
 
 class TextCodec:
@@ -267,7 +269,9 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
 
     # transformers makes an empty tokenizer of some architectures where the files are absent.
     if not any(any(directory.glob(pattern)) for pattern in _PATTERNS):
-        return None, f"{directory} has no tokenizer files"
+        told = directory / WHY_NONE
+        why = told.read_text(encoding="utf-8") if told.is_file() else ""
+        return None, why or f"{directory} has no tokenizer files"
     try:
         # False, not unset: unset lets transformers ask on the terminal whether to run code.
         tokenizer = AutoTokenizer.from_pretrained(

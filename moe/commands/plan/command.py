@@ -185,6 +185,8 @@ def show(made: SpeedPlan, console: Console) -> None:
         table.add_row(f"on {tier.name}", _gib(tier.bytes), f"{share:.0%} of the experts")
     console.print(table)
     console.print()
+    if memory.notice:
+        console.print(f"Weights: {memory.notice}.", soft_wrap=True, markup=False)
     if made.misfit:
         remedies = [line for line in made.misfit.splitlines() if line.startswith("  - ")]
         console.print("It does not fit. What would help:", *remedies, sep="\n", soft_wrap=True)

@@ -1,6 +1,6 @@
 """The tensors of GGUF files, decoded as they are read, each expert by itself.
 
-llama.cpp's names become a network's by the table of the ``gguf`` package; experts of a layer lie in
+llama.cpp's names become a network's by `moe.loading.gguf.architectures`; experts of a layer lie in
 one tensor for each of gate, up and down, and are presented as one tensor an expert, so that the
 loader can read each to where it stays.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,90 +25,137 @@ from kernels.planes import PlaneFormat
 from kernels.scales import GroupScales
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
-from moe.loading.gguf.config import Architecture, architecture
+from moe.loading.gguf.architectures import NAMES, Architecture
+from moe.loading.gguf.config import architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
+from moe.loading.gguf.layouts import AS_IT_IS, WHOLE, Part, TensorLayout
 from moe.loading.gguf.planes import TYPES
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding
 from moe.network.seam import experts_modules
 
-# Where the tensors of a GGUF file go in a network, by the table of names in the package
-# ``gguf``.
-#
-# A layer's experts lie in one tensor for each of gate, up and down, whatever the network has.
-
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where a stored tensor goes in a network.
+    """Where a stored tensor, or a part of it, goes in a network.
 
     Attributes:
         target: the parameter.
-        index: which part of it; behind the expert's number, where it has one.
-        each: it holds all experts, and is presented as one tensor for each.
-        heads: rows are in the order of pairs that turn together, in this many heads; 0: not.
-        transposed: the network has columns where the file has rows.
+        parts: of the tensor, each with its place in the parameter; a layout may have others.
+        index: where all of them are, in front of their own places.
+        layout: what else is different.
     """
 
     target: str
+    parts: tuple[Part, ...] = WHOLE
     index: Index = ()
-    each: bool = False
-    heads: int = 0
-    transposed: bool = False
+    layout: TensorLayout = AS_IT_IS
 
 
 def targets_of(
-    model: PreTrainedModel, name: str, known: Architecture, expected: Mapping[str, Tensor]
+    model: PreTrainedModel,
+    known: Architecture,
+    expected: Mapping[str, Tensor],
+    stored: Iterable[str],
 ) -> Iterator[tuple[str, TensorTarget]]:
-    """Where the tensors that a file may have go, by their names in it."""
-    gguf_coding, config = package(), model.config
-    kinds = {kind: number for number, kind in gguf_coding.MODEL_ARCH_NAMES.items()}
-    table = gguf_coding.get_tensor_name_map(kinds[name], config.num_hidden_layers)
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    experts = {f"{path}.{own}" for path, m in experts_modules(model) for own in m._parameters}
-    for path, module in experts_modules(model):
-        block = table.get_name(f"{path}.down_proj").rpartition(".")[0]
-        yield from _expert_targets(block, path, module)
-    for target in expected.keys() - experts:
-        for theirs, ending in _spellings(target):
-            if (found := table.get_name(theirs)) is not None:
-                own = heads.get(found.rpartition(".")[2], 0) if known.pairs else 0
-                yield f"{found}{ending}", TensorTarget(target, heads=own)
+    """Where the tensors of a file go, by their names in it; not those that have no place."""
+    names = NAMES | dict(known.names)
+    experts = {
+        int(next(part for part in path.split(".") if part.isdigit())): (path, module)
+        for path, module in experts_modules(model)
+    }
+    for name in stored:
+        block, number, stem, leaf = _split(name)
+        if block and int(number) in experts:
+            goal = _expert_target(stem, leaf, *experts[int(number)])
+            if goal is not None:
+                yield name, goal
+                continue
+        if stem not in names:
+            continue
+        path = f"{known.layers}.{number}.{names[stem]}" if block else names[stem]
+        target = next((own for own in (f"{path}.{leaf}", path) if own in expected), None)
+        if target is not None:
+            yield name, TensorTarget(target, layout=known.layouts.get(stem, AS_IT_IS))
 
 
-def _spellings(target: str) -> Iterator[tuple[str, str]]:
-    """Names that llama.cpp's table may know a parameter by, each with the ending of its tensor."""
-    for name in (target, target.replace(".mlp.", ".block_sparse_moe.")):
-        stem, _, leaf = name.rpartition(".")
-        if leaf in ("weight", "bias"):
-            yield stem, f".{leaf}"
-        else:
-            yield name, ".weight"
-            yield name.removesuffix("_bias"), ".bias"
+def _split(name: str) -> tuple[str, str, str, str]:
+    """``blk``, the layer's number, the tensor's name, and ``weight`` or ``bias``; each may be
+    empty."""
+    stem, _, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        stem, leaf = name, ""
+    block, number, own = (*stem.split(".", 2), "", "")[:3]
+    if block == "blk" and number.isdecimal():
+        return block, number, own, leaf
+    return "", "", stem, leaf
 
 
-def _expert_targets(block: str, path: str, module: Any) -> Iterator[tuple[str, TensorTarget]]:
-    """Of a layer's experts. Legend: gate and up one behind the other, or in turns."""
-    turned = bool(module.is_transposed)
-    width = module.gate_up_proj.shape[2 if turned else 1] // 2
-    halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-    if module.is_concatenated:
-        halves = {"gate": slice(0, width), "up": slice(width, None)}
-        yield (
-            f"{block}.ffn_gate_up_exps.weight",
-            TensorTarget(f"{path}.gate_up_proj", (), True, 0, turned),
-        )
-    for part, half in halves.items():
-        index = (slice(None), half) if turned else (half,)
-        goal = TensorTarget(f"{path}.gate_up_proj", index, each=True, transposed=turned)
-        yield f"{block}.ffn_{part}_exps.weight", goal
-        yield (
-            f"{block}.ffn_{part}_exps.bias",
-            TensorTarget(f"{path}.gate_up_proj_bias", (slice(None), half)),
-        )
-    yield f"{block}.ffn_down_exps.weight", TensorTarget(f"{path}.down_proj", (), True, 0, turned)
-    yield f"{block}.ffn_down_exps.bias", TensorTarget(f"{path}.down_proj_bias")
+def _expert_target(stem: str, leaf: str, path: str, module: Any) -> TensorTarget | None:
+    """Of one of the tensors of a layer's experts: of all of them, or of one as in old files.
+    Legend: gate and up one behind the other, or in turns."""
+    kind, _, number = stem.removeprefix("ffn_").removesuffix("_exps").partition(".")
+    single = number.isdecimal() and len(number) < 6 and int(number) < module.num_experts
+    if not (stem.endswith("_exps") or single) or kind not in (*_HALVES, "gate_up", "down"):
+        return None
+    turned, bias = bool(module.is_transposed), "_bias" if leaf == "bias" else ""
+    own = "down_proj" if kind == "down" else "gate_up_proj" if module.has_gate else "up_proj"
+    index: Index = ()
+    if kind in _HALVES and module.has_gate:
+        width = module.gate_up_proj.shape[2 if turned else 1] // 2
+        halves = (slice(0, width), slice(width, None))
+        half = (halves if module.is_concatenated else _TURNS)[_HALVES.index(kind)]
+        index = (slice(None), half) if turned and not bias else (half,)
+    elif kind == "gate_up" and not module.is_concatenated:
+        return None
+    if bias:
+        return TensorTarget(f"{path}.{own}_bias", index=(slice(None), *index))
+    chosen = [int(number)] if single else range(module.num_experts)
+    parts = (Part(slice(None) if single else e, (e, *index), turned) for e in chosen)
+    return TensorTarget(f"{path}.{own}", tuple(parts))
+
+
+_HALVES = ("gate", "up")
+_TURNS = (slice(0, None, 2), slice(1, None, 2))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stored tensor, or a part of one, and how it becomes what a network has; see `TensorLayout`.
+
+    Attributes:
+        transposed: rows in the file are columns in the network.
+    """
+
+    tensor: GgufTensor
+    order: Tensor | None
+    columns: Tensor | None
+    value: Callable[[Tensor], Tensor] | None
+    transposed: bool
+
+    @property
+    def as_it_is(self) -> bool:
+        changes = (self.order, self.columns, self.value)
+        return not self.transposed and all(change is None for change in changes)
+
+    def arranged(self, stored: Tensor) -> Tensor:
+        if self.order is not None:
+            stored = stored[self.order]
+        if self.columns is not None:
+            stored = stored[..., self.columns]
+        if self.value is not None:
+            stored = self.value(stored)
+        return stored.mT if self.transposed else stored
+
+
+def _same_but_for_ones(
+    given: tuple[int, ...], place: tuple[int, ...], layout: TensorLayout
+) -> bool:
+    """Whether a tensor fills a place as it lies: both have the same sizes above 1, or the place
+    is a vector, whose numbers may lie in rows."""
+    flat = len(place) == 1 and layout.order is None and math.prod(given) == place[0]
+    return flat or [size for size in given if size > 1] == [size for size in place if size > 1]
 
 
 FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
@@ -118,7 +165,8 @@ FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
 def gguf_coding(config: dict[str, Any]) -> Coding:
     """What `moe.loading.gguf.config` notes of the types of tensors."""
     few = set(config["expert_types"]) <= FEW_VALUES
-    return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few)
+    decoded = tuple(kind for kind in config["types"] if kind not in TYPES | FLOATS)
+    return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few, decoded=decoded)
 
 
 class GgufCheckpoint(Checkpoint):
@@ -138,25 +186,33 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path, dtype: torch.dtype, source: ByteSource = LOCAL) -> None:
         super().__init__(path, source)
         self._dtype = dtype
-        self._stored: dict[str, tuple[GgufTensor, TensorTarget]] = {}
+        self._stored: dict[str, Placed] = {}
         self._last: tuple[str, Tensor] | None = None
         files = open_all(sorted(file.resolve() for file in path.glob("*.gguf")))
         for file in files:
             self._closing.callback(os.close, file.fd)
             self._open[file.path] = OpenFile(file.path, file.fd, file.status, {})
-        self._architecture = architecture(files[0].metadata)
         self._found = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        name, self._architecture = architecture(files[0].metadata, self._found)
+        self._drafting = bool(files[0].metadata.get(f"{name}.nextn_predict_layers"))
+        self._config: Any = None
 
     def make_plan(self, model: PreTrainedModel) -> LoadPlan:
         expected = model.state_dict()
-        targets = dict(targets_of(model, *self._architecture, expected))
-        self._tensors, self._stored = {}, {}
+        targets = dict(targets_of(model, self._architecture, expected, self._found))
+        self._tensors, self._stored, self._config = {}, {}, model.config
+        layers = f"{self._architecture.layers}.{{}}."
+        ignored, problems = [], []
         pieces: dict[str, list[tuple[str, Index]]] = {}
-        problems = []
         for name, tensor in self._found.items():
             goal = targets.get(name)
             if goal is None:
-                problems.append(f"unexpected: {name} {tensor.shape}")
+                number = _split(name)[1]
+                drafts = number and not any(n.startswith(layers.format(number)) for n in expected)
+                if drafts and self._drafting:
+                    ignored.append(name)
+                else:
+                    problems.append(f"unexpected: {name} {tensor.shape}")
                 continue
             try:
                 found = self._present(name, tensor, goal, expected[goal.target])
@@ -175,72 +231,83 @@ class GgufCheckpoint(Checkpoint):
         missing = expected.keys() - {goal.target for n, goal in targets.items() if n in self._found}
         absent = adjusted(model, without_tied(model, missing), set()).missing_keys
         problems += [f"missing: {name} {tuple(expected[name].shape)}" for name in sorted(absent)]
-        return LoadPlan(conversions, missing, [], problems)
+        return LoadPlan(conversions, missing, ignored, problems)
 
     def _present(
         self, name: str, tensor: GgufTensor, goal: TensorTarget, expected: Tensor
     ) -> list[tuple[str, Index]]:
-        """Add to `tensors` what fills a place in a parameter; raises ValueError if it does not."""
-        if goal.each:
-            count = len(expected)
-            if tensor.shape[0] != count:
-                raise ValueError(f"the configuration says {count} experts")
-            size = (tensor.end - tensor.start) // count
-            found = []
-            for expert in range(count):
-                start = tensor.start + expert * size
-                own = replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
-                at = replace(goal, index=(expert, *goal.index), each=False)
-                found += self._present(f"{name}[{expert}]", own, at, expected)
-            return found
-        place = expected[goal.index].shape
-        given = tensor.shape[::-1] if goal.transposed else tensor.shape
-        if [size for size in given if size > 1] != [size for size in place if size > 1]:
-            raise ValueError(f"the configuration says {tuple(place)}")
-        if goal.heads and place[0] % (2 * goal.heads):
-            raise ValueError(f"{place[0]} rows are not pairs in {goal.heads} heads")
-        if not goal.transposed:
-            tensor = replace(tensor, shape=tuple(place))
+        """Add to `tensors` what fills places in a parameter; raises ValueError if it does not."""
+        count, layout, parts = tensor.shape[0], goal.layout, goal.parts
+        if layout.parts is not None:
+            parts = tuple(layout.parts(self._config, count))
+        single = [part.rows for part in parts if isinstance(part.rows, int)]
+        if single and len(single) != count:
+            raise ValueError(f"the configuration says {len(single)} experts or heads")
+        size = (tensor.end - tensor.start) // count
         kind = FLOATS.get(kind_name(tensor.kind))
         dtype = self._dtype if kind is None else getattr(torch, kind)
-        info = TensorInfo(tensor.file, torch.float32, tuple(place), tensor.start, tensor.end)
-        self._tensors[name] = _as(dtype, info)
-        self._stored[name] = tensor, goal
-        return [(name, goal.index)]
+        found = []
+        for number, part in enumerate(parts):
+            whole = part.rows == slice(None)
+            piece = name if whole else f"{name}[{number}]"
+            index = (*goal.index, *part.index)
+            place = tuple(expected[index].shape)
+            if isinstance(part.rows, int):
+                first, last, shape = part.rows, part.rows + 1, tensor.shape[1:]
+            else:
+                first, last, _ = part.rows.indices(count)
+                shape = (last - first, *tensor.shape[1:])
+            given = shape[::-1] if part.transposed else shape
+            if not part.transposed and _same_but_for_ones(given, place, layout):
+                shape = place
+            elif given != place:
+                raise ValueError(f"the configuration says {place}")
+            start, end = tensor.start + first * size, tensor.start + last * size
+            own = replace(tensor, shape=shape, start=start, end=end)
+            config, columns = self._config, shape[-1]
+            self._stored[piece] = Placed(
+                own,
+                None if layout.order is None else layout.order(config, shape[0]),
+                None if layout.columns is None else layout.columns(config, columns),
+                layout.value,
+                part.transposed,
+            )
+            info = TensorInfo(own.file, torch.float32, place, start, end)
+            self._tensors[piece] = _as(dtype, info)
+            found.append((piece, index))
+        return found
 
     def announce(self, names: Iterable[str]) -> None:
-        stored = (self._stored[name][0] for name in names)
+        stored = (self._stored[name].tensor for name in names)
         self._bytes.announce((tensor.file, tensor.start, tensor.end) for tensor in stored)
 
     def read(self, name: str, *, rows: slice | None = None) -> Tensor:
-        tensor, goal = self._stored[name]
-        if not goal.heads and not goal.transposed:
+        stored = self._stored[name]
+        tensor = stored.tensor
+        if stored.as_it_is:
             return self._decoded(name, tensor, rows or slice(None))
         if self._last is None or self._last[0] != name:
             self._last = None  # one rearranged tensor at a time
-            whole = self._decoded(name, tensor, slice(None))
-            if goal.heads:  # what turns together: side by side in the file, else half a head apart
-                whole = whole.unflatten(0, (goal.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-            self._last = name, whole.mT if goal.transposed else whole
+            self._last = name, stored.arranged(self._decoded(name, tensor, slice(None)))
         return self._last[1][rows or slice(None)]
 
     def read_into(self, name: str, out: Tensor, *, rows: slice | None = None) -> None:
         out.copy_(self.read(name, rows=rows))
 
     def plane_format(self, name: str) -> PlaneFormat | None:
-        tensor, _ = self._stored[name]
-        known = TYPES.get(kind_name(tensor.kind))
-        return known.format if known is not None and len(tensor.shape) == 2 else None
+        stored = self._stored[name]
+        known = TYPES.get(kind_name(stored.tensor.kind))
+        fits = stored.value is None and stored.columns is None and len(stored.tensor.shape) == 2
+        return known.format if known is not None and fits else None
 
     def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
-        tensor, goal = self._stored[name]
+        tensor, order = self._stored[name].tensor, self._stored[name].order
         own = TYPES[kind_name(tensor.kind)]
-        some = slice(None) if goal.heads or rows is None else rows
+        some = slice(None) if order is not None or rows is None else rows
         raw = torch.from_numpy(self._raw(name, tensor, some))
         size = package().GGML_QUANT_SIZES[package().GGMLQuantizationType(tensor.kind)][1]
         codes, scales = own.read(raw.view(-1, raw.shape[1] // size, size))
-        if goal.heads:
-            order = torch.arange(len(codes)).view(goal.heads, -1, 2).transpose(1, 2).flatten()
+        if order is not None:
             order = order[rows or slice(None)]
             return codes[order], scales.rows(order)
         return codes, scales

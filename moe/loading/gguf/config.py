@@ -1,84 +1,79 @@
 """What a GGUF file says of its model, as a configuration of transformers.
 
 transformers' own tables leave out sizes of experts and how positions are scaled, and its newer
-versions replace them, so this one stands alone. Sizes that tensors show are taken from the tensors.
-Keys that say how experts are chosen or positions turned are understood or refused.
+versions replace them, so `moe.loading.gguf.architectures` stands alone. Sizes that tensors show are
+taken from the tensors. Keys that change what a model computes are understood or refused.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experts.safetensors_io import HeaderError
 from moe.errors import UnsupportedModelError
+from moe.loading.gguf.architectures import ARCHITECTURES, DEFAULTS, KEYS, Architecture
 from moe.loading.gguf.header import FLOATS, GgufTensor, kind_name
 
-# What a GGUF file's keys say of an architecture: understood, or refused by name.
-
-_SHOWN = (  # by tensors, or by another key
+SHOWN = (
     "vocab_size",
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scaling.type",
     "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "attention.layer_norm_epsilon",
     "attention.value_length",
     "expert_count",
     "expert_feed_forward_length",
     "expert_shared_feed_forward_length",
     "expert_shared_count",
+    "feed_forward_length",
+    "leading_dense_block_count",
+    "nextn_predict_layers",
 )
-_TELLING = ("rope.", "expert_", "attention.")
+"""Keys that tensors, or other keys, say again."""
+_TELLING = (
+    "rope.",
+    "expert_",
+    "attention.",
+    "ssm.",
+    "shortconv.",
+    "interleave_",
+    "leading_",
+    "full_attention",
+    "nextn_",
+    "moe_",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "final_logit",
+    "attn_logit",
+)
 """How keys begin that change what a model computes."""
+_LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """How llama.cpp and transformers differ about one.
-
-    Attributes:
-        model_type: transformers' name.
-        experts, width: its names of the number of experts and of their intermediate size.
-        gating: llama.cpp's number of the function over the router's scores.
-        fixed: what llama.cpp does without the file saying so.
-        rotary: the keys of `rope_parameters` that are fixed likewise.
-        pairs: rows of queries and keys are in the order of pairs that turn together.
-    """
-
-    model_type: str
-    experts: str = "num_local_experts"
-    width: str = "intermediate_size"
-    gating: int = 1  # softmax
-    fixed: dict[str, Any] = field(default_factory=dict)
-    rotary: dict[str, Any] = field(default_factory=dict)
-    pairs: bool = False
-
-
-_QWEN = ("num_experts", "moe_intermediate_size")
-ARCHITECTURES = {
-    "gpt-oss": Architecture("gpt_oss", gating=3, rotary={"truncate": False}),
-    "llama": Architecture("mixtral", pairs=True),
-    "minimax-m2": Architecture("minimax_m2", gating=2),
-    "qwen2moe": Architecture("qwen2_moe", *_QWEN, fixed={"norm_topk_prob": False}),
-    "qwen3moe": Architecture("qwen3_moe", *_QWEN, fixed={"norm_topk_prob": True}),
-}
-
-
-def architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
+def architecture(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> tuple[str, Architecture]:
     """llama.cpp's name, and what is known of it; raises `UnsupportedModelError`, as all below."""
     name = metadata.get("general.architecture")
-    known = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if known is None:
+    known = ARCHITECTURES.get(name, ()) if isinstance(name, str) else ()
+    if not known:
         raise UnsupportedModelError(
             f"GGUF files of architecture {name!r} cannot be read, those of "
             f"{', '.join(ARCHITECTURES)} can; use the model's own checkpoint (safetensors)"
         )
-    return str(name), known
+    stated = metadata.get(f"{name}.expert_gating_func")
+    if not stated:  # as in files that were written before the key
+        biased = any(tensor.endswith(".exp_probs_b.bias") for tensor in tensors)
+        stated = max(own.gating for own in known) if biased else min(own.gating for own in known)
+    return str(name), next((own for own in known if own.gating == stated), known[0])
 
 
 class GgufKeys:
@@ -88,20 +83,27 @@ class GgufKeys:
         self._metadata, self._name, self._used = metadata, name, set[str]()
 
     def get(self, key: str, default: Any = None, kind: Any = int | float) -> Any:
-        """A finite number, or what else is wanted; `...` as default: there, and above 0."""
+        """A finite number, or what else is wanted; `...` as default: there, and above 0.
+
+        Of a list, one number a layer, the one that all layers have that have any.
+        """
         value = self._metadata.get(f"{self._name}.{key}")
         self._used.add(key)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]  # the same for every layer
+        if isinstance(value, list) and kind is not list:
+            several = {repr(own): own for own in value if own}
+            value = next(iter(several.values())) if len(several) == 1 else value
         if value is None and default is ...:
             raise HeaderError(f"does not state {self._name}.{key}")
         if value is not None and not isinstance(value, kind):
             raise self.refused(key)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.refused(key)
-        if value is not None and default is ... and value <= 0:
+        if value is not None and default is ... and kind is not list and value <= 0:
             raise self.refused(key)
         return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        return f"{self._name}.{key}" in self._metadata
 
     def refused(self, key: str) -> UnsupportedModelError:
         value = self._metadata.get(f"{self._name}.{key}")
@@ -110,57 +112,47 @@ class GgufKeys:
             "model's own checkpoint (safetensors)"
         )
 
-    def check(self, known: Architecture) -> None:
+    def check(self, known: Architecture, config: Mapping[str, Any]) -> None:
         """Refuse keys that state another routing or rotation than the model class computes, and
         keys that are not known here; log the rest."""
+        theta = self.get("rope.freq_base")
         for key, wanted in (
             ("expert_gating_func", (None, 0, known.gating)),
-            ("expert_weights_norm", (None, known.fixed.get("norm_topk_prob", True))),
+            ("expert_weights_norm", (None, config.get("norm_topk_prob", known.normalised))),
             ("expert_weights_scale", (None, 0.0, 1.0)),
+            ("expert_group_count", (None, 0, 1)),
+            ("expert_group_used_count", (None, 0, 1)),
+            ("attention.sliding_window", (None, 0)),
+            ("rope.freq_base_swa", (None, theta)),
             ("rope.scaling.attn_factor", (None, 1.0)),
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
+            ("rope.scaling.yarn_ext_factor", (None, 1.0)),
         ):
-            if self.get(key) not in wanted:
+            if key not in known.keys and self.get(key) not in wanted:
                 raise self.refused(key)
         own = f"{self._name}."
         for key in (key.removeprefix(own) for key in self._metadata if key.startswith(own)):
-            if key not in self._used and key not in _SHOWN:
+            if key not in self._used and key not in (*SHOWN, *known.unused):
                 if key.startswith(_TELLING):
                     raise self.refused(key)
                 _logger.warning("the GGUF file states %s%s, which is not used", own, key)
 
 
-_NEEDED = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "expert_used_count": "num_experts_per_tok",
-}
-_OPTIONAL = {
-    "feed_forward_length": "intermediate_size",
-    "attention.key_length": "head_dim",
-    "attention.sliding_window": "sliding_window",
-}
-_YARN = {
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-
-
 def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
     """The configuration; raises `HeaderError` where a key is missing or makes no sense."""
-    name, known = architecture(metadata)
+    name, known = architecture(metadata, tensors)
     keys = GgufKeys(metadata, name)
-    config = {ours: keys.get(key, ...) for key, ours in _NEEDED.items()} | known.fixed
-    config |= {o: keys.get(key) for key, o in _OPTIONAL.items() if keys.get(key) is not None}
-    config |= _shown(name, known, config, {n: t.shape for n, t in tensors.items()})
-    config["rope_parameters"] = _rope(keys, known, config)
-    keys.check(known)
+    layers = _layers(keys, tensors)
+    config = _stated(keys, known, len(layers)) | dict(known.fixed)
+    config |= _shown(name, known, keys, layers, {n: t.shape for n, t in tensors.items()})
+    if known.normalised is None:
+        config["norm_topk_prob"] = bool(keys.get("expert_weights_norm", False))
+    if known.turns:
+        config["rope_parameters"] = _rope(keys, known, config)
+    stems = [frozenset(tensor.rpartition(".")[0] or tensor for tensor in own) for own in layers]
+    config |= known.derived(config, stems)
+    _check_sizes(known, config, tensors)
+    keys.check(known, config)
     kinds, own, wide = (
         sorted({kind_name(t.kind) for n, t in tensors.items() if wanted(n, t)})
         for wanted in (
@@ -169,7 +161,7 @@ def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) 
             lambda _, tensor: len(tensor.shape) > 1,
         )
     )
-    return config | {
+    return {key: value for key, value in config.items() if not key.startswith("_")} | {
         "model_type": known.model_type,
         "tie_word_embeddings": "output.weight" not in tensors,
         "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
@@ -180,50 +172,150 @@ def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) 
     }
 
 
-def _shown(
-    name: str, known: Architecture, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Any]:
-    """What shapes tell, and that they do not contradict the keys: sizes of things that are made
-    before the loader compares shapes."""
-    if len(experts := shapes.get("blk.0.ffn_down_exps.weight", ())) != 3:
-        raise UnsupportedModelError(
-            "its first layer has no experts (tensor blk.0.ffn_down_exps.weight), and dense models "
-            f"of architecture {name} are not supported"
+def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset[str]]:
+    """The names of each layer's tensors, of all but those that draft further tokens."""
+    count = keys.get("block_count", ..., int)
+    drafting = keys.get("nextn_predict_layers", 0, int)
+    found: dict[str, set[str]] = {}
+    for tensor in tensors:
+        if tensor.startswith("blk."):
+            _, number, own = tensor.split(".", 2) if tensor.count(".") > 1 else ("", "", "")
+            found.setdefault(number, set()).add(own)
+    wanted = [str(number) for number in range(min(count - drafting, len(found)))]
+    drafts = range(count - drafting, min(count, len(found)))
+    behind = found.keys() - set(wanted)
+    absent = len(wanted) != count - drafting or not found.keys() >= set(wanted)
+    if absent or not behind <= {str(number) for number in drafts}:
+        raise HeaderError(
+            f"has blk.* of {len(found)} layers, and its keys say {count}"
+            + (f", of which {drafting} may be absent" if drafting else "")
         )
-    head = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    blocks = {tensor.split(".")[1] for tensor in shapes if tensor.startswith("blk.")}
-    embeddings = shapes.get("token_embd.weight", (0,))
-    for tensor, stated, shape in (
-        ("token_embd.weight", (embeddings[0], config["hidden_size"]), embeddings),
-        (
-            "blk.0.attn_k.weight",
-            (config["num_key_value_heads"] * head, config["hidden_size"]),
-            None,
-        ),
-        ("blk.*", config["num_hidden_layers"], len(blocks)),
-    ):
-        if (found := shapes.get(tensor) if shape is None else shape) != stated:
-            raise HeaderError(f"has {tensor} of {found}, and its keys say {stated}")
-    told = {known.experts: experts[0], known.width: experts[2], "vocab_size": embeddings[0]}
-    if shared := shapes.get("blk.0.ffn_down_shexp.weight"):
-        told["shared_expert_intermediate_size"] = shared[-1]
+    return [frozenset(found[number]) for number in wanted]
+
+
+def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, Any]:
+    """What keys say, by transformers' names."""
+    config = {}
+    for key, ours in (KEYS | dict(known.keys)).items():
+        default, kind = DEFAULTS.get(key, ...), list if key in _LISTS else int | float
+        if key == "attention.layer_norm_rms_epsilon":
+            default = keys.get("attention.layer_norm_epsilon", ...) if not keys.has(key) else ...
+        value = keys.get(key, default, kind)
+        if value == 0 and value is not False and default not in (None, ...):
+            value = default  # llama.cpp takes 0 for absent
+        config[ours] = value
+    config[known.keys.get("block_count", KEYS["block_count"])] = num_layers
+    names = KEYS | dict(known.keys)
+    if "qk_rope_head_dim" in config:
+        config["head_dim"] = config["qk_rope_head_dim"]
+    else:
+        width = config[names["embedding_length"]] // config[names["attention.head_count"]]
+        config["head_dim"] = keys.get("attention.key_length", width)
+    if config.get("sliding_window") == 0:
+        config["sliding_window"] = None
+    if "feed_forward_length" not in known.keys and keys.get("feed_forward_length", kind=object):
+        config["intermediate_size"] = keys.get("feed_forward_length")
+    return config
+
+
+def _shown(
+    name: str,
+    known: Architecture,
+    keys: GgufKeys,
+    layers: Sequence[frozenset[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, Any]:
+    """What tensors tell: sizes of things that are made before the loader compares shapes."""
+    sparse = [number for number, own in enumerate(layers) if "ffn_gate_inp.weight" in own]
+    experts = [_experts(layers[number], f"blk.{number}.", shapes) for number in sparse]
+    if not experts:
+        raise UnsupportedModelError(
+            "none of its layers has experts (tensors ffn_gate_inp and ffn_down_exps), and dense "
+            f"models of architecture {name} are not supported"
+        )
+    told: dict[str, Any] = {
+        known.sizes["experts"]: experts[0][0],
+        known.sizes["width"]: experts[0][1],
+    }
+    told["vocab_size"] = shapes.get("token_embd.weight", (0,))[0]
+    if known.dense_first:
+        told[known.dense_first] = sparse[0]
+    for tensor, ours in known.sizes.items():
+        found = (shapes[key] for key in shapes if key.endswith(f".{tensor}.weight"))
+        if tensor.startswith("ffn_") and (shape := next(found, None)):
+            told[ours] = shape[-1]
+    for ours, tensor in known.shown.items():
+        told[ours] = tensor in shapes or any(tensor in own for own in layers)
+    for ours, kinds in known.by_layer.items():
+        told[ours] = [
+            next((kind for tensor, kind in kinds.items() if f"{tensor}.weight" in own), "")
+            for own in layers
+        ]
     return told
 
 
+def _experts(
+    own: frozenset[str], block: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, int]:
+    """How many experts a layer has, and their width."""
+    if "ffn_down_exps.weight" in own:
+        shape = shapes[f"{block}ffn_down_exps.weight"]
+        if len(shape) != 3:
+            raise HeaderError(f"has {block}ffn_down_exps.weight of {shape}, not of 3 dimensions")
+        return shape[0], shape[2]
+    apart = [tensor for tensor in own if tensor.startswith("ffn_down.") and tensor.count(".") == 2]
+    if not apart:
+        raise HeaderError(f"has {block}ffn_gate_inp.weight and no experts beside it")
+    return len(apart), shapes[f"{block}{apart[0]}"][-1]
+
+
+def _check_sizes(
+    known: Architecture, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> None:
+    """That keys do not contradict the shapes of what is made by them."""
+    names = KEYS | dict(known.keys)
+    hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
+    embeddings = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else (0,)
+    keys = next((t.shape for n, t in tensors.items() if n.endswith(".attn_k.weight")), None)
+    checked = [("token_embd.weight", (embeddings[0], hidden), embeddings)]
+    if keys is not None and config.get("head_dim"):
+        checked.append(("attn_k.weight", (heads * config["head_dim"], hidden), keys))
+    for tensor, stated, found in checked:
+        if found != stated:
+            raise HeaderError(f"has {tensor} of {found}, and its keys say {stated}")
+
+
+_YARN = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
 def _rope(keys: GgufKeys, known: Architecture, config: dict[str, Any]) -> dict[str, Any]:
-    rope = {"rope_theta": keys.get("rope.freq_base", 10000.0), "rope_type": "default"}
+    rope = {**known.rotary, "rope_theta": keys.get("rope.freq_base", 10000.0)}
+    rope["rope_type"] = "default"
     rotated = keys.get("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
     scaling = keys.get("rope.scaling.type", "none", str)
+    factor = keys.get("rope.scaling.factor")
     if scaling in ("linear", "yarn"):
-        names = _YARN if scaling == "yarn" else {"factor": "factor"}
-        for key, ours in names.items():
+        for key, ours in (_YARN if scaling == "yarn" else {"factor": "factor"}).items():
             if (value := keys.get(f"rope.scaling.{key}")) is not None:
                 rope[ours] = value
-        rope |= {"rope_type": scaling} | (known.rotary if scaling == "yarn" else {})
+        rope |= {"rope_type": scaling} | (dict(known.yarn) if scaling == "yarn" else {})
+        if "qk_rope_head_dim" in config and keys.has("rope.scaling.yarn_log_multiplier"):
+            # llama.cpp's converter states a tenth of what both of transformers' factors are.
+            tenth = keys.get("rope.scaling.yarn_log_multiplier")
+            rope["mscale"] = rope["mscale_all_dim"] = 10 * tenth
     elif scaling != "none":
         raise keys.refused("rope.scaling.type")
+    elif factor not in (None, 0, 1):
+        raise keys.refused("rope.scaling.factor")
+    if rope.get("mrope_interleaved"):
+        rope["mrope_section"] = keys.get("rope.dimension_sections", ..., list)[:3]
     return rope
 
 

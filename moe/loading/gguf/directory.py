@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import re
 import shutil
@@ -21,10 +20,9 @@ from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import listing
 from moe.loading.gguf.config import gguf_config
 from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf, package
+from moe.loading.gguf.tokenizer import write_tokenizer
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-
-_logger = logging.getLogger(__name__)
 
 
 def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
@@ -78,7 +76,7 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
     for index, (path, *_) in enumerate(seen):
         (directory / f"{index:05}.gguf").symlink_to(path)
     if tokenizer:
-        _write_tokenizer(directory, metadata)
+        write_tokenizer(directory, "00000.gguf", metadata)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return directory
 
@@ -116,23 +114,3 @@ def open_all(paths: list[Path]) -> list[GgufFile]:
             os.close(file.fd)
         raise CheckpointError(listing("cannot use these GGUF files", problems))
     return files
-
-
-def _write_tokenizer(directory: Path, metadata: dict[str, object]) -> None:
-    """What transformers makes of the tokenizer's keys; nothing, and a warning, where it cannot."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not metadata.get("tokenizer.ggml.tokens"):
-        return
-    try:
-        # not AutoTokenizer: it reads the model's configuration first, and cannot read gpt-oss's
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            directory, gguf_file="00000.gguf", local_files_only=True
-        )
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # as of any damaged tokenizer
-        _logger.warning(
-            "the GGUF file's tokenizer cannot be used, so prompts can only be token ids: %s: %s",
-            type(error).__name__,
-            error,
-        )

@@ -13,13 +13,17 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from examples.models.gguf_files import ARCHITECTURES, Kind, write_model
-from examples.models.tiny import tiny_config, tiny_model
+from examples.models import gguf_files, gguf_rules
+from examples.models.gguf_files import Kind, write_model
+from examples.models.gguf_rules import ARCHITECTURES, AS_LLAMA_CPP
+from examples.models.tiny import tiny_config
 from experts.manifest import read_manifest
 from experts.store import Store
 from experts.weights import dequantize_experts
@@ -27,7 +31,9 @@ from kernels import QuantizedExperts
 from moe import MoE
 from moe.cli import main
 from moe.commands.convert.convert import convert
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, RequestError
+from moe.loading.gguf.architectures import ARCHITECTURES as TABLE
+from moe.loading.gguf.tokenizer import SPLITS
 from moe.loading.hub import public_name, read_config, resolve_model
 from moe.loading.meta_model import build_meta_model
 from moe.loading.quantized import decoding_notices, open_checkpoint
@@ -45,11 +51,20 @@ Write = Callable[..., Path]
 
 
 def reference(model_type: str) -> PreTrainedModel:
-    """A tiny model that routes as llama.cpp does."""
-    model = tiny_model(model_type)
-    routers: list[Any] = [m for m in model.modules() if hasattr(m, "norm_topk_prob")]
-    for router in routers:
-        router.norm_topk_prob = model_type == "qwen3_moe"
+    """A tiny model of an architecture, as llama.cpp can run it."""
+    config = tiny_config(model_type)
+    values = config.to_dict() | AS_LLAMA_CPP.get(model_type, {})
+    torch.manual_seed(0)
+    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model: PreTrainedModel = made(type(config).from_dict(values)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn_like(parameter)
+            spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+            parameter.copy_(parameter * (parameter.ndim < 2) + spread * drawn)
+        for name, buffer in model.named_buffers():
+            if "bias" in name:
+                buffer.normal_(std=0.1)
     return model
 
 
@@ -85,6 +100,23 @@ def write(tmp_path: Path) -> Write:
 @pytest.fixture(scope="module")
 def vocabulary() -> Any:
     return json.loads((DEMO / "tokenizer.json").read_text())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_names_are_those_that_llama_cpp_publishes(name: str) -> None:
+    numbers = {own: number for number, own in gguf.MODEL_ARCH_NAMES.items()}
+    tensors = gguf.MODEL_TENSORS[numbers[name]]
+    published = {gguf.TENSOR_NAMES[tensor].removeprefix("blk.{bid}.") for tensor in tensors}
+    for row in TABLE[name]:
+        kinds = (own for kinds in row.by_layer.values() for own in kinds)
+        shown = (tensor.rpartition(".")[0] for tensor in row.shown.values())
+        sizes = row.sizes.keys() - {"experts", "width"}
+        assert {*row.names, *row.layouts, *kinds, *shown, *sizes} <= published
+    assert {own.model_type for own in TABLE[name]} <= set(ARCHITECTURES) | {"granitemoeshared"}
+
+
+def test_every_architecture_of_the_table_is_tried() -> None:
+    assert {*ARCHITECTURES.values(), "qwen3vlmoe"} == set(TABLE)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -126,7 +158,7 @@ def test_weights_are_what_transformers_decodes(model_type: str, kind: str, write
     ours = parameters_of(file)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+        assert torch.equal(tensor, theirs[name].view(tensor.shape)), name  # one of theirs is 3D
 
 
 def test_queries_and_keys_in_pairs_are_put_back_as_by_transformers(write: Write) -> None:
@@ -212,9 +244,125 @@ def test_the_tokenizer_is_the_one_that_transformers_makes(
     assert read_config(directory).eos_token_id == [2]
 
 
+@pytest.mark.parametrize(
+    ("split", "text", "pieces"),
+    [
+        ("deepseek-v3", "a 1234,b  c\n你好 don't", "a| |123|4|,b| | c|\n|你好| don|'t"),
+        ("glm4", "I'LL 1234 x!!\n\n y", "I|'LL| |123|4| x|!!\n\n| y"),
+        ("hunyuan", "I'LL 12 x", "I|'LL| |1|2| x"),
+        ("refact", "I'll 12 x", "I|'ll| |1|2| x"),
+        ("olmo", "I'll 12  x", "I|'ll| 12| | x"),
+        ("qwen35", "né 12", "né| |1|2"),
+        ("tekken", "HelloWorld 12", "Hello|World| |1|2"),
+    ],
+)
+def test_text_is_split_as_the_models_own_tokenizers_do(split: str, text: str, pieces: str) -> None:
+    """Written down by hand, from what the expressions are for."""
+    expressions = [pre_tokenizers.Split(Regex(own), "isolated") for own in SPLITS[split]]
+    found = pre_tokenizers.Sequence(expressions).pre_tokenize_str(text)
+    assert "|".join(piece for piece, _ in found) == pieces
+
+
+@pytest.mark.parametrize("name", set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS))
+def test_expressions_are_those_of_transformers_where_it_has_them(name: str) -> None:
+    theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated")
+    (expression,) = SPLITS[name]
+    ours = pre_tokenizers.Split(Regex(expression), "isolated")
+    for text in (TEXT, "HelloWORLD's 1234567 né  \r\n\t !!x/\n/ 你好ーー ÉtéǅX ok'S"):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_text_that_would_be_split_otherwise_is_refused(write: Write, vocabulary: Any) -> None:
+    file = write(reference("qwen3_moe"), vocabulary=vocabulary, split="afmoe")
+    with pytest.raises(RequestError, match=r"splits text as 'afmoe' \(tokenizer.ggml.pre\)"):
+        MoE.from_pretrained(file, engine=PLAIN).generate(["text"])
+
+
 def test_commands_take_a_file(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(broad("gpt_oss"), lambda _: "MXFP4")
     assert public_name(file) == "model-of-mine"
     assert main(["plan", str(file)]) == 0
     assert main(["calibrate", str(file), "--text", str(DEMO / "README.md")]) == 2
     assert "give it a folder with --out" in " ".join(capsys.readouterr().err.split())
+
+
+def rewritten(model_type: str, write: Write, patch: pytest.MonkeyPatch, change: Any) -> None:
+    """A file whose tensors and keys `change` has rearranged has the model's logits."""
+    model = reference(model_type)
+    tensors = gguf_files.gguf_tensors(model)
+    keys = gguf_files.gguf_keys(model.config)
+    change(model, tensors, keys)
+    patch.setattr(gguf_files, "gguf_tensors", lambda _: tensors)
+    patch.setattr(gguf_files, "gguf_keys", lambda _: keys)
+    got = MoE.from_pretrained(write(model), engine=PLAIN).logits(IDS)
+    torch.testing.assert_close(got, logits_of(model), rtol=1e-4, atol=1e-4)
+
+
+def test_old_files_of_latent_attention(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before keys and values were split, with positions scaled by YaRN."""
+
+    def whole(model: PreTrainedModel, tensors: Any, keys: Any) -> None:
+        config: Any = model.config
+        for name in [name for name in tensors if name.endswith(".attn_k_b.weight")]:
+            layer = name.split(".")[1]
+            del tensors[name], tensors[f"blk.{layer}.attn_v_b.weight"]
+            own = model.get_parameter(f"model.layers.{layer}.self_attn.kv_b_proj.weight")
+            tensors[f"blk.{layer}.attn_kv_b.weight"] = own
+        del keys["attention.key_length_mla"], keys["attention.value_length_mla"]
+        keys["attention.key_length"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+        keys["attention.value_length"] = config.v_head_dim
+        keys["attention.head_count_kv"] = config.num_attention_heads
+
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.7,
+    }
+    monkeypatch.setitem(AS_LLAMA_CPP, "deepseek_v3", {"rope_parameters": rope})
+    rewritten("deepseek_v3", write, monkeypatch, whole)
+
+
+def test_old_files_with_a_tensor_for_each_expert(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apart(_: PreTrainedModel, tensors: Any, __: Any) -> None:
+        for name in [name for name in tensors if "_exps" in name]:
+            for expert, value in enumerate(tensors.pop(name)):
+                tensors[name.replace("_exps", f".{expert}")] = value
+
+    rewritten("mixtral", write, monkeypatch, apart)
+
+
+def test_layers_that_draft_are_left_out(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drafting(model: PreTrainedModel, tensors: Any, keys: Any) -> None:
+        count = model.config.num_hidden_layers
+        for name in [name for name in tensors if name.startswith("blk.1.")]:
+            tensors[name.replace("blk.1.", f"blk.{count}.")] = tensors[name] + 1
+        tensors[f"blk.{count}.nextn.eh_proj.weight"] = torch.ones(32, 64)
+        keys |= {"block_count": count + 1, "nextn_predict_layers": 1}
+
+    rewritten("glm4_moe", write, monkeypatch, drafting)
+
+
+def test_the_text_part_of_qwen3_vl(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At positions of text alone it computes what Qwen3-MoE does."""
+
+    def sections(_: PreTrainedModel, __: Any, keys: Any) -> None:
+        keys |= {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}
+
+    for rules in (gguf_rules, gguf_files):
+        monkeypatch.setattr(rules, "ARCHITECTURES", {"qwen3_moe": "qwen3vlmoe"})
+    rewritten("qwen3_moe", write, monkeypatch, sections)
+
+
+def test_the_plan_says_what_no_planes_hold(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(broad("qwen3_moe"), lambda name: "TQ2_0" if "_exps" in name else "Q8_0")
+    assert main(["plan", str(file)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "others (TQ2_0 among them) are decoded to bfloat16" in told
+    assert "(numbers are rounded by 0.39 % at most)" in told

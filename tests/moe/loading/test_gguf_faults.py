@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from examples.models import gguf_files
 from examples.models.gguf_files import write_model
 from examples.models.tiny import tiny_model
 from experts.safetensors_io import HeaderError
@@ -116,11 +116,11 @@ def test_weights_that_are_not_numbers_are_named(good: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (b"llama", b"mamba", "architecture 'mamba' cannot be read, those of gpt-oss, llama,"),
+        (b"llama", b"mamba", "architecture 'mamba' cannot be read, those of afmoe,"),
         (b"blk.1.ffn_up_exps", b"blk.1.ffn_uq_exps", r"unexpected: blk\.1\.ffn_uq_exps\.weight"),
         (b"blk.1.attn_q.", b"blk.1.attn_v.", "has two tensors 'blk.1.attn_v.weight'"),
         (b"token_embd", b"token_embe", r"has token_embd\.weight of \(0,\)"),
-        (b"blk.0.ffn_down_exps", b"blk.0.ffn_down_expz", "its first layer has no experts"),
+        (b"blk.0.ffn_down_exps", b"blk.0.ffn_down_expz", "no experts beside it"),
         (b"llama.block_count", b"llama.block_kount", r"does not state llama\.block_count"),
         (b"llama.rope.dimension_count", b"llama.rope.dimension_kount", "rope.dimension_kount = 16"),
         (b"GGUF\3", b"GGUF\1", "is GGUF version 1, only 2 and 3"),
@@ -143,21 +143,18 @@ def test_what_cannot_be_read_is_refused_by_name(
         ("rope.scaling.attn_factor", 2.0, "rope.scaling.attn_factor = 2.0"),
         ("expert_gating_func", 2, "llama.expert_gating_func = 2"),
         ("expert_group_count", 4, "llama.expert_group_count = 4"),
+        ("expert_weights_norm", False, "llama.expert_weights_norm = False"),
+        ("expert_weights_scale", 2.5, "llama.expert_weights_scale = 2.5"),
+        ("logit_scale", 0.5, "llama.logit_scale = 0.5"),
+        ("rope.freq_base_swa", 5.0, "llama.rope.freq_base_swa = 5.0"),
         ("attention.sliding_window", float("nan"), "sliding_window = nan"),
     ],
 )
 def test_keys_that_change_the_model_are_understood_or_refused(
     key: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_expert_count = gguf.GGUFWriter.add_expert_count
-
-    def with_more(writer: Any, count: int) -> None:
-        add_expert_count(writer, count)
-        kind = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-        writer.kv_data[0].pop(f"llama.{key}", None)
-        kind[type(value)](f"llama.{key}", value)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "add_expert_count", with_more)
+    keys = gguf_files.gguf_keys
+    monkeypatch.setattr(gguf_files, "gguf_keys", lambda config: keys(config) | {key: value})
     model = tiny_model("mixtral")
     model.config.sliding_window = None
     write_model(model, tmp_path / "changed.gguf")

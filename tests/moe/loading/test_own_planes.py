@@ -26,7 +26,7 @@ from moe.errors import CheckpointError
 from moe.loading.gguf.planes import TYPES
 from tests.moe.loading.test_gguf import IDS, PLAIN, broad, parameters_of
 from tests.moe.loading.test_gguf import write as write  # a fixture
-from tests.moe.loading.test_quantized import METHODS, integers, words
+from tests.moe.loading.test_quantized import METHODS, NVFP4, integers, words
 
 Write = Callable[..., Path]
 
@@ -194,9 +194,16 @@ WITH_ZEROS = {"format": "pack-quantized", "config_groups": {"a": {"weights": {
     "num_bits": 4, "type": "int", "symmetric": False}}}}  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "zero points"])
-def test_codes_with_zero_points_keep_their_numbers(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    ["gptq", "awq", "compressed-tensors", "zero points", "modelopt", "compressed-tensors NVFP4"],
+)
+def test_codes_keep_their_numbers(method: str, tmp_path: Path) -> None:
     make, config = METHODS.get(method, (packed_with_zeros, WITH_ZEROS))
+    own = {"zero points": "compressed-tensors"}.get(method, method.removesuffix(" NVFP4"))
+    small_floats = method == "modelopt" or method.endswith("NVFP4")
+    if small_floats:
+        make, config = NVFP4[own]
     if method == "gptq":
         config = {**config, "desc_act": False}
     whole, small = tmp_path / "whole", tmp_path / "small"
@@ -214,14 +221,14 @@ def test_codes_with_zero_points_keep_their_numbers(method: str, tmp_path: Path) 
     small.mkdir()
     save_file(tensors, small / "model.safetensors", {"format": "pt"})
     stated = json.loads((whole / "config.json").read_text())
-    own = "compressed-tensors" if method == "zero points" else method
     stated["quantization_config"] = {"quant_method": own, **config}
     (small / "config.json").write_text(json.dumps(stated))
     loaded = MoE.from_pretrained(small, engine=PLAIN)
     layer = loaded._loaded.experts.layers[0]
     assert isinstance(layer, QuantizedExperts)
-    assert layer.first.bits == 4
-    assert layer.first.scales == ("centred" if method == "compressed-tensors" else "offset")
+    centred = small_floats or method == "compressed-tensors"
+    assert layer.first.bits == 4 + small_floats
+    assert layer.first.scales == ("centred" if centred else "offset")
     found, name = dequantize_experts(layer), "model.layers.0.mlp.experts.{}.{}_proj.weight"
     for expert in range(layer.num_experts):
         wanted = exact[name.format(expert, "down")].float()

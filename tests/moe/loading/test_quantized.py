@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,25 @@ def packed(weight: Tensor, group: int) -> tuple[Parts, Tensor]:
     return parts, exact.contiguous()
 
 
+def nvfp4(weight: Tensor, _: int, *, divided: bool) -> tuple[Parts, Tensor]:
+    """Numbers and scales for each 16 columns are drawn; NVIDIA's table of the numbers."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    rows, columns = weight.shape
+    generator = torch.Generator().manual_seed(rows + columns)
+    codes = torch.randint(0, 16, (rows, columns), generator=generator)
+    scale = torch.rand(rows, columns // 16, generator=generator) * 200 + 20
+    scale = scale.to(torch.float8_e4m3fn)
+    whole = torch.tensor(3e-5)
+    exact = table[codes] * (scale.float() * whole).repeat_interleave(16, 1)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    if divided:
+        whole = whole.reciprocal()[None]
+        parts = {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": whole}
+        return parts | {".input_global_scale": torch.ones(1)}, exact
+    parts = {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole}
+    return parts | {".input_scale": torch.ones(())}, exact
+
+
 METHODS: dict[str, tuple[Callable[[Tensor, int], tuple[Parts, Tensor]], dict[str, Any]]] = {
     "fp8": (fp8, {"weight_block_size": list(BLOCK)}),
     "gptq": (gptq, {"bits": 4}),
@@ -103,6 +123,18 @@ METHODS: dict[str, tuple[Callable[[Tensor, int], tuple[Parts, Tensor]], dict[str
         {
             "format": "pack-quantized",
             "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "symmetric": True}}},
+        },
+    ),
+}
+NVFP4: dict[str, tuple[Callable[[Tensor, int], tuple[Parts, Tensor]], dict[str, Any]]] = {
+    "modelopt": (partial(nvfp4, divided=False), {"quant_algo": "NVFP4"}),
+    "compressed-tensors": (
+        partial(nvfp4, divided=True),
+        {
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {
+                "a": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}},
+            },
         },
     ),
 }
@@ -297,15 +329,16 @@ def test_other_ways_are_refused_by_name(
 @pytest.mark.parametrize(
     ("method", "bits", "message"),
     [
-        ("fp8", None, "FP8: decoded while loading$"),
-        ("fp8", 8, "FP8: .* rounded again, to 8 bits$"),
+        ("fp8", None, r"FP8: decoded to \w+ \(.* rounded by 0.39 % at most\) while loading$"),
+        ("fp8", 8, r"FP8: .* rounded again, to 8 bits \(by about 0\.\d+ % of their size"),
         ("gptq", 8, "GPTQ: .* hold the same numbers where groups fit$"),
-        ("gptq", 4, "GPTQ: .* rounded again, to 4 bits$"),
+        ("gptq", 4, r"GPTQ: .* rounded again, to 4 bits \(by about 9\.7 %"),
+        ("modelopt", None, "ModelOpt NVFP4: decoded to"),
     ],
 )
 def test_what_became_of_the_weights_is_said(method: str, bits: int | None, message: str) -> None:
     config = Qwen3MoeConfig()
-    config.quantization_config = {"quant_method": method, **METHODS[method][1]}
+    config.quantization_config = {"quant_method": method, **(METHODS | NVFP4)[method][1]}
     (notice,) = decoding_notices(config, bits)
     assert re.search(message, notice)
     assert not decoding_notices(Qwen3MoeConfig(), bits)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from examples.models.gguf_files import ARCHITECTURES, write_keys, write_model
+from examples.models.gguf_files import write_keys, write_model
+from examples.models.gguf_rules import ARCHITECTURES
 from examples.models.tiny import tiny_config, tiny_model
 from experts.safetensors_io import Entry, encode_header
 from moe.cli import main
