@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moe import MoE
+from moe.cli import main
 from moe.server import experts_stream
 from moe.server.experts_stream import ExpertsFeed
 
@@ -237,3 +238,13 @@ def test_while_the_model_loads_there_is_its_progress() -> None:
     event = experts_stream.snapshot_event(queue)
     assert (event["state"], event["progress"]["fraction"]) == ("loading", 0.25)
     assert (event["layers"], event["cache"]) == ([], None)
+
+
+def test_top_shows_a_server(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(api_key="k3y") as server:
+        assert main(["top", server.url, "--api-key", "k3y", "--once"]) == 0
+        shown = capsys.readouterr().out
+        assert main(["top", server.url, "--api-key", "wrong", "--once"]) == 2
+    assert "wants another key" in capsys.readouterr().err
+    for part in ("Qwen3MoeForCausalLM on cpu  ready", "tokens/s", "in memory", "no drafts"):
+        assert part in shown

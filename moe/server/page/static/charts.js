@@ -8,8 +8,8 @@ const charts = new Set();
 
 /** One line over time that fills its element. */
 export class Line {
-  constructor(element, { name = "--accent", axes = false, format = String } = {}) {
-    Object.assign(this, { element, name, axes, format, times: [], values: [], plot: null });
+  constructor(element, { name = "--accent", axes = false, format = String, least = 1e-9 } = {}) {
+    Object.assign(this, { element, name, axes, format, least, times: [], values: [], plot: null });
     charts.add(this);
     new ResizeObserver(() => this.#resize()).observe(element);
   }
@@ -41,7 +41,7 @@ export class Line {
         padding: this.axes ? [8, 4, 0, 0] : [2, 0, 2, 0],
         cursor: { show: false },
         legend: { show: false },
-        scales: { y: { range: (_, low, high) => [0, Math.max(high, 1e-9) * 1.1] } },
+        scales: { y: { range: (_, low, high) => [0, Math.max(high, this.least) * 1.1] } },
         axes: this.axes ? [{ ...shown, size: 22, space: 70 }, value] : [{ show: false }, { show: false }],
         series: [
           {},

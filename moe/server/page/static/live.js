@@ -10,12 +10,12 @@ const BUSIEST = 12;
 const PLAN_COLOURS = 7;
 
 const TILES = {
-  generated: { name: "Tokens a second", format: rate },
-  prompt: { name: "Prompt tokens a second", format: rate },
+  generated: { name: "Tokens / s", format: rate },
+  prompt: { name: "Prompt tokens / s", format: rate },
   first: { name: "First token", format: seconds },
   hits: { name: "Cache hits", format: percent, offload: true },
-  disk: { name: "From disk a second", format: bytes, offload: true },
-  stalls: { name: "Time waiting for disk", format: percent, offload: true },
+  disk: { name: "From disk / s", format: bytes, offload: true },
+  stalls: { name: "Waiting for disk", format: percent, offload: true },
   accepted: { name: "Drafts accepted", format: percent, drafts: true },
   running: { name: "Running, waiting", format: (value) => value.toFixed(0) },
 };
@@ -28,7 +28,7 @@ export class Live {
     this.tiles = Object.fromEntries(
       Object.entries(TILES).map(([id, tile]) => [id, this.#addTile(id, tile)]),
     );
-    this.expertChart = new Line($("#expert-chart"), { axes: true, format: percent });
+    this.expertChart = new Line($("#expert-chart"), { axes: true, format: percent, least: 0.02 });
     this.span = "now";
     this.chosen = null;
     this.#forget();
