@@ -61,7 +61,7 @@ def served(folder: Path) -> Iterator[str]:
     store = convert(ROOT / "examples" / "demo-model", folder / "demo-model", ModelSettings())
     (store / "chat_template.jinja").write_text(TEMPLATE)
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
-    plan = MoE.from_pretrained(store, {}, **nested()).memory_plan
+    plan = MoE.from_pretrained(store, nested()).memory_plan
     rest = sum(line.bytes for line in plan.lines if line.name != "experts")
     room = (rest + SLOTS * slot_bytes(read_manifest(store), 8) + 16) / GIB
     command = [sys.executable, "-m", "moe", "serve", str(store), "--port", "0"]
@@ -103,8 +103,8 @@ def shoot(browser: Browser, url: str, name: str, width: int, height: int, *, dar
             time.sleep(1)
         file = OUT / f"{'-'.join(filter(None, (name, view)))}.png"
         browser.driver.save_screenshot(str(file))
-        picture = Image.open(file).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-        picture.save(file, optimize=True)
+        picture = Image.open(file).convert("RGB")
+        picture.quantize(256, kmeans=2, dither=Image.Dither.NONE).save(file, optimize=True)
         print(file.relative_to(ROOT), file.stat().st_size, flush=True)
     browser.wait(lambda: browser.text(".message:last-child footer"))
     complaints = browser.complaints()

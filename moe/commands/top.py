@@ -13,7 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from functools import lru_cache
 from http.client import HTTPException
 from typing import Any
@@ -76,12 +77,11 @@ def top(url: str, api_key: str | None, *, once: bool) -> int:
 
 def _check_reachable(url: str, key: str | None) -> None:
     """Raise what a reader should see as an error at once, not on a screen."""
-    events = read_events(url, key)
-    next(events, None)
-    events.close()
+    with closing(read_events(url, key)) as events:
+        next(events, None)
 
 
-def read_events(url: str, key: str | None) -> Iterator[Event]:
+def read_events(url: str, key: str | None) -> Generator[Event, None, None]:
     """Events of the stream, until the server ends it.
 
     Raises:
