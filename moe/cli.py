@@ -69,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("chat", chat, arguments.add_chat, subcommands.chat)
     serve = "answer OpenAI's and Anthropic's clients over HTTP until stopped"
     add("serve", serve, arguments.add_serve, subcommands.serve)
+    top = "watch the experts of a server at work, in the terminal"
+    add("top", top, arguments.add_top, subcommands.top)
     convert = "write a model as a store, which loads at once"
     add("convert", convert, arguments.add_convert, subcommands.convert)
     calibrate = "learn from a text which experts will be needed, for a model that offloads"

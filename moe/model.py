@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experts.placement import Placement
 from moe.completion import Completion, StreamEvent, collect, stream_events
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, RequestError
+from moe.expert_map import cache_counters, expert_activity, expert_layout
 from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import Report
@@ -315,6 +317,32 @@ class MoE:
         ``parallel``: what every rank has sent; null on one rank. The rest is of this rank.
         """
         return _stats(self._loaded, self._session)
+
+    def expert_layout(self) -> dict[str, Any]:
+        """Bits of each expert and the ranks that hold it, by layer; see `moe.expert_map`."""
+        return expert_layout(self.experts.layers, self._loaded.offloaded, self._placements)
+
+    def expert_activity(self) -> dict[str, Any]:
+        """Of each layer the tokens that each expert got, and where it is (see `moe.expert_map`);
+        and counters: of the cache, of drafts by their source, of ranks. Null where there is none.
+        """
+        offloaded, speculator = self._loaded.offloaded, self._loaded.speculation.speculator
+        placements, ranks = self._placements, None
+        if placements and isinstance(self._session, Coordinator):
+            ranks = self._session.statistics()["ranks"]
+        return {
+            "layers": expert_activity(self.experts.statistics, offloaded, placements),
+            "cache": None if offloaded is None else cache_counters(offloaded),
+            "drafts": None if speculator is None else speculator.report.by_mode(),
+            "ranks": ranks,
+        }
+
+    @property
+    def _placements(self) -> Sequence[Placement]:
+        """Of each MoE layer on ranks; empty on one rank."""
+        if not isinstance(self._session, Coordinator) or len(self._session.links.ranks) < 2:
+            return ()
+        return self._session.worker.placements
 
     def reset_stats(self) -> None:
         _reset_stats(self._loaded, self._session)

@@ -6,7 +6,7 @@ If nothing is worth less than the newcomer, it borrows one of a few slots (`offl
 that a batch that touches everything streams past the hot set.
 
 Every method belongs to the thread of the step loop, so nothing here locks: threads that read only
-complete transfers. `statistics` may be read from any thread.
+complete transfers. `statistics` and `residency` may be read from any thread.
 """
 
 from __future__ import annotations
@@ -88,6 +88,17 @@ class ExpertCache:
     def present(self) -> NDArray[np.bool_]:
         """``(units,)``, live: the units that are there."""
         return self._table.present
+
+    def residency(self) -> NDArray[np.int8]:
+        """``(units,)``: 0 absent, 1 in flight, 2 there by a prefix of its bits, 3 there. A copy,
+        from any thread: single steps of CPython's own containers, none of which can be cut."""
+        there = np.where(self._table.present, 3, 0).astype(np.int8)
+        if self.prefixed:
+            short = np.array(self._table.grains) != np.array(self.sizes.grains)
+            there[short & (there == 3)] = 2
+        coming = list(self._manager.in_flight)
+        there[coming] = np.where(there[coming] == 0, 1, there[coming])
+        return there
 
     def bytes_of(self, layer: int) -> Sequence[int]:
         """Bytes of each expert of a layer, as it is read."""

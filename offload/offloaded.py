@@ -29,6 +29,9 @@ from offload.transfer import Reader
 from routing.predict import Predictor
 
 MEMORY, HOST = "memory", "host"
+PLACES = ("disk", "loading", "host", "prefix", "memory")
+"""Where an expert is: on disk only, on its way to the kernels' memory, in host memory beside a GPU,
+or where kernels read it, by a prefix of its bits or whole."""
 CAUSES = ("demand", "streamed", "useful", "wasted", "restored")
 """Why bytes were read: names of counters in `LayerStatistics`."""
 SLOWEST = 1e8
@@ -42,6 +45,7 @@ class Offloaded:
     Attributes:
         layers: one for each MoE layer.
         tiers: the memories, the one that kernels read first.
+        bits: of each expert of each layer.
         reader: reads the store.
         load_seconds: estimate for bringing one expert to where kernels read it.
         hot_set_file: where `close` saves the hot set; None for nowhere.
@@ -50,6 +54,7 @@ class Offloaded:
 
     layers: list[OffloadedExperts]
     tiers: Sequence[Tier]
+    bits: Sequence[Sequence[int]]
     reader: Reader
     load_seconds: float
     hot_set_file: Path | None
@@ -88,6 +93,16 @@ class Offloaded:
             "tiers": {tier.name: tier.cache.slots for tier in self.tiers},
             "late": None if cpu is None else asdict(cpu.costs),
         }
+
+    def places(self) -> NDArray[np.uint8]:
+        """``(L, E)`` for the largest E: where each expert is, as an index into `PLACES`. From any
+        thread; a step that runs meanwhile may move some."""
+        fastest, *slower = self.tiers
+        places_U = fastest.cache.residency().astype(np.uint8)
+        places_U[places_U > 1] += 1
+        for tier in slower:
+            places_U[(places_U == 0) & tier.cache.present] = PLACES.index("host")
+        return places_U.reshape(len(self.layers), -1)
 
     def serve_prefixes(self, whole_share: float) -> None:
         """From now on, read missing experts with little weight by a prefix only.

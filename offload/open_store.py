@@ -74,7 +74,8 @@ def open_offloaded(
     """
     with ExitStack() as closing:
         store = closing.enter_context(Store.open(directory))
-        counts = [layer.experts for layer in store.manifest.layers]
+        records = store.manifest.layers
+        counts = [layer.experts for layer in records]
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
         made = make_policy(policy, len(counts), max(counts))
@@ -90,7 +91,8 @@ def open_offloaded(
             layers, tiers, load_seconds = opening.over_host(room, streams, closing, use_cpu=use_cpu)
             device, host = tiers
             _fill(device, host, opening.sizes, hot_set, advance)
-        return Offloaded(layers, tiers, chosen, load_seconds, file, closing.pop_all())
+        kept = [[record.bits_of(e, bits) for e in range(record.experts)] for record in records]
+        return Offloaded(layers, tiers, kept, chosen, load_seconds, file, closing.pop_all())
 
 
 class _Opening:

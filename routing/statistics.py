@@ -139,6 +139,11 @@ class RoutingStatistics:
         self._count()
         return self._tokens_per_expert[layer, : self.num_experts[layer]].cpu().clone()
 
+    def tokens_of_all(self) -> Tensor:
+        """``(L, E)`` int64 on the CPU: `tokens_per_expert` of all layers, 0 behind a smaller E."""
+        self._count()
+        return self._tokens_per_expert.cpu()
+
     def expert_loads_by(self, layer: int) -> dict[LoadedFor, int]:
         """`expert_loads` by the phases that needed them; an expert counts once a step."""
         self._count()

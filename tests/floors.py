@@ -35,6 +35,7 @@ FLOORS = {
     "commands": "its subcommands: bench, calibrate, convert, eval, plan, trace, ...",
     "server": "HTTP: three API dialects as translations of one request",
     "model": "`MoE`: load, generate, stream, logits, stats",
+    "expert_map": "which experts are where, and how many tokens went to each",
     "requests": "prompts and parameters -> sequences",
     "parallel": "ranks: launch, membership, coordinator, workers, watchdog",
     "loader": "name and profile -> loaded model",

@@ -26,6 +26,7 @@ from moe.extras import EXTRAS
 ROOT = Path(__file__).parents[1]
 ROOMS = [file.parent.name for file in sorted(ROOT.glob("*/__init__.py"))]
 ROOMS = [room for room in ROOMS if room not in ("benchmarks", "examples")]
+PAGE = {".html", ".js", ".mjs", ".css", ".svg", ".md"}
 
 USE_TRANSFORMERS = """
 import transformers, torch
@@ -77,7 +78,8 @@ def test_wheel_has_everything_and_nothing_else(wheel: Path) -> None:
         str(file.relative_to(ROOT))
         for room in ROOMS
         for file in (ROOT / room).rglob("*")
-        if file.suffix in {".py", ".yaml", ".cpp", ".h"} or file.name == "py.typed"
+        if file.suffix in {".py", ".yaml", ".cpp", ".h"} | PAGE
+        or file.name in ("py.typed", "LICENSE")
     }
     assert {name for name in names if ".dist-info/" not in name} == here
     assert "configs/default.yaml" in here

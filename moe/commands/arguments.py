@@ -55,6 +55,18 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_top(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "url",
+        nargs="?",
+        default="http://127.0.0.1:8000",
+        help="address of the server (%(default)s)",
+    )
+    add("--api-key", metavar="KEY", help="key of the server (default: MOE_API_KEY)")
+    add("--once", action="store_true", help="print one screen, and stop")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help=MODEL)

@@ -235,6 +235,12 @@ def serve(options: argparse.Namespace) -> int:
     return run(options.model, profile, *listens, options.served_model_name)
 
 
+def top(options: argparse.Namespace) -> int:
+    from moe.commands.top import top as run
+
+    return run(options.url, options.api_key, once=options.once)
+
+
 def _batch(options: argparse.Namespace, profile: Any) -> int:
     if options.batch is None or options.out is None:
         raise RequestError("--batch and --out belong together: give both files")

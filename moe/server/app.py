@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import RequestError
-from moe.server import routes
+from moe.server import experts_stream, page, routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
 from moe.server.engine_queue import EngineQueue
@@ -56,7 +56,11 @@ def create_app(
     app.state.model_names = model_names
     app.state.settings = settings
     app.include_router(router)
+    app.state.feed = experts_stream.ExpertsFeed(queue)
     app.include_router(routes.router)
+    app.include_router(experts_stream.router)
+    if settings.page:
+        app.include_router(page.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
     app.add_exception_handler(HTTPException, _answer)

@@ -1,7 +1,8 @@
 """The middleware in front of every route.
 
 It checks the API key and the host name, gives each request an id, counts answers, and turns an
-exception that escapes a route into status 500. Routes need the key unless listed as public.
+exception that escapes a route into status 500. Routes need the key unless listed as public; of the
+page at ``/`` the files are public, which every installation has alike, and what they show is not.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moe.server import page
 from moe.server.errors import GENERIC, APIError
 from moe.server.metrics import Metrics
 
@@ -84,7 +86,7 @@ class Guard:
                     "the Host header names another host; use localhost, or start with --api-key",
                     code="wrong_host",
                 )
-        if self._api_key is None or scope["path"] in PUBLIC_PATHS:
+        if self._api_key is None or scope["path"] in PUBLIC_PATHS | page.PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_key(key):

@@ -382,6 +382,9 @@ class ServerSettings(Settings):
     drain_timeout_s: float = Field(default=30.0, ge=0.0, le=DAY_S)
     """Seconds that running requests get to finish after SIGTERM."""
 
+    page: bool = True
+    """Serve a page at ``/`` for browsers: a chat, and the experts at work."""
+
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False
     )

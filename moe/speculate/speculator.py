@@ -320,6 +320,10 @@ class Report:
             "modes": modes,
         }
 
+    def by_mode(self) -> dict[str, dict[str, int]]:
+        """For JSON: `ModeRecord.totals` by the mode that drafted."""
+        return {name: record.totals() for name, record in sorted(self.modes.items())}
+
     def _record(self, name: str) -> ModeRecord:
         if name not in self.modes:
             # Replaced, not changed: another thread may be iterating over it.
@@ -339,12 +343,17 @@ class ModeRecord:
     drafts: Counter[tuple[int, int]] = field(default_factory=Counter)
     draft_bytes: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; ``acceptance`` of a position is among drafts accepted up to it."""
+    def totals(self) -> dict[str, int]:
+        """Number of drafts, and of their tokens that were verified and accepted; for JSON."""
         drafts = dict(self.drafts)
         verified, accepted = (
             sum(draft[part] * count for draft, count in drafts.items()) for part in (0, 1)
         )
+        return {"drafts": sum(drafts.values()), "verified": verified, "accepted": accepted}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; ``acceptance`` of a position is among drafts accepted up to it."""
+        drafts, totals = dict(self.drafts), self.totals()
         positions = []
         reached = sum(drafts.values())
         for position in range(max((deep for deep, _ in drafts), default=0)):
@@ -358,10 +367,8 @@ class ModeRecord:
             )
             reached = taken
         return {
-            "drafts": sum(drafts.values()),
-            "verified": verified,
-            "accepted": accepted,
-            "acceptance": accepted / max(verified, 1),
+            **totals,
+            "acceptance": totals["accepted"] / max(totals["verified"], 1),
             "by_position": positions,
             "draft_bytes": self.draft_bytes,
         }

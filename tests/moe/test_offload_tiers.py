@@ -81,6 +81,22 @@ def test_any_tiers_give_the_bits_of_a_resident_model(
     assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
 
 
+def test_each_expert_is_on_the_device_in_host_memory_or_on_disk(
+    store: Path, load: Callable[..., MoE]
+) -> None:
+    model = load(store, 3, 8)
+    tokens(model)
+    places = model.expert_layout()["places"]
+    digits = "".join(layer["where"] for layer in model.expert_activity()["layers"])
+    names = [places[int(digit)] for digit in digits]
+    device, host = (tier.cache.present for tier in model._loaded.offloaded.tiers)  # type: ignore[union-attr]
+    for name, on_device, in_host in zip(names, device.tolist(), host.tolist(), strict=True):
+        assert name == "loading" or name == (
+            "memory" if on_device else "host" if in_host else "disk"
+        )
+    assert {"memory", "host", "disk"} <= set(names)
+
+
 def test_biases_come_along(load: Callable[..., MoE], tmp_path: Path) -> None:
     network = tiny_model("gpt_oss").bfloat16()
     for name, parameter in network.named_parameters():

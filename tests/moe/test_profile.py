@@ -112,6 +112,7 @@ def test_the_keys_are_these() -> None:
         "server.read_timeout_s",
         "server.send_timeout_s",
         "server.drain_timeout_s",
+        "server.page",
         "server.allowed_origins",
     )
 

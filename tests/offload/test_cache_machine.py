@@ -130,6 +130,20 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(seen) == self.cache.present.sum()
 
     @invariant()
+    def residency_says_where_each_expert_is(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        found, table = self.cache.residency().reshape(len(EXPERTS), -1), self.cache._table
+        for layer, count in enumerate(EXPERTS):
+            for expert in range(count):
+                if self.cache.has(layer, expert):
+                    unit = layer * table.width + expert
+                    assert found[layer, expert] == (3 if table.is_whole(unit) else 2)
+                else:
+                    assert found[layer, expert] == (0 if self.cache.lacks(layer, expert) else 1)
+            assert not found[layer, count:].any()
+
+    @invariant()
     def counters_agree(self) -> None:
         if hasattr(self, "cache"):
             total = self.cache.statistics.total

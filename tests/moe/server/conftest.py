@@ -151,10 +151,13 @@ def serve(model: MoE) -> Serve:
 
     @contextmanager
     def start(
-        api_key: str | None = None, load: Callable[[], MoE] | None = None, **limits: Any
+        api_key: str | None = None,
+        load: Callable[[], MoE] | None = None,
+        port: int = 0,
+        **limits: Any,
     ) -> Iterator[Running]:
         profile = load_profile({"server": limits}, environ={})
-        listener = bind("127.0.0.1", 0)
+        listener = bind("127.0.0.1", port)
         running = Running(
             Service(lambda _: load() if load else model, NAMES, profile, listener, api_key)
         )
