@@ -62,7 +62,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
-    guard = Guard(app, queue.metrics, api_key, host_names)
+    guard = Guard(app, queue.metrics, queue.memory, api_key, host_names)
     if not settings.allowed_origins:
         return guard
     # In front of the guard: a browser's preflight request carries no key.

@@ -37,6 +37,7 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
             raise APIError(415, "the Content-Type must be application/json")
         settings: ServerSettings = request.app.state.settings
         data = await _read(request, settings.max_body_bytes, settings.read_timeout_s)
+        request.state.body_bytes = len(data)
         return await run_in_threadpool(parse, model, data)
 
     return read

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe.server.errors import GENERIC, APIError
 from moe.server.metrics import Metrics
+from moe.server.request_memory import RequestMemory
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -30,6 +31,7 @@ class Guard:
     Args:
         app: the routes.
         metrics: counts requests by route and status.
+        memory: counts the bytes of bodies.
         api_key: clients must send it as ``Authorization: Bearer KEY`` or as ``x-api-key``; None:
             no key is needed.
         host_names: names, without port, that the Host header may have; None: any. On a loopback
@@ -41,11 +43,13 @@ class Guard:
         self,
         app: ASGIApp,
         metrics: Metrics,
+        memory: RequestMemory,
         api_key: str | None,
         host_names: Collection[str] | None,
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._memory = memory
         self._api_key = api_key
         self._host_names = host_names
 
@@ -64,13 +68,14 @@ class Guard:
         try:
             refusal = self._refusal(scope)
             app = self._app if refusal is None else refusal.response(scope["path"])
-            await app(scope, receive, send_marked)
+            await app(scope, self._memory.counted(request_id, receive), send_marked)
         except Exception as error:
             log_failure(request_id, error)
             if not status:
                 response = APIError(500, GENERIC).response(scope["path"])
                 await response(scope, receive, send_marked)
         finally:
+            self._memory.give_back(request_id)
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.requests.labels(route, str(status or 499)).inc()
 
