@@ -256,7 +256,12 @@ def _worked(model: str, profile: Any) -> bool:
         MoEError: the model cannot be loaded, or the ranks do not come together.
         RankLostError: rank 0 is lost.
     """
-    from moe.parallel.launch import end_with_parent, required_launch, shield_from_launcher
+    from moe.parallel.launch import (
+        end_with_parent,
+        required_launch,
+        shield_from_launcher,
+        stop_with_launcher,
+    )
 
     launch = required_launch(profile.profile)
     if launch is None:
@@ -264,6 +269,7 @@ def _worked(model: str, profile: Any) -> bool:
     end_with_parent()
     if launch.rank == 0:  # launchers turn a terminal's SIGINT, sent to all, into SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_with_launcher()
         return False
     with importing():
         from moe.model import MoE

@@ -134,7 +134,7 @@ class PrefixCache:
         return best
 
     def evict(self) -> bool:
-        """Free the least recently used entry of the salt that holds most; False if there is none."""
+        """Free the oldest entry of the salt that holds most; False if there is none."""
         if not self._entries:
             return False
         salt = max(self._by_salt, key=self._by_salt.__getitem__)
