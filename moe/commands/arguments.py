@@ -68,8 +68,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help=MODEL)
-    add("out", help="directory of the store; must not exist")
+    add("out", nargs="?", help="directory of the store; must not exist")
     add("--revision", metavar="R", help=REVISION)
+    add("--verify", action="store_true", help="read all of the store MODEL, compare checksums")
     add(
         "--bits",
         type=int,

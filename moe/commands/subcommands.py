@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe.errors import ProfileError, RequestError
+from moe.errors import CheckpointError, ProfileError, RequestError
 
 
 @contextmanager
@@ -73,6 +73,12 @@ def run_model(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
+    if options.verify == (options.out is not None):
+        raise CheckpointError(
+            "give a model and the directory of its store, or --verify and one store"
+        )
+    if options.verify:
+        return _verify(Path(options.model))
     with importing():
         from moe.commands.convert.bit_allocation import BitBudget
         from moe.commands.convert.convert import convert as run
@@ -99,6 +105,19 @@ def convert(options: argparse.Namespace) -> int:
         on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
     )
     print(out)
+    return 0
+
+
+def _verify(directory: Path) -> int:
+    with importing():
+        from experts.store import Store, StoreError
+
+    try:
+        with Store.open(directory) as store:
+            store.verify()
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+    print(f"{directory}: every byte is as it was written")
     return 0
 
 

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe.errors import MoEError
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
 _FIRST_GUESS = 256  # largest scores looked at before top-p sorts more of the vocabulary
 
 
-class LogitsError(FloatingPointError):
+class LogitsError(MoEError, FloatingPointError):
     """No token can be drawn from the model's logits. Only their sequence fails."""
 
 
@@ -355,7 +356,9 @@ def check_peak(peak: float) -> None:
     """Raise `LogitsError` if the largest logit of a row is not finite."""
     # max and argmax propagate NaN, so the largest logit stands for the whole row.
     if peak != peak:
-        raise LogitsError("the logits hold NaN")
+        raise LogitsError(
+            "the logits hold NaN: weights of the model are damaged, or its numbers overflow"
+        )
     if peak == float("inf"):
         raise LogitsError("the logits hold +inf")
     if peak == float("-inf"):

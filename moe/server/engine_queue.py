@@ -52,6 +52,7 @@ class GenerationJob:
         accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
         closed: `EngineQueue.close` has been called.
+        failed: `fail` has been called.
     """
 
     clock: TokenClock
@@ -59,6 +60,7 @@ class GenerationJob:
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     groups: Sequence[SequenceGroup] = ()
     closed: bool = False
+    failed: bool = False
 
     @property
     def places(self) -> dict[RunningSequence, tuple[int, int]]:
@@ -85,7 +87,13 @@ class GenerationJob:
             self.accepted.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End the job with an error, in any state. Called in the event loop."""
+        """End the job with an error, in any state; a second one changes nothing.
+
+        Called in the event loop.
+        """
+        if self.failed:
+            return
+        self.failed = True
         while not self.queue.empty():
             self.queue.get_nowait()
         if not self.accepted.done():

@@ -304,7 +304,7 @@ def test_the_command_line_is_frozen() -> None:
         ),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--revision", "--trunk-bits"]
-            + ["--calibration", "--repair-routers", "--target-bits", "--target-gib"]
+            + ["--calibration", "--repair-routers", "--target-bits", "--target-gib", "--verify"]
         ),
         "trace": sorted([*model, *usual, "--json", "--out", "--text", "--tokens"]),
         "eval": sorted([*model, *usual, "--against", "--json", "--text", "--tokens"]),
