@@ -69,7 +69,13 @@ def run_model(options: argparse.Namespace) -> int:
         host=options.host,
         port=options.port,
         api_key=options.api_key,
+        secured=_secured(options),
     )
+
+
+def _secured(options: argparse.Namespace) -> dict[str, str | None]:
+    names = ("api_key_file", "ssl_certfile", "ssl_keyfile")
+    return {name: getattr(options, name) for name in names}
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -250,8 +256,15 @@ def serve(options: argparse.Namespace) -> int:
     with importing():
         from moe.server.serve import serve as run
 
-    listens = (options.host, options.port, options.api_key)
-    return run(options.model, profile, *listens, options.served_model_name)
+    return run(
+        options.model,
+        profile,
+        options.host,
+        options.port,
+        options.api_key,
+        options.served_model_name,
+        **_secured(options),
+    )
 
 
 def _batch(options: argparse.Namespace, profile: Any) -> int:

@@ -60,15 +60,17 @@ async def answer(
     heavy = is_heavy(request) or body.structure is not None or bool(_tools_of(body))
     submitting = queue.submit(build, caller_of(request), heavy=heavy)
     job = await while_connected(request.receive, submitting)
+    spend = _spending(request)
+    spend(job.num_prompt_tokens)
     assert queue.model is not None
     made = make(queue.model.codec, request.scope["request_id"], name)
     if body.stream:
         close = partial(queue.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
-        events = _events(made, job, queue.memory)
+        events = _events(made, job, queue.memory, spend)
         return EventStream(events, made.failed, close, timeout_s)
     try:
-        tokens = await while_connected(request.receive, _all(job))
+        tokens = await while_connected(request.receive, _all(job, spend))
         # Decoding the tokens of a long prompt takes too long for the event loop.
         whole = partial(made.whole, job.num_prompt_tokens, tokens)
         return await run_in_threadpool(lambda: JSONResponse(whole()))
@@ -77,8 +79,10 @@ async def answer(
 
 
 def caller_of(request: Request) -> str:
-    """Whose turn it is when the request's text is worked on: the client's address."""
-    return request.client.host if request.client is not None else ""
+    """Whose turn it is when the request's text is worked on: the client's key and address."""
+    key = request.scope["api_key"]
+    address = request.client.host if request.client is not None else ""
+    return address if key is None else f"{key.name} {address}"
 
 
 def is_heavy(request: Request) -> bool:
@@ -136,16 +140,30 @@ def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
         )
 
 
-async def _all(job: GenerationJob) -> list[StreamEvent]:
-    return [event async for event in job.events()]
+def _spending(request: Request) -> Callable[[int], object]:
+    """Counts tokens for the request's API key, if it has one."""
+    key = request.scope["api_key"]
+    return (lambda _: None) if key is None else key.spend
+
+
+async def _all(job: GenerationJob, spend: Callable[[int], object]) -> list[StreamEvent]:
+    events = []
+    async for event in job.events():
+        spend(1)
+        events.append(event)
+    return events
 
 
 async def _events(
-    answer: Answer, job: GenerationJob, memory: RequestMemory
+    answer: Answer,
+    job: GenerationJob,
+    memory: RequestMemory,
+    spend: Callable[[int], object],
 ) -> AsyncIterator[Json | str]:
     for event in answer.begin(job.num_prompt_tokens, len(job.places)):
         yield event
     async for token in job.events():
+        spend(1)
         if token.delta.prompt_logprobs is None:
             added = answer.more(token)
         else:
