@@ -98,6 +98,7 @@ class RunningSequence:
         self.cancelled = False
         self.held_logits_V: Tensor | None = None
         self.sampler = sampler
+        self._is_expired = False
         self._prompt_logprobs: list[Token | None] | None = None
         self._decoder = decoder
         self._stop_strings = stop_strings
@@ -142,6 +143,10 @@ class RunningSequence:
         tokens, self._prompt_logprobs = self._prompt_logprobs, None
         return tokens
 
+    def expire(self) -> None:
+        """The time is up: the next token is the last."""
+        self._is_expired = True
+
     def sample(self, logits_V: Tensor) -> Token:
         """Draw the next token from ``(V,)`` float32 logits; `append_token` must follow."""
         return self.sampler.sample(logits_V)
@@ -157,7 +162,7 @@ class RunningSequence:
         is_end = token.id in self._stop_token_ids
         if is_end or token.is_last:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.max_new_tokens:
+        elif self._is_expired or len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
         text = self._new_text(token.id, is_end)
         return Delta(

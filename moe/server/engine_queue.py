@@ -51,6 +51,7 @@ class GenerationJob:
         groups: one for each prompt; empty until they are built.
         accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
+        timer: until the request's time is up.
         closed: `EngineQueue.close` has been called.
         failed: `fail` has been called.
     """
@@ -59,6 +60,7 @@ class GenerationJob:
     accepted: asyncio.Future[None]
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     groups: Sequence[SequenceGroup] = ()
+    timer: asyncio.TimerHandle | None = None
     closed: bool = False
     failed: bool = False
 
@@ -195,11 +197,13 @@ class EngineQueue:
         caller: str = "",
         *,
         heavy: bool = False,
+        timeout_s: float | None = None,
     ) -> GenerationJob:
         """Build a request and queue it. The caller must `close` the job in the end.
 
         Args:
             build: makes the sequence groups, as the work of `text`.
+            timeout_s: after which the answer ends with what is there; None: never.
 
         Raises:
             APIError: 429 if too many requests wait, 503 unless the state is ``ready``.
@@ -209,6 +213,9 @@ class EngineQueue:
         self._check_room()
         job = GenerationJob(TokenClock(self.metrics), asyncio.get_running_loop().create_future())
         self._waiting.add(job)
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            job.timer = loop.call_later(timeout_s, self._expire, job, timeout_s)
         self._count()
         try:
             job.groups = await self._run_text(build, caller, heavy=heavy)
@@ -235,6 +242,8 @@ class EngineQueue:
         if job.closed:
             return
         job.closed = True
+        if job.timer is not None:
+            job.timer.cancel()
         self._waiting.discard(job)
         self._running.discard(job)
         self.memory.give_back(job)
@@ -281,6 +290,16 @@ class EngineQueue:
             self.memory.take(job, bytes_of(outcome))
         while self.memory.is_exceeded and self._drop_largest():
             pass
+
+    def _expire(self, job: GenerationJob, timeout_s: float) -> None:
+        """The time of a request is up: end its answer, or refuse it if none has begun."""
+        self.metrics.timeouts.inc()
+        if job in self._running:
+            self._engine.expire(job)
+            return
+        message = f"no token came within {timeout_s:g} s (timeout, server.request_timeout_s)"
+        job.fail(APIError(504, message, code="timeout"))
+        self._engine.drop(job)
 
     def _drop_largest(self) -> bool:
         """End the request whose answer holds the most memory; False if there is none."""
@@ -370,6 +389,15 @@ class EngineThread:
     def drop(self, job: GenerationJob) -> None:
         """Cancel a job's unfinished sequences."""
         self._commands.put(lambda engine: self._drop(engine, job))
+
+    def expire(self, job: GenerationJob) -> None:
+        """Let each of a job's sequences end with its next token."""
+
+        def expire(_: StepLoop) -> None:
+            for sequence in job.places:
+                sequence.expire()
+
+        self._commands.put(expire)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its step; returns whether it ended within the time."""

@@ -58,7 +58,9 @@ async def answer(
     queue: EngineQueue = request.app.state.queue
     build = partial(make_groups, body=body)
     heavy = is_heavy(request) or body.structure is not None or bool(_tools_of(body))
-    submitting = queue.submit(build, caller_of(request), heavy=heavy)
+    limit_s = request.app.state.settings.request_timeout_s
+    timeout_s = min(filter(None, (body.timeout, limit_s)), default=None)
+    submitting = queue.submit(build, caller_of(request), heavy=heavy, timeout_s=timeout_s)
     job = await while_connected(request.receive, submitting)
     spend = _spending(request)
     spend(job.num_prompt_tokens)

@@ -226,6 +226,34 @@ def test_c13_what_is_known_of_grammars_is_bounded_and_recursion_refused() -> Non
     assert fault("grammar", 'start: "(" start ")" | "x"') == ""
 
 
+def test_a_request_ends_with_what_is_there_when_its_time_is_up(
+    serve: Any, wait_for: Any, gate: Any
+) -> None:
+    """Before the first token it is refused; then the next token is the last."""
+    with serve() as server:
+        late = server.http.post(URL, json={**SHORT, "timeout": 0.2})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        gate.open.set()
+        wait_for(server.is_idle, "an idle engine")
+    with serve(request_timeout_s=0.5) as server:
+        ask = {**SHORT, "max_tokens": 250, "ignore_eos": True}
+        gate.open.clear()
+        gate.steps_before = 5
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.http.post(URL, json={**ask, "timeout": 60}))
+        )
+        asking.start()
+        timed_out = server.service.queue.metrics.timeouts._value
+        wait_for(lambda: timed_out.get() == 1, "its time to be up")
+        gate.open.set()
+        asking.join(60)
+        body = answers[0].json()
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert 1 <= body["usage"]["completion_tokens"] <= 7
+        assert "moe_requests_timed_out_total 1.0" in server.http.get("/metrics").text
+
+
 def test_c22_nothing_that_clients_write_gets_into_logs_or_other_answers(
     server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
