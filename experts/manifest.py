@@ -18,6 +18,7 @@ from experts.safetensors_io import (
     contained,
     digest_of,
     parse_json,
+    read_small,
     write_bytes,
 )
 from experts.weights import ExpertShape
@@ -118,9 +119,7 @@ def read_manifest(directory: Path) -> Manifest:
     file = directory / MANIFEST_NAME
     try:
         path = contained(directory, MANIFEST_NAME)
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise StoreError(f"{file} is larger than {MAX_MANIFEST_BYTES} bytes: not a manifest")
-        content = parse_json(path.read_bytes(), "content")
+        content = parse_json(read_small(path, MAX_MANIFEST_BYTES), "content")
     except FileNotFoundError as error:
         if not is_store(directory):
             raise StoreError(

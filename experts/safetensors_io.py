@@ -26,6 +26,7 @@ import math
 import mmap
 import os
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_SMALL_BYTES = 64 << 20
 MAX_DIMENSION = 1 << 48  # beyond any memory; keeps products of sizes inside torch's int64
 MAX_DIMENSIONS = 64  # torch's own limit
 
@@ -246,6 +248,19 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
     return fd, status
 
 
+def read_small(path: Path, most: int = MAX_SMALL_BYTES) -> bytes:
+    """A file of settings or the like: a plain file of at most ``most`` bytes. Raises `OSError`."""
+    try:
+        fd, status = open_regular(path)
+    except HeaderError as error:
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with open(fd, "rb") as file:
+        content = file.read(most + 1) if status.st_size <= most else None
+    if content is None or len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return content
+
+
 def open_tensors(directory: Path, name: str) -> OpenFile:
     """Open `name` in `directory` and read its header. Raises `HeaderError` with the reason."""
     try:
@@ -290,6 +305,12 @@ class FileRecord(BaseModel):
     """blake2b of everything before the data."""
     data: str = Field(pattern=r"^[0-9a-f]{32}$")
     """blake2b of the data."""
+    sums: tuple[int, ...] | None = None
+    """CRC-32 of each tensor, in the order of the file; null in files of earlier versions."""
+
+    def is_of(self, found: FileRecord) -> bool:
+        """Whether these are the checksums of a file whose record was just read."""
+        return (self.nbytes, self.header, self.data) == (found.nbytes, found.header, found.data)
 
 
 def encode_header(entries: Sequence[Entry]) -> bytes:
@@ -315,7 +336,7 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) 
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     header = encode_header(entries)
-    digest, nbytes = digest_of(b""), len(header)
+    digest, nbytes, sums = digest_of(b""), len(header), list[int]()
     try:
         with unfinished.open("wb") as file:
             file.write(header)
@@ -324,6 +345,7 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) 
                 view = as_bytes(tensor.contiguous())
                 nbytes += len(view)
                 digest.update(view)
+                sums.append(zlib.crc32(view))
                 file.write(view)
             file.flush()
             os.fsync(file.fileno())
@@ -331,7 +353,12 @@ def write_file(path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor]) 
     finally:
         unfinished.unlink(missing_ok=True)
     sync_directory(path.parent)
-    return FileRecord(nbytes=nbytes, header=digest_of(header).hexdigest(), data=digest.hexdigest())
+    return FileRecord(
+        nbytes=nbytes,
+        header=digest_of(header).hexdigest(),
+        data=digest.hexdigest(),
+        sums=tuple(sums),
+    )
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -71,6 +71,7 @@ class RunningSequence:
         token_ids: tokens generated so far.
         cache: the sequence's state while it decodes; None before its prompt has been read.
         cancelled: the caller no longer wants it.
+        held_logits_V: (V,) of the next token, while what its structure allows is not known.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class RunningSequence:
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
         self.cancelled = False
+        self.held_logits_V: Tensor | None = None
         self.sampler = sampler
+        self._is_expired = False
         self._prompt_logprobs: list[Token | None] | None = None
         self._decoder = decoder
         self._stop_strings = stop_strings
@@ -140,9 +143,17 @@ class RunningSequence:
         tokens, self._prompt_logprobs = self._prompt_logprobs, None
         return tokens
 
+    def expire(self) -> None:
+        """The time is up: the next token is the last."""
+        self._is_expired = True
+
     def sample(self, logits_V: Tensor) -> Token:
         """Draw the next token from ``(V,)`` float32 logits; `append_token` must follow."""
         return self.sampler.sample(logits_V)
+
+    def hold(self, logits_V: Tensor | None) -> None:
+        """Keep the ``(V,)`` logits of the next token for a later step; None: no longer."""
+        self.held_logits_V = None if logits_V is None else logits_V.clone()
 
     def append_token(self, token: Token) -> Delta:
         """Append the next token, which may end the sequence."""
@@ -151,7 +162,7 @@ class RunningSequence:
         is_end = token.id in self._stop_token_ids
         if is_end or token.is_last:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.max_new_tokens:
+        elif self._is_expired or len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
         text = self._new_text(token.id, is_end)
         return Delta(

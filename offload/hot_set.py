@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from experts.safetensors_io import digest_of, write_bytes
+from experts.safetensors_io import digest_of, read_small, write_bytes
 
 FILE_NAME = "hot-set.json"
 _logger = logging.getLogger("moe")
@@ -44,7 +44,7 @@ def save_hot_set(file: Path, hot_set: HotSet) -> None:
 def load_hot_set(file: Path, experts: Sequence[int]) -> HotSet:
     """The saved hot set; empty if there is none that fits layers of this many experts each."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_small(file))
         pairs = [(layer, expert) for layer, expert in content]
         fits = all(
             type(layer) is type(expert) is int

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from experts.safetensors_io import pread_exactly
-from experts.store import Store
+from experts.store import Store, StoreError
 from experts.weights import ExpertKey
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
@@ -210,8 +211,14 @@ def _agree(view: AnyExperts, layer: ExpertWeights) -> bool:
     return torch.equal(view.activation(rows), layer.activation(rows))
 
 
+CHECKED_EVERY = 64
+"""Of this many reads one is checked, beside the first of each expert: that costs less than 1 %."""
+
+
 class DiskSource:
     """Fills slots of main memory from a store; see `offload.slot_manager.ExpertSource`.
+
+    Compares the checksums of each expert when it is read for the first time, and sometimes later.
 
     Args:
         store: stays open as long as this is used.
@@ -229,7 +236,10 @@ class DiskSource:
             [store.prefix(ExpertKey(at, expert), bits).start for expert in range(layer.experts)]
             for at, layer in enumerate(store.manifest.layers)
         ]
+        self._bits = bits
         self._reader, self._arena, self._biases = reader, arena, biases
+        self._checked: dict[ExpertKey, int] = {}  # so many bytes of it
+        self._since = 0
         self._places: dict[int, list[Tensor]] = {}  # of slots; making them takes time
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Transfer:
@@ -246,7 +256,58 @@ class DiskSource:
         if biases.down_EH is not None and slots.down_bias_EH is not None:
             slots.down_bias_EH[slot] = biases.down_EH[expert]
         what = f"expert {expert} of MoE layer {layer}"
-        return self._reader.submit(reads, urgent=urgent, what=what)
+        transfer: Transfer = self._reader.submit(reads, urgent=urgent, what=what)
+        key = ExpertKey(layer, expert)
+        self._since += 1
+        num_bytes = offset - self._starts[layer][expert]
+        if self._checked.get(key, 0) >= num_bytes and self._since < CHECKED_EVERY:
+            return transfer
+        self._since = 0
+        return CheckedTransfer(transfer, partial(self._check, key, places, num_bytes))
+
+    def _check(self, key: ExpertKey, places: Sequence[Tensor], num_bytes: int) -> None:
+        self._store.check(key, self._bits, places)
+        self._checked[key] = max(num_bytes, self._checked.get(key, 0))
+
+
+class CheckedTransfer:
+    """A transfer that has failed if its bytes are not those that were written; see `Transfer`.
+
+    Args:
+        transfer: reads the bytes.
+        check: called once, when they are there; raises `StoreError` if they are wrong.
+    """
+
+    def __init__(self, transfer: Transfer, check: Callable[[], None]) -> None:
+        self._transfer, self._check = transfer, check
+        self._is_checked = False
+        self._damage: OffloadError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._transfer.done
+
+    @property
+    def failed(self) -> Exception | None:
+        if self._transfer.done and self._transfer.failed is None and not self._is_checked:
+            self._is_checked = True
+            try:
+                self._check()
+            except StoreError as error:
+                self._damage = OffloadError(str(error))
+        return self._transfer.failed or self._damage
+
+    def wait(self) -> float:
+        seconds = self._transfer.wait()
+        if self.failed is not None:
+            raise self.failed
+        return seconds
+
+    def cancel(self) -> bool:
+        return self._transfer.cancel()
+
+    def hasten(self) -> None:
+        self._transfer.hasten()
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ FLOORS = {
     "network": "the seam, lanes, attention, KV cache, MoE layers",
     "sampling": "the next token",
     "settings": "profiles",
+    "fair_pool": "threads that callers share fairly",
     "machine": "facts about this machine",
     "extras": "optional packages, and how to install them",
     "errors": "errors a user can cause",

@@ -80,8 +80,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help=MODEL)
-    add("out", help="directory of the store; must not exist")
+    add("out", nargs="?", help="directory of the store; must not exist")
     add("--revision", metavar="R", help=REVISION)
+    add("--verify", action="store_true", help="read all of the store MODEL, compare checksums")
     add(
         "--bits",
         type=int,
@@ -174,6 +175,9 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
     key = "what clients must send; better set as MOE_API_KEY, as other users see command lines"
     add("--api-key", metavar="KEY", help=key)
+    add("--api-key-file", metavar="FILE", help="several keys with names and limits, as YAML")
+    add("--ssl-certfile", metavar="FILE", help="certificate chain (PEM); HTTPS instead of HTTP")
+    add("--ssl-keyfile", metavar="FILE", help="its private key, if it is in another file")
 
 
 def _add_text(parser: argparse.ArgumentParser, what: str, tokens: int | None) -> None:

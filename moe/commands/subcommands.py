@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moe.errors import ProfileError, RequestError
+from moe.errors import CheckpointError, ProfileError, RequestError
 
 
 @contextmanager
@@ -69,10 +69,22 @@ def run_model(options: argparse.Namespace) -> int:
         host=options.host,
         port=options.port,
         api_key=options.api_key,
+        secured=_secured(options),
     )
 
 
+def _secured(options: argparse.Namespace) -> dict[str, str | None]:
+    names = ("api_key_file", "ssl_certfile", "ssl_keyfile")
+    return {name: getattr(options, name) for name in names}
+
+
 def convert(options: argparse.Namespace) -> int:
+    if options.verify == (options.out is not None):
+        raise CheckpointError(
+            "give a model and the directory of its store, or --verify and one store"
+        )
+    if options.verify:
+        return _verify(Path(options.model))
     with importing():
         from moe.commands.convert.bit_allocation import BitBudget
         from moe.commands.convert.convert import convert as run
@@ -99,6 +111,19 @@ def convert(options: argparse.Namespace) -> int:
         on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
     )
     print(out)
+    return 0
+
+
+def _verify(directory: Path) -> int:
+    with importing():
+        from experts.store import Store, StoreError
+
+    try:
+        with Store.open(directory) as store:
+            store.verify()
+    except StoreError as error:
+        raise CheckpointError(str(error)) from error
+    print(f"{directory}: every byte is as it was written")
     return 0
 
 
@@ -231,8 +256,15 @@ def serve(options: argparse.Namespace) -> int:
     with importing():
         from moe.server.serve import serve as run
 
-    listens = (options.host, options.port, options.api_key)
-    return run(options.model, profile, *listens, options.served_model_name)
+    return run(
+        options.model,
+        profile,
+        options.host,
+        options.port,
+        options.api_key,
+        options.served_model_name,
+        **_secured(options),
+    )
 
 
 def top(options: argparse.Namespace) -> int:
@@ -262,7 +294,12 @@ def _worked(model: str, profile: Any) -> bool:
         MoEError: the model cannot be loaded, or the ranks do not come together.
         RankLostError: rank 0 is lost.
     """
-    from moe.parallel.launch import end_with_parent, required_launch, shield_from_launcher
+    from moe.parallel.launch import (
+        end_with_parent,
+        required_launch,
+        shield_from_launcher,
+        stop_with_launcher,
+    )
 
     launch = required_launch(profile.profile)
     if launch is None:
@@ -270,6 +307,7 @@ def _worked(model: str, profile: Any) -> bool:
     end_with_parent()
     if launch.rank == 0:  # launchers turn a terminal's SIGINT, sent to all, into SIGTERM
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop_with_launcher()
         return False
     with importing():
         from moe.model import MoE

@@ -1,7 +1,8 @@
 """The prefix cache: keys and values of prompts, kept for requests that begin with the same tokens.
 
-When a sequence ends, the cache keeps a copy of its prompt's keys and values, and evicts the least
-recently used entry when memory is wanted. It does not keep those of answers: decode steps round
+When a sequence ends, the cache keeps a copy of its prompt's keys and values. When memory is wanted,
+it evicts the least recently used entry of the salt that holds most: a flood of prompts under one
+salt costs that salt. It does not keep those of answers: decode steps round
 differently from a prefill pass, and a hit must not change an answer. A request's longest cached
 prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
 themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
@@ -18,7 +19,7 @@ own sum a recurrence in the order of a pass.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ class PrefixCache:
         self.evictions = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._index: dict[bytes, _Entry] = {}
+        self._by_salt: Counter[str] = Counter()  # tokens held
 
     def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
@@ -73,12 +75,12 @@ class PrefixCache:
             return
         entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
         self._entries[id(entry)] = entry
-        self.num_tokens += entry.kv.held_tokens
+        self._count(entry, +1)
         for digest in hashes:
             known = self._index.get(digest)
             if known is not None and known.hashes[-1] == digest:  # the new entry covers it
                 del self._entries[id(known)]
-                self.num_tokens -= known.kv.held_tokens
+                self._count(known, -1)
             self._index[digest] = entry
         while self.num_tokens > self.max_tokens:
             self.evict()
@@ -132,16 +134,25 @@ class PrefixCache:
         return best
 
     def evict(self) -> bool:
-        """Free the least recently used entry; False if there is none."""
+        """Free the oldest entry of the salt that holds most; False if there is none."""
         if not self._entries:
             return False
-        _, entry = self._entries.popitem(last=False)
-        self.num_tokens -= entry.kv.held_tokens
+        salt = max(self._by_salt, key=self._by_salt.__getitem__)
+        entry = next(entry for entry in self._entries.values() if entry.salt == salt)
+        del self._entries[id(entry)]
+        self._count(entry, -1)
         self.evictions += 1
         for digest in entry.hashes:
             if self._index.get(digest) is entry:
                 del self._index[digest]
         return True
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        tokens = sign * entry.kv.held_tokens
+        self.num_tokens += tokens
+        self._by_salt[entry.salt] += tokens
+        if not self._by_salt[entry.salt]:
+            del self._by_salt[entry.salt]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -8,10 +8,14 @@ experts that both need. The lanes of a layered batch stay asleep from one step t
 A preempted sequence reads its prompt again as a prompt, and then the tokens it had generated as
 decode steps read them, several a step: a prefill pass rounds differently, and other requests must
 not change an answer.
+
+While the pass runs, other threads find out what structures let follow. A sequence for which that
+takes too long holds its logits and is left out of passes until it is known.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +28,7 @@ from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import SequenceCache, Work
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import Token
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
@@ -32,6 +37,8 @@ from offload.errors import OffloadError
 
 Outcome = tuple[RunningSequence, list[Token] | Exception]
 """A sequence and its next tokens, or the error that ended it."""
+MASKS_S = 0.02
+"""How long all sequences of a step together wait for what their structures allow."""
 
 
 class ModelRunner:
@@ -62,29 +69,36 @@ class ModelRunner:
         if step.prefill is not None and self._prefill_pass is None:
             self._prefill_pass = PrefillPass(step.prefill, self.backbone)
         prefill = self._prefill_pass
-        unread = [_num_unread(sequence) for sequence in step.decode]
+        decode = [sequence for sequence in step.decode if _num_unread(sequence)]
+        held = [sequence for sequence in step.decode if not _num_unread(sequence)]
+        unread = [_num_unread(sequence) for sequence in decode]
         speculator = self._speculator if max(unread, default=0) == 1 else None
         proposed = None
         if speculator is not None:
-            proposed = speculator.propose(step.decode, step.spare_tokens)
-        drafts = proposed or [PLAIN] * len(step.decode)
+            proposed = speculator.propose(decode, step.spare_tokens)
+        drafts = proposed or [PLAIN] * len(decode)
         tokens = [
             Work([*self._next(s, count), *draft.tokens], s.cache, all_logits=bool(draft.tokens))
-            for s, count, draft in zip(step.decode, unread, drafts, strict=True)
+            for s, count, draft in zip(decode, unread, drafts, strict=True)
             if s.cache is not None
         ]
         if wanted := self.experts.context:
             forecast = None if speculator is None else speculator.forecast
-            self.experts.begin(_contexts(step.decode, tokens, wanted), forecast)
+            self.experts.begin(_contexts(decode, tokens, wanted), forecast)
+        for sequence in decode:
+            sequence.sampler.begin_mask()
         logits = self._forward(tokens, prefill, step.overlap)
+        last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
+        _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
         outcomes: list[Outcome] = [
             (sequence, _accept(speculator if proposed else None, sequence, draft, rows))
-            for sequence, draft, rows in zip(step.decode, drafts, logits, strict=True)
+            for sequence, draft, rows in zip(decode, drafts, logits, strict=True)
         ]
+        outcomes += [(sequence, _sample_held(sequence)) for sequence in held]
         if speculator is not None:
             speculator.finish(alone=step.prefill is None)
-        if prefill is not None and prefill.batch.is_last_layer_group:
-            outcomes += prefill.finish(self.experts.run)
+        if last is not None:
+            outcomes += last.finish(self.experts.run)
             self._prefill_pass = None
         return outcomes
 
@@ -133,6 +147,11 @@ class PrefillPass:
         self._backbone = backbone
         self._work = [_work(chunk, backbone) for chunk in batch.chunks]
         self.lanes = backbone.lanes(self._work, "prefill")
+
+    @property
+    def sequences(self) -> list[RunningSequence]:
+        """All whose prompts are read."""
+        return [s for chunk in self.batch.chunks for s in chunk.group.sequences]
 
     def pauses(self) -> dict[Lane[list[Tensor]], int]:
         """The layer at which the lanes go to sleep in this step; empty in the last one."""
@@ -237,14 +256,32 @@ def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Ten
     return rows
 
 
+def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
+    until = time.monotonic() + MASKS_S
+    for sequence in sequences:
+        sequence.sampler.wait_until(until)
+
+
 def _sample(sequence: RunningSequence, rows: Tensor | Exception) -> list[Token] | Exception:
-    """The token after the last row of ``(T, V)`` logits."""
+    """The token after the last row of ``(T, V)`` logits; none yet if the logits are held."""
     if isinstance(rows, Exception):
         return rows
     try:
         return [sequence.sample(rows[-1])]
+    except MaskLateError:
+        sequence.hold(rows[-1])
+        return []
     except Exception as error:
         return error
+
+
+def _sample_held(sequence: RunningSequence) -> list[Token] | Exception:
+    """The token after the logits that a sequence holds; none yet if it goes on holding them."""
+    assert sequence.held_logits_V is not None
+    tokens = _sample(sequence, sequence.held_logits_V[None])
+    if tokens:
+        sequence.hold(None)
+    return tokens
 
 
 def _accept(
@@ -258,9 +295,12 @@ def _accept(
     assert sequence.cache is not None
     try:
         tokens = verifying.accept(sequence, draft, rows)
+    except MaskLateError:
+        sequence.hold(rows[0])
+        tokens = []
     except Exception as error:
         return error
-    sequence.cache.cut(sequence.cache.length - len(rows) + len(tokens))
+    sequence.cache.cut(sequence.cache.length - len(rows) + max(len(tokens), 1))
     return tokens
 
 

@@ -28,6 +28,7 @@ from experts.safetensors_io import (
     contained,
     open_tensors,
     pread_exactly,
+    read_small,
 )
 from kernels.planes import PlaneFormat
 from kernels.scales import GroupScales
@@ -270,7 +271,7 @@ def _no_weights(path: Path, present: list[str]) -> str:
 def _read_index(path: Path, problems: list[str]) -> dict[str, str]:
     index: Any = None
     try:
-        index = json.loads(contained(path, INDEX_NAME).read_text(encoding="utf-8"))
+        index = json.loads(read_small(contained(path, INDEX_NAME)).decode())
     except (OSError, ValueError, RecursionError, HeaderError) as error:
         problems.append(f"{INDEX_NAME}: cannot be read: {error}")
         return {}

@@ -20,6 +20,7 @@ import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from experts.safetensors_io import read_small
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import LOCAL, ByteSource
 from moe.loading.gguf.directory import gguf_directory
@@ -30,13 +31,17 @@ from moe.loading.remote.outline import outline
 from moe.loading.remote.reader import HubBytes
 from moe.loading.remote.repository import HubUnreachableError, Repository
 
-# Public spellings of the private keys above; both choose code to run
-DROPPED_KEYS = {"auto_map", "attn_implementation", "experts_implementation"}
+# Public spellings of private keys, which choose code to run;
+# and labels of classifiers, of which transformers makes as many as a number says.
+DROPPED_KEYS = {
+    *("auto_map", "attn_implementation", "experts_implementation"),
+    *("num_labels", "id2label", "label2id"),
+}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MAX_DEPTH = 32
 MAX_SIZE = 1 << 31
 # Counts that Python loops over when a configuration or a model is built
-MAX_COUNT = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_COUNTS, 1 << 16)
+MAX_COUNT = {"num_hidden_layers": 512} | dict.fromkeys(EXPERT_COUNTS, 1 << 16)
 SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -52,9 +57,13 @@ SIZE_KEYS = (
     "moe_num_experts",
     "num_experts_per_tok",
     "max_position_embeddings",
+    "sliding_window",
 )
 # The dense members of an MoE family (Granite 4) say 0 experts
-MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"}
+MAY_BE_ZERO = {
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    "sliding_window",
+}
 TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "moe_k")
 
 
@@ -215,7 +224,7 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_small(file).decode())
         # Infinity is written as {"__float__": "Infinity"}, which is no private key
         content = _without_code(PreTrainedConfig._decode_special_floats(content))
     except FileNotFoundError as error:

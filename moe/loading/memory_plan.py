@@ -8,6 +8,9 @@ from typing import Any
 from offload.offloaded import HOST
 
 GIB = 2**30
+RESERVE = "reserve"
+"""Name of the line that is for everything that has no line of its own."""
+_LEAST_FOR_REQUESTS = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ class MemoryPlan:
     def expert_slots(self) -> int | None:
         """How many experts are in memory at once; None for all of them."""
         return self.tiers[0].experts if self.tiers else None
+
+    @property
+    def request_bytes(self) -> int:
+        """Of the reserve, for bodies and answers of the server's requests."""
+        reserve = sum(line.bytes for line in self.lines if line.name == RESERVE)
+        return max(reserve // 2, _LEAST_FOR_REQUESTS)
 
     @property
     def needed_bytes(self) -> int:

@@ -10,13 +10,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, PlanLine, PlannedTier
+from moe.loading.memory_plan import (
+    GIB,
+    RESERVE,
+    MemoryPlan,
+    Offloadable,
+    PlanLine,
+    PlannedTier,
+)
 from moe.memory.footprint import Footprint
 from moe.network.kv_cache import SNAPSHOTS
 from moe.settings import Profile
 from offload.offloaded import HOST
 
-RESERVE = "reserve"
 RESERVE_SHARE = 1 / 20
 LEAST_POOL = 2048
 """A KV pool that the profile does not set holds at least this many tokens, or one context."""
@@ -63,7 +69,7 @@ def plan_memory(
             f"{prefill_batch_tokens(profile)} prompt tokens, {footprint.how}",
         ),
         PlanLine("logits", 2 * 4 * batch * logits_size, f"{batch} sequences of {logits_size}"),
-        PlanLine(RESERVE, reserve, "memory.reserve_gib"),
+        PlanLine(RESERVE, reserve, "memory.reserve_gib, half of it for requests"),
     ]
     if footprint.bytes_per_sequence:
         state, copies = footprint.bytes_per_sequence, _state_copies(profile)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import select
-import signal
 import threading
 import time
 from collections import deque
@@ -24,7 +22,7 @@ from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
 from moe.parallel.expected_load import ExpectedLoad, PlannedSteps
 from moe.parallel.group import leave_group
-from moe.parallel.membership import CONTROL, WATCH, Membership, start_of, this_host
+from moe.parallel.membership import CONTROL, WATCH, Membership, kill_member
 from moe.parallel.transport import Message, WireError
 from moe.parallel.watchdog import Heartbeat, WakePipe, Watchdog, exit_now
 from moe.parallel.worker import RankWorker
@@ -326,7 +324,7 @@ class WorkerLinks:
         self._lost.setdefault(rank, why)
         self._named.set()
         self._wake.wake()
-        _kill_lost_rank(self._membership, rank)
+        kill_member(self._membership.members[rank])  # it may be stopped, or hang for ever
         if self._accepts_losses and rank != 0:
             return
         error = self.loss()
@@ -338,12 +336,3 @@ class WorkerLinks:
         if self._tell is not None:
             _logger.error("%s", error)
             self._tell(error)
-
-
-def _kill_lost_rank(membership: Membership, rank: int) -> None:
-    """Kill a lost rank on this machine: it may be stopped, or hang forever."""
-    lost = membership.members[rank]
-    same = lost.host == this_host() and lost.born == start_of(lost.pid) != ""
-    if same and lost.pid != os.getpid():
-        with suppress(OSError):
-            os.kill(lost.pid, signal.SIGKILL)

@@ -15,12 +15,16 @@ import ctypes
 import ipaddress
 import os
 import secrets
+import select
 import signal
 import socket
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe.errors import LaunchError, ProfileError
 from moe.parallel.transport import Message
@@ -169,6 +173,41 @@ def end_with_parent() -> None:
         return
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_with_launcher() -> None:
+    """Send this process SIGTERM, which drains, when the command that the user started is gone.
+
+    ``deepspeed`` starts a second process, which starts the ranks and does not notice that the first
+    one has ended. Call it in every rank. Other launchers start ranks themselves.
+    """
+    command = _deepspeed_command(os.getppid())
+    if command is None:
+        return
+    try:
+        watched = os.pidfd_open(command)
+    except (AttributeError, OSError):  # not Linux, or it is gone already
+        if not Path(f"/proc/{command}").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return
+
+    def watch() -> None:
+        select.select([watched], [], [])
+        print("moe: the launcher has ended; stopping", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="moe-launcher", daemon=True).start()
+
+
+def _deepspeed_command(parent: int) -> int | None:
+    """The process that started DeepSpeed's second one, if that is the parent."""
+    try:
+        if b"deepspeed.launcher.launch" not in Path(f"/proc/{parent}/cmdline").read_bytes():
+            return None
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1])
 
 
 def shield_from_launcher(launch: Launch) -> None:

@@ -13,9 +13,11 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -306,3 +308,20 @@ def this_host() -> str:
     name = boot.read_text().strip() if boot.exists() else socket.gethostname()
     space = Path("/proc/self/ns/pid")
     return f"{name} {os.readlink(space) if space.exists() else ''}"
+
+
+def kill_member(member: Member) -> None:
+    """Kill another rank if it is on this machine."""
+    _signal(member, signal.SIGKILL)
+
+
+def wake_member(member: Member) -> None:
+    """Let another rank go on if it is on this machine and somebody has stopped it."""
+    _signal(member, signal.SIGCONT)
+
+
+def _signal(member: Member, number: signal.Signals) -> None:
+    same = member.host == this_host() and member.born == start_of(member.pid) != ""
+    if same and member.pid != os.getpid():
+        with suppress(OSError):
+            os.kill(member.pid, number)

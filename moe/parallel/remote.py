@@ -186,7 +186,7 @@ class OrderQueue:
             if sequence.cache is not None and not isinstance(tokens, Exception):
                 assert isinstance(sequence.cache, RemoteCache)
                 read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
-                new = read + len(tokens) - 1 - sequence.cache.length
+                new = max(0, read + len(tokens) - 1 - sequence.cache.length)
                 sequence.cache.advance({new: {}} if self.state_tokens else {}, new)
         return outcomes
 

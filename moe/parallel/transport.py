@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
@@ -38,6 +39,7 @@ class Connection:
     def __init__(self, sock: socket.socket, limit: int = MAX_BYTES) -> None:
         self.socket, self.limit = sock, limit
         self._sending = threading.Lock()
+        self._deadline: float | None = None
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -62,11 +64,15 @@ class Connection:
         data = self._read(size)
         try:
             message = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError(f"not a message: {error}") from None
         if not isinstance(message, dict):
             raise WireError("not a message: no JSON object")
         return message
+
+    def end_by(self, deadline: float | None) -> None:
+        """Let what is received after a time of `time.monotonic` fail; None: no more."""
+        self._deadline = deadline
 
     def close(self) -> None:
         self.socket.close()
@@ -75,6 +81,8 @@ class Connection:
         parts = bytearray()
         while len(parts) < size:
             try:
+                if self._deadline is not None:  # a timeout starts again with each byte
+                    self.socket.settimeout(max(self._deadline - time.monotonic(), 0.001))
                 part = self.socket.recv(min(size - len(parts), 1 << 20))
             except OSError as error:
                 raise WireError(f"cannot receive: {error}") from error
@@ -100,18 +108,21 @@ def accept(listener: socket.socket, secret: bytes, timeout_s: float) -> tuple[Co
     sock, _ = listener.accept()
     sock.settimeout(timeout_s)
     connection = Connection(sock, _MAX_GREETING)
+    connection.end_by(time.monotonic() + timeout_s)
     challenge = os.urandom(_CHALLENGE).hex()
     try:
         connection.send({"challenge": challenge})
         greeting = connection.receive()
         proof = _proof(secret, challenge, greeting.get("who"))
-        if not hmac.compare_digest(proof, str(greeting.get("proof"))):
+        if not _equal(proof, greeting.get("proof")):
             raise WireError("the other end of a connection does not know the secret")
         connection.send({"proof": _proof(secret, str(greeting.get("challenge")), "coordinator")})
-    except WireError:
+    except (WireError, RecursionError) as error:
         connection.close()
-        raise
+        raise WireError(str(error)) from None
     connection.limit = MAX_BYTES
+    connection.end_by(None)
+    sock.settimeout(timeout_s)
     return connection, greeting["who"]
 
 
@@ -125,10 +136,15 @@ def connect(address: str, port: int, secret: bytes, who: Message, timeout_s: flo
     own = os.urandom(_CHALLENGE).hex()
     challenge = str(connection.receive().get("challenge"))
     connection.send({"who": who, "proof": _proof(secret, challenge, who), "challenge": own})
-    answer = str(connection.receive().get("proof"))
-    if not hmac.compare_digest(_proof(secret, own, "coordinator"), answer):
+    answer = connection.receive().get("proof")
+    if not _equal(_proof(secret, own, "coordinator"), answer):
         raise WireError(f"what listens at {address} port {port} does not know the secret")
     return connection
+
+
+def _equal(proof: str, given: object) -> bool:
+    """In a time that does not say how much of it is right."""
+    return hmac.compare_digest(proof.encode(), str(given).encode(errors="replace"))
 
 
 def _proof(secret: bytes, challenge: str, who: object) -> str:

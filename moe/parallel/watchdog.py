@@ -8,6 +8,7 @@ itself; the others watch rank 0.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -95,6 +96,7 @@ class Watchdog(threading.Thread):
         self._limit, self._interval = SOONER * timeout_s, timeout_s / BEATS
         self._on_loss, self._on_message = on_loss, on_message
         self._closing = threading.Event()
+        self._held_up = -math.inf, 0.0  # until when, and for how long
         now = time.monotonic()
         self._peers = {number: _Peer(now) for number in (rank, *peers)}
         for connection in peers.values():
@@ -105,6 +107,7 @@ class Watchdog(threading.Thread):
         while not self._closing.is_set():
             late = time.monotonic() - beat - self._interval
             if late > self._interval:  # this thread was held up: the peers are not late
+                self._held_up = time.monotonic(), late
                 for peer in self._peers.values():
                     peer.heard += late
                     peer.moved += late
@@ -157,6 +160,9 @@ class Watchdog(threading.Thread):
             return
         if connection := self._connections.pop(rank, None):
             connection.close()
+        until, seconds = self._held_up
+        if time.monotonic() - until < self._limit:
+            why += f", while rank {self._rank} stood still for {seconds:.1f} s"
         self._on_loss(rank, why)
 
 

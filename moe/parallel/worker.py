@@ -21,7 +21,7 @@ from moe.errors import LaunchError, RankLostError
 from moe.network.moe_layer import MoELayers
 from moe.parallel.expected_load import ExpectedLoad
 from moe.parallel.group import WatchedExchange, form_group, leave_group
-from moe.parallel.membership import CONTROL, WATCH, Membership
+from moe.parallel.membership import CONTROL, WATCH, Membership, wake_member
 from moe.parallel.remote import EngineMirror
 from moe.parallel.transport import Message, WireError
 from moe.parallel.watchdog import Heartbeat, Watchdog, exit_now
@@ -270,6 +270,7 @@ class CoordinatorLink:
 
     def __init__(self, membership: Membership, rank: int, timeout_s: float) -> None:
         self.heartbeat, self.rank = Heartbeat(), rank
+        self._coordinator = membership.members[0]
         self._control = membership.connections[CONTROL][0]
         self._control.socket.settimeout(None)
         peers = membership.connections[WATCH]
@@ -312,5 +313,7 @@ class CoordinatorLink:
     def _on_loss(self, rank: int, why: str) -> None:
         if rank == self.rank:  # this process hangs; rank 0 sees that too
             return
-        # Rank 0 is not killed: it may only be cut off, and have callers to answer.
+        # Rank 0 is not killed: it may only be cut off, and have callers to answer. If it was
+        # stopped, it goes on, finds that this rank has left, and tells them.
+        wake_member(self._coordinator)
         exit_now(f"rank {self.rank} ends: rank {rank} {why}")

@@ -3,14 +3,24 @@
 llguidance compiles the grammars. Each token's mask is computed from the sequence's own state, so
 it does not depend on other sequences of the batch.
 
+A mask usually takes a tenth of a millisecond, and some structures make it take seconds. So masks
+are computed in threads of their own, while the model computes the logits; a sequence whose mask is
+late keeps its logits, and the step goes on without it. One whose mask costs too much ends.
+
 Shape suffix: V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
-from collections.abc import Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, Protocol, cast
 
 import llguidance.hf
@@ -18,9 +28,16 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from moe.errors import RequestError, StructureError
+from moe.fair_pool import FairPool
 from moe.sampling.grammar import LIMITS, fault, grammar_of
 from moe.sampling.params import SamplingParams, Structure
 
+MASK_SECONDS = 0.1
+"""Most seconds of a processor for one mask, by this machine's clock."""
+_PROMPT_S = 0.002
+"""A mask that has taken less than this is waited for, even if the step's time is up."""
+_THREADS = 4
+_KNOWN = 64
 _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or name
 
 
@@ -33,30 +50,98 @@ class Vocabulary(Protocol):
     def require_tokenizer(self, what: str) -> Any: ...
 
 
+class MaskLateError(Exception):
+    """The mask of the next token is not there yet; the sequence can try again with its logits."""
+
+
+class MaskThreads:
+    """Computes the masks of one request's sequences, one at a time.
+
+    Args:
+        pool: shared by all requests; each has one of its threads.
+        on_excess: called once a mask has cost too much.
+    """
+
+    def __init__(
+        self, pool: FairPool | None = None, on_excess: Callable[[], None] = lambda: None
+    ) -> None:
+        self._pool = pool or FairPool(1, "moe-mask", each=1)
+        self._on_excess = on_excess
+
+    def submit(self, work: Callable[[], bytes]) -> Future[bytes]:
+        """Raises `StructureError` from the future if the work takes too long."""
+
+        def timed() -> bytes:
+            start = time.thread_time()
+            bits = work()
+            if time.thread_time() - start > MASK_SECONDS:
+                self._on_excess()
+                raise _too_costly()
+            return bits
+
+        return self._pool.submit(self, timed)
+
+
+def _too_costly() -> StructureError:
+    return StructureError(
+        f"the structure cannot be followed any further: a token takes more than {MASK_SECONDS:g} s "
+        "of a processor; make it simpler"
+    )
+
+
 class Constraint:
     """One sequence's state in its structure.
 
     Args:
-        matcher: at the beginning of the text.
+        matcher: at the beginning of the text; None: a fork of a constraint that was busy, which
+            never has a mask.
         vocab_size: V of the logits.
         barred: tokens that are never allowed, even by the structure.
+        threads: compute the masks.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, barred: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher | None,
+        vocab_size: int,
+        barred: Iterable[int] = (),
+        threads: MaskThreads | None = None,
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._barred = [token_id for token_id in barred if token_id < vocab_size]
+        self._threads = threads or MaskThreads()
+        self._mask: Future[bytes] | None = None
+        self._until = math.inf
+        self._is_slow = False
 
     @property
     def is_over(self) -> bool:
         """The text is complete and nothing may follow."""
-        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+        matcher = self._idle_matcher()
+        return bool(matcher.is_stopped()) and not matcher.is_error()
+
+    def begin_mask(self) -> None:
+        """Start to compute the mask of the next token, in another thread."""
+        if self._mask is None and self._matcher is not None and not self.is_over:
+            self._mask = self._threads.submit(self._matcher.compute_bitmask)
+
+    def wait_until(self, until: float) -> None:
+        """From now on masks are late after this time of `time.monotonic`."""
+        self._until = until
 
     def allowed_V(self) -> np.ndarray:
-        """Which tokens may come next: (V,) bool. Raises `StructureError` if that is too complex."""
-        assert not self.is_over
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
+        """Which tokens may come next: (V,) bool.
+
+        Raises:
+            StructureError: that is too complex.
+            MaskLateError: it is not known in time.
+        """
+        self.begin_mask()
+        matcher = self._idle_matcher()
+        assert self._mask is not None
+        bits = np.frombuffer(self._mask.result(), dtype=np.uint8)
+        self._check(matcher)
         bits = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
         allowed: np.ndarray = bits.view(np.bool_)
         allowed[self._barred] = False
@@ -64,16 +149,38 @@ class Constraint:
 
     def take(self, token_id: int) -> None:
         """Advance by an allowed token. Raises `StructureError` if that is too complex."""
-        self._matcher.consume_token(token_id)
-        self._check()
+        matcher = self._idle_matcher()
+        self._mask = None
+        matcher.consume_token(token_id)
+        self._check(matcher)
 
     def fork(self) -> Constraint:
         """An independent copy."""
-        return Constraint(self._matcher.deep_copy(), self._vocab_size, self._barred)
+        try:
+            matcher = self._idle_matcher().deep_copy()
+        except MaskLateError:
+            matcher = None
+        twin = Constraint(matcher, self._vocab_size, self._barred, self._threads)
+        twin._mask, twin._until, twin._is_slow = self._mask, self._until, self._is_slow
+        return twin
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            why = " ".join(str(self._matcher.get_error()).split())
+    def _idle_matcher(self) -> LLMatcher:
+        """The matcher, which no thread uses. Raises `MaskLateError` if that is not so in time."""
+        if self._matcher is None:
+            raise MaskLateError
+        if self._mask is not None and not self._mask.done():
+            left = self._until - time.monotonic()
+            least = 0.0 if self._is_slow else _PROMPT_S
+            try:
+                self._mask.exception(None if math.isinf(left) else max(left, least))
+            except FutureTimeoutError:
+                self._is_slow = True
+                raise MaskLateError from None
+        return self._matcher
+
+    def _check(self, matcher: LLMatcher) -> None:
+        if matcher.is_error():
+            why = " ".join(str(matcher.get_error()).split())
             raise StructureError(
                 f"the structure cannot be followed any further: {why[:300]}; make it simpler"
             )
@@ -92,6 +199,8 @@ class Structures:
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | str | None = None
         self._lock = threading.Lock()
+        self._pool = FairPool(_THREADS, "moe-mask", each=1)
+        self._excessive: OrderedDict[Structure, None] = OrderedDict()
 
     def check(self, structure: Structure) -> None:
         """Raise `RequestError`, with the reason, if a structure cannot be followed.
@@ -99,6 +208,8 @@ class Structures:
         Takes a tenth of a second for a new structure.
         """
         self._tokenizer()
+        if structure in self._excessive:
+            raise _refused(structure, str(_too_costly()))
         source = structure.source
         if structure.kind == "grammar":  # `constraint` checks which special tokens exist
             source = _SPECIAL.sub("<[0]>", source)
@@ -110,6 +221,8 @@ class Structures:
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """A new sequence's constraint; None without a structure. `check` must have passed.
+
+        Its first mask is being computed.
 
         If the model has no end tokens, or the request ignores them (``ignore_eos``), the text goes
         on for as long as its structure allows.
@@ -123,7 +236,17 @@ class Structures:
         if matcher.is_error():
             raise _refused(structure, matcher.get_error())
         goes_on = params.ignore_eos or not self._codec.eos_token_ids
-        return Constraint(matcher, self._vocab_size, tokens.eos_tokens if goes_on else ())
+        threads = MaskThreads(self._pool, partial(self._remember, structure))
+        barred = tokens.eos_tokens if goes_on else ()
+        made = Constraint(matcher, self._vocab_size, barred, threads)
+        made.begin_mask()
+        return made
+
+    def _remember(self, structure: Structure) -> None:
+        """This structure has cost too much: `check` refuses it from now on."""
+        self._excessive[structure] = None
+        while len(self._excessive) > _KNOWN:
+            self._excessive.popitem(last=False)
 
     def _tokenizer(self) -> LLTokenizer:
         """The tree of the tokens' bytes, made on first use: that takes up to a few seconds."""

@@ -1,8 +1,9 @@
 """Turns a structure into a grammar of llguidance; as a program, checks that it can be compiled.
 
-A schema of a few kilobytes can keep the compiler busy for hours, and a grammar of many rules
-overflows its stack. So `fault` first compiles each structure in a process of its own, with less
-time, memory and stack than this process has. This module imports no other module of ours, so that
+A schema of a few kilobytes can keep the compiler busy for hours, a grammar of many rules overflows
+its stack, and ``a{900000}`` compiles at once but takes a second for each token. So `fault` first
+compiles each structure and writes some text by it in a process of its own, with less time, memory
+and stack than this process has. This module imports no other module of ours, so that
 the process starts fast.
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
 import threading
+import time
 from functools import lru_cache
 from typing import Any, cast
 
@@ -22,6 +25,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 CPU_SECONDS = 2
 WALL_SECONDS = 30  # for a busy machine
 MEMORY = 2**31
+STEPS = 48
+STEP_SECONDS = 0.02
 STACK = 2**21  # threads here have four times as much
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # up to 2 KB each
@@ -66,6 +71,10 @@ def fault(kind: str, source: str) -> str:
 _TOO_COMPLEX = (
     f"it takes more than {CPU_SECONDS} s of a processor to compile, or is nested too deeply"
 )
+_TOO_SLOW = (
+    f"a step takes more than {STEP_SECONDS:g} s of a processor; repetitions of a fixed text have "
+    "to be shorter"
+)
 
 
 def _fault(kind: str, source: str) -> str:
@@ -78,7 +87,24 @@ def _fault(kind: str, source: str) -> str:
     if not matcher.is_error():
         matcher.compute_bitmask()
     why = str(matcher.get_error())
-    return "no text is like that" if why.startswith("NoExtension") else why
+    if why:
+        return "no text is like that" if why.startswith("NoExtension") else why
+    return "" if _is_quick(matcher) else _TOO_SLOW
+
+
+def _is_quick(matcher: LLMatcher) -> bool:
+    """Write a text of random bytes; False if three of its steps take too long, or it does."""
+    noise, slow, start = random.Random(0), 0, time.thread_time()
+    for _ in range(STEPS):
+        begun = time.thread_time()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        slow += time.thread_time() - begun > STEP_SECONDS
+        if slow == 3 or time.thread_time() - start > STEPS * STEP_SECONDS / 4:
+            return False
+        allowed = [byte for byte in range(256) if bits >> byte & 1]
+        if not allowed or matcher.is_error() or not matcher.consume_token(noise.choice(allowed)):
+            break  # complete, or for a request to find out
+    return True
 
 
 def main() -> None:

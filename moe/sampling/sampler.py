@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe.errors import MoEError
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
 _FIRST_GUESS = 256  # largest scores looked at before top-p sorts more of the vocabulary
 
 
-class LogitsError(FloatingPointError):
+class LogitsError(MoEError, FloatingPointError):
     """No token can be drawn from the model's logits. Only their sequence fails."""
 
 
@@ -117,12 +118,23 @@ class Sampler:
             and self._constraint is None
         )
 
+    def begin_mask(self) -> None:
+        """Begin to find out, in another thread, what the structure lets follow; if there is one."""
+        if self._constraint is not None:
+            self._constraint.begin_mask()
+
+    def wait_until(self, until: float) -> None:
+        """How long `sample` waits for that: until this time of `time.monotonic`."""
+        if self._constraint is not None:
+            self._constraint.wait_until(until)
+
     def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
         """Choose the next token from (V,) logits of any float dtype and device.
 
         -inf masks a token. A proposal (see `propose`) changes no token's probability; its own token
         is chosen as often as that allows. Raises `LogitsError` on NaN, on +inf and if every token
-        is masked, and `StructureError` (see `Constraint`).
+        is masked, and `StructureError` and `MaskLateError` (see `Constraint`); after the last the
+        call can be repeated.
         """
         assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
         if self.is_argmax:
@@ -344,7 +356,9 @@ def check_peak(peak: float) -> None:
     """Raise `LogitsError` if the largest logit of a row is not finite."""
     # max and argmax propagate NaN, so the largest logit stands for the whole row.
     if peak != peak:
-        raise LogitsError("the logits hold NaN")
+        raise LogitsError(
+            "the logits hold NaN: weights of the model are damaged, or its numbers overflow"
+        )
     if peak == float("inf"):
         raise LogitsError("the logits hold +inf")
     if peak == float("-inf"):

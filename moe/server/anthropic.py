@@ -220,7 +220,9 @@ class CountTokensRequest(TranslatedRequest):
         if None not in (asked.effort, thinks) and thinks != (asked.effort != "none"):
             raise ValueError("thinking and output_config.effort contradict each other")
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
-        return {name: getattr(self, name) for name in ("model", "cache_salt", "priority")} | {
+        return {
+            name: getattr(self, name) for name in ("model", "cache_salt", "priority", "timeout")
+        } | {
             "messages": _chat_messages(self.system, self.messages),
             "continue_final_message": self.messages[-1].role == "assistant",
             "tools": [tool.chat for tool in self.tools],

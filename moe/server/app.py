@@ -33,6 +33,7 @@ from moe.server.errors import (
 )
 from moe.server.generation import check_model
 from moe.server.guard import Guard
+from moe.server.keys import ApiKeys
 from moe.server.openai.request import ChatRequest
 from moe.server.responses import ResponsesRequest
 from moe.settings import ServerSettings
@@ -47,10 +48,10 @@ def create_app(
     queue: EngineQueue,
     model_names: Sequence[str],
     settings: ServerSettings,
-    api_key: str | None = None,
+    keys: ApiKeys | None = None,
     host_names: Collection[str] | None = None,
 ) -> ASGIApp:
-    """The application of one model. `Guard` explains the key and the host names."""
+    """The application of one model. `Guard` explains the keys and the host names."""
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.queue = queue
     app.state.model_names = model_names
@@ -66,7 +67,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
-    guard = Guard(app, queue.metrics, api_key, host_names)
+    guard = Guard(app, queue.metrics, queue.memory, keys, host_names)
     if not settings.allowed_origins:
         return guard
     # In front of the guard: a browser's preflight request carries no key.

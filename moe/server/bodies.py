@@ -21,6 +21,7 @@ from moe.sequence import MAX_PRIORITY
 from moe.server.errors import APIError, ClientGone
 from moe.server.fields import CODES, Metadata, Neutral, check_size, supported
 from moe.settings import ServerSettings
+from moe.settings.sections import DAY_S
 
 _REFERENCE = "#/components/schemas/{model}"
 _MOST_PROBLEMS = 64  # only this many problems are looked at
@@ -37,6 +38,7 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
             raise APIError(415, "the Content-Type must be application/json")
         settings: ServerSettings = request.app.state.settings
         data = await _read(request, settings.max_body_bytes, settings.read_timeout_s)
+        request.state.body_bytes = len(data)
         return await run_in_threadpool(parse, model, data)
 
     return read
@@ -189,7 +191,7 @@ class LabelFields(RequestBody):
 
 
 class EndpointBody(RequestBody):
-    """The base of bodies that generate. The two fields are additions, named as in vLLM.
+    """The base of bodies that generate. The fields are additions, two named as in vLLM.
 
     Attributes:
         neutral: see `moe.server.fields.supported`.
@@ -201,6 +203,8 @@ class EndpointBody(RequestBody):
     """Requests share known prefixes of their prompts only with requests of the same salt."""
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     """Of the requests that wait, lower numbers go first."""
+    timeout: float | None = Field(default=None, gt=0, le=DAY_S)
+    """Seconds after which the answer ends with what is there."""
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,37 +23,46 @@ from moe.completion import StreamEvent, places_of
 from moe.engine.engine import StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, RequestError, StructureError
+from moe.fair_pool import FairPool
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.sequence import RunningSequence
 from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger
 from moe.server.metrics import Metrics, TokenClock
+from moe.server.request_memory import RequestMemory, bytes_of
 from offload.errors import OffloadError
 
 ServerState = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
 _POLL_S = 0.02
+TEXT_THREADS = 4
+_EACH, _HEAVY = 3, 2  # of them: for one caller, and for heavy work of all callers
 
 
 @dataclass(eq=False)
 class GenerationJob:
     """One HTTP request: its sequence groups and their tokens. Both threads use it.
 
-    The length of `queue` is bounded by the number of tokens that the client asked for.
+    The length of `queue` is bounded by the number of tokens that the client asked for, and by
+    `RequestMemory`.
 
     Attributes:
         groups: one for each prompt; empty until they are built.
         accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
+        timer: until the request's time is up.
         closed: `EngineQueue.close` has been called.
+        failed: `fail` has been called.
     """
 
     clock: TokenClock
     accepted: asyncio.Future[None]
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     groups: Sequence[SequenceGroup] = ()
+    timer: asyncio.TimerHandle | None = None
     closed: bool = False
+    failed: bool = False
 
     @property
     def places(self) -> dict[RunningSequence, tuple[int, int]]:
@@ -81,7 +89,15 @@ class GenerationJob:
             self.accepted.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End the job with an error, in any state. Called in the event loop."""
+        """End the job with an error, in any state; a second one changes nothing.
+
+        Called in the event loop.
+        """
+        if self.failed:
+            return
+        self.failed = True
+        while not self.queue.empty():
+            self.queue.get_nowait()
         if not self.accepted.done():
             self.accepted.set_exception(error)
             self.accepted.exception()  # read it: asyncio warns if no waiter is left to do so
@@ -104,6 +120,7 @@ class EngineQueue:
         model: None until it is loaded.
         failure: the exception behind the state ``failed``.
         changed: set when the model is loaded; set again when the state becomes ``failed``.
+        memory: what requests hold.
         created: Unix time, in seconds, at which the server started.
     """
 
@@ -119,8 +136,9 @@ class EngineQueue:
         self._running: set[GenerationJob] = set()
         self.created = int(time.time())
         self._start = time.monotonic()
-        # One thread: tokenizers are not thread-safe.
-        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="moe-text")
+        self.memory = RequestMemory()
+        self._num_texts = 0
+        self._text = FairPool(TEXT_THREADS, "moe-text", each=_EACH, heavy=_HEAVY, nice=True)
         loop = asyncio.get_running_loop()
         self._engine = EngineThread(lambda: load(self._on_progress), self, loop)
 
@@ -152,30 +170,55 @@ class EngineQueue:
         }.get(self.state, "the engine has failed; the server must be started again")
         raise APIError(503, why, code=self.state, retry_after_s=5)
 
-    async def text(self, work: Callable[[MoE], Result]) -> Result:
-        """Run work that uses the tokenizer in the text thread. Raises what the work raises."""
-        model = self.ready_model()
-        return await asyncio.get_running_loop().run_in_executor(self._text_thread, work, model)
+    async def text(
+        self, work: Callable[[MoE], Result], caller: str = "", *, heavy: bool = False
+    ) -> Result:
+        """Run work that uses the tokenizer in a text thread; it counts as a waiting request.
 
-    async def submit(self, build: Callable[[MoE], Sequence[SequenceGroup]]) -> GenerationJob:
+        Args:
+            work: cancelled if it has not begun when this call is cancelled.
+            caller: who asks; callers take turns.
+            heavy: it may take longer than a moment.
+
+        Raises:
+            APIError: as `submit`; and whatever the work raises.
+        """
+        self.ready_model()
+        self._check_room()
+        self._num_texts += 1
+        try:
+            return await self._run_text(work, caller, heavy=heavy)
+        finally:
+            self._num_texts -= 1
+
+    async def submit(
+        self,
+        build: Callable[[MoE], Sequence[SequenceGroup]],
+        caller: str = "",
+        *,
+        heavy: bool = False,
+        timeout_s: float | None = None,
+    ) -> GenerationJob:
         """Build a request and queue it. The caller must `close` the job in the end.
 
         Args:
-            build: makes the sequence groups; runs in the text thread.
+            build: makes the sequence groups, as the work of `text`.
+            timeout_s: after which the answer ends with what is there; None: never.
 
         Raises:
             APIError: 429 if too many requests wait, 503 unless the state is ``ready``.
             RequestError: the request is not valid; the job is closed already.
         """
         self.ready_model()
-        if len(self._waiting) >= self._max_waiting:
-            message = f"{len(self._waiting)} requests wait already (server.max_waiting); try again"
-            raise APIError(429, message, code="queue_full", retry_after_s=1)
+        self._check_room()
         job = GenerationJob(TokenClock(self.metrics), asyncio.get_running_loop().create_future())
         self._waiting.add(job)
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            job.timer = loop.call_later(timeout_s, self._expire, job, timeout_s)
         self._count()
         try:
-            job.groups = await self.text(build)
+            job.groups = await self._run_text(build, caller, heavy=heavy)
             self._engine.take(job)
             await job.accepted
         except BaseException:
@@ -184,13 +227,26 @@ class EngineQueue:
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
 
+    async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
+        run = partial(work, self.ready_model())
+        return await asyncio.wrap_future(self._text.submit(caller, run, heavy=heavy))
+
+    def _check_room(self) -> None:
+        waiting = len(self._waiting) + self._num_texts
+        if waiting >= self._max_waiting:
+            message = f"{waiting} requests wait already (server.max_waiting); try again"
+            raise APIError(429, message, code="queue_full", retry_after_s=1)
+
     def close(self, job: GenerationJob) -> None:
         """Forget a job, and cancel its unfinished sequences. Closing again does nothing."""
         if job.closed:
             return
         job.closed = True
+        if job.timer is not None:
+            job.timer.cancel()
         self._waiting.discard(job)
         self._running.discard(job)
+        self.memory.give_back(job)
         self._count()
         self._engine.drop(job)
 
@@ -204,12 +260,12 @@ class EngineQueue:
         self._fail_all(APIError(503, "the server is shutting down", code="draining"))
 
     def stop(self, timeout_s: float) -> bool:
-        """End the threads; returns whether they ended within the time."""
-        self._text_thread.shutdown(wait=False, cancel_futures=True)
+        """End the engine's thread; returns whether it ended within the time."""
         return self._engine.stop(timeout_s)
 
     def on_loaded(self, model: MoE) -> None:
         self.model = model
+        self.memory.allow(model.memory_plan.request_bytes)
         if self.state == "loading":
             self.state = "ready"
         self.changed.set()
@@ -231,6 +287,37 @@ class EngineQueue:
                 self._count()
             job.clock.tick(outcome.prompt, outcome.sample)
             job.queue.put_nowait(outcome)
+            self.memory.take(job, bytes_of(outcome))
+        while self.memory.is_exceeded and self._drop_largest():
+            pass
+
+    def _expire(self, job: GenerationJob, timeout_s: float) -> None:
+        """The time of a request is up: end its answer, or refuse it if none has begun."""
+        self.metrics.timeouts.inc()
+        if job in self._running:
+            self._engine.expire(job)
+            return
+        message = f"no token came within {timeout_s:g} s (timeout, server.request_timeout_s)"
+        job.fail(APIError(504, message, code="timeout"))
+        self._engine.drop(job)
+
+    def _drop_largest(self) -> bool:
+        """End the request whose answer holds the most memory; False if there is none."""
+        largest = self.memory.largest(lambda owner: isinstance(owner, GenerationJob))
+        if not isinstance(largest, GenerationJob):
+            return False
+        self.memory.give_back(largest)
+        largest.fail(
+            APIError(
+                400,
+                f"answers that are not sent yet may hold {self.memory.limit >> 20} MiB together "
+                "(half of memory.reserve_gib), and this one holds most: ask for fewer "
+                "log probabilities, tokens or samples, or stream them",
+                code="out_of_memory",
+            )
+        )
+        self._engine.drop(largest)
+        return True
 
     def on_failure(self, error: BaseException) -> None:
         if self.state == "failed":
@@ -302,6 +389,15 @@ class EngineThread:
     def drop(self, job: GenerationJob) -> None:
         """Cancel a job's unfinished sequences."""
         self._commands.put(lambda engine: self._drop(engine, job))
+
+    def expire(self, job: GenerationJob) -> None:
+        """Let each of a job's sequences end with its next token."""
+
+        def expire(_: StepLoop) -> None:
+            for sequence in job.places:
+                sequence.expire()
+
+        self._commands.put(expire)
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after its step; returns whether it ended within the time."""

@@ -23,9 +23,12 @@ from moe.server.engine_queue import EngineQueue, GenerationJob
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.openai.request import ChatRequest, GenerationRequest
+from moe.server.request_memory import RequestMemory, bytes_of
 from moe.text.tokenizer import TextCodec
 
 MAX_ECHO_LOGPROBS = 2**20
+HEAVY_BYTES = 2**15
+"""Bodies with more count as heavy work for the text threads."""
 
 
 def check_model(served: Sequence[str], asked: str | None) -> str:
@@ -53,20 +56,44 @@ async def answer(
     """
     name = check_model(request.app.state.model_names, body.model)
     queue: EngineQueue = request.app.state.queue
-    job = await while_connected(request.receive, queue.submit(partial(make_groups, body=body)))
+    build = partial(make_groups, body=body)
+    heavy = is_heavy(request) or body.structure is not None or bool(_tools_of(body))
+    limit_s = request.app.state.settings.request_timeout_s
+    timeout_s = min(filter(None, (body.timeout, limit_s)), default=None)
+    submitting = queue.submit(build, caller_of(request), heavy=heavy, timeout_s=timeout_s)
+    job = await while_connected(request.receive, submitting)
+    spend = _spending(request)
+    spend(job.num_prompt_tokens)
     assert queue.model is not None
     made = make(queue.model.codec, request.scope["request_id"], name)
     if body.stream:
         close = partial(queue.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
-        return EventStream(_events(made, job), made.failed, close, timeout_s)
+        events = _events(made, job, queue.memory, spend)
+        return EventStream(events, made.failed, close, timeout_s)
     try:
-        events = await while_connected(request.receive, _all(job))
+        tokens = await while_connected(request.receive, _all(job, spend))
+        # Decoding the tokens of a long prompt takes too long for the event loop.
+        whole = partial(made.whole, job.num_prompt_tokens, tokens)
+        return await run_in_threadpool(lambda: JSONResponse(whole()))
     finally:
         queue.close(job)
-    # Decoding the tokens of a long prompt takes too long for the event loop.
-    whole = partial(made.whole, job.num_prompt_tokens, events)
-    return await run_in_threadpool(lambda: JSONResponse(whole()))
+
+
+def caller_of(request: Request) -> str:
+    """Whose turn it is when the request's text is worked on: the client's key and address."""
+    key = request.scope["api_key"]
+    address = request.client.host if request.client is not None else ""
+    return address if key is None else f"{key.name} {address}"
+
+
+def is_heavy(request: Request) -> bool:
+    """Whether the request has much text."""
+    return bool(request.state.body_bytes > HEAVY_BYTES)
+
+
+def _tools_of(body: GenerationRequest) -> object:
+    return body.offered_tools if isinstance(body, ChatRequest) else None
 
 
 def make_groups(model: MoE, body: GenerationRequest) -> list[SequenceGroup]:
@@ -115,19 +142,36 @@ def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
         )
 
 
-async def _all(job: GenerationJob) -> list[StreamEvent]:
-    return [event async for event in job.events()]
+def _spending(request: Request) -> Callable[[int], object]:
+    """Counts tokens for the request's API key, if it has one."""
+    key = request.scope["api_key"]
+    return (lambda _: None) if key is None else key.spend
 
 
-async def _events(answer: Answer, job: GenerationJob) -> AsyncIterator[Json | str]:
+async def _all(job: GenerationJob, spend: Callable[[int], object]) -> list[StreamEvent]:
+    events = []
+    async for event in job.events():
+        spend(1)
+        events.append(event)
+    return events
+
+
+async def _events(
+    answer: Answer,
+    job: GenerationJob,
+    memory: RequestMemory,
+    spend: Callable[[int], object],
+) -> AsyncIterator[Json | str]:
     for event in answer.begin(job.num_prompt_tokens, len(job.places)):
         yield event
     async for token in job.events():
+        spend(1)
         if token.delta.prompt_logprobs is None:
             added = answer.more(token)
         else:
             added = await run_in_threadpool(answer.more, token)
         for event in added:
             yield event
+        memory.give_back(job, bytes_of(token))
     for last in answer.end():
         yield last

@@ -7,7 +7,6 @@ page at ``/`` the files are public, which every installation has alike, and what
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import traceback
@@ -19,7 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe.server import page
 from moe.server.errors import GENERIC, APIError
+from moe.server.keys import ApiKey, ApiKeys
 from moe.server.metrics import Metrics
+from moe.server.request_memory import RequestMemory
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -32,8 +33,9 @@ class Guard:
     Args:
         app: the routes.
         metrics: counts requests by route and status.
-        api_key: clients must send it as ``Authorization: Bearer KEY`` or as ``x-api-key``; None:
-            no key is needed.
+        memory: counts the bytes of bodies.
+        keys: clients must send one of them as ``Authorization: Bearer KEY`` or as ``x-api-key``;
+            None: no key is needed.
         host_names: names, without port, that the Host header may have; None: any. On a loopback
             address without a key this stops web pages that point their own name at this address
             (DNS rebinding).
@@ -43,18 +45,21 @@ class Guard:
         self,
         app: ASGIApp,
         metrics: Metrics,
-        api_key: str | None,
+        memory: RequestMemory,
+        keys: ApiKeys | None,
         host_names: Collection[str] | None,
     ) -> None:
         self._app = app
         self._metrics = metrics
-        self._api_key = api_key
+        self._memory = memory
+        self._keys = keys
         self._host_names = host_names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
         request_id = scope["request_id"] = uuid.uuid4().hex
         status = 0
+        key: ApiKey | None = None
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -64,45 +69,60 @@ class Guard:
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
-            app = self._app if refusal is None else refusal.response(scope["path"])
-            await app(scope, receive, send_marked)
+            app = self._app
+            try:
+                key = scope["api_key"] = self._admit(scope)
+            except APIError as refusal:
+                app = refusal.response(scope["path"])
+            await app(scope, self._memory.counted(request_id, receive), send_marked)
         except Exception as error:
-            log_failure(request_id, error)
+            log_failure(f"{request_id} of {key.name}" if key else request_id, error)
             if not status:
                 response = APIError(500, GENERIC).response(scope["path"])
                 await response(scope, receive, send_marked)
         finally:
+            self._memory.give_back(request_id)
+            if key is not None:
+                key.end()
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.requests.labels(route, str(status or 499)).inc()
 
-    def _refusal(self, scope: Scope) -> APIError | None:
+    def _admit(self, scope: Scope) -> ApiKey | None:
+        """The key of a request, which has begun with it; None where none is needed.
+
+        Raises `APIError` if the request may not go on.
+        """
         headers = Headers(scope=scope)
         if self._host_names is not None:
             name = re.sub(r":\d+$", "", headers.get("host", "")).lower()
             if name not in self._host_names:
-                return APIError(
+                raise APIError(
                     400,
                     "the Host header names another host; use localhost, or start with --api-key",
                     code="wrong_host",
                 )
-        if self._api_key is None or scope["path"] in PUBLIC_PATHS | page.PATHS:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Two servers that believe different ones see different requests (smuggling).
+            raise APIError(
+                400,
+                "Content-Length and Transfer-Encoding exclude each other; send one of them",
+                headers={"connection": "close"},
+            )
+        if self._keys is None or scope["path"] in PUBLIC_PATHS | page.PATHS:
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_key(key):
-            return None
-        if self._is_key(headers.get("x-api-key", "")):
-            return None
-        return APIError(
-            401,
-            "the API key is missing or wrong; send it as Authorization: Bearer KEY or x-api-key",
-            code="invalid_api_key",
-        )
-
-    def _is_key(self, sent: str) -> bool:
-        assert self._api_key is not None
-        # Headers are decoded as latin-1.
-        return hmac.compare_digest(sent.strip().encode("latin-1"), self._api_key.encode())
+        sent = dict(scope["headers"])
+        scheme, _, bearer = sent.get(b"authorization", b"").partition(b" ")
+        key = self._keys.find(bearer) if scheme.lower() == b"bearer" else None
+        key = key or self._keys.find(sent.get(b"x-api-key", b""))
+        if key is None:
+            raise APIError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY or "
+                "x-api-key",
+                code="invalid_api_key",
+            )
+        key.begin()
+        return key
 
 
 def log_failure(request_id: str, error: BaseException) -> None:

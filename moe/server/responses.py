@@ -197,7 +197,9 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
     def _chat_fields(self) -> Json:
         choice = self.tool_choice
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
-        return {name: getattr(self, name) for name in (*same, "cache_salt", "priority")} | {
+        return {
+            name: getattr(self, name) for name in (*same, "cache_salt", "priority", "timeout")
+        } | {
             "messages": _chat_messages(self.instructions, self.input),
             "max_tokens": self.max_output_tokens,
             "tools": [tool.chat for tool in self.tools],

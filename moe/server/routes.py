@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from moe.errors import ContextError
 from moe.model import MoE
 from moe.server.anthropic import CountTokensRequest, MessagesAnswer, MessagesRequest
 from moe.server.bodies import RequestBody, json_body, schema_of
+from moe.server.connections import while_connected
 from moe.server.engine_queue import EngineQueue
 from moe.server.fields import MAX_MESSAGES, Items, Json
-from moe.server.generation import answer, chat_prompt, check_model
+from moe.server.generation import answer, caller_of, chat_prompt, check_model, is_heavy
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
 from moe.server.openai.request import (
     ChatEnding,
@@ -29,7 +31,7 @@ from moe.server.responses import ResponsesAnswer, ResponsesRequest
 
 _STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
 router = APIRouter()
-Result = TypeVar("Result")
+_CONTEXTS, _LEAST_TOKENS = 4, 2**15
 
 
 @router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest), responses=_STREAMS)
@@ -67,7 +69,7 @@ async def messages(
 @router.post("/v1/messages/count_tokens", openapi_extra=schema_of(CountTokensRequest))
 async def count_tokens(
     request: Request, body: Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
-) -> dict[str, int]:
+) -> Response:
     """Number of prompt tokens of the same request to ``/v1/messages``."""
     return await _with_model(
         request, body.model, lambda model: {"input_tokens": len(chat_prompt(model, body.chat))}
@@ -98,12 +100,15 @@ class DetokenizeRequest(RequestBody):
 @router.post("/tokenize", openapi_extra=schema_of(TokenizeRequest))
 async def tokenize(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
-) -> dict[str, Any]:
+) -> Response:
     """Token ids of a text, or of messages put through the chat template."""
 
     def work(model: MoE) -> dict[str, Any]:
         prompt = template_messages(body.messages or ()) if body.prompt is None else body.prompt
-        ids = model.codec.encode(prompt, ending=body.ending)
+        limit = most_tokens(model)
+        ids = model.codec.encode(prompt, limit, ending=body.ending)
+        if len(ids) > limit:
+            raise ContextError(f"the text has {len(ids)} tokens; at most {limit} are counted here")
         return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
 
     return await _with_model(request, body.model, work)
@@ -112,7 +117,7 @@ async def tokenize(
 @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
 async def detokenize(
     request: Request, body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
-) -> dict[str, Any]:
+) -> Response:
     """Text of token ids, special tokens included."""
 
     def work(model: MoE) -> dict[str, Any]:
@@ -121,8 +126,18 @@ async def detokenize(
     return await _with_model(request, body.model, work)
 
 
-async def _with_model(request: Request, name: str | None, work: Callable[[MoE], Result]) -> Result:
-    """Run work with the model of that name, off the event loop."""
+def most_tokens(model: MoE) -> int:
+    """How many tokens a text may have to be counted: more than the context, to be shortened."""
+    return _CONTEXTS * max(model.context_length or 0, _LEAST_TOKENS)
+
+
+async def _with_model(
+    request: Request, name: str | None, work: Callable[[MoE], dict[str, Any]]
+) -> Response:
+    """The answer that the model of that name gives, worked out and written off the event loop."""
     check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
-    return await queue.text(work)
+    answering = queue.text(
+        lambda model: JSONResponse(work(model)), caller_of(request), heavy=is_heavy(request)
+    )
+    return await while_connected(request.receive, answering)

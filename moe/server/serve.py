@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from moe.server.app import create_app
 from moe.server.connections import TimedProtocol
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
+from moe.server.keys import ApiKeys, make_keys
 from moe.settings.profile import LoadedProfile
 
 HEADER_BYTES = 32 * 1024
@@ -54,7 +56,8 @@ class Service:
         model_names: names that requests may use for the model.
         profile: its ``server`` section is used here.
         listener: a bound socket; `run` closes it.
-        api_key: clients must send it; None: no key is needed.
+        keys: clients must send one of them; None: no key is needed.
+        tls: for HTTPS; None: HTTP.
 
     Attributes:
         queue: None before `run`.
@@ -66,7 +69,8 @@ class Service:
     model_names: Sequence[str]
     profile: LoadedProfile
     listener: socket.socket
-    api_key: str | None = None
+    keys: ApiKeys | None = None
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         self.stopping = False
@@ -78,7 +82,8 @@ class Service:
     @property
     def address(self) -> str:
         host, port = self.listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def run(self, on_ready: Callable[[], object]) -> int:
         """Serve until `stop` or a failure; returns the exit code.
@@ -88,8 +93,8 @@ class Service:
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
         self.queue = queue = EngineQueue(self.load, settings.max_waiting)
-        app = create_app(queue, self.model_names, settings, self.api_key, self._host_names())
-        server = _Server(_uvicorn_config(app, settings.read_timeout_s))
+        app = create_app(queue, self.model_names, settings, self.keys, self._host_names())
+        server = _Server(_uvicorn_config(app, settings.read_timeout_s, self.tls))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
             await self._first(queue.changed.wait(), self._stop.wait())
@@ -119,11 +124,11 @@ class Service:
     def is_open_to_all(self) -> bool:
         """Other machines can connect, and there is no key."""
         host = self.listener.getsockname()[0]
-        return self.api_key is None and host != "::1" and not host.startswith("127.")
+        return self.keys is None and host != "::1" and not host.startswith("127.")
 
     def _host_names(self) -> set[str] | None:
         """Names that the Host header may have, on a loopback address without a key; see `Guard`."""
-        if self.api_key is not None or self.is_open_to_all:
+        if self.keys is not None or self.is_open_to_all:
             return None
         return {*LOOPBACK_NAMES, self.listener.getsockname()[0]}
 
@@ -135,7 +140,9 @@ class Service:
             task.cancel()
 
 
-def _uvicorn_config(app: ASGIApp, read_timeout_s: float) -> uvicorn.Config:
+def _uvicorn_config(
+    app: ASGIApp, read_timeout_s: float, tls: ssl.SSLContext | None
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s)),
@@ -148,7 +155,26 @@ def _uvicorn_config(app: ASGIApp, read_timeout_s: float) -> uvicorn.Config:
         h11_max_incomplete_event_size=HEADER_BYTES,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
+
+
+def make_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """HTTPS with a certificate; None without one. Raises `MoEError` if it cannot be used."""
+    if certfile is None:
+        if keyfile is not None:
+            raise MoEError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certfile, keyfile, password=lambda: b"")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise MoEError(
+            f"cannot use the certificate {certfile} with the key {keyfile or certfile}: "
+            f"{error.strerror if isinstance(error, OSError) else error}"
+        ) from error
+    return context
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -175,27 +201,30 @@ def serve(
     port: int,
     api_key: str | None,
     served_names: Sequence[str] = (),
+    api_key_file: str | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
 ) -> int:
     """``moe serve``; returns the exit code.
 
     Args:
         served_names: names that requests may use; empty: the name of the directory or hub id.
+        api_key_file: see `moe.server.keys`.
+        ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.
     """
     if not all(served_names):
         raise MoEError("a served model name is empty; give one, or leave out --served-model-name")
     if api_key is None:
         api_key = os.environ.get("MOE_API_KEY")
-    if api_key is not None:
-        api_key = api_key.strip()  # a secret read from a file may end with a line break
-    if api_key == "":
-        raise MoEError("the API key is empty; give one, or leave out --api-key and MOE_API_KEY")
+    keys = make_keys(api_key, api_key_file)
     own_name = public_name(name)
     service = Service(
         load=partial(_load, name, profile),
         model_names=served_names or [own_name],
         profile=profile,
         listener=bind(host, port),
-        api_key=api_key,
+        keys=keys,
+        tls=make_tls(ssl_certfile, ssl_keyfile),
     )
     if service.is_open_to_all:
         print(

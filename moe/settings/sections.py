@@ -379,6 +379,10 @@ class ServerSettings(Settings):
     send_timeout_s: float = Field(default=60.0, gt=0.0, le=DAY_S)
     """A request is cancelled if the client accepts nothing of its stream for this many seconds."""
 
+    request_timeout_s: float | None = Field(default=None, gt=0.0, le=DAY_S)
+    """Seconds after which an answer ends with what is there; null: never. A request may ask for
+    fewer (``timeout``)."""
+
     drain_timeout_s: float = Field(default=30.0, ge=0.0, le=DAY_S)
     """Seconds that running requests get to finish after SIGTERM."""
 

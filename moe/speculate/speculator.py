@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from moe.errors import StructureError
+from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak, peaks
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Plain, Round, Trial
@@ -185,8 +186,8 @@ def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
             T = drafted tokens + 1.
 
     Raises:
-        LogitsError, StructureError: no token can be drawn from the first row. If a later row fails,
-            acceptance ends before it, and the next step meets it as its first row.
+        LogitsError, StructureError, MaskLateError: no token can be drawn from the first row. If a
+            later row fails, acceptance ends before it, and the next step meets it as its first row.
     """
     assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
     if sampler.is_argmax:
@@ -196,7 +197,7 @@ def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
     for row, guess, proposal in zip(logits_TV, guesses, proposals, strict=True):
         try:
             tokens.append(sampler.sample(row, proposal))
-        except (LogitsError, StructureError):
+        except (LogitsError, StructureError, MaskLateError):
             if not tokens:
                 raise
             break

@@ -31,6 +31,11 @@ MessageDict = dict[str, Any]
 REASONING_KEY = "reasoning_content"
 """The key of a message's reasoning, before `with_reasoning` renames it for the template."""
 TEMPLATE_SECONDS = 5.0
+_TEMPLATE_NAMES = {"raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token"} | {
+    *("unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"),
+    *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop"),
+}
+"""What transformers and jinja2 put into every template."""
 
 
 class DeadlineError(Exception):
@@ -93,7 +98,8 @@ def render(
 
 def check_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, object]) -> None:
     """Raise `RequestError` if one of these is no variable that only the template itself reads."""
-    taken = {"self", "messages", "tokenizer", "conversations"}
+    taken = {"self", "messages", "tokenizer", "conversations", *_TEMPLATE_NAMES}
+    taken |= {name for name in tokenizer.special_tokens_map if isinstance(name, str)}
     taken |= inspect.signature(tokenizer.apply_chat_template).parameters.keys()
     for name in settings:
         if name in taken or not name.isidentifier() or name.startswith("_"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experts.safetensors_io import read_small
 from moe.errors import CheckpointError, RequestError
 from moe.sampling.params import SamplingParams
 
@@ -65,7 +66,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     """The file's object, empty where there is no file. Raises `CheckpointError` if damaged."""
     path = directory / GENERATION_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_small(path).decode())
     except FileNotFoundError:
         return {}
     except OSError as error:

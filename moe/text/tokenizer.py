@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experts.safetensors_io import read_small
 from moe.errors import CheckpointError, ContextError, RequestError
 from moe.text.chat import (
     REASONING_KEY,
@@ -272,6 +273,9 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
         told = directory / WHY_NONE
         why = told.read_text(encoding="utf-8") if told.is_file() else ""
         return None, why or f"{directory} has no tokenizer files"
+    files = (file for file in sorted(directory.iterdir()) if not file.is_dir())
+    if odd := next((file for file in files if not file.is_file()), None):
+        return None, f"{odd} is not a regular file"
     try:
         # False, not unset: unset lets transformers ask on the terminal whether to run code.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -288,7 +292,7 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
 def _processor_template(directory: Path) -> str | None:
     """The chat template that a multimodal model keeps beside its tokenizer, if it has one."""
     try:
-        found = json.loads((directory / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+        found = json.loads(read_small(directory / PROCESSOR_TEMPLATE).decode())
     except (OSError, ValueError, RecursionError):
         return None
     template = found.get("chat_template") if isinstance(found, dict) else None

@@ -161,6 +161,33 @@ def test_verify_finds_any_changed_byte(made: Path, tmp_path: Path) -> None:
         damaged.verify()
 
 
+@pytest.mark.parametrize("bits", [2, 8, WHOLE])
+def test_a_changed_byte_of_an_expert_is_found_when_it_is_read(tmp_path: Path, bits: int) -> None:
+    store = make_store(tmp_path / "x", bits=bits)
+    with Store.open(store) as whole:
+        load(whole, bits)
+        place = whole.prefix(ExpertKey(1, 2), bits)
+        file = whole.file(1).path
+    content = bytearray(file.read_bytes())
+    content[place.stop - 3] ^= 4
+    file.write_bytes(content)
+    with (
+        Store.open(store) as damaged,
+        pytest.raises(StoreError, match=r"damaged: layers\.1\.experts\.2\.\w+ does not have its"),
+    ):
+        load(damaged, bits)
+
+
+def test_a_store_without_checksums_loads(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x")
+    manifest = read_manifest(store)
+    files = {name: file.model_copy(update={"sums": None}) for name, file in manifest.files.items()}
+    write_manifest(store, manifest.model_copy(update={"files": files}))
+    with Store.open(store) as old:
+        load(old, 8)
+        old.verify()
+
+
 @given(data=st.data())
 def test_random_damage_is_refused_or_harmless(
     made: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

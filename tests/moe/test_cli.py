@@ -292,6 +292,7 @@ def test_the_command_line_is_frozen() -> None:
     assert options == {
         "run": sorted(
             [*usual, "--api-key", "--dry-run", "--host", "--port", "--revision", "--set", "--yes"]
+            + ["--api-key-file", "--ssl-certfile", "--ssl-keyfile"]
         ),
         "generate": sorted(
             [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
@@ -300,11 +301,12 @@ def test_the_command_line_is_frozen() -> None:
         "chat": sorted([*model, *sampling, *usual, "--system"]),
         "serve": sorted(
             [*model, *sampling, *usual, "--api-key", "--host", "--port"]
-            + ["--allowed-origins", "--served-model-name"]
+            + ["--allowed-origins", "--api-key-file", "--served-model-name"]
+            + ["--ssl-certfile", "--ssl-keyfile"]
         ),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--revision", "--trunk-bits"]
-            + ["--calibration", "--repair-routers", "--target-bits", "--target-gib"]
+            + ["--calibration", "--repair-routers", "--target-bits", "--target-gib", "--verify"]
         ),
         "trace": sorted([*model, *usual, "--json", "--out", "--text", "--tokens"]),
         "eval": sorted([*model, *usual, "--against", "--json", "--text", "--tokens"]),

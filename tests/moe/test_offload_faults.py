@@ -83,6 +83,19 @@ def test_a_load_that_fails_behind_the_experts_leaves_no_file_open(
     assert num_open(own) == 0
 
 
+def test_an_expert_whose_bytes_have_changed_answers_nobody(
+    store: Path, resident: MoE, tmp_path: Path
+) -> None:
+    own = Path(shutil.copytree(store, tmp_path / "store"))
+    file = sorted(own.glob("experts-*"))[0]
+    content = bytearray(file.read_bytes())
+    for place in range(len(content) // 4, len(content), 501):  # in every expert
+        content[place] ^= 1
+    file.write_bytes(content)
+    with open_offloaded(own, resident) as model, pytest.raises(OffloadError, match="is damaged"):
+        model.generate(PROMPTS, GREEDY)
+
+
 class Meddling:
     """A reader whose transfers are changed by `change` before anybody sees them."""
 

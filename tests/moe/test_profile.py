@@ -111,6 +111,7 @@ def test_the_keys_are_these() -> None:
         "server.max_body_bytes",
         "server.read_timeout_s",
         "server.send_timeout_s",
+        "server.request_timeout_s",
         "server.drain_timeout_s",
         "server.page",
         "server.allowed_origins",

@@ -141,6 +141,23 @@ def rank_of(pid: int) -> str:
     return next((v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")), "")
 
 
+def test_the_documented_command_ends_all_that_it_started(tmp_path: Path) -> None:
+    """``deepspeed`` itself, as users start it: requests are finished first, then all ends."""
+    with serving(tmp_path, *ARGUMENTS) as (process, url, errors):
+        pids = children(process.pid)
+        question, where = LONG | {"stream": True, "max_tokens": 100}, f"{url}/v1/completions"
+        with httpx.stream("POST", where, json=question, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.kill()
+            assert process.wait(60) == -signal.SIGKILL
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until_gone(pids)
+        assert "the launcher has ended; stopping" in errors.read_text()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/ready")
+
+
 def test_the_launcher_lets_the_others_go_on_and_nobody_outlives_it(tmp_path: Path) -> None:
     """kill -9 of a rank under load: all requests are answered, as if nothing had been. Then of the
     launcher: the rank that is left ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,28 @@ def first_token(url: str) -> None:
     assert ask(url, max_tokens=1)[0] == 200
 
 
+def test_everybody_is_told_when_rank_0_is_stopped(launch: Any, wait_for: Any) -> None:
+    """The one that talks to callers: another rank lets it go on, so that it tells them."""
+    with launch(2, ARGUMENTS, SLOW) as launched, ThreadPoolExecutor(2) as pool:
+        url = url_of(launched)
+        first_token(url)
+        asked = [pool.submit(ask, url, stream=n == 1, seed=n) for n in range(2)]
+        wait_for(lambda: running(url) == 2, "two requests under way")
+        began = time.monotonic()
+        launched.signal(0, signal.SIGSTOP)
+        answers = [future.result() for future in asked]
+        took = time.monotonic() - began
+        codes = launched.codes(TIMEOUT_S + 2 * SLACK_S)
+    assert codes[0] == 1
+    assert codes[1] in (1, KILLED)  # rank 0 kills it if it is quicker
+    for status, body in answers:
+        assert status in (0, 500), body
+        assert re.search(
+            r"rank 1 has ended .*, while rank 0 stood still for \d+\.\d s", body["error"]["message"]
+        )
+    assert took < TIMEOUT_S + SLACK_S
+
+
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise", "stall"])
 def test_everybody_is_told_and_all_processes_end(launch: Any, wait_for: Any, fault: str) -> None:
     ours = fault in ("raise", "stall")
@@ -75,7 +98,7 @@ def test_everybody_is_told_and_all_processes_end(launch: Any, wait_for: Any, fau
         codes = launched.codes(TIMEOUT_S + 2 * SLACK_S)
     for status, body in answers:
         assert status in (0, 500), body
-        assert reasons[fault] in body["error"]["message"], body
+        assert reasons[fault] in body["error"]["message"], (body, launched.everything())
     if not ours:
         assert took < TIMEOUT_S + SLACK_S
     assert codes[0] == 1, launched.everything()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -98,6 +101,45 @@ def test_a_long_greeting_is_not_read() -> None:
         with pytest.raises(WireError, match="5000 bytes"):
             waiting.result()
         stranger.close()
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"[" * 4000,
+        b'{"who":' + b"[" * 1500 + b"]" * 1500 + b"}",
+        json.dumps({"who": WHO, "proof": "\u00e9\ud800", "challenge": "x"}).encode(),
+        b'{"who":{},"proof":null}',
+    ],
+)
+def test_no_greeting_of_a_stranger_is_more_than_a_wire_error(greeting: bytes) -> None:
+    with (
+        listen("127.0.0.1", 1) as listener,
+        ThreadPoolExecutor(1) as pool,
+        socket.create_connection(listener.getsockname()) as stranger,
+    ):
+        waiting = pool.submit(accept, listener, SECRET, 5.0)
+        stranger.sendall(struct.pack("!I", len(greeting)) + greeting)
+        with pytest.raises(WireError):
+            waiting.result()
+
+
+def test_a_greeting_that_drips_has_the_same_time() -> None:
+    with (
+        listen("127.0.0.1", 1) as listener,
+        ThreadPoolExecutor(1) as pool,
+        socket.create_connection(listener.getsockname()) as stranger,
+    ):
+        waiting = pool.submit(accept, listener, SECRET, 0.5)
+        began = time.monotonic()
+        stranger.sendall(struct.pack("!I", 4000))
+        while not waiting.done() and time.monotonic() < began + 10:
+            with suppress(OSError):
+                stranger.send(b" ")
+            time.sleep(0.2)
+        with pytest.raises(WireError, match="timed out"):
+            waiting.result()
+        assert time.monotonic() - began < 5
 
 
 def test_an_address_has_one_listener() -> None:

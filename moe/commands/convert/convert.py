@@ -311,7 +311,7 @@ class Journal:
         except (ValueError, KeyError, TypeError, OSError):
             return
         try:
-            if read_record(fd) == record:
+            if record.is_of(read_record(fd)):
                 self.finished[layer.file] = layer, record
         except ValueError:
             return

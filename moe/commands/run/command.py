@@ -79,12 +79,14 @@ def run(
     host: str,
     port: int,
     api_key: str | None,
+    secured: Mapping[str, str | None],
 ) -> int:
     """Print the choice and its reasons; then, unless ``dry_run``, convert and serve.
 
     Args:
         overrides: what the user set of the profile, by key.
         yes: convert without asking.
+        secured: further arguments of `moe.server.serve.serve`.
 
     Raises:
         DoesNotFitError: there is no way to run it here.
@@ -108,7 +110,7 @@ def run(
             on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
         )
     profile = load_profile(made.choice.profile, made.settings)
-    return serve(made.served, profile, host, port, api_key, [public_name(name)])
+    return serve(made.served, profile, host, port, api_key, [public_name(name)], **secured)
 
 
 def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:

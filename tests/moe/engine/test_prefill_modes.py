@@ -90,6 +90,9 @@ class SamplerSpy:
         self.logits.append(logits_V.clone())
         return self.sampler.sample(logits_V)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
     @torch.inference_mode()
     def expected(self, backbone: Backbone, run_experts: ExpertsRunner) -> list[Tensor]:
         """``(V,)`` logits that each token is drawn from when nobody else is there."""

@@ -68,6 +68,17 @@ def test_the_least_recently_used_makes_room() -> None:
     assert cache.evictions == 1
 
 
+def test_a_flood_under_one_salt_costs_that_salt() -> None:
+    cache, kept = PrefixCache(10 * BLOCK), [1] * (4 * BLOCK)
+    cache.add("calm", kept, stored(kept))
+    for number in range(2, 50):
+        prompt = [number] * (2 * BLOCK)
+        cache.add("flood", prompt, stored(prompt))
+    assert cache.num_cached("calm", [*kept, 0]) == 4 * BLOCK
+    assert cache.num_cached("flood", [*prompt, 0]) == 2 * BLOCK
+    assert cache.num_tokens == 10 * BLOCK
+
+
 def test_what_goes_on_takes_the_place_of_its_beginning() -> None:
     """As the turns of a conversation do: memory holds the last one, and others."""
     cache = PrefixCache(4 * BLOCK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, T5Config
 
+from experts.manifest import StoreError, read_manifest
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.hub import read_config
 from moe.loading.meta_model import build_meta_model
+from moe.text.generation_config import read_generation_config
+from moe.text.tokenizer import load_tokenizer
 
 SMALL: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 16, "moe_intermediate_size": 8,
@@ -51,6 +55,34 @@ def test_unreadable_config(tmp_path: Path, content: bytes | None, message: str) 
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "endless", "large"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "moe-store.json"])
+def test_only_plain_files_of_a_fair_size_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    """Not waited for, and not read for ever."""
+    if kind == "fifo":
+        os.mkfifo(tmp_path / name)
+    elif kind == "endless":
+        (tmp_path / name).symlink_to("/dev/zero")
+    else:
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2**40)  # sparse
+    read = {"config.json": read_config, "moe-store.json": read_manifest}
+    with pytest.raises((CheckpointError, StoreError)):
+        read.get(name, read_generation_config)(tmp_path)
+
+
+def test_a_tokenizer_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    tokenizer, why = load_tokenizer(tmp_path)
+    assert tokenizer is None
+    assert "tokenizer.json is not a regular file" in why
+
+
+def test_labels_of_classifiers_are_not_made(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, num_labels=30_000_000, id2label={"0": "a"}))
+    assert config.num_labels == 2
+
+
 def test_unknown_architecture_is_named_with_the_version(tmp_path: Path) -> None:
     write(tmp_path, model_type="moe_of_tomorrow")
     message = rf"'moe_of_tomorrow' is not in the installed transformers {transformers.__version__}"
@@ -74,9 +106,10 @@ def test_unknown_architecture_is_named_with_the_version(tmp_path: Path) -> None:
         ({"vocab_size": "64"}, r"vocab_size must be an integer .* given '64'"),
         (
             {"num_hidden_layers": True},
-            "num_hidden_layers must be an integer from 1 to 10000",
+            "num_hidden_layers must be an integer from 1 to 512",
         ),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to 10000"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be an integer from 1 to 512"),
+        ({"sliding_window": -1}, "sliding_window must be an integer from 0 to"),
         ({"x": {"head_dim": 0}}, r"x\.head_dim must be an integer .* given 0"),
         ({"rope_parameters": 7}, "is not a valid qwen3_moe configuration"),
     ],

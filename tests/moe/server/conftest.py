@@ -23,6 +23,7 @@ from moe import MoE
 from moe.engine.engine import Engine
 from moe.sampling.sampler import Token
 from moe.sequence import RunningSequence
+from moe.server.keys import make_keys
 from moe.server.serve import Service, bind
 from moe.settings.profile import load_profile
 from tests.moe.text.tool_calls.templates import HERMES
@@ -154,12 +155,19 @@ def serve(model: MoE) -> Serve:
         api_key: str | None = None,
         load: Callable[[], MoE] | None = None,
         port: int = 0,
+        keys: Path | None = None,
         **limits: Any,
     ) -> Iterator[Running]:
         profile = load_profile({"server": limits}, environ={})
         listener = bind("127.0.0.1", port)
         running = Running(
-            Service(lambda _: load() if load else model, NAMES, profile, listener, api_key)
+            Service(
+                lambda _: load() if load else model,
+                NAMES,
+                profile,
+                listener,
+                make_keys(api_key, str(keys) if keys else None),
+            )
         )
         yield running
         running.stop()

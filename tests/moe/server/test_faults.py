@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from moe import MoE
+from moe.sampling.grammar import fault
 from moe.text.tokenizer import TextCodec
 
 URL = "/v1/completions"
@@ -110,6 +111,149 @@ def test_c20_a_client_that_leaves_while_its_prompt_is_tokenised(
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 
+def test_c11_long_texts_of_one_client_leave_threads_for_others(
+    serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode: Callable[..., list[int]] = TextCodec.encode
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(codec: TextCodec, prompt: Any, *args: Any, **options: Any) -> list[int]:
+        if len(prompt) > 10_000:
+            begun.release()
+            assert go_on.wait(60)
+        return encode(codec, prompt, *args, **options)
+
+    with serve() as server, monkeypatch.context() as patch:
+        patch.setattr(TextCodec, "encode", slow)
+        long = {"model": "tiny", "prompt": "x" * 40_000}
+        asking = [
+            threading.Thread(target=lambda: server.http.post("/tokenize", json=long))
+            for _ in range(6)
+        ]
+        for thread in asking:
+            thread.start()
+        try:
+            assert begun.acquire(timeout=20)
+            assert begun.acquire(timeout=20)
+            assert server.http.post(URL, json=SHORT, timeout=20).status_code == 200
+        finally:
+            go_on.set()
+        for thread in asking:
+            thread.join(30)
+
+
+def test_c20_a_client_that_leaves_is_not_tokenised_for(
+    wait_for: Any, serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode: Callable[..., list[int]] = TextCodec.encode
+    texts, go_on = list[str](), threading.Event()
+
+    def slow(codec: TextCodec, prompt: Any, *args: Any, **options: Any) -> list[int]:
+        texts.append(prompt)
+        assert go_on.wait(60)
+        return encode(codec, prompt, *args, **options)
+
+    with serve() as server, monkeypatch.context() as patch:
+        patch.setattr(TextCodec, "encode", slow)
+        queue = server.service.queue
+        for number in range(5):
+            with pytest.raises(httpx.ReadTimeout):
+                server.http.post("/tokenize", json={"prompt": f"text {number}"}, timeout=1)
+        go_on.set()
+        wait_for(lambda: queue._num_texts == 0, "all texts to be forgotten")
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+    assert sorted(texts) == ["a", "text 0", "text 1", "text 2"]
+
+
+def test_d1_texts_to_tokenise_count_as_waiting(
+    serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(max_waiting=1) as server:
+        with tokenising(model, monkeypatch) as begun:
+            asking = threading.Thread(
+                target=lambda: server.http.post("/detokenize", json={"tokens": [5]})
+            )
+            asking.start()
+            assert begun.wait(20)
+            refused = server.http.post("/tokenize", json={"prompt": "a"})
+        asking.join(30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+
+
+def test_c11_tokenize_has_a_limit(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.server.routes._LEAST_TOKENS", 1)  # the context is 256
+    assert server.http.post("/tokenize", json={"prompt": "x" * 1024}).json()["count"] == 1024
+    for text in ("x" * 1025, "x" * 100_000):
+        refused = server.http.post("/tokenize", json={"prompt": text})
+        assert refused.status_code == 400
+        assert "1024" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_d7_answers_have_a_limit_on_memory(wait_for: Any, serve: Any, stream: bool) -> None:
+    wish = {**SHORT, "max_tokens": 200, "logprobs": 20, "n": 8, "ignore_eos": True}
+    with serve() as server:
+        server.service.queue.memory.allow(3 * 2**20)
+        if stream:  # takes what it can send, and holds little
+            assert server.http.post(URL, json=wish | {"stream": True}).status_code == 200
+        else:
+            refused = server.http.post(URL, json=wish)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "out_of_memory")
+        assert server.http.post(URL, json=SHORT).status_code == 200
+        wait_for(lambda: server.service.queue.memory.held == 0, "all to be given back")
+
+
+def test_c2_half_sent_bodies_have_a_limit_on_memory(wait_for: Any, serve: Any) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000000\r\n"
+    head += b"content-type: application/json\r\n\r\n"
+    with serve() as server:
+        memory = server.service.queue.memory
+        memory.allow(8 * 2**20)
+        with server.connect() as first, server.connect() as second:
+            first.sendall(head + b" " * 1_500_000)
+            wait_for(lambda: memory.held >= 6_000_000, "a body to be counted")
+            second.sendall(head + b" " * 1_000_000)
+            assert b"503" in second.recv(100)
+        wait_for(lambda: memory.held == 0, "bodies to be forgotten")
+        assert server.http.post(URL, json=SHORT).status_code == 200
+
+
+def test_c13_what_is_known_of_grammars_is_bounded_and_recursion_refused() -> None:
+    assert (fault.cache_info().maxsize or 0) <= 256
+    deep = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
+    assert "nested" in fault("grammar", deep)
+    assert fault("grammar", 'start: "(" start ")" | "x"') == ""
+
+
+def test_a_request_ends_with_what_is_there_when_its_time_is_up(
+    serve: Any, wait_for: Any, gate: Any
+) -> None:
+    """Before the first token it is refused; then the next token is the last."""
+    with serve() as server:
+        late = server.http.post(URL, json={**SHORT, "timeout": 0.2})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        gate.open.set()
+        wait_for(server.is_idle, "an idle engine")
+    with serve(request_timeout_s=0.5) as server:
+        ask = {**SHORT, "max_tokens": 250, "ignore_eos": True}
+        gate.open.clear()
+        gate.steps_before = 5
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(server.http.post(URL, json={**ask, "timeout": 60}))
+        )
+        asking.start()
+        timed_out = server.service.queue.metrics.timeouts._value
+        wait_for(lambda: timed_out.get() == 1, "its time to be up")
+        gate.open.set()
+        asking.join(60)
+        body = answers[0].json()
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert 1 <= body["usage"]["completion_tokens"] <= 7
+        assert "moe_requests_timed_out_total 1.0" in server.http.get("/metrics").text
+
+
 def test_c22_nothing_that_clients_write_gets_into_logs_or_other_answers(
     server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,13 +289,11 @@ def test_d4_prefixes_are_shared_within_one_salt_only(
 
 
 NOT_HERE = {
-    "C13": "no grammars",
-    "C14": "no parsers of what the model says",
+    "C14": "tests/moe/text/tool_calls/test_calls.py: parsers take time in proportion to the text",
     "C17": "no static files",
     "D2": "tests/moe/engine/test_scheduler.py: everybody finishes",
     "D3": "tests/moe/engine/test_engine.py: cancelled in every state, and idle means empty",
-    "D5": "known prefixes have no quota for each salt",
-    "D7": "benchmarks/soak.py: memory stays flat",
+    "D5": "tests/moe/engine/test_prefix.py: a flood under one salt costs that salt",
 }
 
 

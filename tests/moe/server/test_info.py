@@ -101,6 +101,7 @@ def test_status_and_metrics(wait_for: Any, client: openai.OpenAI, server: Any) -
         "moe_time_to_first_token_seconds",
         "moe_inter_token_seconds",
         "moe_requests_waiting",
+        "moe_requests_timed_out_total",
         "moe_requests_running",
         "moe_expert_bytes_read_total",
         "moe_expert_loads_total",

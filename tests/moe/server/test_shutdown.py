@@ -84,7 +84,7 @@ def test_a_taken_port_is_a_clear_error(
         (["--port", "70000"], "cannot listen on 127.0.0.1 port 70000"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid port 8000"),
         (["--host", ""], "the host is empty; give one, or leave out --host for 127.0.0.1"),
-        (["--api-key", ""], "the API key is empty"),
+        (["--api-key", ""], "the API key of --api-key or MOE_API_KEY is empty"),
         (["--served-model-name", "a", ""], "a served model name is empty"),
     ],
 )

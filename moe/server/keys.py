@@ -1,0 +1,156 @@
+"""API keys: one from the command line, or several from a file, each with a name and limits.
+
+The file is YAML, a name for each key::
+
+    alice: a-secret
+    bob: {key: another, requests_per_minute: 60, requests_at_once: 4, tokens_per_day: 1000000}
+
+Keys are bytes: headers are not text in any one encoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from experts.safetensors_io import read_small
+from moe.errors import MoEError
+from moe.server.errors import APIError
+
+_MINUTE_S, _DAY_S = 60.0, 86400
+_MOST_BYTES = 2**20
+
+
+class KeyRecord(BaseModel):
+    """A key as the file has it; a limit of null is none."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    key: SecretStr
+    requests_per_minute: int | None = Field(default=None, ge=1, le=100_000)
+    requests_at_once: int | None = Field(default=None, ge=1, le=100_000)
+    tokens_per_day: int | None = Field(default=None, ge=1)
+
+
+class ApiKey:
+    """A key, and what its requests have used. Used in the event loop only.
+
+    Args:
+        name: for the log; never the key.
+        key: what clients send.
+        limits: of its requests.
+    """
+
+    def __init__(self, name: str, key: bytes, limits: KeyRecord | None = None) -> None:
+        self.name = name
+        self.digest = hashlib.sha256(key).digest()
+        self._limits = limits
+        self._begun: deque[float] = deque()  # times within the last minute
+        self._now = 0
+        self._day, self._tokens = 0, 0
+
+    def begin(self) -> None:
+        """Count a request, which has to `end`. Raises `APIError` 429 if a limit forbids it."""
+        limits = self._limits
+        if limits is not None:
+            now = time.monotonic()
+            while self._begun and self._begun[0] <= now - _MINUTE_S:
+                self._begun.popleft()
+            if limits.requests_per_minute is not None:
+                if len(self._begun) >= limits.requests_per_minute:
+                    wait = int(self._begun[0] + _MINUTE_S - now) + 1
+                    raise _too_many(f"{limits.requests_per_minute} requests a minute", wait)
+                self._begun.append(now)
+            if limits.requests_at_once is not None and self._now >= limits.requests_at_once:
+                raise _too_many(f"{limits.requests_at_once} requests at once", 1)
+            if limits.tokens_per_day is not None and self._today() >= limits.tokens_per_day:
+                wait = _DAY_S - int(time.time()) % _DAY_S
+                raise _too_many(f"{limits.tokens_per_day} tokens a day (UTC)", wait)
+        self._now += 1
+
+    def end(self) -> None:
+        """A request has been answered."""
+        self._now -= 1
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that were read or generated."""
+        self._tokens = self._today() + tokens
+
+    def _today(self) -> int:
+        day = int(time.time()) // _DAY_S
+        if day != self._day:
+            self._day, self._tokens = day, 0
+        return self._tokens
+
+
+def _too_many(limit: str, wait_s: int) -> APIError:
+    message = f"this API key may have {limit}; try again later"
+    return APIError(429, message, code="key_limit", retry_after_s=wait_s)
+
+
+class ApiKeys:
+    """All keys of a server.
+
+    Args:
+        keys: at least one.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._keys = list(keys)
+        assert self._keys
+
+    def find(self, sent: bytes) -> ApiKey | None:
+        """The key that was sent, in a time that does not say how much of it is right."""
+        digest, found = hashlib.sha256(sent.strip(b" \t")).digest(), None
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key
+        return found
+
+
+def make_keys(api_key: str | None, file: str | None) -> ApiKeys | None:
+    """The keys of ``--api-key`` and ``--api-key-file``; None without both.
+
+    Raises `MoEError` for an empty key, and for a file that is not valid.
+    """
+    keys = [] if file is None else _read(Path(file))
+    if api_key is not None:
+        keys.append(ApiKey("(command line)", _as_bytes(api_key, "--api-key or MOE_API_KEY")))
+    return ApiKeys(keys) if keys else None
+
+
+def _as_bytes(key: str, where: str) -> bytes:
+    key = key.strip(" \t\r\n")  # a secret read from a file may end with a line break
+    if not key:
+        raise MoEError(f"the API key of {where} is empty; give one, or leave it out")
+    return os.fsencode(key)
+
+
+def _read(path: Path) -> list[ApiKey]:
+    try:
+        content = yaml.safe_load(read_small(path, _MOST_BYTES))
+    except OSError as error:
+        raise MoEError(f"cannot read the API keys in {path}: {error.strerror}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise MoEError(f"the API keys in {path} are not YAML: {type(error).__name__}") from None
+    if not isinstance(content, dict) or not content:
+        raise MoEError(f"{path} must have a line NAME: KEY for each API key")
+    keys = []
+    for name, value in content.items():
+        try:
+            record = KeyRecord.model_validate(value if isinstance(value, dict) else {"key": value})
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise MoEError(f"{path}: {name!s:.100}: {where}: {first['msg']}") from None
+        key = _as_bytes(record.key.get_secret_value(), f"{name!s:.100} in {path}")
+        keys.append(ApiKey(str(name), key, record))
+    return keys

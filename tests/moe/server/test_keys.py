@@ -1,0 +1,143 @@
+"""API keys: several with names and limits; compared as bytes, in constant time."""
+
+from __future__ import annotations
+
+import hmac
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe.errors import MoEError
+from moe.server import keys as keys_module
+from moe.server.keys import make_keys
+from moe.server.serve import Service, bind, make_tls
+from moe.settings.profile import load_profile
+from tests.moe.server.conftest import Running
+
+URL = "/v1/completions"
+SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "ignore_eos": True}
+
+
+def header(key: bytes) -> dict[bytes, bytes]:
+    return {b"authorization": b"Bearer " + key}
+
+
+@pytest.mark.parametrize(
+    "key", ["clé", "ends in \u00e0", "a\u0085", "\udcff\udcfe", "with space", "日本"]
+)
+def test_c15_any_key_that_can_be_written_is_known(serve: Any, key: str) -> None:
+    """`\u00e0` ends in the byte A0, which is a space in Latin-1; lone surrogates stand for bytes
+    of a command line that are not UTF-8."""
+    sent = key.encode(errors="surrogateescape")
+    with serve(api_key=key) as server:
+        for name in (b"authorization", b"x-api-key"):
+            value = b"Bearer " + sent if name == b"authorization" else sent
+            assert server.http.get("/v1/models", headers={name: value}).status_code == 200
+            wrong = server.http.get("/v1/models", headers={name: value + b"x"})
+            assert wrong.status_code == 401
+
+
+def test_c15_the_comparison_is_constant_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys are compared, whichever is right, and by `hmac.compare_digest` only."""
+    compared = list[bytes]()
+
+    def spy(one: bytes, other: bytes) -> bool:
+        compared.append(other)
+        return hmac.compare_digest(one, other)
+
+    monkeypatch.setattr(keys_module, "hmac", type("Spy", (), {"compare_digest": staticmethod(spy)}))
+    known = keys_module.ApiKeys([keys_module.ApiKey(n, n.encode()) for n in ("a", "b", "c")])
+    for sent, name in ((b"a", "a"), (b"c", "c"), (b"d", None)):
+        compared.clear()
+        found = known.find(sent)
+        assert (found and found.name) == name
+        assert len(compared) == 3
+        assert all(len(digest) == 32 for digest in compared)
+
+
+FILE = """
+alice: s3cret
+bob: {key: other, requests_per_minute: 3}
+carol: {key: third, tokens_per_day: 10}
+"""
+
+
+def test_keys_of_a_file_have_limits_of_their_own(serve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    with serve(keys=path) as server:
+
+        def ask(key: bytes) -> httpx.Response:
+            return server.http.post(URL, json=SHORT, headers=header(key))
+
+        assert [ask(b"s3cret").status_code for _ in range(5)] == [200] * 5
+        assert [ask(b"other").status_code for _ in range(4)] == [200, 200, 200, 429]
+        assert [ask(b"third").status_code for _ in range(3)] == [200, 200, 429]  # 9 tokens each
+        refused = ask(b"other")
+        assert refused.json()["error"]["code"] == "key_limit"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert "other" not in refused.text
+        assert ask(b"s3cret").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a line NAME: KEY"),
+        ("a: [1]", "a: key: "),
+        ("a: ''", "the API key of a in .* is empty"),
+        ("a: {key: x, day: 1}", "a: day: Extra inputs"),
+        ("a: {key: x, requests_per_minute: 0}", "greater than or equal to 1"),
+        ("{", "are not YAML"),
+    ],
+)
+def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(MoEError, match=message):
+        make_keys(None, str(path))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_https_with_a_certificate_of_its_own(model: Any, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    service = Service(
+        lambda _: model,
+        ["tiny"],
+        load_profile({}, environ={}),
+        bind("127.0.0.1", 0),
+        tls=make_tls(str(certificate), str(key)),
+    )
+    server = Running(service)
+    trusted = ssl.create_default_context(cafile=str(certificate))
+    assert server.url.startswith("https://")
+    answer = httpx.post(server.url + URL, json=SHORT, verify=trusted)
+    assert answer.status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/health")  # nobody has vouched for it
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(server.url.replace("https", "http") + "/health")
+    server.stop()
+
+
+def test_certificates_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.pem").write_text("no certificate")
+    with pytest.raises(MoEError, match=r"cannot use the certificate .*x\.pem"):
+        make_tls(str(tmp_path / "x.pem"), None)
+    with pytest.raises(MoEError, match="--ssl-keyfile needs --ssl-certfile"):
+        make_tls(None, "key.pem")

@@ -1,0 +1,98 @@
+"""Short work finds a thread, whatever one caller has queued."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+
+from moe.fair_pool import FairPool
+
+
+class Blocked:
+    """Work that waits to be let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.begun = threading.Semaphore(0)
+        self.most = self.now = 0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.begun.release()
+        assert self.go_on.wait(30)
+        with self._lock:
+            self.now -= 1
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    work = Blocked()
+    yield work
+    work.go_on.set()
+
+
+def test_a_caller_has_its_share_of_the_threads(blocked: Blocked) -> None:
+    pool = FairPool(4, "test", each=2)
+    futures = [pool.submit("a", blocked) for _ in range(20)]
+    assert blocked.begun.acquire(timeout=10)
+    assert blocked.begun.acquire(timeout=10)
+    assert [pool.submit("b", partial(int, n)).result(10) for n in range(5)] == [*range(5)]
+    blocked.go_on.set()
+    for future in futures:
+        future.result(10)
+    assert blocked.most == 2
+
+
+def test_heavy_work_of_many_callers_leaves_threads_for_light_work(blocked: Blocked) -> None:
+    pool = FairPool(4, "test", each=2, heavy=2)
+    futures = [pool.submit(caller, blocked, heavy=True) for caller in range(20)]
+    assert pool.submit("other", lambda: 1).result(10) == 1
+    assert pool.submit(3, lambda: 2).result(10) == 2  # it passes the heavy work of its caller
+    blocked.go_on.set()
+    for future in futures:
+        future.result(10)
+    assert blocked.most == 2
+
+
+def test_callers_take_turns(blocked: Blocked) -> None:
+    pool, order = FairPool(1, "test", each=1), list[str]()
+    pool.submit("first", blocked)
+    assert blocked.begun.acquire(timeout=10)
+    futures = [pool.submit("a", partial(order.append, f"a{n}")) for n in range(3)]
+    futures += [pool.submit("b", partial(order.append, f"b{n}")) for n in range(3)]
+    blocked.go_on.set()
+    for future in futures:
+        future.result(10)
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def test_what_is_cancelled_in_the_queue_never_runs(blocked: Blocked) -> None:
+    pool, ran = FairPool(1, "test", each=1), list[int]()
+    pool.submit("a", blocked)
+    assert blocked.begun.acquire(timeout=10)
+    futures: list[Future[None]] = [pool.submit("a", lambda: ran.append(1)) for _ in range(50)]
+    assert all(future.cancel() for future in futures)
+    blocked.go_on.set()
+    pool.submit("a", lambda: None).result(10)
+    assert not ran
+
+
+def test_a_panic_is_an_exception_and_ends_no_thread() -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("at the disco")
+
+    pool = FairPool(1, "test", each=1)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="Panic: at the disco"):
+            pool.submit("a", panic).result(10)
+    assert pool.submit("a", lambda: 5).result(10) == 5
