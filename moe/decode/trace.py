@@ -50,7 +50,7 @@ from moe.network.kv_cache import (
 )
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
-from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.own_cache import LayerStates
 from moe.network.seam import experts_modules
 
 TRACED = "moe_traced"
@@ -104,7 +104,7 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
     recorder = Recorder(known)
     ids = torch.tensor([[token]], device=backbone.device)
     positions = torch.tensor([[sequence.length]], device=backbone.device)
-    cache_class = OwnCache.of(backbone.model).standing_for(_TracedCache, LayerStates)
+    cache_class = backbone.own_cache.standing_for(_TracedCache, LayerStates)
     cache = cache_class(recorder, sequence, backbone.history_layers, positions)
     recorder.give(ids, Space.TOKEN)
     recorder.give(positions, Space.POSITION)
