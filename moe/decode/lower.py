@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kernels import PlaneMatrix
 from kernels.cpu.program import Code, Space
@@ -53,7 +54,7 @@ _BINARY = {
     "mul": Code.MULTIPLY, "maximum": Code.MAXIMUM, "minimum": Code.MINIMUM, "eq": Code.EQUAL,
     "ne": Code.UNEQUAL, "lt": Code.LESS, "le": Code.LESS_EQUAL,
     "clamp_min": Code.MAXIMUM, "clamp_max": Code.MINIMUM, "logical_and": Code.AND,
-    "logical_or": Code.OR,
+    "logical_or": Code.OR, "remainder": Code.REMAINDER,
 }  # fmt: skip
 _TURNED = {"gt": Code.LESS, "ge": Code.LESS_EQUAL}  # with the arguments the other way round
 _LOGICAL = {"bitwise_and": Code.AND, "__and__": Code.AND, "bitwise_or": Code.OR, "__or__": Code.OR}
@@ -119,6 +120,9 @@ class Lowering:
         sizes = tuple(out.meta.shape if shape is None else shape)
         if not out.meta.numel():
             return
+        tensors = [x.meta if isinstance(x, Value) else x for x in inputs]
+        if not any(x.is_floating_point() for x in tensors if isinstance(x, Tensor)):
+            inputs = tuple(torch.tensor(x) if type(x) is int else x for x in inputs)
         operands = tuple(broadcast(constant(x), sizes) for x in inputs)
         self._written(out)
         self.units.append(Instruction(code, sizes, broadcast(out, sizes), operands, count, number))
@@ -175,6 +179,20 @@ class Lowering:
     def _logical(self, code: Code, op: Operation) -> None:
         assert op.outputs[0].meta.dtype == torch.bool
         self._binary(code, op)
+
+    def _lower_bitwise_xor(self, op: Operation) -> None:
+        self._binary(Code.UNEQUAL if op.outputs[0].meta.dtype == torch.bool else Code.XOR, op)
+
+    def _lower_cummax(self, op: Operation) -> None:
+        x, (out, places) = op.args[0], op.outputs
+        dim = _dim(op, 1, out)
+        later = [each for other in self.trace.operations for each in tree_leaves(other.args)]
+        read = (isinstance(each, Value) and each.buffer == places.buffer for each in later)
+        assert not any(read), "where the largest are"
+        self.emit(Code.COPY, out, x)
+        for at in range(1, shape_of(x)[dim]):
+            before, own = (out.viewed(narrow(dim, at - 1 + n, 1)) for n in (0, 1))
+            self.emit(Code.MAXIMUM, own, before, own)
 
     def _lower_bitwise_not(self, op: Operation) -> None:
         assert op.outputs[0].meta.dtype == torch.bool
