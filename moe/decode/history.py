@@ -71,7 +71,9 @@ class Histories:
 
     def add(self, tensors: Iterable[Tensor], lineage: Lineage) -> None:
         for tensor in tensors:
-            self._lineages[_place(tensor)] = lineage
+            before = self.lineage(tensor)  # of what it is a view of
+            last = before.last if lineage.last is None else lineage.last
+            self._lineages[_place(tensor)] = lineage._replace(last=last)
             self._kept.append(tensor)
 
     def has(self, tensors: Iterable[Tensor]) -> bool:

@@ -241,6 +241,13 @@ class Lowering:
         else:
             self.emit(Code.POWER, op.outputs[0], base, power)
 
+    def _lower_sign(self, op: Operation) -> None:
+        out, x = op.outputs[0], self.dense(op.args[0])
+        above = self.fresh(shape_of(x))
+        self.emit(Code.LESS, above, 0.0, x)
+        self.emit(Code.LESS, out, x, 0.0)
+        self.emit(Code.SUBTRACT, out, above, out)
+
     def _lower_square(self, op: Operation) -> None:
         self.emit(Code.MULTIPLY, op.outputs[0], op.args[0], op.args[0])
 
@@ -287,6 +294,9 @@ class Lowering:
 
     def _lower_fill(self, op: Operation) -> None:
         self.emit(Code.COPY, op.outputs[0], op.args[1])
+
+    def _lower_new_full(self, op: Operation) -> None:
+        self.emit(Code.COPY, op.outputs[0], op.args[2])
 
     def _lower_full_like(self, op: Operation) -> None:
         self.emit(Code.COPY, op.outputs[0], op.args[1])
@@ -686,7 +696,8 @@ class Lowering:
         bias, stride, padding, dilation, groups = [*op.args[2:], *_CONV[len(op.args) - 2 :]]
         out, (_, channels, size) = op.outputs[0], shape_of(x)
         assert isinstance(weight, Tensor), "a weight that varies"
-        assert (list(stride), list(dilation)) == ([1], [1]), "a stride"
+        (step,) = dilation
+        assert list(stride) == [1], "a stride"
         if list(padding) != [0]:
             wide = self.fresh((1, channels, size + 2 * padding[0]))
             self.emit(Code.COPY, wide, 0.0)
@@ -697,11 +708,12 @@ class Lowering:
         if each == 1 and groups == channels:
             for k in range(width):
                 part = self.fresh(shape_of(made)) if k else made
-                column = viewed(viewed(x, narrow(2, k, length)), partial(select, 0, 0))
+                column = viewed(viewed(x, narrow(2, k * step, length)), partial(select, 0, 0))
                 self.emit(Code.MULTIPLY, part, column, weight[:, 0, k : k + 1])
                 if k:
                     self.emit(Code.ADD, made, made, part)
         else:
+            assert step == 1, "a dilation"
             windows = viewed(x, lambda meta: meta[0].unfold(1, width, 1).permute(0, 2, 1))
             held = self.fresh(shape_of(windows))
             self.emit(Code.COPY, held, windows)
