@@ -301,7 +301,9 @@ def _means(
     for table in tables:
         turned = 2 * table.cos.shape[1]
         begins = dict.fromkeys((0, size - turned)) if turned <= size else ()
-        rotations += [Rotation(style, at, turned, table) for at in begins for style in get_args(Style)]
+        rotations += [
+            Rotation(style, at, turned, table) for at in begins for style in get_args(Style)
+        ]
     for norm, rotation in product(norms, rotations):
         yield Indexer(lineage.caches[0], 0, pool, None, norm, rotation)
 

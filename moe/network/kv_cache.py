@@ -381,8 +381,8 @@ class PackedCache(Cache):
         conv_kernel_size: int | None = None,
         **_: object,
     ) -> Tensor:
-        """Keep the last columns of ``(B, C, T)``, or of ``(B, T)`` token ids; return them behind the
-        columns before."""
+        """Keep the last columns of ``(B, C, T)``, or of token ids ``(B, T)``; return all of them
+        behind the columns before."""
         before = self._state(key := (layer_idx, "conv", state_idx))
         if before is not None and before.ndim == 2:
             columns, kept = torch.cat([before, conv_states], dim=1), before.shape[-1]

@@ -27,6 +27,7 @@ KINDS = {
     "minimax": "lightning attention with states in a cache class of its own",
     "deepseek_v32": "sparse attention",
     "deepseek_v4": "attention to compressed entries, in cache layers of its own",
+    "qwen4_exp_text": "sparse attention that keeps positions of all tokens, n-grams of token ids",
     "hy_v4": "sparse attention that shares choices",
     "inkling2_text": "attention with biases by position, convolutions inside",
 }
@@ -89,7 +90,7 @@ def test_logits_do_not_depend_on_company(tiny_checkpoint: Callable[[str], Path],
         assert (model.batch_logits([prompt])[0] - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "deepseek_v32", "qwen4_exp_text"])
 def test_a_second_turn_reads_only_what_is_new(
     tiny_checkpoint: Callable[[str], Path], kind: str
 ) -> None:
