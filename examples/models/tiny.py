@@ -92,7 +92,8 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
-        "indexer_budget": 8, "indexer_compress_ratio": 2,
+        "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 12, "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 61,
     },
     "zaya": {"num_experts_per_tok": 1},
     "ernie4_5_vl_moe_text": {

@@ -1,13 +1,14 @@
 // Which keys a new token attends to: an indexer keeps a small key of each token, and chooses the
 // tokens with the largest sum over its heads of weight * relu(q . key). Some choose pools: runs of
-// tokens, whose key is the mean of theirs, by the softmax of each number's gates. A token's choice
-// depends on its own sequence only.
+// tokens, whose key is the mean of theirs, some by the softmax of each number's gates, and some normed
+// and rotated to the pool's first position. A token's choice depends on its own sequence only.
 #pragma once
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "heads.h"
+#include "norms.h"
 
 namespace decode {
 
@@ -16,7 +17,9 @@ struct Indexer {
   int64_t heads, size;   // queries of a token, and their numbers
   int64_t top_k;         // keys that are chosen, or pools
   int64_t pool, stride;  // tokens of a pool, or 1; numbers of a row: a key, and gates behind it
-  const float* bias;     // (pool, size) of a pool's gates
+  const float* bias;     // (pool, size) of a pool's gates; null: no gates, a plain mean
+  Norm norm;             // of a pool's key; then its rotation
+  Rotation rotation;
 
   // The positions that a sequence of `length` tokens chooses: of pools, and what follows the last.
   static long most(long top_k, long pool, long length) {
@@ -26,8 +29,16 @@ struct Indexer {
 
 constexpr long INDEX_KEYS = 32;  // keys that stay in L1 while all heads read them
 
-// The key of the pool whose rows start there.
-static inline void pool_key(const Indexer& x, const float* row, float* key) {
+static inline void mean_key(const Indexer& x, const float* row, float* key) {
+  for (long c = 0; c < x.size; c += LANES) {
+    const long left = x.size - c;
+    vf sum{};
+    for (long j = 0; j < x.pool; ++j) sum += load_as_fp32(row + j * x.stride + c, left);
+    store_fp32_as(key + c, sum / float(x.pool), left);
+  }
+}
+
+static inline void gated_key(const Indexer& x, const float* row, float* key) {
   for (long c = 0; c < x.size; c += LANES) {
     const long left = x.size - c;
     const auto gate = [&](long j) {
@@ -48,10 +59,18 @@ static inline void pool_key(const Indexer& x, const float* row, float* key) {
   }
 }
 
-// score[t] = the sum over heads of weight relu(q . key t), of `count` keys or pools. Any positive
-// factor is left out: it does not change the choice.
+// The key of the pool of that number, whose rows start there.
+static inline void pool_key(const Indexer& x, long pool, const float* row, float* key) {
+  x.bias ? gated_key(x, row, key) : mean_key(x, row, key);
+  if (x.norm.weight) normalise(x.norm, key, x.size, key);
+  if (x.rotation.size) rotate(x.rotation, pool * x.pool, key);
+}
+
+// score[t] = the sum over heads of weight relu(q . key t), of `count` keys or pools, whose rows
+// start there and the first of which has that number. Any positive factor is left out: it does not
+// change the choice.
 static inline void index_scores(const Indexer& x, const float* q, const float* weights,
-                                const float* rows, long count, float* score) {
+                                const float* rows, long first, long count, float* score) {
   alignas(64) float own[INDEX_KEYS], sum[INDEX_KEYS];
   thread_local std::vector<float> pools;
   if (x.pool > 1) pools.resize(INDEX_KEYS * x.size);
@@ -60,7 +79,7 @@ static inline void index_scores(const Indexer& x, const float* q, const float* w
     Straight keys{rows + t * x.stride, x.stride};
     if (x.pool > 1) {
       for (long i = 0; i < some; ++i)
-        pool_key(x, rows + (t + i) * x.pool * x.stride, pools.data() + i * x.size);
+        pool_key(x, first + t + i, rows + (t + i) * x.pool * x.stride, pools.data() + i * x.size);
       keys = {pools.data(), x.size};
     }
     memset(sum, 0, sizeof sum);

@@ -13,7 +13,7 @@ LAYOUT(program::Instruction, out, a, b, c, sizes, count, number, code, dims)
 LAYOUT(program::Projected, matrix, from, codes, out, multiple, group)
 LAYOUT(program::Selected, matrices, from, ids, out, multiple, rows, columns)
 LAYOUT(program::Attended, layer, q, k, v, out, chosen, sinks, bias, most, reach, pool)
-LAYOUT(decode::Indexer, cache, heads, size, top_k, pool, stride, bias)
+LAYOUT(decode::Indexer, cache, heads, size, top_k, pool, stride, bias, norm, rotation)
 LAYOUT(program::Indexed, indexer, q, weights, key, chosen, most)
 LAYOUT(program::Recurred, call, rows, before, after, out, kind, inputs)
 LAYOUT(program::Stage, begin, end, kind, in_order)
@@ -76,7 +76,7 @@ struct Choosing {
       decode::index_scores(indexer, q + b * indexer.heads * indexer.size,
                            weights + b * indexer.heads,
                            cached(b) + first * indexer.pool * indexer.stride,
-                           std::min(left, decode::SPLIT), scores + b * longest + first);
+                           first, std::min(left, decode::SPLIT), scores + b * longest + first);
   }
 
   void run() {

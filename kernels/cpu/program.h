@@ -45,6 +45,8 @@ enum Code : int32_t {
   MATMUL,   // sizes (..., m, n, k): out += a b over k
   QUANTISE, // codes of `count` dense rows for the quantised products that read them
   SORT_CHOICE,  // of `count` experts, by id
+  // out = f(a, b), of integers
+  XOR, REMAINDER,  // the latter has the divisor's sign
 };
 
 struct Instruction {

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 
-from kernels.cpu.decode import DecoderLayerRecord, MatrixRecord
+from kernels.cpu.decode import DecoderLayerRecord, MatrixRecord, RotationRecord
 from kernels.cpu.interface import SIZE, Record, floats, numbers, pointers, sizes
+from kernels.cpu.post_norm import NormRecord
 from kernels.cpu.recurrence import ConvolutionCallRecord, GatedCallRecord, ScanCallRecord
 
 DIMS = 6
@@ -93,6 +94,8 @@ class Code(IntEnum):
     MATMUL = 43
     QUANTISE = 44
     SORT_CHOICE = 45
+    XOR = 46
+    REMAINDER = 47
 
 
 class Kind(IntEnum):
@@ -150,7 +153,12 @@ class AttendedRecord(Record, struct="program::Attended"):
 
 
 class IndexerRecord(Record, struct="decode::Indexer"):
-    _fields_ = (*sizes("cache", "heads", "size", "top_k", "pool", "stride"), *pointers("bias"))
+    _fields_ = (
+        *sizes("cache", "heads", "size", "top_k", "pool", "stride"),
+        *pointers("bias"),
+        ("norm", NormRecord),
+        ("rotation", RotationRecord),
+    )
 
 
 class IndexedRecord(Record, struct="program::Indexed"):

@@ -1,5 +1,6 @@
 // The instructions of a program for one row: elementwise operations with broadcasting, reductions,
-// choices and small products, on strided operands. Each computes in float32.
+// choices and small products, on strided operands. Each computes in float32; elementwise operations
+// on integers alone compute with integers of 64 bits, which wrap.
 #include "program.h"
 
 #include <algorithm>
@@ -43,6 +44,11 @@ void put(const Operand& o, void* base, long at, float x) {
     case INTEGER: static_cast<int64_t*>(base)[at] = x; break;
     default: static_cast<uint8_t*>(base)[at] = x != 0;
   }
+}
+
+int64_t integer(const Operand& o, const void* base, long at) {
+  return o.place.element == INTEGER ? static_cast<const int64_t*>(base)[at]
+                                    : static_cast<int64_t>(scalar(o, base, at));
 }
 
 // Elements of a block: in place where they are floats side by side, else copied to `held`.
@@ -277,10 +283,12 @@ void at_index(const Row& row, const Instruction& i) {
   void* index = row.at<void>(i.b.place);
   each_outer(i, last, operands, [&](const long* at) {
     for (long c = 0; c < i.sizes[last]; ++c) {
-      const long chosen = scalar(i.b, index, at[2] + c * i.b.strides[last]);
+      const long chosen = integer(i.b, index, at[2] + c * i.b.strides[last]);
       const long there = at[0] + c * moved.strides[last] + chosen * i.count;
       const long here = at[1] + c * other.strides[last];
-      if (gather) {
+      if (gather && i.out.place.element == INTEGER && i.a.place.element == INTEGER) {
+        static_cast<int64_t*>(plain)[here] = static_cast<const int64_t*>(indexed)[there];
+      } else if (gather) {
         put(i.out, plain, here, scalar(i.a, indexed, there));
       } else {
         const float x = scalar(i.a, plain, here);
@@ -319,10 +327,65 @@ void matmul(const Row& row, const Instruction& i) {
   });
 }
 
+// How many operands an elementwise instruction of integers alone has; 0: it is none.
+int integer_inputs(const Instruction& i) {
+  const Operand* const operands[] = {&i.a, &i.b, &i.c};
+  int count = 2;
+  switch (i.code) {
+    case COPY: case NEGATE: case ABS: count = 1; break;
+    case WHERE: count = 3; break;
+    case ADD: case SUBTRACT: case MULTIPLY: case MAXIMUM: case MINIMUM: case EQUAL: case UNEQUAL:
+    case LESS: case LESS_EQUAL: case XOR: case REMAINDER: break;
+    default: return 0;
+  }
+  for (int n = 0; n < count; ++n)
+    if (operands[n]->place.element == FLOAT) return 0;
+  return count;
+}
+
+int64_t of_integers(int32_t code, const int64_t* x) {
+  const uint64_t a = x[0], b = x[1];
+  switch (code) {
+    case COPY: return x[0];
+    case NEGATE: return -a;
+    case ABS: return x[0] < 0 ? -a : a;
+    case WHERE: return x[0] ? x[1] : x[2];
+    case ADD: return a + b;
+    case SUBTRACT: return a - b;
+    case MULTIPLY: return a * b;
+    case MAXIMUM: return x[0] > x[1] ? x[0] : x[1];
+    case MINIMUM: return x[0] < x[1] ? x[0] : x[1];
+    case EQUAL: return a == b;
+    case UNEQUAL: return a != b;
+    case LESS: return x[0] < x[1];
+    case LESS_EQUAL: return x[0] <= x[1];
+    case XOR: return a ^ b;
+    default: {  // REMAINDER
+      const int64_t left = x[1] == 0 || x[1] == -1 ? 0 : x[0] % x[1];
+      return left && (left < 0) != (x[1] < 0) ? left + x[1] : left;
+    }
+  }
+}
+
+void integers(const Row& row, const Instruction& i, int count) {
+  const Operand* operands[4] = {&i.out, &i.a, &i.b, &i.c};
+  void* base[4];
+  for (int n = 0; n <= count; ++n) base[n] = row.at<void>(operands[n]->place);
+  each_outer(i, i.dims, operands, [&](const long* at) {
+    int64_t x[3] = {};
+    for (int n = 0; n < count; ++n) x[n] = integer(*operands[n + 1], base[n + 1], at[n + 1]);
+    const int64_t made = of_integers(i.code, x);
+    if (i.out.place.element == INTEGER) static_cast<int64_t*>(base[0])[at[0]] = made;
+    else static_cast<uint8_t*>(base[0])[at[0]] = made != 0;
+  });
+}
+
 }  // namespace
 
 void Row::run(const Instruction& i) const {
   const Row& row = *this;
+  if (i.out.place.element != FLOAT)
+    if (const int count = integer_inputs(i)) return integers(row, i, count);
   switch (i.code) {
     case COPY: return unary(row, i, [](vf x) { return x; });
     case NEGATE: return unary(row, i, [](vf x) { return -x; });

@@ -10,16 +10,19 @@ Legend: L tokens so far, H heads, D size of an indexer's keys, E distances that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from itertools import product
+from math import gcd
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
 from moe.describe.attention import expansion_of
-from moe.describe.description import NotDescribed
+from moe.describe.description import Norm, NotDescribed, RotaryTable, Rotation, Style
 from moe.describe.observe import AttentionCall
-from moe.describe.parts import close
+from moe.describe.parts import apply_norm, close, describe_norm, rotate
 from moe.network.kv_cache import LayerKey
 
 _CLOSE, _QUANTIZED = 1e-4, 5e-2  # of expanded latents; the latter where a layer rounds its input
@@ -45,11 +48,15 @@ class Lineage(NamedTuple):
         caches: where its rows are kept.
         met: in order.
         chosen: these are the positions that an indexer chose; the same as a tensor of the token.
+        last: the last row of a table of all tokens, as a tensor of the token.
+        scores: of the last choice that was made by them.
     """
 
     caches: tuple[LayerKey, ...] = ()
     met: tuple[Met, ...] = ()
     chosen: Tensor | None = None
+    last: Tensor | None = None
+    scores: Tensor | None = None
 
     def floats(self) -> list[Met]:
         return [each for each in self.met if each.tensor.is_floating_point()]
@@ -64,7 +71,9 @@ class Histories:
 
     def add(self, tensors: Iterable[Tensor], lineage: Lineage) -> None:
         for tensor in tensors:
-            self._lineages[_place(tensor)] = lineage
+            before = self.lineage(tensor)  # of what it is a view of
+            last = before.last if lineage.last is None else lineage.last
+            self._lineages[_place(tensor)] = lineage._replace(last=last)
             self._kept.append(tensor)
 
     def has(self, tensors: Iterable[Tensor]) -> bool:
@@ -78,13 +87,15 @@ class Histories:
         """Of what an operation makes of these tensors, where it meets others of the token."""
         caches = dict[LayerKey, None]()
         so_far: list[Met] = []
-        chosen = []
+        chosen, scores = [], None
         for lineage in map(self.lineage, tensors):
             caches |= dict.fromkeys(lineage.caches)
             so_far += [each for each in lineage.met if not _among(each, so_far)]
             chosen += [] if lineage.chosen is None else [lineage.chosen]
+            scores = lineage.scores if scores is None else scores
         so_far += [Met(name, tensor) for tensor in met]
-        return Lineage(tuple(caches), tuple(so_far), chosen[0] if len(chosen) == 1 else None)
+        only = chosen[0] if len(chosen) == 1 else None
+        return Lineage(tuple(caches), tuple(so_far), only, scores=scores)
 
 
 def _place(tensor: Tensor) -> int:
@@ -149,20 +160,41 @@ class Indexer(NamedTuple):
     Attributes:
         cache: of its keys.
         pool: tokens of a pool. If it is not 1, pools are chosen in place of tokens, and all tokens
-            that follow the last whole pool; rows have a gate behind the key. A pool's key is the
-            sum of its tokens' by the softmax, of each number, of their gates.
-        bias: ``(pool, D)`` is added to gates; None without pools.
+            that follow the last whole pool. A pool's key is the mean of its tokens'.
+        bias: ``(pool, D)``; rows have a gate behind the key, and the mean weighs each number by the
+            softmax of its gates with this bias added. None: all weigh the same.
+        norm, rotation: of a pool's key behind the mean, to the pool's first position.
     """
 
     cache: LayerKey
     top_k: int
     pool: int = 1
     bias: Tensor | None = None
+    norm: Norm | None = None
+    rotation: Rotation | None = None
 
     @property
     def most(self) -> int:
         """Most positions that it chooses."""
         return self.top_k * self.pool + self.pool - 1
+
+    def pool_keys(self, rows: Tensor) -> Tensor:
+        """``(P, D)``: the keys of the whole pools of ``(L, W)`` rows."""
+        count = len(rows) // self.pool
+        parts = rows[: count * self.pool].view(count, self.pool, -1)
+        if self.bias is None:
+            keys = parts.mean(1)
+        else:
+            size = self.bias.shape[1]
+            shares = (parts[..., size : 2 * size] + self.bias).softmax(1)
+            keys = (shares * parts[..., :size]).sum(1)
+        if self.norm is not None:
+            keys = apply_norm(self.norm, keys)
+        if self.rotation is not None:
+            table, starts = self.rotation.table, torch.arange(count) * self.pool
+            table.reserve(len(rows))
+            keys = rotate(self.rotation, keys[:, None], table.cos[starts], table.sin[starts])[:, 0]
+        return keys
 
 
 def scored_by(lineage: Lineage, scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -183,58 +215,129 @@ def scored_by(lineage: Lineage, scores: Tensor, keys: Tensor) -> tuple[Tensor, T
         if query.numel() != heads * keys.shape[1] or query.shape[-1] != keys.shape[1]:
             continue
         by_head = (query.reshape(heads, -1) @ keys.T).relu()
-        made, given = weights.reshape(-1) @ by_head, scores.reshape(-1)
-        factor = (made @ given) / (made @ made).clamp_min(1e-30)
-        if factor > 0 and close(made * factor, given, _CLOSE):
+        if _proportional(weights.reshape(-1) @ by_head, scores.reshape(-1)):
             return query, weights
     return None
 
 
+def _proportional(made: Tensor, given: Tensor) -> bool:
+    """They are the same scores up to a positive factor."""
+    factor = (made @ given) / (made @ made).clamp_min(1e-30)
+    return bool(factor > 0) and close(made * factor, given, _CLOSE)
+
+
 def pools_chosen(
-    lineage: Lineage, mask: Tensor, rows: Tensor, module: nn.Module
+    lineage: Lineage, mask: Tensor, rows: Tensor, module: nn.Module, tables: Iterable[RotaryTable]
 ) -> tuple[Indexer, Tensor, Tensor] | None:
     """An indexer that chooses the pools of keys which a mask shows, its queries and the weights of
-    its heads; None if no two tensors that the rows have met make that choice.
+    its heads; None if no tensors that the rows have met make that choice.
 
     Args:
         mask: ``(1, 1, 1, L)``, true or 0 where a key is seen.
         rows: ``(L, W)``.
-        module: has the bias of gates among its parameters.
+        module: has the bias of gates among its parameters, or the norm of pools' keys among its
+            modules.
+        tables: by which keys may be rotated.
 
     Raises:
         HistoryTooShort: all pools are seen.
     """
     floats = [each.tensor for each in lineage.floats()]
-    if len(floats) != 2 or mask.numel() != len(rows):
+    if not 1 <= len(floats) <= 2 or mask.numel() != len(rows):
         return None
     seen = (mask if mask.dtype == torch.bool else mask == 0).reshape(-1)
-    for query, weights in (floats, floats[::-1]):
-        heads, size = weights.numel(), query.shape[-1]
-        if query.numel() != heads * size or rows.shape[1] < 2 * size:
-            continue
-        for bias in module.parameters():
-            pool = bias.shape[0]
-            if bias.ndim != 2 or bias.shape[1] != size or not 1 < pool <= len(rows):
-                continue
-            count = len(rows) // pool
-            parts = rows[: count * pool].view(count, pool, -1)
-            shares = (parts[..., size : 2 * size] + bias).softmax(1)
-            keys = (shares * parts[..., :size]).sum(1)
-            scores = weights.reshape(-1) @ (query.reshape(heads, -1) @ keys.T).relu()
-            own = seen[: count * pool].view(count, pool)
-            top_k = int(own.all(1).sum())
-            chosen = torch.zeros(count, dtype=torch.bool)
-            chosen[scores.topk(top_k).indices] = True
-            if torch.equal(own, chosen[:, None].expand_as(own)) and bool(
-                seen[count * pool :].all()
-            ):
-                if count < top_k + SPARE:
-                    raise HistoryTooShort(f"an indexer chooses {top_k} pools of keys or more")
-                if count * pool == len(rows):
-                    raise HistoryTooShort("a history of whole pools")
-                indexer = Indexer(lineage.caches[0], top_k, pool, bias.detach())
-                return indexer, query, weights
+    if len(floats) == 2:
+        pairs = (floats, floats[::-1])
+        found = [(q, w, _gated(lineage, q, w, rows, module)) for q, w in pairs]
+    else:
+        (query,) = floats
+        heads = query.numel() // query.shape[-1]
+        means = _means(lineage, query, rows, seen, module, tables)
+        found = [(query, torch.ones(heads), means)]
+    for query, weights, indexers in found:
+        for indexer in indexers:
+            scored = _chosen_pools(indexer, query, weights, rows, seen, lineage.scores)
+            if scored is not None:
+                return scored, query, weights
     return None
+
+
+def _gated(
+    lineage: Lineage, query: Tensor, weights: Tensor, rows: Tensor, module: nn.Module
+) -> Iterator[Indexer]:
+    """Indexers of pools whose keys have gates."""
+    size = query.shape[-1]
+    if query.numel() != weights.numel() * size or rows.shape[1] < 2 * size:
+        return
+    for bias in module.parameters():
+        if bias.ndim == 2 and bias.shape[1] == size and 1 < bias.shape[0] <= len(rows):
+            yield Indexer(lineage.caches[0], 0, bias.shape[0], bias.detach())
+
+
+def _means(
+    lineage: Lineage,
+    query: Tensor,
+    rows: Tensor,
+    seen: Tensor,
+    module: nn.Module,
+    tables: Iterable[RotaryTable],
+) -> Iterator[Indexer]:
+    """Indexers of pools whose keys are means, which may be normed and rotated."""
+    size = query.shape[-1]
+    if rows.shape[1] != size:
+        return
+    if bool(seen.all()):
+        raise HistoryTooShort("all keys are seen")
+    pool = gcd(*(seen[1:] != seen[:-1]).nonzero().flatten().add(1).tolist())
+    if pool == 1:
+        return
+    norms: list[Norm | None] = [None]
+    for child in module.modules():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.shape == (size,):
+            with suppress(NotDescribed):
+                norms.append(describe_norm(child, size))
+    rotations: list[Rotation | None] = [None]
+    for table in tables:
+        turned = 2 * table.cos.shape[1]
+        begins = dict.fromkeys((0, size - turned)) if turned <= size else ()
+        rotations += [
+            Rotation(style, at, turned, table) for at in begins for style in get_args(Style)
+        ]
+    for norm, rotation in product(norms, rotations):
+        yield Indexer(lineage.caches[0], 0, pool, None, norm, rotation)
+
+
+def _chosen_pools(
+    indexer: Indexer,
+    query: Tensor,
+    weights: Tensor,
+    rows: Tensor,
+    seen: Tensor,
+    given: Tensor | None,
+) -> Indexer | None:
+    """The indexer with the number of pools that it chooses, if these are what is seen, chosen by
+    its scores.
+
+    Args:
+        given: the scores that a choice was made by.
+    """
+    pool, count = indexer.pool, len(rows) // indexer.pool
+    keys = indexer.pool_keys(rows)
+    scores = weights.reshape(-1) @ (query.reshape(weights.numel(), -1) @ keys.T).relu()
+    if given is None or given.numel() != count or not _proportional(scores, given.reshape(-1)):
+        return None
+    own = seen[: count * pool].view(count, pool)
+    top_k = int(own.all(1).sum())
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[scores.topk(top_k).indices] = True
+    if not torch.equal(own, chosen[:, None].expand_as(own)) or not bool(seen[count * pool :].all()):
+        return None
+    if count < top_k + SPARE:
+        raise HistoryTooShort(f"an indexer chooses {top_k} pools of keys or more")
+    if count * pool == len(rows):
+        raise HistoryTooShort("a history of whole pools")
+    return indexer._replace(top_k=top_k)
 
 
 def biases_of(lineage: Lineage, bias: Tensor) -> tuple[Tensor, list[Tensor]]:

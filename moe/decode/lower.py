@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kernels import PlaneMatrix
 from kernels.cpu.program import Code, Space
@@ -53,7 +54,7 @@ _BINARY = {
     "mul": Code.MULTIPLY, "maximum": Code.MAXIMUM, "minimum": Code.MINIMUM, "eq": Code.EQUAL,
     "ne": Code.UNEQUAL, "lt": Code.LESS, "le": Code.LESS_EQUAL,
     "clamp_min": Code.MAXIMUM, "clamp_max": Code.MINIMUM, "logical_and": Code.AND,
-    "logical_or": Code.OR,
+    "logical_or": Code.OR, "remainder": Code.REMAINDER,
 }  # fmt: skip
 _TURNED = {"gt": Code.LESS, "ge": Code.LESS_EQUAL}  # with the arguments the other way round
 _LOGICAL = {"bitwise_and": Code.AND, "__and__": Code.AND, "bitwise_or": Code.OR, "__or__": Code.OR}
@@ -119,6 +120,9 @@ class Lowering:
         sizes = tuple(out.meta.shape if shape is None else shape)
         if not out.meta.numel():
             return
+        tensors = [x.meta if isinstance(x, Value) else x for x in inputs]
+        if not any(x.is_floating_point() for x in tensors if isinstance(x, Tensor)):
+            inputs = tuple(torch.tensor(x) if type(x) is int else x for x in inputs)
         operands = tuple(broadcast(constant(x), sizes) for x in inputs)
         self._written(out)
         self.units.append(Instruction(code, sizes, broadcast(out, sizes), operands, count, number))
@@ -176,6 +180,20 @@ class Lowering:
         assert op.outputs[0].meta.dtype == torch.bool
         self._binary(code, op)
 
+    def _lower_bitwise_xor(self, op: Operation) -> None:
+        self._binary(Code.UNEQUAL if op.outputs[0].meta.dtype == torch.bool else Code.XOR, op)
+
+    def _lower_cummax(self, op: Operation) -> None:
+        x, (out, places) = op.args[0], op.outputs
+        dim = _dim(op, 1, out)
+        later = [each for other in self.trace.operations for each in tree_leaves(other.args)]
+        read = (isinstance(each, Value) and each.buffer == places.buffer for each in later)
+        assert not any(read), "where the largest are"
+        self.emit(Code.COPY, out, x)
+        for at in range(1, shape_of(x)[dim]):
+            before, own = (out.viewed(narrow(dim, at - 1 + n, 1)) for n in (0, 1))
+            self.emit(Code.MAXIMUM, own, before, own)
+
     def _lower_bitwise_not(self, op: Operation) -> None:
         assert op.outputs[0].meta.dtype == torch.bool
         self._unary(Code.NOT, op)
@@ -223,6 +241,13 @@ class Lowering:
         else:
             self.emit(Code.POWER, op.outputs[0], base, power)
 
+    def _lower_sign(self, op: Operation) -> None:
+        out, x = op.outputs[0], self.dense(op.args[0])
+        above = self.fresh(shape_of(x))
+        self.emit(Code.LESS, above, 0.0, x)
+        self.emit(Code.LESS, out, x, 0.0)
+        self.emit(Code.SUBTRACT, out, above, out)
+
     def _lower_square(self, op: Operation) -> None:
         self.emit(Code.MULTIPLY, op.outputs[0], op.args[0], op.args[0])
 
@@ -269,6 +294,9 @@ class Lowering:
 
     def _lower_fill(self, op: Operation) -> None:
         self.emit(Code.COPY, op.outputs[0], op.args[1])
+
+    def _lower_new_full(self, op: Operation) -> None:
+        self.emit(Code.COPY, op.outputs[0], op.args[2])
 
     def _lower_full_like(self, op: Operation) -> None:
         self.emit(Code.COPY, op.outputs[0], op.args[1])
@@ -668,7 +696,8 @@ class Lowering:
         bias, stride, padding, dilation, groups = [*op.args[2:], *_CONV[len(op.args) - 2 :]]
         out, (_, channels, size) = op.outputs[0], shape_of(x)
         assert isinstance(weight, Tensor), "a weight that varies"
-        assert (list(stride), list(dilation)) == ([1], [1]), "a stride"
+        (step,) = dilation
+        assert list(stride) == [1], "a stride"
         if list(padding) != [0]:
             wide = self.fresh((1, channels, size + 2 * padding[0]))
             self.emit(Code.COPY, wide, 0.0)
@@ -679,11 +708,12 @@ class Lowering:
         if each == 1 and groups == channels:
             for k in range(width):
                 part = self.fresh(shape_of(made)) if k else made
-                column = viewed(viewed(x, narrow(2, k, length)), partial(select, 0, 0))
+                column = viewed(viewed(x, narrow(2, k * step, length)), partial(select, 0, 0))
                 self.emit(Code.MULTIPLY, part, column, weight[:, 0, k : k + 1])
                 if k:
                     self.emit(Code.ADD, made, made, part)
         else:
+            assert step == 1, "a dilation"
             windows = viewed(x, lambda meta: meta[0].unfold(1, width, 1).permute(0, 2, 1))
             held = self.fresh(shape_of(windows))
             self.emit(Code.COPY, held, windows)

@@ -61,10 +61,16 @@ class StateLayout:
     """Where each recurrent state lies in one float32 tensor that holds all of a sequence."""
 
     def __init__(self, states: dict[StateKey, Value]) -> None:
-        self.shapes = {key: value.meta.shape for key, value in states.items()}
-        sizes = [-(-value.meta.numel() // 16) * 16 for value in states.values()]
+        self._metas = {key: value.meta for key, value in states.items()}
+        sizes = [-(-meta.numel() * meta.itemsize // _ALIGNED) * 16 for meta in self._metas.values()]
         self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
         self.size = sum(sizes)
+
+    def state(self, memory: Tensor, key: StateKey) -> Tensor:
+        """One state in such a tensor."""
+        start, meta = self.offsets[key], self._metas[key]
+        own = memory[start : start + meta.numel() * meta.itemsize // 4]
+        return own.view(meta.dtype).view(meta.shape)
 
 
 class Program:
@@ -76,6 +82,7 @@ class Program:
         hidden: size of the rows that experts read.
         layers: what keeps rows in a sequence's cache, by its index in the records.
         states: of the recurrent layers.
+        rotations: the tables that indexers rotate their keys by, and the records that point there.
     """
 
     def __init__(self, trace: DecodeTrace, records: DescriptionRecords) -> None:
@@ -115,11 +122,11 @@ class Program:
             after = trace.after.get(key)
             if after is None or after.meta.shape != value.meta.shape:
                 raise NotDescribed("a recurrent state changes its shape, or is not kept")
-            if element_of(value.meta.dtype) != Element.FLOAT:
+            if value.meta.dtype not in (torch.float32, torch.int64):
                 raise NotDescribed(f"a recurrent state is {value.meta.dtype}")
             lowering.spaces[value.buffer] = Space.BEFORE
             if not is_whole(after) or after.buffer in lowering.spaces:
-                made = lowering.fresh(after.meta.shape)
+                made = lowering.fresh(after.meta.shape, value.meta.dtype)
                 lowering.emit(Code.COPY, made, after)
                 after = made
             lowering.spaces[after.buffer] = Space.AFTER
@@ -198,6 +205,7 @@ class Program:
         attention: list[Any] = []
         recurrent: list[Any] = []
         indexers: list[Any] = []
+        choosing: list[IndexerOf] = []
         selections: list[Any] = []
         stages: list[Any] = []
         segments, work = [0], 0
@@ -223,6 +231,7 @@ class Program:
                 count = len(recurrent)
                 stages.append(native.StageRecord(count - 1, count, Kind.RECURRENCE, 0))
             elif isinstance(first, IndexerOf):
+                choosing.append(first)
                 indexers.append(self._indexer(first))
                 count = len(indexers)
                 stages.append(native.StageRecord(count - 1, count, Kind.INDEXER, 0))
@@ -250,6 +259,11 @@ class Program:
             )
         ]
         self._kept += [*arrays, ends]
+        self.rotations = [
+            (unit.indexer.rotation.table, record.indexer.rotation)
+            for unit, record in zip(choosing, arrays[4], strict=True)
+            if unit.indexer.rotation is not None
+        ]
         addresses = [addressof(each) for each in (*arrays, ends)]
         return native.ProgramRecord(*addresses, len(self.experts), self._row_bytes, work)
 
@@ -342,6 +356,7 @@ class Program:
         record = native.IndexerRecord(
             self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
             indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
+            self._records.norm(indexer.norm), self._records.rotation(indexer.rotation),
         )  # fmt: skip
         places = map(self._place, (unit.query, unit.weights, unit.key, unit.out))
         return native.IndexedRecord(record, *places, unit.out.meta.numel())

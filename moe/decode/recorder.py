@@ -29,7 +29,8 @@ from moe.decode.history import (
     pools_chosen,
     scored_by,
 )
-from moe.describe.description import NotDescribed
+from moe.describe.description import NotDescribed, RotaryTable
+from moe.describe.parts import same
 from moe.network.attention import MaskRule
 from moe.network.kv_cache import LayerKey, StateKey
 
@@ -102,6 +103,7 @@ class Recorder(TorchDispatchMode):
         self.read: dict[LayerKey, tuple[Tensor, Tensor]] = {}
         self.histories = Histories()
         self.rules: dict[int, MaskRule] = {}
+        self.tables: list[RotaryTable] = []  # of all tokens
         self._choices: dict[LayerKey, tuple[Indexer, Tensor]] = {}
         self._buffers: dict[int, int] = {}
         self._bases: list[Tensor] = []
@@ -156,15 +158,16 @@ class Recorder(TorchDispatchMode):
         if cache is None or cache not in self.read or len(self.cached[cache]) != 1:
             return None
         with self.pause():
-            found = pools_chosen(lineage, mask, self.read[cache][0][0, 0], module)
+            rows = self.read[cache][0][0, 0]
+            found = pools_chosen(lineage, mask, rows, module, self.tables)
             if found is None:
                 return None
-            indexer, *rows = found
+            indexer, *queries = found
             positions = torch.zeros(indexer.most, dtype=torch.int64)
         known = self._choices.get(cache)
         if known is None:
             known = self._choices[cache] = indexer, positions
-            self.record("indexer", (indexer, *rows, *self.cached[cache]), {}, [positions])
+            self.record("indexer", (indexer, *queries, *self.cached[cache]), {}, [positions])
         return known
 
     def record(self, name: str, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
@@ -192,6 +195,9 @@ class Recorder(TorchDispatchMode):
         if self.histories.has(tensors):
             outputs = func(*args, **kwargs)
             made = [x for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
+            last = self.histories.lineage(tensors[0]).last
+            if last is not None and _name_of(func) == "slice" and same(outputs, last):
+                return last
             self._follow(_name_of(func), tensors, made)
             return outputs
         if not any(map(self.varies, tensors)):
@@ -222,7 +228,8 @@ class Recorder(TorchDispatchMode):
         met = [x for x in tensors if self.varies(x) and not self.histories.has((x,))]
         lineage = self.histories.joined(name, tensors, met)
         if name == "topk":
-            lineage = lineage._replace(chosen=self._choice(lineage, tensors[0], made[1]))
+            chosen = self._choice(lineage, tensors[0], made[1])
+            lineage = lineage._replace(chosen=chosen, scores=tensors[0])
         self.histories.add(made, lineage)
 
     def _choice(self, lineage: Lineage, scores: Tensor, indices: Tensor) -> Tensor | None:

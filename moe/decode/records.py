@@ -100,7 +100,7 @@ class DescriptionRecords:
             k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(),
             kv_heads=a.kv_heads, head_dim=a.head_dim,
             norm_after_rotation=any(norm.after_rotation for norm in norms),
-            rotation=self._rotation(a.rotation),
+            rotation=self.rotation(a.rotation),
         )  # fmt: skip
         if a.q_norm is not None:
             record.q_norm, record.q_norm_per_head = self.norm(a.q_norm.norm), a.q_norm.per_head
@@ -115,7 +115,7 @@ class DescriptionRecords:
             q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
             expansion=self._floats(a.kv_b), latent=a.kv_b.shape[-1],
             kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
-            rotation=self._rotation(a.rotation),
+            rotation=self.rotation(a.rotation),
         )  # fmt: skip
 
     def given_attention(
@@ -146,7 +146,7 @@ class DescriptionRecords:
 
         def of(head_norm: d.HeadNorm | None, count: int) -> native.HeadsRecord:
             norm = self.norm(None if head_norm is None else head_norm.norm)
-            record = native.HeadsRecord(norm, self._rotation(a.rotation), count, a.head_dim)
+            record = native.HeadsRecord(norm, self.rotation(a.rotation), count, a.head_dim)
             if head_norm is not None:
                 record.per_head = head_norm.per_head
                 record.after_rotation = head_norm.after_rotation
@@ -162,7 +162,8 @@ class DescriptionRecords:
             "window": view.span, "sinks": self._floats(view.sinks),
         }  # fmt: skip
 
-    def _rotation(self, rotation: d.Rotation | None) -> native.RotationRecord:
+    def rotation(self, rotation: d.Rotation | None) -> native.RotationRecord:
+        """Without a rotation, one of no dimensions."""
         if rotation is None:
             return native.RotationRecord()
         if rotation.size > _MAX_ROTATED:

@@ -33,7 +33,7 @@ from moe.decode.history import (
 )
 from moe.decode.recorder import DecodeTrace, ListsRead, ReadList, Recorder, Value
 from moe.describe.attention import describe_view
-from moe.describe.description import NotDescribed, Projection, View
+from moe.describe.description import NotDescribed, Projection, RotaryTable, View
 from moe.describe.observe import AttentionCall
 from moe.describe.parts import close, describe_projection
 from moe.describe.probe import random_prompts, stand_in
@@ -50,7 +50,8 @@ from moe.network.kv_cache import (
 )
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
-from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.own_cache import LayerStates
+from moe.network.per_sequence import depends_on_length
 from moe.network.seam import experts_modules
 
 TRACED = "moe_traced"
@@ -104,7 +105,7 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
     recorder = Recorder(known)
     ids = torch.tensor([[token]], device=backbone.device)
     positions = torch.tensor([[sequence.length]], device=backbone.device)
-    cache_class = OwnCache.of(backbone.model).standing_for(_TracedCache, LayerStates)
+    cache_class = backbone.own_cache.standing_for(_TracedCache, LayerStates)
     cache = cache_class(recorder, sequence, backbone.history_layers, positions)
     recorder.give(ids, Space.TOKEN)
     recorder.give(positions, Space.POSITION)
@@ -214,6 +215,18 @@ class _TracedCache(PackedCache):
         self._recorder.histories.add([mask], Lineage())
         self._recorder.rules[mask.untyped_storage().data_ptr()] = rule
         return mask
+
+    def history_positions(self) -> Tensor:
+        with self._recorder.pause():
+            positions = super().history_positions()
+        self._recorder.histories.add([positions], Lineage())
+        return positions
+
+    def running_table(self, table: Tensor) -> Tensor:
+        with self._recorder.pause():
+            rows = super().running_table(table)
+        self._recorder.histories.add([rows], self._recorder.histories.lineage(table))
+        return rows
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         if not self.is_running or self._recorder.paused:
@@ -344,6 +357,8 @@ def _recorded_forwards(
             yield module, _projection(recorder, describe_projection(module))
         elif (matrices := _matrices_of(module)) is not None:
             yield module, _selected_projection(recorder, matrices)
+        elif not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):
+            yield module, _table(recorder, module)
     for _, module in experts_modules(backbone.model):
         yield module, _experts(recorder, module.expert_seat.layer)
 
@@ -357,6 +372,37 @@ def _projection(recorder: Recorder, projection: Projection) -> Callable[..., Any
         elif not recorder.paused:
             recorder.record("projection", (projection, rows), {}, [output])
         return output
+
+    return forward
+
+
+def _table(recorder: Recorder, module: nn.Module) -> Callable[..., Any]:
+    """Of the positions of all tokens, where the last are the token's own."""
+
+    def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        given = [x for x in tensors if recorder.histories.has((x,))]
+        met = recorder.histories.lineage(given[0]).met if len(given) == 1 else ()
+        if recorder.paused or len(met) != 1:
+            return own(*args, **kwargs)
+
+        def of(positions: Tensor) -> Any:
+            def put(x: Any) -> Any:
+                return positions.expand(*given[0].shape[:-1], -1) if x is given[0] else x
+
+            return own(*map(put, args), **{name: put(x) for name, x in kwargs.items()})
+
+        @torch.inference_mode()
+        def rotate(positions: Tensor) -> Any:
+            return of(positions)
+
+        last = of(met[0].tensor)
+        with recorder.pause():
+            whole = own(*args, **kwargs)
+            recorder.tables.append(RotaryTable(rotate, of_length=depends_on_length(module)))
+        for rows, row in zip(whole, last, strict=True):
+            recorder.histories.add([rows], Lineage(last=row))
+        return whole
 
     return forward
 

@@ -21,6 +21,7 @@ from moe.decode.compiled import (
     PATIENCE,
     CachePlaces,
     CompiledStep,
+    RotaryRecords,
     TokenEmbedding,
 )
 from moe.decode.program import Program, StateLayout
@@ -41,6 +42,7 @@ class TracedStep(CompiledStep):
     ) -> None:
         self._program, self._embedding = program, TokenEmbedding(embedding)
         self._free = FreeStates(program.states.size)
+        self._tables = RotaryRecords(program.rotations)
         super().__init__(kernel, [unit.layer for unit in program.experts], program.top_k, inside)
 
     def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
@@ -51,6 +53,7 @@ class TracedStep(CompiledStep):
 
     def _begin(self, work: Sequence[Work]) -> CompiledPass:
         program, places = self._program, CachePlaces(work, self._program.layers)
+        self._tables.reserve(places.end)
         rows, width = places.rows, self._embedding.width
         x_BH, (h_BH, routed_BH) = torch.empty(rows, width), torch.empty(2, rows, program.hidden)
         self._embedding.fill(places, x_BH)
@@ -97,8 +100,7 @@ class FlatStates(Mapping[StateKey, Tensor]):
         self._layout, self.memory, self._free, self._rows = layout, memory, free, rows
 
     def __getitem__(self, key: StateKey) -> Tensor:
-        start, shape = self._layout.offsets[key], self._layout.shapes[key]
-        return self.memory[start : start + shape.numel()].view(shape)
+        return self._layout.state(self.memory, key)
 
     def __iter__(self) -> Iterator[StateKey]:
         return iter(self._layout.offsets)

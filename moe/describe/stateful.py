@@ -83,7 +83,9 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
     apart = [module for module in cache.attention if cache.indexed or module in cache.positioned]
     apart += [module for layer, module in cache.by_layer.items() if layer in own.layers]
     rotary = [module for module in model.modules() if depends_on_length(module)]
-    return StatefulModules(list(cache.recurrent.values()), apart, rotary, bool(own.layers))
+    kept = [getattr(layer, "indexer_position_ids", None) for layer in cache.layers]
+    dims = next((len(positions) for positions in kept if positions is not None), 0)
+    return StatefulModules(list(cache.recurrent.values()), apart, rotary, bool(own.layers), dims)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -62,6 +63,7 @@ class Backbone:
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
         cache_type: the class of the caches of packed sequences.
+        own_cache: what the model keeps beside keys and values by classes of its own.
         pass_cache_type: the class of the cache that transformers sees in a packed pass.
     """
 
@@ -77,12 +79,15 @@ class Backbone:
         self.watched = False
         self.contrast: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
-        self.pass_cache_type = OwnCache.of(model).standing_for(PackedCache, LayerStates)
+        self.own_cache = OwnCache.of(model)
+        self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
         self.set_packed(False)
 
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
         serve_packed(modules)
+        self.own_cache = replace(self.own_cache, position_dims=modules.position_dims)
+        self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
         self.recurrent = bool(modules.recurrent) or modules.own_layers
         self.recurrent_kernels = use_kernels(modules.recurrent)
 

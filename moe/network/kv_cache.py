@@ -380,9 +380,12 @@ class PackedCache(Cache):
         conv_kernel_size: int | None = None,
         **_: object,
     ) -> Tensor:
-        """Keep the last columns of ``(B, C, T)``; return them behind the columns before."""
+        """Keep the last columns of ``(B, C, T)``, or of token ids ``(B, T)``; return all of them
+        behind the columns before."""
         before = self._state(key := (layer_idx, "conv", state_idx))
-        if before is not None:
+        if before is not None and before.ndim == 2:
+            columns, kept = torch.cat([before, conv_states], dim=1), before.shape[-1]
+        elif before is not None:
             # Channels of a token stay side by side, as kernels read and modules project them.
             columns = torch.cat([before.mT, conv_states.mT], dim=1).mT
             kept = before.shape[-1]
@@ -459,6 +462,28 @@ class PackedCache(Cache):
         """``(T,)`` int64, of the new tokens in their sequences."""
         spans = zip(self.ends, self.sizes, strict=True)
         return torch.cat([torch.arange(end - size, end) for end, size in spans])
+
+    def history_positions(self) -> Tensor:
+        """``(1 + P,)`` int64, of the P tokens that all sequences have read before, in order. A zero
+        stands ahead, so that tables of these and of the T new tokens never have T rows."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), *map(torch.arange, self._begins)])
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of a table of all tokens: see `history_positions`, and the new ones behind them."""
+        return 1 + sum(self._begins) + sum(self.sizes)
+
+    def running_table(self, table: Tensor) -> Tensor:
+        """``(1, L, ...)``: the running sequence's rows of a ``(1, table_rows, ...)`` table."""
+        (index,) = self._running
+        first = 1 + sum(self._begins[:index])
+        new = 1 + sum(self._begins) + sum(self.sizes[:index])
+        before = table[:, first : first + self._begins[index]]
+        return torch.cat([before, table[:, new : new + self._token + self._size]], 1)
+
+    @property
+    def _begins(self) -> list[int]:
+        return [sequence.length for sequence in self.sequences]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

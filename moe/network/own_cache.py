@@ -33,11 +33,14 @@ class OwnCache:
         base: the cache class that the model's modeling file defines; None unless it is just one.
         layers: by index, the layers of transformers' cache whose class is defined there, empty.
         adds_masks: attention with such layers changes masks, which are added to scores.
+        position_dims: the model keeps as many positions of each token in a layer of its cache, and
+            computes rotary tables of all tokens; 0 if it keeps none.
     """
 
     base: type[Cache] | None
     layers: Mapping[int, OwnLayer]
     adds_masks: bool
+    position_dims: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
@@ -62,9 +65,9 @@ class OwnCache:
                 and the list's name.
             layers: the pass's states stand in place of `layers`.
         """
-        base, own, adds_masks = self.base, self.layers, self.adds_masks
+        base = self.base
         known = vars(Cache(layers=[]))
-        kept = vars(base()) if base is not None else {}
+        kept, own = vars(base()) if base is not None else {}, self
         names = [name for name, x in kept.items() if isinstance(x, list) and name not in known]
 
         def begin(self: Any, *args: Any, **options: Any) -> None:
@@ -72,7 +75,7 @@ class OwnCache:
             for name in names:
                 setattr(self, name, lists(self, name))
             if layers:
-                self.layers, self.adds_masks = OwnLayers(self, own), adds_masks
+                self.layers, self.adds_masks = OwnLayers(self, own), own.adds_masks
 
         bases = (ours,) if base is None else (ours, base)
         return type(ours.__name__, bases, {"__init__": begin})
@@ -86,6 +89,8 @@ class _Pass(Protocol):
     def kept_object(self, key: StateKey, empty: OwnLayer) -> OwnLayer: ...
 
     def running_keys(self, layer: int) -> Tensor: ...
+
+    def history_positions(self) -> Tensor: ...
 
 
 class LayerStates:
@@ -135,8 +140,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class OwnLayers:
     """In place of a cache's layers: those of the running sequence."""
 
-    def __init__(self, cache: _Pass, empty: Mapping[int, OwnLayer]) -> None:
-        self._cache, self._empty = proxy(cache), empty
+    def __init__(self, cache: _Pass, own: OwnCache) -> None:
+        self._cache, self._own = proxy(cache), own
 
     def __len__(self) -> int:
         return 0  # transformers asks nothing of them then
@@ -145,17 +150,30 @@ class OwnLayers:
         return iter(())
 
     def __getitem__(self, layer: int) -> Any:
-        if layer not in self._empty:
-            return _PlainLayer(self._cache, layer)
-        return self._cache.kept_object((layer, "layer", 0), self._empty[layer]).layer
+        if layer not in self._own.layers:
+            return _PlainLayer(self._cache, layer, self._own.position_dims)
+        return self._cache.kept_object((layer, "layer", 0), self._own.layers[layer]).layer
 
 
-@dataclass(frozen=True)
+@dataclass
 class _PlainLayer:
     """What modules read of a layer that keeps keys and values only, behind its `update`."""
 
     cache: _Pass
     layer: int
+    position_dims: int
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """``(position_dims, 1, 1 + P)`` of the P tokens that the pass's sequences have read before,
+        in order, behind one that stands for no token."""
+        if not self.position_dims:
+            return None
+        return self.cache.history_positions().expand(self.position_dims, 1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Each sequence's positions follow from its length."""
 
     @property
     def keys(self) -> Tensor:

@@ -37,12 +37,14 @@ class StatefulModules:
         attention: attend by an indexer's choice, or by positions that they compute themselves.
         rotary: their tables depend on the length of the sequence.
         own_layers: some of `attention` keep more than keys in cache layers of their own.
+        position_dims: see `moe.network.own_cache.OwnCache`.
     """
 
     recurrent: list[nn.Module] = field(default_factory=list)
     attention: list[nn.Module] = field(default_factory=list)
     rotary: list[nn.Module] = field(default_factory=list)
     own_layers: bool = False
+    position_dims: int = 0
 
 
 def serve_packed(modules: StatefulModules) -> None:
@@ -129,6 +131,9 @@ class _Rows:
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
             chosen = value if len(self.rows) == total else value[:, self.rows]
             return chosen.transpose(0, 1) if self.batch > 1 else chosen
+        rows = self.cache.table_rows
+        if isinstance(value, Tensor) and self.batch == 1 and value.shape[:2] == (1, rows):
+            return self.cache.running_table(value)
         if isinstance(value, MaskRule) and self.batch == 1:
             return self.cache.mask(value, len(self.rows), self.device)
         if isinstance(value, tuple | list):

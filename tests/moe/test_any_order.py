@@ -31,6 +31,7 @@ KINDS = {
     "deepseek_v32": "sparse attention",
     "deepseek_v4": "attention to compressed entries, in cache layers of its own",
     "glm5_next": "attention to pools of keys",
+    "qwen4_exp_text": "attention to normed means of keys, positions of all tokens, n-grams",
     "jetmoe": "attention experts that a token chooses, keys repeated over them",
     "inkling2_text": "biases by position, convolutions inside attention",
 }

@@ -151,10 +151,16 @@ def test_a_sequence_that_nobody_holds_is_freed(
     assert freed() is None
 
 
-def test_packing_is_refused_with_a_reason(tiny_moe: Callable[[str], MoE]) -> None:
-    own_cache = tiny_moe("qwen4_exp_text")
-    assert own_cache.status()["packing"]["enabled"] is False
-    assert own_cache.notices[0].startswith(
+def test_packing_is_refused_with_a_reason(
+    tiny_moe: Callable[[str], MoE],
+    tiny_checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moe.describe.probe._tolerance", lambda _: -1.0)
+    differs = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    monkeypatch.undo()
+    assert differs.status()["packing"]["enabled"] is False
+    assert differs.notices[0].startswith(
         "each sequence runs in a pass of its own, and prompts are neither cut nor kept for others "
         "that begin alike: "
     )

@@ -85,6 +85,17 @@ def rotated(x: Tensor) -> Tensor:
     return (q * angle.cos() + torch.cat([-b, a], -1) * angle.sin()).transpose(1, 2)
 
 
+def hashed(x: Tensor) -> Tensor:
+    """Integers of 64 bits, which no float holds."""
+    ids = (heads(x) * 1e4).long()
+    mixed = (ids[:, :2] * 0x1234567890ABCDF) ^ (ids[:, 2:] * -0x7654321012345 + 5)
+    rest = torch.remainder(mixed.unsqueeze(-1), torch.tensor([1_000_003, -97]))
+    kept = torch.where(mixed < 0, mixed.new_full((), -1), mixed)
+    moved = torch.remainder(kept.gather(-1, (heads(x)[:, 2:] > 0).long()), 10_007)
+    both = mixed == torch.maximum(mixed, -mixed)
+    return torch.cat([rest.flatten(), moved.flatten(), both.flatten()])
+
+
 W = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 FUNCTIONS: dict[str, Function] = {
     "unary": lambda x: torch.cat([f(x) for f in (torch.neg, torch.exp, torch.sigmoid, F.silu,
@@ -114,6 +125,10 @@ FUNCTIONS: dict[str, Function] = {
     "sums of sizes": lambda x: heads(x) / torch.norm(heads(x), p=1, dim=-1, keepdim=True),
     "layer norm": lambda x: F.layer_norm(heads(x), (WIDTH // 4,), W[0, :12], W[1, :12], 1e-5),
     "rms norm": lambda x: F.rms_norm(heads(x), (WIDTH // 4,), W[0, :12], 1e-5),
+    "signs": lambda x: x.sign() + (x * 0).sign(),
+    "hashed": hashed,
+    "largest so far": lambda x: torch.where(
+        heads(x) > 0, torch.arange(12), -1).cummax(-1).values + heads(x).cummax(1).values,
     "cumulated": lambda x: heads(x).cumsum(-1) + heads(x).cumsum(1),
     "top": lambda x: torch.cat([heads(x).topk(3, -1).values.flatten(),
         heads(x).topk(2, -1).indices.flatten(), heads(x).topk(2, 1).values.flatten()]),
@@ -150,6 +165,8 @@ FUNCTIONS: dict[str, Function] = {
     "flipped": lambda x: heads(x).flip(-1) + heads(x).flip(1, -1) * 2,
     "many products": lambda x: torch.einsum("bhd,hde->bhe", heads(x), W.view(4, 12, 48)),
     "depthwise": lambda x: F.conv1d(x.view(1, 12, 4), W[:12, None, :3], W[5, :12], groups=12),
+    "dilated": lambda x: F.conv1d(
+        x.view(1, 12, 4), W[:12, None, :2], None, dilation=3, groups=12),
     "convolved": lambda x: F.conv1d(x.view(1, 12, 4), W[:8, :6, None] * W[0, :3], groups=2),
     "wide convolution": lambda x: F.conv1d(x.view(1, 12, 4), W[:12, None, :4], None, 1, 3, 1, 12),
 }  # fmt: skip

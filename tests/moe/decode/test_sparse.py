@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from moe.decode.recorder import Recorder, Value
 from moe.decode.records import DescriptionRecords
 from moe.decode.trace import Attends
 from moe.decode.traced import TracedStep
-from moe.describe.description import View
+from moe.describe.description import Norm, RotaryTable, Rotation, Style, View
 from moe.describe.observe import AttentionCall
 from moe.network.attention import MaskRule
 from moe.network.kv_cache import KVCache, Work
@@ -43,6 +44,7 @@ class Sizes:
     Attributes:
         top_k: 0 without an indexer.
         pool: tokens of a pool that the indexer chooses, or 1.
+        means: how pools rotate their keys, which are normed means; None: keys have gates.
         reach: distances that have a bias.
         whole: numbers are small and whole, so that scores are exact and many are equal.
     """
@@ -56,6 +58,7 @@ class Sizes:
     index_key: int
     top_k: int
     pool: int
+    means: Style | None
     reach: int
     sinks: bool
     whole: bool
@@ -73,10 +76,14 @@ class Sizes:
         return {
             "q": (1, self.heads, 1, plain + self.key), **rows,
             "index query": (self.index_heads, self.index_key), "weights": (self.index_heads,),
-            "index key": (1, 1, self.index_key if self.pool == 1 else 2 * self.index_key + 1),
+            "index key": (1, 1, 2 * self.index_key + 1 if self.gated else self.index_key),
             "bias": (self.heads, self.reach),
             "sinks": (self.heads,),
         }  # fmt: skip
+
+    @property
+    def gated(self) -> bool:
+        return self.pool > 1 and self.means is None
 
     @property
     def width(self) -> int:
@@ -101,6 +108,12 @@ class Sizes:
         if self.pool == 1:
             return Indexer(KEYS, self.top_k)
         generator = torch.Generator().manual_seed(self.seed + 2)
+        if self.means is not None:
+            weight = torch.randn(self.index_key, generator=generator)
+            norm = Norm(weight, None, 1e-3, self.seed % 2 == 0, nn.Identity())
+            size = self.index_key // 4 * 2 or 2
+            rotation = Rotation(self.means, self.index_key - size, size, TABLES[size // 2])
+            return Indexer(KEYS, self.top_k, self.pool, None, norm, rotation)
         bias = torch.randn(self.pool, self.index_key, generator=generator)
         return Indexer(KEYS, self.top_k, self.pool, bias)
 
@@ -110,9 +123,23 @@ class Sizes:
         return Attends(0, View(0.3, None, None), latents, self.pool)
 
 
+TABLES = {
+    half: RotaryTable(
+        lambda positions, half=half: (
+            (positions[..., None] / (2.0 + torch.arange(half))).cos(),
+            (positions[..., None] / (2.0 + torch.arange(half))).sin(),
+        )
+    )
+    for half in (1, 4, 5)
+}
+"""By half the size that is rotated."""
+
+
 @st.composite
 def sizes(draw: st.DrawFn) -> Sizes:
     kv_heads = draw(st.integers(1, 3))
+    pool = draw(st.sampled_from([1, 1, 2, 3, 8]))
+    means = draw(st.sampled_from([None, *get_args(Style)])) if pool > 1 else None
     return Sizes(
         heads=kv_heads * draw(st.integers(1, 6)),
         kv_heads=kv_heads,
@@ -122,10 +149,11 @@ def sizes(draw: st.DrawFn) -> Sizes:
         index_heads=draw(st.integers(1, 5)),
         index_key=draw(st.sampled_from([3, 16, 20])),
         top_k=draw(st.sampled_from([0, 1, 4, 70, 600])),
-        pool=draw(st.sampled_from([1, 1, 2, 3, 8])),
+        pool=pool,
+        means=means,
         reach=draw(st.sampled_from([1, 7, 700])),
         sinks=draw(st.booleans()),
-        whole=draw(st.booleans()),
+        whole=means is None and draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
 
@@ -230,6 +258,8 @@ def no_experts(*_: object) -> Tensor:
 
 def pool_keys(own: Sizes, rows: Tensor) -> Tensor:
     """``(pools, index_key)`` of ``(L, W)`` rows, in float64."""
+    if own.means is not None:
+        return own.indexer.pool_keys(rows.double())
     assert own.indexer.bias is not None
     whole = rows[: len(rows) // own.pool * own.pool].double().view(-1, own.pool, rows.shape[1])
     keys, gates, _ = whole.split([own.index_key, own.index_key, 1], -1)
@@ -340,6 +370,7 @@ LIMITS = {
     "deepseek_v32": {"index_topk": 90},
     "inkling_text": {"rel_extent": 90},
     "glm5_next": {"index_topk": 90, "index_kpool": 3},
+    "qwen4_exp_text": {"indexer_budget": 90, "indexer_compress_ratio": 3},
 }
 """More than the tokens that a probe reads: the trace looks at longer histories to find them."""
 
@@ -370,6 +401,7 @@ def test_limits_that_only_long_sequences_reach_are_found(
     [
         ("deepseek_v32", "F.relu", lambda x: torch.tanh(x), "chosen in a way that is not known"),
         ("glm5_next", "F.relu", lambda x: torch.tanh(x), "changes which keys a token sees"),
+        ("qwen4_exp_text", "torch.relu", lambda x: x.tanh(), "changes which keys a token sees"),
         (
             "inkling_text",
             "InklingRelativeLogits.forward",
