@@ -6,6 +6,7 @@ says what to change.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import Footprint, measure_footprint
+from moe.network.hidden import KEPT
+from moe.network.mtp import take_head
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
@@ -80,7 +83,8 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    with open_source(path, config, network, profile, device, report) as source:
+    mtp = profile.speculation.mode in ("mtp", "auto") and ranks == 1
+    with open_source(path, config, network, profile, device, report, mtp=mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable()
         if ranks > 1 and isinstance(offloadable, Offloadable):
@@ -137,7 +141,18 @@ def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
 def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device) -> Footprint:
     batch = prefill_batch_tokens(profile)
     longest = min(_context_length(network.config, profile) or batch, batch)
-    return measure_footprint(network, batch, longest, on_cuda=device.type == "cuda")
+    on_cuda = device.type == "cuda"
+    whole = measure_footprint(network, batch, longest, on_cuda=on_cuda)
+    head = take_head(copy.deepcopy(network))
+    if head is None:
+        return whole
+    own = measure_footprint(head, KEPT, KEPT, on_cuda=on_cuda)  # it never reads more at a time
+    hidden = KEPT * head.get_input_embeddings().embedding_dim * head.dtype.itemsize
+    return replace(
+        whole,
+        kv_bytes_per_token=whole.kv_bytes_per_token + own.kv_bytes_per_token,
+        activation_bytes=whole.activation_bytes + profile.engine.max_batch_size * hidden,
+    )
 
 
 def _plan(

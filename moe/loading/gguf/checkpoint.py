@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,9 @@ class GgufCheckpoint(Checkpoint):
         self._architecture = architecture(files[0].metadata)
         self._found = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
-    def make_plan(self, model: PreTrainedModel) -> LoadPlan:
+    def make_plan(
+        self, model: PreTrainedModel, renamed: Mapping[str, str | None] = MappingProxyType({})
+    ) -> LoadPlan:
         expected = model.state_dict()
         targets = dict(targets_of(model, *self._architecture, expected))
         self._tensors, self._stored = {}, {}
