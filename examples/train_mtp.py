@@ -169,7 +169,7 @@ def main() -> None:
         texts = [[path.read_text("utf-8")[:20_000]] for path in paths]
     else:
         texts = list(data.load_text(args.work / "deb", heldout)[0].values())
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     streams = [data.encode(tokenizer, own) for own in texts]
     sample = data.training_batch(streams, args.length, args.batch, 0, args.seed)
     layer = MtpLayer(model, residual_of(model, sample))

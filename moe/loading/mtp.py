@@ -22,7 +22,7 @@ from experts.manifest import MTP_MODULE
 from experts.safetensors_io import TensorInfo
 from moe.loading.meta_model import build_like
 from moe.loading.plan import make_plan
-from moe.network.mtp import final_norm, place_of, prepare_head
+from moe.network.mtp import final_norm, place_of, prepare_head, width_of
 
 PARTS = {
     "project": ("eh_proj", "fc", "input_proj"),
@@ -135,8 +135,7 @@ def plan_mtp(
 ) -> PlannedMtp:
     """Give a network on meta the first multi-token-prediction layer of its checkpoint, if there is
     one and it is ``wanted``."""
-    hidden = network.get_input_embeddings().embedding_dim
-    found = find_mtp(tensors, hidden)
+    found = find_mtp(tensors, width_of(network))
     if found is None:
         return WITHOUT_MTP
     renamed: dict[str, str | None] = dict.fromkeys([*found.names, *found.others])

@@ -29,7 +29,7 @@ from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.network.hidden import KEPT
-from moe.network.mtp import take_head
+from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
@@ -147,7 +147,7 @@ def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device)
     if head is None:
         return whole
     own = measure_footprint(head, KEPT, KEPT, on_cuda=on_cuda)  # it never reads more at a time
-    hidden = KEPT * head.get_input_embeddings().embedding_dim * head.dtype.itemsize
+    hidden = KEPT * width_of(head) * head.dtype.itemsize
     return replace(
         whole,
         kv_bytes_per_token=whole.kv_bytes_per_token + own.kv_bytes_per_token,

@@ -74,12 +74,19 @@ class MtpInput(nn.Module):
         parts = [self.enorm(embedded), self.hnorm(hidden)]
         first = self._modules.get("eh_proj")
         project: Any = self._modules["he_proj"] if first is None else first
-        return project(torch.cat(parts if first is not None else parts[::-1], -1))  # type: ignore[no-any-return]
+        return project(torch.cat(parts if first is not None else parts[::-1], -1))
 
 
 def place_of(model: PreTrainedModel, module: nn.Module | None) -> str:
     """The name of a module in a model."""
     return next(name for name, each in model.named_modules() if each is module)
+
+
+def width_of(network: PreTrainedModel) -> int:
+    """H of a network."""
+    width = network.get_input_embeddings().embedding_dim
+    assert isinstance(width, int)
+    return width
 
 
 def final_norm(model: PreTrainedModel) -> tuple[str, nn.Module]:
@@ -102,7 +109,7 @@ def final_norm(model: PreTrainedModel) -> tuple[str, nn.Module]:
 
 def prepare_head(head: PreTrainedModel, *, hidden_first: bool) -> PreTrainedModel:
     """Make a network of one layer a head: it joins its inputs, and has no table of its own."""
-    width = head.get_input_embeddings().embedding_dim
+    width = width_of(head)
     _, norm = final_norm(head)
     output = place_of(head, head.get_output_embeddings())
     head.set_input_embeddings(MtpInput(norm, width, hidden_first=hidden_first))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
+from moe.engine.engine import Engine
 from moe.network.hidden import MtpKV
 from moe.settings import ModelSettings
 from moe.speculate.draft import Mode
 from moe.speculate.mtp import MtpDrafts
+from offload.layer import OffloadedExperts
 from tests.moe.speculate.mtp_models import transformers_draft, with_mtp
 from tests.moe.speculate.test_elastic import running
+from tests.moe.speculate.test_verify import chi_square_fits
 from tests.moe.test_offload import SMALL, budget
 
 KINDS = ["deepseek_v3", "glm4_moe"]
@@ -132,7 +137,7 @@ def test_a_store_keeps_the_layer(kind: str, tmp_path: Path) -> None:
     assert offloaded is not None
     assert len(offloaded.layers) == layers
     own = drafts_of(model)._head.experts.layers
-    assert [layer.layer for layer in own] == [layers]
+    assert [layer.layer for layer in own if isinstance(layer, OffloadedExperts)] == [layers]
     assert offloaded.cache.statistics.layers[layers].hits > 0
 
 
@@ -158,3 +163,68 @@ def test_a_model_without_such_a_layer_says_so(tmp_path: Path) -> None:
         "enabled": False,
         "why": "the model brings no multi-token-prediction layer",
     }
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> tuple[MoE, MoE]:
+    """The same tiny model without and with its layer."""
+    folder = tmp_path_factory.mktemp("glm") / "model"
+    with_mtp("glm4_moe", folder)
+    return MoE.from_pretrained(folder, SMALL | WHOLE), load(folder)
+
+
+def test_samples_have_the_models_distribution(glm: tuple[MoE, MoE]) -> None:
+    """Of the two likeliest tokens each time, three times: chi-square of the eight continuations."""
+    plain, model = glm
+    params = SamplingParams(max_new_tokens=4, temperature=1.0, top_k=2, n=8, ignore_eos=True)
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for before, chance in chances.items():
+            best = plain.logits([*PROMPTS[0], *before])[-1].topk(2)
+            for token, own in zip(best.indices.tolist(), best.values.softmax(0), strict=True):
+                longer[(*before, token)] = chance * float(own)
+        chances = longer
+    counts = Counter[tuple[int, ...]]()
+    for _ in range(80):
+        for completion in model.generate([PROMPTS[0]], params):
+            counts[tuple(completion.token_ids[:3])] += 1
+    assert counts.keys() <= chances.keys()
+    places = list(chances)
+    told = torch.tensor([float(counts[place]) for place in places])
+    assert chi_square_fits(told, torch.tensor([chances[place] for place in places]))
+
+
+def test_short_memory_cancellation_and_company_change_no_token(glm: tuple[MoE, MoE]) -> None:
+    """Sequences give way to each other, are read again, share beginnings, and end early."""
+    plain, model = glm
+    draw = random.Random(2)
+    prompts = [[draw.randrange(128) for _ in range(draw.randint(2, 20))] for _ in range(12)]
+    prompts += [[*prompts[0] * 2, *prompt] for prompt in prompts[1:4]]
+    expected = tokens_of(plain, prompts)
+    engine = model.engine()
+    assert isinstance(engine, Engine)
+    engine.scheduler.kv_tokens = 150
+    groups = [model.request(prompt, greedy()) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    steps = 0
+    while not engine.idle:
+        for _, event in engine.step():
+            assert not isinstance(event, Exception), event
+        steps += 1
+        if steps == 10:
+            engine.cancel(groups[5])
+    for index, group in enumerate(groups):
+        tokens = group.sequences[0].token_ids
+        assert tokens == (expected[index][: len(tokens)] if index == 5 else expected[index])
+
+
+def test_auto_tries_the_layer_and_tells_what_it_found(glm: tuple[MoE, MoE], tmp_path: Path) -> None:
+    with_mtp("glm4_moe", tmp_path / "model")
+    model = MoE.from_pretrained(
+        tmp_path / "model", SMALL | WHOLE, speculation={"mode": "auto", "max_depth": 3}
+    )
+    assert "mtp" in model.status()["speculation"]["why"]
+    assert tokens_of(model) == tokens_of(glm[0])
+    assert "mtp" in model.stats()["speculation"]["control"]["expected_acceptance"]
