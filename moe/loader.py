@@ -67,6 +67,7 @@ class LoadedModel:
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
         context_length: most tokens of a sequence; None without a limit.
         offloaded: the cache of experts on disk; None if all experts are in memory.
+        mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
         expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
         notices: what fell back or was turned off, one sentence each.
@@ -85,6 +86,7 @@ class LoadedModel:
     logits_size: int
     context_length: int | None
     offloaded: Offloaded | None
+    mtp: MtpHead | str
     expect: PromptEstimator | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
     notices: list[str] = field(default_factory=list)
@@ -148,7 +150,7 @@ def _load(
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
     make_row_wise(backbone)
-    mtp = _mtp(head, head_layers, backend, planned)
+    mtp = _mtp(head, head_layers, backend, planned, profile)
     found = _probe(backbone, experts, profile, mtp)
     _alter(backbone, experts, offloaded, policies, profile)
     return LoadedModel(
@@ -165,6 +167,7 @@ def _load(
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,
+        mtp=mtp,
         expect=forecasts.expect,
         sampling=sampling,
         notices=[
@@ -240,6 +243,7 @@ def _mtp(
     layers: Sequence[LayerExperts],
     backend: Backend,
     planned: PlannedModel,
+    profile: Profile,
 ) -> MtpHead | str:
     """The multi-token-prediction layer, or why there is none."""
     if network is None:
@@ -252,7 +256,8 @@ def _mtp(
     mend_linears(backbone.model)
     if not packing.enabled or backbone.recurrent:
         return f"its multi-token-prediction layer cannot be packed: {packing.reason}"
-    enable_fused(backbone, experts)
+    if profile.engine.fused == "auto" and not enable_fused(backbone, experts).keeps_hidden:
+        backbone.decode_by(None)  # a further token of a draft reads the hidden state of the last
     backbone.keep_hidden(HiddenKV)
     return MtpHead(backbone, experts)
 

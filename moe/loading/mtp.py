@@ -125,22 +125,26 @@ class PlannedMtp:
     why_not: str
 
 
-NOT_WANTED = "speculation.mode asks for no multi-token prediction"
+NOT_ASKED = "speculation.mode asks for no multi-token prediction"
 ABSENT = "the model brings no multi-token-prediction layer"
 WITHOUT_MTP = PlannedMtp({}, ABSENT)
 
 
 def plan_mtp(
-    network: PreTrainedModel, tensors: Mapping[str, TensorInfo], *, wanted: bool
+    network: PreTrainedModel, tensors: Mapping[str, TensorInfo], unwanted: str = ""
 ) -> PlannedMtp:
     """Give a network on meta the first multi-token-prediction layer of its checkpoint, if there is
-    one and it is ``wanted``."""
+    one.
+
+    Args:
+        unwanted: why it is to have none; empty if it is.
+    """
     found = find_mtp(tensors, width_of(network))
     if found is None:
         return WITHOUT_MTP
     renamed: dict[str, str | None] = dict.fromkeys([*found.names, *found.others])
-    if not wanted:
-        return PlannedMtp(renamed, NOT_WANTED)
+    if unwanted:
+        return PlannedMtp(renamed, unwanted)
     try:
         return PlannedMtp(renamed | add_mtp(network, found, tensors), "")
     except MtpMismatch as error:

@@ -20,7 +20,7 @@ from kernels.reference import AnyExperts
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
-from moe.loading.mtp import NOT_WANTED, WITHOUT_MTP, PlannedMtp, plan_mtp, restore_mtp
+from moe.loading.mtp import NOT_ASKED, WITHOUT_MTP, PlannedMtp, plan_mtp, restore_mtp
 from moe.loading.own_planes import find_own
 from moe.loading.progress import Report
 from moe.loading.quantized import open_checkpoint
@@ -71,12 +71,13 @@ def open_source(
     device: torch.device,
     report: Report,
     *,
-    mtp: bool = False,
+    no_mtp: str = NOT_ASKED,
 ) -> Iterator[WeightSource]:
     """The weights in a model directory, opened and checked.
 
     Args:
-        mtp: give the network a multi-token-prediction layer, if there is one.
+        no_mtp: why the network is to have no multi-token-prediction layer; empty: give it one, if
+            there is one.
 
     Raises:
         UnsupportedModelError: the network has no experts to take over.
@@ -87,15 +88,15 @@ def open_source(
     settings = profile.model
     if is_store(path):
         with (
-            open_store(path, verify=settings.verify, report=report, drafts=mtp) as store,
+            open_store(path, verify=settings.verify, report=report, drafts=not no_mtp) as store,
             open_trunk(store) as trunk,
         ):
-            no_mtp = restore_mtp(network, trunk.tensors) if mtp else NOT_WANTED
+            no_mtp = no_mtp or restore_mtp(network, trunk.tensors)
             yield StoreSource(network, store, trunk, settings, profile.offload, no_mtp)
     else:
         exact = any(map(quantizes, (settings.expert_bits, settings.trunk_bits)))
         with open_checkpoint(path, config, exact=exact) as checkpoint:
-            found = plan_mtp(network, checkpoint.tensors, wanted=mtp)
+            found = plan_mtp(network, checkpoint.tensors, no_mtp)
             yield CheckpointSource(network, checkpoint, settings, device, found)
 
 

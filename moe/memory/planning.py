@@ -22,6 +22,7 @@ from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
 from moe.loading.meta_model import build_meta_model
+from moe.loading.mtp import NOT_ASKED
 from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
@@ -83,8 +84,8 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    mtp = profile.speculation.mode in ("mtp", "auto") and ranks == 1
-    with open_source(path, config, network, profile, device, report, mtp=mtp) as source:
+    no_mtp = _why_no_mtp(profile, ranks)
+    with open_source(path, config, network, profile, device, report, no_mtp=no_mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable()
         if ranks > 1 and isinstance(offloadable, Offloadable):
@@ -107,6 +108,12 @@ def planning(
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
         )
+
+
+def _why_no_mtp(profile: Profile, ranks: int) -> str:
+    if profile.speculation.mode not in ("mtp", "auto"):
+        return NOT_ASKED
+    return "several ranks share the experts" if ranks > 1 else ""
 
 
 def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
