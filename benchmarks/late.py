@@ -112,7 +112,7 @@ def main() -> None:
         store = convert(
             demo, Path(folder) / "store", ModelSettings.model_validate({"expert_bits": BITS})
         )
-        whole, manifest = MoE.from_pretrained(store, PROFILE), read_manifest(store)
+        whole, manifest = MoE.from_pretrained(store, PROFILE), read_manifest(store).without_drafts()
         texts = []
         for name in TEXTS:
             ids = whole.codec.encode(heldout(name))[: arguments.tokens]

@@ -46,7 +46,7 @@ class Target:
 
     @classmethod
     def of(cls, store: Path, gguf: Path | None = None) -> Target:
-        manifest = read_manifest(store)
+        manifest = read_manifest(store).without_drafts()
         count = sum(layer.experts for layer in manifest.layers)
         return cls(store, gguf, count, slot_bytes(manifest, manifest.bits))
 

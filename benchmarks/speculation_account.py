@@ -19,8 +19,8 @@ from torch import Tensor
 from moe.sampling.sampler import Token
 from moe.speculate.controller import AutoController
 from moe.speculate.draft import Draft, FixedDepth, Mode
-from moe.speculate.elastic import ElasticDrafts, GoesOn
 from moe.speculate.ngram import ModelFree, NGram, NGramState
+from moe.speculate.passes import GoesOn, PassDrafts
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6
@@ -114,7 +114,6 @@ class Drawn:
     """Drafts by the model itself, right by luck."""
 
     def __init__(self, world: World) -> None:
-        self.layers = self
         self.bytes_read = 0
         self.rows: list[int] = []
         self._world = world
@@ -195,5 +194,5 @@ class World:
         return self._speculator(FixedDepth(mode, depth), *free)
 
     def _speculator(self, controller: Any, *free: ModelFree[Any]) -> Speculator:
-        drafts = cast(ElasticDrafts, Drawn(self))
-        return Speculator(controller, drafts, free, MAX_DEPTH, lambda: self.now)
+        drafts = cast(PassDrafts, Drawn(self))
+        return Speculator(controller, {"elastic": drafts}, free, MAX_DEPTH, lambda: self.now)

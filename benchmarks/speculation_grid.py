@@ -110,7 +110,7 @@ class Grid:
         if not voted and point.share < 1:
             served.masks = self._masks(point, text, prompt, index)
         elastic = ElasticDrafts(self.model.backbone, served)
-        return Speculator(FixedDepth(mode, DEPTH), elastic, [], MAX_DEPTH)
+        return Speculator(FixedDepth(mode, DEPTH), {"elastic": elastic}, [], MAX_DEPTH)
 
     def _layers(self, point: Point) -> Sequence[Any]:
         if point.way == "planes":

@@ -25,9 +25,10 @@ from moe import MoE
 from moe.network.backbone import Forward
 from moe.network.kv_cache import KVCache, Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round
-from moe.speculate.elastic import DraftLayers, ElasticDrafts, GoesOn, _Pending
+from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Source
+from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from moe.speculate.ngram import ModelFree
+from moe.speculate.passes import GoesOn, PassDrafts, PendingDraft
 from moe.speculate.speculator import Speculator
 from routing import Routing, RoutingContext, RoutingPolicy
 
@@ -140,7 +141,7 @@ class ReplayedDrafts(ElasticDrafts):
         finally:
             self._says.rates = None
 
-    def _pass(self, drafts: Sequence[_Pending]) -> None:
+    def _pass(self, drafts: Sequence[PendingDraft]) -> None:
         self.replayed.rows = [self.places[id(d.work.cache)] + len(d.tokens) for d in drafts]
         self._says.drafted = [len(d.tokens) for d in drafts]
         super()._pass(drafts)
@@ -174,7 +175,8 @@ class ReplayedSpeculator(Speculator):
     def __init__(
         self, controller: Controller, drafts: ReplayedDrafts, model_free: Sequence[ModelFree[Any]]
     ) -> None:
-        super().__init__(WithoutConfidence(controller), drafts, model_free, MAX_DEPTH)
+        passes: dict[Source, PassDrafts] = {"elastic": drafts}
+        super().__init__(WithoutConfidence(controller), passes, model_free, MAX_DEPTH)
         self._drafts = drafts
         self._starts: dict[RunningSequence, int] = {}
 

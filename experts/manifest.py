@@ -28,6 +28,8 @@ MANIFEST_NAME = "moe-store.json"
 TRUNK_NAME = "trunk.safetensors"
 JOURNAL_NAME = "conversion.jsonl"
 VERSION = 3
+MTP_MODULE = "mtp"
+"""The module of a multi-token-prediction layer, whose experts come behind those of the model."""
 MAX_MANIFEST_BYTES = 64 << 20
 
 Bits = Literal[2, 3, 4, 8, 16]
@@ -72,6 +74,11 @@ class MoELayerRecord(_StrictModel):
         """Bits of the longest prefix of an expert with at most ``most`` bits."""
         return most if self.bits is None else min(most, self.bits[expert])
 
+    @property
+    def drafts(self) -> bool:
+        """It belongs to a multi-token-prediction layer."""
+        return self.module.startswith(f"{MTP_MODULE}.")
+
     def shape(self, group_size: int) -> ExpertShape:
         return ExpertShape(self.hidden, self.intermediate, self.parts, group_size)
 
@@ -90,6 +97,13 @@ class Manifest(_StrictModel):
     """Linear layers of the trunk that are stored as planes, and their bits."""
     layers: tuple[MoELayerRecord, ...] = Field(min_length=1)
     files: dict[FileName, FileRecord]
+
+    def without_drafts(self) -> Manifest:
+        """The model without its multi-token-prediction layer, whose files stay listed."""
+        layers = tuple(layer for layer in self.layers if not layer.drafts)
+        own = f"{MTP_MODULE}."
+        linears = {name: bits for name, bits in self.linears.items() if not name.startswith(own)}
+        return self.model_copy(update={"layers": layers, "linears": linears})
 
     @model_validator(mode="after")
     def _is_complete(self) -> Manifest:

@@ -73,8 +73,13 @@ class Store:
         self._sums: dict[str, dict[str, int]] = {}
 
     @classmethod
-    def open(cls, directory: Path) -> Store:
-        """Raises one `StoreError` naming every file and tensor at fault."""
+    def open(cls, directory: Path, *, drafts: bool = True) -> Store:
+        """Raises one `StoreError` naming every file and tensor at fault.
+
+        Args:
+            drafts: with the experts of a multi-token-prediction layer, if there is one; its files
+                are checked in any case.
+        """
         store = cls(directory, read_manifest(directory))
         problems = []
         try:
@@ -89,6 +94,8 @@ class Store:
             if problems:
                 shown = "\n".join(f"  - {problem}" for problem in problems[:50])
                 raise StoreError(f"cannot use the store {directory}:\n{shown}")
+            if not drafts:
+                store.manifest = store.manifest.without_drafts()
         except BaseException:
             store.close()
             raise

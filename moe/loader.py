@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
+from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.describe.probe import Packing, enable_packing
@@ -29,10 +30,12 @@ from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes
 from moe.loading.takeover import mend_linears, precision_notices
 from moe.machine import keep_freed_memory
-from moe.memory.planning import check_fit, planning
+from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
+from moe.network.hidden import HiddenKV
 from moe.network.moe_layer import MoELayers
-from moe.network.seam import attach
+from moe.network.mtp import MtpHead, take_head
+from moe.network.seam import attach, experts_modules
 from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
@@ -64,6 +67,7 @@ class LoadedModel:
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
         context_length: most tokens of a sequence; None without a limit.
         offloaded: the cache of experts on disk; None if all experts are in memory.
+        mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
         expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
         notices: what fell back or was turned off, one sentence each.
@@ -82,6 +86,7 @@ class LoadedModel:
     logits_size: int
     context_length: int | None
     offloaded: Offloaded | None
+    mtp: MtpHead | str
     expect: PromptEstimator | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
     notices: list[str] = field(default_factory=list)
@@ -133,6 +138,8 @@ def _load(
         sampling = ModelSampling.from_directory(path)
         made, read = planned.source.load(weights, device, report, planned.room)
     offloaded = made if isinstance(made, Offloaded) else None
+    nbytes = total_bytes(network, made.layers if isinstance(made, Offloaded) else made)
+    head, head_layers = take_head(network), _behind(made, len(experts_modules(network)))
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
         keep_freed_memory()
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
@@ -143,7 +150,8 @@ def _load(
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
     make_row_wise(backbone)
-    found = _probe(backbone, experts, profile)
+    mtp = _mtp(head, head_layers, backend, planned, profile)
+    found = _probe(backbone, experts, profile, mtp)
     _alter(backbone, experts, offloaded, policies, profile)
     return LoadedModel(
         backbone=backbone,
@@ -155,10 +163,11 @@ def _load(
         fused=found.fused,
         speculation=found.speculation,
         memory_plan=plan,
-        weight_bytes=total_bytes(network, layers),
+        weight_bytes=nbytes,
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,
+        mtp=mtp,
         expect=forecasts.expect,
         sampling=sampling,
         notices=[
@@ -220,12 +229,47 @@ class _Found:
     speculation: Speculation
 
 
-def _probe(backbone: Backbone, experts: MoELayers, profile: Profile) -> _Found:
+def _behind(made: list[AnyExperts] | Offloaded, count: int) -> Sequence[LayerExperts]:
+    """Take away the experts of a multi-token-prediction layer, which come behind the model's."""
+    if isinstance(made, Offloaded):
+        return made.take_behind(count)
+    behind = made[count:]
+    del made[count:]
+    return behind
+
+
+def _mtp(
+    network: PreTrainedModel | None,
+    layers: Sequence[LayerExperts],
+    backend: Backend,
+    planned: PlannedModel,
+    profile: Profile,
+) -> MtpHead | str:
+    """The multi-token-prediction layer, or why there is none."""
+    if network is None:
+        return planned.source.no_mtp
+    experts = MoELayers(layers, backend.forward)
+    attach(network, experts.layers, experts.run)
+    backbone = Backbone(network)
+    make_row_wise(backbone)
+    packing = enable_packing(backbone)
+    mend_linears(backbone.model)
+    if not packing.enabled or backbone.recurrent:
+        return f"its multi-token-prediction layer cannot be packed: {packing.reason}"
+    if profile.engine.fused == "auto" and not enable_fused(backbone, experts).keeps_hidden:
+        backbone.decode_by(None)  # a further token of a draft reads the hidden state of the last
+    backbone.keep_hidden(HiddenKV)
+    return MtpHead(backbone, experts)
+
+
+def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHead | str) -> _Found:
     """Find out which faster ways give the same results as the model's own code."""
     packing = enable_packing(backbone)
     mended = mend_linears(backbone.model)
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
-    speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward)
+    if isinstance(mtp, MtpHead) and fused.enabled and not fused.keeps_hidden:
+        mtp = "the model's decode steps do not hand on their hidden states"
+    speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward, mtp)
     return _Found(packing, mended, fused, speculation)
 
 

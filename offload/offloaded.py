@@ -65,6 +65,13 @@ class Offloaded:
         # If loading fails later, `close` is not called.
         weakref.finalize(self, self.closing.close)
 
+    def take_behind(self, count: int) -> list[OffloadedExperts]:
+        """The layers behind the first ``count``, which from now on count as another network's:
+        they share the tiers, and nothing is forecast for them."""
+        behind = self.layers[count:]
+        del self.layers[count:]
+        return behind
+
     @property
     def cache(self) -> ExpertCache:
         """Of the memory that kernels read."""

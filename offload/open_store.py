@@ -50,6 +50,7 @@ def open_offloaded(
     reads_ahead: bool = False,
     use_cpu: bool = False,
     prefix_bits: int | None = None,
+    drafts: bool = True,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Offloaded:
     """The experts of a store, of which caches hold some at a time.
@@ -66,6 +67,7 @@ def open_offloaded(
         use_cpu: let the CPU compute experts that a GPU lacks, if that is faster than copying them.
         prefix_bits: of the prefixes that may be read, see `Offloaded.serve_prefixes`; None for
             whole experts only.
+        drafts: see `Store.open`.
         advance: called with the bytes read while host memory is filled with the whole store.
 
     Raises:
@@ -74,7 +76,7 @@ def open_offloaded(
         OffloadError: its files cannot be read.
     """
     with ExitStack() as closing:
-        store = closing.enter_context(Store.open(directory))
+        store = closing.enter_context(Store.open(directory, drafts=drafts))
         records = store.manifest.layers
         counts = [layer.experts for layer in records]
         chosen = choose_reader(store.file(0).path, reader)

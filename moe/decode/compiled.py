@@ -52,6 +52,8 @@ class CompiledStep(ABC):
         inside: what runs the experts of each MoE layer within the step; none: only callers do.
     """
 
+    keeps_hidden = False
+
     def __init__(
         self,
         kernel: native.NativeDecode,
@@ -144,6 +146,8 @@ class DescribedStep(CompiledStep):
         NotDescribed: the compiled step does not take a size or dtype of the description.
     """
 
+    keeps_hidden = True
+
     def __init__(
         self,
         description: Description,
@@ -197,9 +201,9 @@ class DescribedStep(CompiledStep):
         scale, softcap = self._description.logit_scale, self._description.logit_softcap
         if scale != 1.0:
             logits *= scale
-        return finish_step(
-            work, logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        )
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return finish_step(work, logits, step.h_BH)  # which the head has read
 
     def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
         return native.ModelRecord(

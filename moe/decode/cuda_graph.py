@@ -92,6 +92,8 @@ class GraphStep:
         NotDescribed: when called, if recording fails; the sequences are as they were.
     """
 
+    keeps_hidden = False
+
     def __init__(
         self,
         description: Description,

@@ -33,7 +33,7 @@ from moe.describe.description import (
     Router,
 )
 from moe.describe.observe import observe_random
-from moe.network.backbone import Backbone, Forward
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
 from moe.network.stored_embedding import backbone_dtype
@@ -42,10 +42,15 @@ from offload.layer import OffloadedExperts
 
 @dataclass
 class Fused:
-    """Whether decode steps are fused, and why (not); on a GPU they may be turned off later."""
+    """Whether decode steps are fused, and why (not); on a GPU they may be turned off later.
+
+    Attributes:
+        keeps_hidden: sequences can keep the final hidden states of what decode steps read.
+    """
 
     enabled: bool
     reason: str
+    keeps_hidden: bool = True
 
 
 _UNKNOWN_ROUTER = "not every router follows a rule that is known here"
@@ -66,7 +71,7 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
     except Exception as error:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
-    fused = Fused(True, reason)
+    fused = Fused(True, reason, forward.keeps_hidden)
 
     def forward_or_transformers(work: Sequence[Work]) -> list[Tensor]:
         try:
@@ -80,7 +85,7 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
     return fused
 
 
-def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
+def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, str]:
     dtype = backbone_dtype(backbone.model)
     if dtype != torch.float32:
         raise NotDescribed(f"the trunk is {dtype} on {backbone.device}, not float32 on the CPU")
@@ -107,7 +112,7 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
 
 def _described_step(
     backbone: Backbone, experts: MoELayers, kernel: NativeKernels, description: Description
-) -> tuple[Forward, str]:
+) -> tuple[DecodeForward, str]:
     feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
     known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
     inside, why_not = _compiled_experts(experts, kernel, known)
@@ -120,7 +125,7 @@ def _described_step(
 
 def _traced_step(
     backbone: Backbone, experts: MoELayers, kernel: NativeKernels
-) -> tuple[Forward, str]:
+) -> tuple[DecodeForward, str]:
     """A step of what one recorded token did."""
     program = Program(trace(backbone, operation_names()), DescriptionRecords())
     order = [unit.layer for unit in program.experts]
@@ -153,13 +158,13 @@ def _compiled_experts(
     if why_not:
         return [], why_not
     slots = [
-        layer.cache.slot_ids(index) if isinstance(layer, OffloadedExperts) else None
-        for index, layer in enumerate(experts.layers)
+        layer.cache.slot_ids(layer.layer) if isinstance(layer, OffloadedExperts) else None
+        for layer in experts.layers
     ]
     return list(map(CompiledExperts, calls, slots)), ""
 
 
-def _recorded(backbone: Backbone, experts: MoELayers) -> tuple[Forward, str]:
+def _recorded(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, str]:
     status = triton_status()
     if status["name"] != "triton":
         raise NotDescribed(status["reason"])

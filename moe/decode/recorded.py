@@ -36,7 +36,7 @@ from moe.describe.probe import (
     random_prompts,
 )
 from moe.machine import memory_available
-from moe.network.backbone import Backbone, Forward
+from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import experts_modules
@@ -47,7 +47,7 @@ from routing import Routing, RoutingStatistics
 
 def recorded_step(
     backbone: Backbone, experts: MoELayers, capture: Callable[[], Capture] = CudaCapture
-) -> tuple[Forward, str]:
+) -> tuple[DecodeForward, str]:
     """The decode step of a model on a GPU, and how well it agrees with transformers' forward.
 
     Args:

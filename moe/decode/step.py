@@ -42,6 +42,7 @@ from kernels.cpu.experts import LayerCall
 from kernels.cpu.interface import check_done
 from kernels.reference import AnyExperts
 from moe.decode.records import CompiledPass
+from moe.network.hidden import HiddenKV, keep_rows
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, ExpertsRunner, alone_with, call_experts
 from moe.network.moe_layer import LockstepPass, MoELayers
@@ -59,7 +60,12 @@ class DecodeStep(Protocol):
     """A model's decode step by description: compiled code, or recorded CUDA graphs.
 
     Each method returns the logits of each piece of work; the sequences grow by the tokens read.
+
+    Attributes:
+        keeps_hidden: sequences that keep final hidden states get them (`moe.network.hidden`).
     """
+
+    keeps_hidden: bool
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Call ``routed`` at every MoE layer."""
@@ -123,7 +129,8 @@ class CachedExperts(InsideExperts):
     def passed(self, first: int, end: int, step: CompiledPass) -> None:
         super().passed(first, end, step)
         for layer in range(first, end):
-            self._layers[layer].cache.found(layer, step.experts(layer))
+            own = self._layers[layer]
+            own.cache.found(own.layer, step.experts(layer))
 
     def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
         routing = step.routing(layer)
@@ -205,6 +212,11 @@ class DecodeForward:
         return self._step.inside(work, self._inside[phase])
 
     @property
+    def keeps_hidden(self) -> bool:
+        """See `DecodeStep`."""
+        return self._step.keeps_hidden
+
+    @property
     def where(self) -> str:
         """Whether experts run inside the step, and why not, for people."""
         return f"experts outside: {self._why_outside}" if self._why_outside else "experts inside"
@@ -238,10 +250,20 @@ def through_lane(run_experts: ExpertsRunner) -> RoutedExperts:
     return routed
 
 
-def finish_step(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
-    """Let the sequences grow by the tokens read; split ``(B, V)`` logits by piece of work."""
+def finish_step(
+    work: Sequence[Work], logits: Tensor, hidden_BH: Tensor | None = None
+) -> list[Tensor]:
+    """Let the sequences grow by the tokens read; split ``(B, V)`` logits by piece of work.
+
+    Args:
+        hidden_BH: final hidden states, which sequences may keep (`moe.network.hidden`); None if
+            the step does not have them.
+    """
     for item in work:
         item.cache.length += len(item.token_ids)
+    if hidden_BH is not None and isinstance(work[0].cache, HiddenKV):
+        sizes = [len(item.token_ids) for item in work]
+        keep_rows([item.cache for item in work], sizes, hidden_BH)
     return split_logits(work, logits)
 
 

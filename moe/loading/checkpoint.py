@@ -37,6 +37,8 @@ from moe.loading.plan import LoadPlan, make_plan
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MTP_NAME = "mtp.safetensors"
+"""A file beside the model's with its multi-token-prediction layer."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_LISTED = 50
 
@@ -126,9 +128,15 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, TensorInfo]:
         return MappingProxyType(self._tensors)
 
-    def make_plan(self, model: PreTrainedModel) -> LoadPlan:
-        """Which tensors become which parameters of `model` (on meta), and what is wrong."""
-        return make_plan(model, self.tensors)
+    def make_plan(
+        self, model: PreTrainedModel, renamed: Mapping[str, str | None] = MappingProxyType({})
+    ) -> LoadPlan:
+        """Which tensors become which parameters of `model` (on meta), and what is wrong.
+
+        Args:
+            renamed: see `moe.loading.plan.make_plan`.
+        """
+        return make_plan(model, self.tensors, renamed)
 
     def plane_format(self, name: str) -> PlaneFormat | None:
         """The bit planes that hold a matrix with its own numbers; None where it is no codes."""
@@ -235,7 +243,8 @@ class Checkpoint:
 def weight_files(path: Path, problems: list[str]) -> tuple[list[str], dict[str, str]]:
     """The safetensors files to open, and the index's ``tensor -> file`` where there is one.
 
-    ``model.safetensors`` alone, else what the index names, else every ``*.safetensors``: the order
+    ``model.safetensors`` (and ``mtp.safetensors``, if it is beside it), else what the index names,
+    else every ``*.safetensors``: the order
     of `PreTrainedModel.from_pretrained`, but for the last. Names in the index are as little trusted
     as the weights: they are only opened through `experts.safetensors_io`.
     """
@@ -244,7 +253,7 @@ def weight_files(path: Path, problems: list[str]) -> tuple[list[str], dict[str, 
     except OSError as error:
         raise CheckpointError(f"cannot list {path}: {error.strerror}") from error
     if SINGLE_NAME in present:
-        return [SINGLE_NAME], {}
+        return [name for name in (SINGLE_NAME, MTP_NAME) if name in present], {}
     if INDEX_NAME in present:
         weight_map = _read_index(path, problems)
         return sorted(set(weight_map.values())), weight_map

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,14 +71,18 @@ def plan_weights(
     checkpoint: Checkpoint,
     dtype_for: DtypeFor,
     make: Callable[[PreTrainedModel, Mapping[str, TensorInfo]], LoadPlan] | None = None,
+    renamed: Mapping[str, str | None] = MappingProxyType({}),
 ) -> WeightPlan:
     """Match the checkpoint with `model` (on meta, see `meta_model`).
 
     ``dtype_for(parameter name, dtype in the checkpoint)`` gives the dtype that a parameter is kept
     in, unless the architecture fixes it. Raises one `CheckpointError` listing every fault; names
     and shapes are checked from headers, and only tied tensors that are stored twice are read.
+
+    Args:
+        renamed: see `moe.loading.plan.make_plan`.
     """
-    plan = checkpoint.make_plan(model) if make is None else make(model, checkpoint.tensors)
+    plan = checkpoint.make_plan(model, renamed) if make is None else make(model, checkpoint.tensors)
     if plan.problems:
         title = f"the weights in {checkpoint.path} do not fit {type(model).__name__}"
         raise CheckpointError(listing(title, plan.problems))

@@ -72,6 +72,15 @@ def build_meta_model(
     return model
 
 
+def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrainedModel:
+    """A network of the same class on the meta device by another configuration, which it keeps."""
+    model = _construct(type(network), config, network.dtype)
+    if "text_config" in config.sub_configs:
+        _keep_text(model)
+    adopt_experts(model)
+    return model
+
+
 def _generating_part(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
     """The part of a configuration that reads and generates text (of models that also speak; mostly
     it is the whole), and the names of the other parts in a checkpoint."""

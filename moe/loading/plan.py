@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -96,10 +97,19 @@ class LoadPlan:
     problems: list[str]
 
 
-def make_plan(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> LoadPlan:
-    """Match `tensors` with the parameters and persistent buffers of `model` (on meta)."""
+def make_plan(
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorInfo],
+    renamed: Mapping[str, str | None] = MappingProxyType({}),
+) -> LoadPlan:
+    """Match `tensors` with the parameters and persistent buffers of `model` (on meta).
+
+    Args:
+        renamed: what to take some of the names for; None: the tensor is ignored.
+    """
     expected = _expected(model)
-    conversions, unmatched, problems = _match(model, tensors, expected)
+    kept = {name: info for name, info in tensors.items() if renamed.get(name, name) is not None}
+    conversions, unmatched, problems = _match(model, kept, expected, renamed)
     spare = _drop_spare(model, conversions)
     for conversion in conversions.values():
         problems += _try_on_meta(conversion, model, tensors, expected)
@@ -166,7 +176,10 @@ def _join_stacked(model: PreTrainedModel, conversions: dict[str, WeightConversio
 
 
 def _match(
-    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], expected: dict[str, Tensor]
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorInfo],
+    expected: dict[str, Tensor],
+    given_names: Mapping[str, str | None],
 ) -> tuple[dict[str, WeightConversion], dict[str, list[str]], list[str]]:
     """Transfers by first target, checkpoint names by unmatched target, and clashes."""
     mapping = get_model_conversion_mapping(model)
@@ -178,9 +191,10 @@ def _match(
     unmatched: dict[str, list[str]] = {}
     problems: list[str] = []
     for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if target not in expected and name in expected:
-            target, pattern = rename_source_key(name, [], [], prefix, expected)
+        given = given_names.get(name) or name
+        target, pattern = rename_source_key(given, renamings, converters, prefix, expected)
+        if target not in expected and given in expected:
+            target, pattern = rename_source_key(given, [], [], prefix, expected)
         if target not in expected:
             for each in by_pattern[pattern].target_patterns if pattern is not None else [target]:
                 first = by_pattern[pattern].target_patterns[0] if pattern is not None else target

@@ -20,6 +20,7 @@ from kernels.reference import AnyExperts
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
+from moe.loading.mtp import NOT_ASKED, WITHOUT_MTP, PlannedMtp, plan_mtp, restore_mtp
 from moe.loading.own_planes import find_own
 from moe.loading.progress import Report
 from moe.loading.quantized import open_checkpoint
@@ -33,7 +34,13 @@ from offload.offloaded import Offloaded
 
 
 class WeightSource(Protocol):
-    """Weights of a network that is on meta."""
+    """Weights of a network that is on meta.
+
+    Attributes:
+        no_mtp: why the network has no multi-token-prediction layer; empty if it has one.
+    """
+
+    no_mtp: str
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         """What will be read and what it takes. Raises `CheckpointError` listing every fault."""
@@ -63,8 +70,14 @@ def open_source(
     profile: Profile,
     device: torch.device,
     report: Report,
+    *,
+    no_mtp: str = NOT_ASKED,
 ) -> Iterator[WeightSource]:
     """The weights in a model directory, opened and checked.
+
+    Args:
+        no_mtp: why the network is to have no multi-token-prediction layer; empty: give it one, if
+            there is one.
 
     Raises:
         UnsupportedModelError: the network has no experts to take over.
@@ -75,14 +88,16 @@ def open_source(
     settings = profile.model
     if is_store(path):
         with (
-            open_store(path, verify=settings.verify, report=report) as store,
+            open_store(path, verify=settings.verify, report=report, drafts=not no_mtp) as store,
             open_trunk(store) as trunk,
         ):
-            yield StoreSource(network, store, trunk, settings, profile.offload)
+            no_mtp = no_mtp or restore_mtp(network, trunk.tensors)
+            yield StoreSource(network, store, trunk, settings, profile.offload, no_mtp)
     else:
         exact = any(map(quantizes, (settings.expert_bits, settings.trunk_bits)))
         with open_checkpoint(path, config, exact=exact) as checkpoint:
-            yield CheckpointSource(network, checkpoint, settings, device)
+            found = plan_mtp(network, checkpoint.tensors, no_mtp)
+            yield CheckpointSource(network, checkpoint, settings, device, found)
 
 
 def total_bytes(network: PreTrainedModel, layers: Sequence[LayerExperts]) -> int:
@@ -100,15 +115,17 @@ class CheckpointSource:
         checkpoint: Checkpoint,
         settings: ModelSettings,
         device: torch.device,
+        mtp: PlannedMtp = WITHOUT_MTP,
     ) -> None:
         self._network = network
-        self._checkpoint = checkpoint
+        self._checkpoint, self._renamed = checkpoint, mtp.renamed
+        self.no_mtp = mtp.why_not
         self._settings, self._device = settings, device
         self._takeover = Takeover(network, settings, lambda _, whole: keep_layer(settings, whole))
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         dtype_for = self._takeover.dtype_for(dtype_for)
-        weights = plan_weights(self._network, self._checkpoint, dtype_for)
+        weights = plan_weights(self._network, self._checkpoint, dtype_for, renamed=self._renamed)
         if self._device.type == "cpu":
             own = find_own(self._network, self._checkpoint, weights.plan, self._settings)
             self._takeover.own = own

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
-from experts.manifest import TRUNK_NAME, Manifest, MoELayerRecord, StoreError
+from experts.manifest import MTP_MODULE, TRUNK_NAME, Manifest, MoELayerRecord, StoreError
 from experts.safetensors_io import DTYPES, TensorInfo
 from experts.store import WHOLE, Store
 from experts.weights import is_interleaved
@@ -54,8 +54,10 @@ class StoreSource:
         trunk: Checkpoint,
         settings: ModelSettings,
         offload: OffloadSettings,
+        no_mtp: str,
     ) -> None:
         self._network, self._store, self._trunk = network, store, trunk
+        self.no_mtp = no_mtp
         self._offload = offload
         self._settings = settings
         manifest = store.manifest
@@ -161,6 +163,7 @@ class StoreSource:
                 reads_ahead=self._offload.prefetch,
                 use_cpu=self._offload.late == "host",
                 prefix_bits=self._prefix_bits,
+                drafts=not self.no_mtp,
                 advance=advance,
             )
         except OffloadError as error:
@@ -174,10 +177,14 @@ class StoreSource:
 
 
 @contextmanager
-def open_store(path: Path, *, verify: bool, report: Report) -> Iterator[Store]:
-    """Open and check a store. What is wrong with it comes out as `CheckpointError`."""
+def open_store(path: Path, *, verify: bool, report: Report, drafts: bool = True) -> Iterator[Store]:
+    """Open and check a store. What is wrong with it comes out as `CheckpointError`.
+
+    Args:
+        drafts: see `Store.open`.
+    """
     try:
-        with Store.open(path) as store:
+        with Store.open(path, drafts=drafts) as store:
             if verify:
                 _verify(store, report)
             yield store
@@ -234,13 +241,15 @@ def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> L
     """Every tensor of a trunk to the parameter of its name; experts are not among them."""
     experts = {f"{name}.{w}" for name, m in experts_modules(model) for w in m._parameters}
     expected = {name: t for name, t in model.state_dict().items() if name not in experts}
-    finer = tuple(  # planes that the profile does not want
+    spare = [  # planes that the profile does not want
         f"{name}.plane" for name, m in model.named_modules() if isinstance(m, QuantizedLinear)
-    )
+    ]
+    if MTP_MODULE not in model._modules:
+        spare.append(f"{MTP_MODULE}.")
     problems, conversions = [], []
     for name, tensor in tensors.items():
         if name not in expected:
-            if not name.startswith(finer):
+            if not name.startswith(tuple(spare)):
                 problems.append(f"unexpected: {name} {tensor.shape}")
             continue
         wanted = expected[name]

@@ -6,6 +6,7 @@ says what to change.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +22,15 @@ from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
 from moe.loading.meta_model import build_meta_model
+from moe.loading.mtp import NOT_ASKED
 from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import Footprint, measure_footprint
+from moe.network.hidden import KEPT
+from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
@@ -80,7 +84,8 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    with open_source(path, config, network, profile, device, report) as source:
+    no_mtp = _why_no_mtp(profile, ranks)
+    with open_source(path, config, network, profile, device, report, no_mtp=no_mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
         offloadable = source.offloadable()
         if ranks > 1 and isinstance(offloadable, Offloadable):
@@ -103,6 +108,12 @@ def planning(
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
         )
+
+
+def _why_no_mtp(profile: Profile, ranks: int) -> str:
+    if profile.speculation.mode not in ("mtp", "auto"):
+        return NOT_ASKED
+    return "several ranks share the experts" if ranks > 1 else ""
 
 
 def host_room(profile: Profile, device: torch.device, ranks: int) -> int | None:
@@ -137,7 +148,18 @@ def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
 def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device) -> Footprint:
     batch = prefill_batch_tokens(profile)
     longest = min(_context_length(network.config, profile) or batch, batch)
-    return measure_footprint(network, batch, longest, on_cuda=device.type == "cuda")
+    on_cuda = device.type == "cuda"
+    whole = measure_footprint(network, batch, longest, on_cuda=on_cuda)
+    head = take_head(copy.deepcopy(network))
+    if head is None:
+        return whole
+    own = measure_footprint(head, KEPT, KEPT, on_cuda=on_cuda)  # it never reads more at a time
+    hidden = KEPT * width_of(head) * head.dtype.itemsize
+    return replace(
+        whole,
+        kv_bytes_per_token=whole.kv_bytes_per_token + own.kv_bytes_per_token,
+        activation_bytes=whole.activation_bytes + profile.engine.max_batch_size * hidden,
+    )
 
 
 def _plan(

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.network.attention import PACKED, packed_pass
+from moe.network.hidden import keep_rows
 from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
 from moe.network.lanes import Lane
 from moe.network.own_cache import LayerStates, OwnCache
@@ -81,7 +82,18 @@ class Backbone:
         self.cache_type: type[KVCache] = KVCache
         self.own_cache = OwnCache.of(model)
         self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
+        self._final_hidden: list[Tensor] | None = None
         self.set_packed(False)
+
+    def keep_hidden(self, cache_type: type[KVCache]) -> None:
+        """Let sequences keep the final hidden states of the tokens they read from now on, in caches
+        of this class (`moe.network.hidden.HiddenKV`)."""
+        self.cache_type = cache_type
+        if self._final_hidden is None:
+            caught = self._final_hidden = []
+            self.model.get_decoder().register_forward_hook(
+                lambda _module, _inputs, output: caught.insert(0, output[0][0])
+            )
 
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
@@ -167,6 +179,9 @@ class Backbone:
         with packed_pass(cache):
             _, logits = self._forward(work, past_key_values=cache, position_ids=positions)
         cache.commit()
+        if self._final_hidden is not None:
+            keep_rows(sequences, sizes, self._final_hidden[0])
+            self._final_hidden.clear()
         return logits
 
     def _forward_own(self, item: Work) -> list[Tensor]:

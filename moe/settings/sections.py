@@ -267,10 +267,11 @@ class OffloadSettings(Settings):
 class SpeculationSettings(Settings):
     """Speculative decoding: tokens are drafted, and the model verifies several in one pass."""
 
-    mode: Annotated[Literal["off", "auto", "elastic", "ngram", "recycling"], Off] = "off"
-    """Who drafts. elastic: the model itself, with fewer bits and experts. ngram: what followed the
-    last tokens earlier in the text. recycling: the tokens that the model last predicted after each
-    token. auto: elastic or ngram, whichever is predicted to gain, if one does. off: no drafts."""
+    mode: Annotated[Literal["off", "auto", "elastic", "mtp", "ngram", "recycling"], Off] = "off"
+    """Who drafts. mtp: the multi-token-prediction layer that the model's checkpoint brings.
+    elastic: the model itself, with fewer bits and experts. ngram: what followed the last tokens
+    earlier in the text. recycling: the tokens that the model last predicted after each token.
+    auto: mtp, elastic or ngram, whichever is predicted to gain, if one does. off: no drafts."""
 
     max_depth: int = Field(default=4, ge=1, le=15)
     """Most tokens of a draft."""

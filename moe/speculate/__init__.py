@@ -6,7 +6,9 @@ fast tokens come and not which. The nouns of this package:
 - `Mode`, `Draft`, `Controller` (`draft`): a way to draft, its tokens, and what decides how far;
 - `Speculator`: drafts for a step's sequences, verifies, and reports;
 - `NGram`, `Recycling` (`ngram`): model-free drafts from the text so far;
-- `ElasticDrafts` (`elastic`): drafts by passes of the model with fewer experts and bits;
+- `PassDrafts` (`passes`): drafts by passes of a network, one token a pass;
+- `ElasticDrafts` (`elastic`): by the model itself with fewer experts and bits;
+- `MtpDrafts` (`mtp`): by the multi-token-prediction layer that a checkpoint brings;
 - `AutoController` (`controller`), `StepTimes`, `Account`: mode ``auto``, its predicted times, and
   its bound on losses;
 - `Contrast` (`contrast`): self-contrast, which changes the model's output on purpose.
@@ -21,12 +23,16 @@ from typing import Any
 from kernels import Forward, QuantizedExperts
 from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
+from moe.network.hidden import MtpKV
 from moe.network.moe_layer import MoELayers, Selector
+from moe.network.mtp import MtpHead
 from moe.settings import SpeculationSettings
 from moe.speculate.controller import AutoController
-from moe.speculate.draft import Controller, FixedDepth, Mode
+from moe.speculate.draft import Controller, FixedDepth, Mode, Source
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
+from moe.speculate.mtp import MtpDrafts
 from moe.speculate.ngram import ModelFree, NGram, Recycling
+from moe.speculate.passes import PassDrafts
 from moe.speculate.speculator import Speculator
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
@@ -59,11 +65,13 @@ def enable_speculation(
     backbone: Backbone,
     experts: MoELayers,
     forward: Forward,
+    mtp: MtpHead | str = "it was loaded without",
 ) -> Speculation:
     """Build the speculator that the settings ask for, if this model can take drafts back.
 
     Args:
         forward: what runs a layer's experts.
+        mtp: the multi-token-prediction layer that the model brings, or why there is none.
     """
     if settings.mode == "off":
         return SPECULATION_OFF
@@ -71,6 +79,10 @@ def enable_speculation(
         return Speculation(
             None, "sequences have passes of their own, whose state cannot be taken back"
         )
+    if isinstance(mtp, MtpHead) and settings.contrast:
+        mtp = "contrast reads each token twice"
+    if settings.mode == "mtp" and isinstance(mtp, str):
+        return Speculation(None, mtp)
     mode = elastic_mode(settings)
     why_not = _as_costly_as_the_model(mode, experts.layers)
     if settings.mode == "elastic" and why_not:
@@ -81,10 +93,14 @@ def enable_speculation(
         modes = [
             each for each in variants(mode) if not _as_costly_as_the_model(each, experts.layers)
         ]
-    elastic = None
+    passes: dict[Source, PassDrafts] = {}
     if modes:
         layers = _draft_layers(mode, backbone, experts, forward)
-        elastic = ElasticDrafts(backbone, layers, experts.prefetch_early)
+        passes["elastic"] = ElasticDrafts(backbone, layers, experts.prefetch_early)
+    if isinstance(mtp, MtpHead) and settings.mode in ("mtp", "auto"):
+        backbone.keep_hidden(MtpKV)
+        passes["mtp"] = MtpDrafts(mtp)
+        modes = [Mode("mtp"), *modes]
     sources: list[ModelFree[Any]] = []
     if settings.mode == "recycling":
         sources = [Recycling()]
@@ -97,8 +113,11 @@ def enable_speculation(
         else FixedDepth(known[0], settings.max_depth)
     )
     names = ", ".join(each.name for each in known)
-    speculator = Speculator(controller, elastic, sources, settings.max_depth)
-    return Speculation(speculator, f"drafts by {'one of ' * automatic}{names}")
+    speculator = Speculator(controller, passes, sources, settings.max_depth)
+    reason = f"drafts by {'one of ' * automatic}{names}"
+    if automatic and isinstance(mtp, str):
+        reason += f"; no multi-token prediction: {mtp}"
+    return Speculation(speculator, reason)
 
 
 def variants(mode: Mode) -> list[Mode]:

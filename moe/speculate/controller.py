@@ -1,10 +1,11 @@
 """Chooses how each decoding step drafts: by the most tokens a second that are to be expected.
 
 `AutoController` compares three ways for every step: plain decoding, the drafts that model-free
-modes offer, and elastic drafts by passes of the model. Each is judged by its goodput, expected
-tokens over predicted seconds (SmartSpec). Offers state their own chances. What elastic drafts bring
-is learned from trials that the `Account` of losses pays for. The controller touches no tensors, so
-it also runs in simulations (`python -m benchmarks.speculation --parts account`).
+modes offer, and drafts by passes, of the model itself (elastic) or of its multi-token-prediction
+layer. Each is judged by its goodput, expected tokens over predicted seconds (SmartSpec). Offers
+state their own chances. What drafts by passes bring is learned from trials that the `Account` of
+losses pays for: acceptance by position, and the time of a pass. The controller touches no tensors,
+so it also runs in simulations (`python -m benchmarks.speculation --parts account`).
 
 Times are in plain steps of the same sequences, goodput in units of plain decoding's, unless a
 docstring says seconds. A drafted token costs as many plain steps as it must bring tokens to be
@@ -14,7 +15,7 @@ worth it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import isnan, sqrt
 from operator import mul
 from typing import Any, NamedTuple
@@ -36,7 +37,12 @@ FIRST, DOUBT = 0.35, 4.0
 """Acceptance rate assumed of an untried mode, too low to use it without a trial, and the tokens
 that this assumption weighs."""
 KEEP, FADE = 0.995, 0.998
-"""What a token still counts for after the next one of its mode, and after each step."""
+"""What a token still counts for after the next draft of its mode, and after each step."""
+POSITIONS = 4
+"""Of a draft, whose acceptance is learned one by one; those behind share the last."""
+RISE = 0.1
+"""How much more a position may accept than the one before it. Where the first ones begin to fail,
+what is known of deeper ones is old, as they are not reached any more."""
 PASS, HOPED_PASS = 0.7, 0.1
 """What a draft pass is assumed to take before one has been measured, and what is hoped for."""
 FOLLOW = 0.1
@@ -50,16 +56,16 @@ class AutoController(Controller):
     """Chooses how each step drafts. See `moe.speculate.draft.Controller`.
 
     Args:
-        modes: elastic modes that it may use.
+        modes: drafts by passes that it may use.
         max_depth: most tokens of a draft.
     """
 
     def __init__(self, modes: Sequence[Mode], max_depth: int) -> None:
         self.times, self.account = StepTimes(), Account()
         self._looking = Looking()
-        self._arms = {mode: ElasticArm(mode) for mode in modes}
+        self._arms = {mode: PassArm(mode) for mode in modes}
         self._plan: DraftPlan | None = None  # of this step
-        self._elastic: DraftPlan | None = None  # the best known when last compared
+        self._passes: DraftPlan | None = None  # the best known when last compared
         self._prices = 0.0, 0.0  # tokens that a draft pass, and a drafted token, have to bring
 
     def rests(self, batch: int) -> int:
@@ -94,7 +100,8 @@ class AutoController(Controller):
     def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
         """Whether another token after these is likely enough to pay for drafting and reading it."""
         arm = self._arms[mode]
-        return arm.survival(confidence)[-1] * arm.acceptance() >= sum(self._prices)
+        chances = (*confidence, arm.acceptance(len(confidence)))
+        return arm.survival(chances)[-1] >= sum(self._prices)
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
         """Tokens of a draft that are likely enough to pay for reading them."""
@@ -112,7 +119,7 @@ class AutoController(Controller):
 
     def figures(self) -> dict[str, Any]:
         """What has been learned, and what came of it, for JSON."""
-        best = self._elastic
+        best = self._passes
         return {
             "predicted_gain": self.account.predicted_gain,
             "measured_gain": self.account.gain,
@@ -121,7 +128,7 @@ class AutoController(Controller):
             "mode": None if best is None or best.arm is None else best.arm.mode.name,
             "depth": 0 if best is None else max(choice.depth for choice in best.choices),
             "expected_acceptance": {
-                mode.name: arm.acceptance() for mode, arm in self._arms.items()
+                mode.name: arm.acceptance(0) for mode, arm in self._arms.items()
             },
         }
 
@@ -131,11 +138,11 @@ class AutoController(Controller):
             return None
         line, step = self.times.line(len(limits)), self.times.plain(len(limits))
         offered = self._offered(line, offers)
-        self._elastic = self._best_elastic(line, limits)
-        known = 1.0 if self._elastic is None else self._elastic.goodput
+        self._passes = self._best_by_passes(line, limits)
+        known = 1.0 if self._passes is None else self._passes.goodput
         if offered is not None and offered.goodput >= known:
             return offered
-        plan = self._trial(line, limits, known) or self._elastic
+        plan = self._trial(line, limits, known) or self._passes
         if plan is None or not self.account.affords(plan.seconds - step):
             return offered
         assert plan.arm is not None
@@ -164,8 +171,8 @@ class AutoController(Controller):
             return None
         return DraftPlan(choices, seconds, goodput)
 
-    def _best_elastic(self, line: Line, limits: Sequence[int]) -> DraftPlan | None:
-        """Elastic drafts with the best goodput known; None if plain decoding is better."""
+    def _best_by_passes(self, line: Line, limits: Sequence[int]) -> DraftPlan | None:
+        """Drafts by passes with the best goodput known; None if plain decoding is better."""
         best, most = None, 1.0
         for arm in self._arms.values():
             goodput, depth = arm.best(max(limits), line)
@@ -174,14 +181,14 @@ class AutoController(Controller):
         return best
 
     def _trial(self, line: Line, limits: Sequence[int], known: float) -> DraftPlan | None:
-        """Elastic drafts that could turn out better than the best known goodput, or one token of
-        that mode, if the account has room for it."""
+        """Drafts by passes that could turn out better than the best known goodput, or the first few
+        tokens of such, if the account has room for them."""
         if not self.account.affords_trial(0.0):
             return None
         step, best, most = self.times.plain(len(limits)), None, LOYALTY * known
         for arm in self._arms.values():
-            for deepest in (max(limits), 1):
-                hope, depth = arm.best(deepest, line, OPTIMISM)
+            for deepest in (max(limits), 3, 2, 1):
+                hope, depth = arm.best(min(deepest, max(limits)), line, OPTIMISM)
                 if hope <= most:
                     continue
                 plan = self._with_arm(arm, depth, limits, arm.goodput(depth, line), known)
@@ -192,9 +199,9 @@ class AutoController(Controller):
         return best
 
     def _with_arm(
-        self, arm: ElasticArm, depth: int, limits: Sequence[int], goodput: float, bar: float = 0.0
+        self, arm: PassArm, depth: int, limits: Sequence[int], goodput: float, bar: float = 0.0
     ) -> DraftPlan:
-        """Elastic drafts of ``depth`` tokens, as far as each sequence may."""
+        """Drafts by passes of ``depth`` tokens, as far as each sequence may."""
         choices = [Choice(arm.mode, min(depth, limit)) if limit else NONE for limit in limits]
         batch, drafted = len(limits), sum(choice.depth for choice in choices)
         seconds = self.times.verify(batch, batch + drafted)
@@ -232,22 +239,23 @@ class DraftPlan(NamedTuple):
         choices: one for each sequence.
         seconds: predicted for the step, if no draft stops early.
         goodput: expected.
-        arm: record of the elastic mode; None for offers.
+        arm: record of the mode of passes; None for offers.
         bar: in a trial, the best known goodput, against which its loss counts; else 0.
     """
 
     choices: Sequence[Choice]
     seconds: float
     goodput: float
-    arm: ElasticArm | None = None
+    arm: PassArm | None = None
     bar: float = 0.0
 
 
-class ElasticArm:
-    """What is known of drafts in one elastic mode.
+class PassArm:
+    """What is known of drafts by passes in one mode.
 
     The first trial already measures what a pass takes. A mode whose passes cost too much is not
-    tried again, whatever acceptance may be hoped for.
+    tried again, whatever acceptance may be hoped for. A position that has been verified little is
+    believed to accept as the one before it.
 
     Attributes:
         pass_time: of a draft pass; None before one has been measured.
@@ -256,24 +264,32 @@ class ElasticArm:
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.pass_time: float | None = None
-        self._accepted = self._verified = 0.0  # tokens, fading
+        self._accepted = [0.0] * POSITIONS  # tokens at each position, fading
+        self._verified = [0.0] * POSITIONS
         self._worth = self._foreseen = BELIEF  # plain steps, fading
 
-    def acceptance(self, optimism: float = 0.0) -> float:
-        """Probability that a token is accepted if those before it were.
+    def acceptance(self, position: int, optimism: float = 0.0) -> float:
+        """Probability that the token at a position is accepted if those before it were.
 
         Args:
+            position: in the draft, from 0 on.
             optimism: standard deviations to add.
         """
-        weight = self._verified + DOUBT
-        mean = (self._accepted + DOUBT * FIRST) / weight
+        mean, weight = FIRST, DOUBT
+        seen = zip(self._accepted, self._verified, strict=True)
+        for at, (accepted, verified) in enumerate(islice(seen, position + 1)):
+            own = (accepted + DOUBT * mean) / (verified + DOUBT)
+            mean = min(own, mean + RISE) if at else own
+            weight += verified
         return min(mean + optimism * sqrt(mean * (1 - mean) / (weight + 1)), 0.99)
 
     def survival(self, confidence: Sequence[float]) -> list[float]:
         """Of each drafted token the probability that it and all before it are accepted: half by its
-        confidence, half by how often tokens of this mode are accepted."""
-        mean = self.acceptance()
-        return list(accumulate(((each + mean) / 2 for each in confidence), mul))
+        confidence, half by how often tokens at its position are accepted."""
+        chances = (
+            (each + self.acceptance(position)) / 2 for position, each in enumerate(confidence)
+        )
+        return list(accumulate(chances, mul))
 
     def goodput(self, depth: int, line: Line, optimism: float = 0.0) -> float:
         """Of drafts of ``depth`` tokens: by acceptance and times, corrected by how well such
@@ -283,8 +299,8 @@ class ElasticArm:
             line: what verification takes.
             optimism: as in `acceptance`; above 0, an unknown pass is hoped to be short.
         """
-        rate = self.acceptance(optimism)
-        tokens = (1 - rate ** (depth + 1)) / (1 - rate)
+        chances = (self.acceptance(position, optimism) for position in range(depth))
+        tokens = 1 + sum(accumulate(chances, mul))
         pass_time = self.pass_time or (HOPED_PASS if optimism else PASS)
         took = 1 + line.start + depth * (line.slope + pass_time)
         return tokens / took * self._worth / self._foreseen
@@ -302,14 +318,19 @@ class ElasticArm:
     def fade(self, steps: int) -> None:
         """This many steps have passed: what was accepted before counts less."""
         kept = FADE**steps
-        self._accepted, self._verified = kept * self._accepted, kept * self._verified
+        self._accepted = [kept * each for each in self._accepted]
+        self._verified = [kept * each for each in self._verified]
 
     def learn(self, trials: Sequence[Trial]) -> None:
         """The model has verified these drafts."""
         for trial in trials:
+            # All grow old, also those that are not reached.
+            self._accepted = [KEEP * each for each in self._accepted]
+            self._verified = [KEEP * each for each in self._verified]
             for position in range(min(trial.accepted + 1, trial.drafted)):
-                self._accepted = KEEP * self._accepted + (position < trial.accepted)
-                self._verified = KEEP * self._verified + 1
+                at = min(position, POSITIONS - 1)
+                self._accepted[at] += position < trial.accepted
+                self._verified[at] += 1
 
     def took(self, pass_time: float) -> None:
         """Each pass of the last draft took so long."""

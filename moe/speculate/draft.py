@@ -16,7 +16,9 @@ from typing import Any, Literal, NamedTuple
 from moe.sampling.sampler import Proposal
 from moe.sequence import RunningSequence
 
-Source = Literal["elastic", "ngram", "recycling"]
+Source = Literal["elastic", "mtp", "ngram", "recycling"]
+BY_PASSES = frozenset[Source]({"elastic", "mtp"})
+"""Sources that run a network for each token."""
 Core = Literal["all", "seq", "vote"]
 
 
@@ -25,9 +27,10 @@ class Mode:
     """A way to draft.
 
     Attributes:
-        source: elastic: passes of the model with less of its experts. ngram: the tokens that
-            followed the last ones earlier in the text. recycling: the model's last prediction of
-            what follows a token.
+        source: elastic: passes of the model with less of its experts. mtp: passes of the
+            multi-token-prediction layer that its checkpoint brings. ngram: the tokens that followed
+            the last ones earlier in the text. recycling: the model's last prediction of what
+            follows a token.
         bits: elastic: most bits of an expert's weights; None for all there are.
         experts: elastic: most experts of a token; None for as many as the model takes.
         core: elastic: which of the experts in memory may be used. all: each of them. seq: the

@@ -10,8 +10,6 @@ Legend: T rows, H hidden, E experts, K slots a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -23,9 +21,9 @@ from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import Selector
-from moe.sampling.sampler import Proposal, Sampler
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Draft, Mode
+from moe.speculate.draft import Mode
+from moe.speculate.passes import PassDrafts, PendingDraft
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import Routing
 from routing.policies.base import by_expert, keep
@@ -37,43 +35,16 @@ CORE_EXPERTS = 2
 FIDELITY = 0.8
 """Probability that a row visits an expert that its draft selected. On the shipped model: 0.75 with
 a quarter of the experts in memory, 0.86 with a half, 0.98 with all; 0.91 in MoE-SpeQ."""
-GoesOn = Callable[[Mode, Sequence[float]], bool]
-"""Whether a draft whose tokens have this confidence is worth another one."""
 
 
-@dataclass
-class _Pending:
-    """An unfinished draft."""
-
-    work: Work
-    sampler: Sampler
-    depth: int
-    length: int
-    tokens: list[int] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
-    proposals: list[Proposal | None] = field(default_factory=list)
-
-    def take(self, logits_V: Tensor) -> None:
-        """Draw one more token from ``(V,)`` logits."""
-        token, proposal = self.sampler.propose(logits_V)
-        chance = float(logits_V.softmax(0)[token]) if proposal is None else proposal.chance
-        self.tokens.append(token)
-        self.confidence.append(chance)
-        self.proposals.append(proposal)
-        self.work.token_ids = [token]
-
-
-class ElasticDrafts:
-    """Drafts for several sequences in shared passes.
+class ElasticDrafts(PassDrafts):
+    """Drafts for several sequences in shared passes of the model itself.
 
     Args:
         backbone: the model; sequences share its passes, so their KV rows can be discarded.
         layers: its MoE layers in draft passes.
         prefetch_early: called before each further pass of a draft with a forecast of the experts
             that verification will need, so that they are read while the pass runs.
-
-    Attributes:
-        rows: of each pass of the last draft.
     """
 
     def __init__(
@@ -82,60 +53,38 @@ class ElasticDrafts:
         layers: DraftLayers,
         prefetch_early: Callable[[Forecast], None] = lambda _: None,
     ) -> None:
+        super().__init__()
         assert backbone.packed
         self.layers = layers
-        self.rows: list[int] = []
         self._backbone, self._prefetch_early = backbone, prefetch_early
 
-    def draft(
-        self,
-        mode: Mode,
-        sequences: Sequence[RunningSequence],
-        depths: Sequence[int],
-        goes_on: GoesOn,
-    ) -> list[Draft]:
-        """One draft for each sequence, of at most ``depths`` tokens."""
-        self.rows = []
-        self.layers.begin(mode)
-        drafts = [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
-        active = [draft for draft in drafts if draft.depth > 0]
-        try:
-            while active:
-                self._pass(active)
-                active = [
-                    draft
-                    for draft in active
-                    if len(draft.tokens) == len(self.rows) < draft.depth
-                    and goes_on(mode, draft.confidence)
-                ]
-        finally:
-            for draft in drafts:
-                draft.work.cache.cut(draft.length)
-        return [
-            Draft(mode, tuple(d.tokens), tuple(d.confidence), tuple(d.proposals)) for d in drafts
-        ]
+    @property
+    def bytes_read(self) -> int:
+        return self.layers.bytes_read
 
-    def _pass(self, drafts: Sequence[_Pending]) -> None:
-        """Draft one more token for each, except where logits are invalid."""
-        share = len(self.rows) / (1 + max(draft.depth for draft in drafts))
+    def forecast(self) -> Forecast | None:
+        return self.layers.forecast()
+
+    def _begin(
+        self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
+    ) -> list[PendingDraft]:
+        self.layers.begin(mode)
+        return [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
+
+    def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
+        share = (len(self.rows) - 1) / (1 + max(draft.depth for draft in drafts))
         if share and (forecast := self.layers.forecast(share)) is not None:
             self._prefetch_early(forecast)
         lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
         run_lanes(lanes, self.layers.run)
-        self.rows.append(len(drafts))
-        # Verification meets the same error and reports it to the sequences it belongs to.
-        with suppress(Exception):
-            logits = [rows for lane in lanes for rows in lane.result()]
-            for draft, rows in zip(drafts, logits, strict=True):
-                with suppress(Exception):
-                    draft.take(rows[-1])
+        return [rows for lane in lanes for rows in lane.result()]
 
 
-def _pending(sequence: RunningSequence, depth: int) -> _Pending:
+def _pending(sequence: RunningSequence, depth: int) -> PendingDraft:
     assert sequence.cache is not None
     sequence.cache.mark()
     work = Work(sequence.token_ids[-1:], sequence.cache)
-    return _Pending(work, sequence.sampler.fork(), depth, sequence.cache.length)
+    return PendingDraft(work, sequence.sampler.fork(), depth, sequence.cache.length)
 
 
 class DraftLayers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -22,9 +22,20 @@ from moe.errors import StructureError
 from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak, peaks
 from moe.sequence import RunningSequence
-from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Plain, Round, Trial
-from moe.speculate.elastic import ElasticDrafts
+from moe.speculate.draft import (
+    BY_PASSES,
+    PLAIN,
+    Choice,
+    Controller,
+    Draft,
+    Mode,
+    Plain,
+    Round,
+    Source,
+    Trial,
+)
 from moe.speculate.ngram import ModelFree, Offers
+from moe.speculate.passes import PassDrafts
 from routing.predict import Forecast
 
 TOGETHER = 4, 256
@@ -39,7 +50,7 @@ class Speculator:
 
     Args:
         controller: decides how each step drafts.
-        elastic: drafts by passes of the model; None if no mode uses it.
+        passes: by their source, drafts by passes of a network.
         model_free: sources of drafts that need no pass of the model.
         max_depth: most tokens of a draft.
 
@@ -52,14 +63,14 @@ class Speculator:
     def __init__(
         self,
         controller: Controller,
-        elastic: ElasticDrafts | None,
+        passes: Mapping[Source, PassDrafts],
         model_free: Sequence[ModelFree[Any]],
         max_depth: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.controller, self.report = controller, Report()
         self.forecast: Forecast | None = None
-        self._elastic, self._offers = elastic, Offers(model_free)
+        self._passes, self._offers = passes, Offers(model_free)
         self._max_depth, self._clock = max_depth, clock
         self._start = self._began = 0.0
         self._sequences: Sequence[RunningSequence] = ()
@@ -87,7 +98,7 @@ class Speculator:
             return None
         self._confidence, self._draft_rows, self._draft_bytes = {}, [], 0
         drafts = [_taken(*own) for own in zip(choices, offered, strict=True)]
-        self._draft_elastically(sequences, choices, drafts)
+        self._draft_by_passes(sequences, choices, drafts)
         self._began = self._clock()
         if not self._draft_rows and not any(draft.tokens for draft in drafts):
             return None
@@ -140,30 +151,30 @@ class Speculator:
             spare -= limits[-1]
         return limits
 
-    def _draft_elastically(
+    def _draft_by_passes(
         self,
         sequences: Sequence[RunningSequence],
         choices: Sequence[Choice],
         drafts: list[Draft],
     ) -> None:
-        """Fill in the drafts of elastic choices, those of one mode in shared passes."""
+        """Fill in the drafts that need passes, those of one mode in shared ones."""
         by_mode: dict[Mode, list[int]] = {}
         for index, choice in enumerate(choices):
-            if choice.mode is not None and choice.mode.source == "elastic" and choice.depth:
+            if choice.mode is not None and choice.mode.source in self._passes and choice.depth:
                 by_mode.setdefault(choice.mode, []).append(index)
         for mode, chosen in by_mode.items():
-            assert self._elastic is not None
-            before = self._elastic.layers.bytes_read
-            made = self._elastic.draft(
+            drafting = self._passes[mode.source]
+            before = drafting.bytes_read
+            made = drafting.draft(
                 mode,
                 [sequences[index] for index in chosen],
                 [choices[index].depth for index in chosen],
                 self.controller.goes_on,
             )
-            self._draft_rows += self._elastic.rows
-            self._draft_bytes += self._elastic.layers.bytes_read - before
+            self._draft_rows += drafting.rows
+            self._draft_bytes += drafting.bytes_read - before
             if len(chosen) == len(sequences):
-                self.forecast = self._elastic.layers.forecast()
+                self.forecast = drafting.forecast()
             for index, draft in zip(chosen, made, strict=True):
                 self._confidence[sequences[index]] = draft.confidence
                 if not any(draft.proposals):
@@ -295,7 +306,7 @@ class Report:
                 self._record(trial.mode.name).drafts[trial.drafted, trial.accepted] += 1
         if not round.draft_rows:
             return
-        passes = {t.mode.name for t in round.trials if t.mode and t.mode.source == "elastic"}
+        passes = {t.mode.name for t in round.trials if t.mode and t.mode.source in BY_PASSES}
         for name in passes:
             self._record(name).draft_bytes += round.draft_bytes // len(passes)
 

@@ -46,7 +46,7 @@ def resident(store: Path) -> MoE:
 def offload(
     store: Path, resident: MoE, share: float, profile: dict[str, Any] = SMALL, **offload: Any
 ) -> MoE:
-    manifest = read_manifest(store)
+    manifest = read_manifest(store).without_drafts()
     slots = round(share * sum(layer.experts for layer in manifest.layers))
     rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
     room = slots * slot_bytes(manifest, 8) + 16

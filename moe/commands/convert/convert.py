@@ -52,6 +52,7 @@ from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
 from moe.loading.memory_plan import size_text
 from moe.loading.meta_model import build_meta_model
+from moe.loading.mtp import plan_mtp
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.takeover import Takeover, prefixes_of, quantizes
@@ -62,6 +63,7 @@ from moe.settings import ModelSettings
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*")
 """Configuration, tokenizer, chat template, licence."""
 NOT_COPIED = ("*.safetensors.index.json", MANIFEST_NAME)
+CALIBRATED = "a calibration says nothing about its experts"
 PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")
 
 
@@ -148,6 +150,9 @@ class _Conversion:
         self._config = read_config(source.path)
         self._network = build_meta_model(self._config)
         check_experts(self._network)
+        unwanted = CALIBRATED if calibration is not None or budget is not None else ""
+        with open_checkpoint(source.path, self._config, source=self._bytes) as checkpoint:
+            self._mtp = plan_mtp(self._network, checkpoint.tensors, unwanted)
         self._names = [name for name, _ in experts_modules(self._network)]
         self._allocation = allocate_bits(self._network, self._settings, calibration, budget)
         if self._allocation is not None:
@@ -157,6 +162,8 @@ class _Conversion:
     def run(self, repair_by: Path | None, on_notice: Callable[[str], object]) -> None:
         for notice in decoding_notices(self._config, self._settings.expert_bits):
             on_notice(notice)
+        if self._mtp.why_not and self._mtp.renamed:
+            on_notice(f"the store has no multi-token-prediction layer: {self._mtp.why_not}")
         exact = quantizes(self._settings.expert_bits) or quantizes(self._settings.trunk_bits)
         with open_checkpoint(
             self._source, self._config, exact=exact, source=self._bytes
@@ -196,7 +203,7 @@ class _Conversion:
         """Write the missing layers, and load the trunk into the network."""
         takeover = Takeover(self._network, self._settings, self._write_layer)
         dtype_for = takeover.dtype_for(lambda _, stored: stored)
-        weights = plan_weights(self._network, checkpoint, dtype_for)
+        weights = plan_weights(self._network, checkpoint, dtype_for, renamed=self._mtp.renamed)
         there = {
             name
             for index, name in enumerate(self._names)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,9 @@ class GgufCheckpoint(Checkpoint):
         self._drafting = bool(files[0].metadata.get(f"{name}.nextn_predict_layers"))
         self._config: Any = None
 
-    def make_plan(self, model: PreTrainedModel) -> LoadPlan:
+    def make_plan(
+        self, model: PreTrainedModel, renamed: Mapping[str, str | None] = MappingProxyType({})
+    ) -> LoadPlan:
         expected = model.state_dict()
         targets = dict(targets_of(model, self._architecture, expected, self._found))
         self._tensors, self._stored, self._config = {}, {}, model.config

@@ -61,7 +61,7 @@ class Models:
 
     def fresh(self, residency: float) -> MoE:
         """One of the test's own, that has read nothing yet."""
-        manifest, plan = read_manifest(self._store), self._loaded[1.0].memory_plan
+        manifest, plan = read_manifest(self._store).without_drafts(), self._loaded[1.0].memory_plan
         slots = round(residency * sum(layer.experts for layer in manifest.layers))
         rest = sum(line.bytes for line in plan.lines if line.name != "experts")
         room = rest + slots * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16

@@ -48,4 +48,5 @@ def test_statistics_add_up(auto: MoE) -> None:
         "elastic:4b",
         "elastic:2b",
         "elastic:4b:top2",
+        "mtp",
     }

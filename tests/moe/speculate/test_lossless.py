@@ -148,7 +148,7 @@ def test_all_of_a_draft_may_stand(models: Models) -> None:
     model, oracle = models.at(1.0), Oracle()
     engine, loaded = model.engine(), model._loaded
     assert isinstance(engine, Engine)
-    speculator = Speculator(FixedDepth(oracle.mode, 3), None, [oracle], 3)
+    speculator = Speculator(FixedDepth(oracle.mode, 3), {}, [oracle], 3)
     engine.runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
     groups = [model.request(prompt, greedy()) for prompt in models.prompts[:6]]
     for group, expected in zip(groups, models.expected, strict=False):

@@ -23,7 +23,7 @@ class FakeSequence:
 
 
 def test_a_step_is_plain_where_nothing_is_offered() -> None:
-    speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
+    speculator = Speculator(FixedDepth(NGram.mode, 4), {}, [NGram()], 4)
     one, other = (cast(RunningSequence, FakeSequence(new)) for new in (4, 5))
     assert speculator.propose([one, other], inf) is None
     speculator.finish(alone=True)
@@ -37,7 +37,7 @@ def test_a_step_is_plain_where_nothing_is_offered() -> None:
 
 @pytest.mark.parametrize(("spare", "left", "drafted"), [(2, 20, 2), (inf, 3, 2), (inf, 1, 0)])
 def test_drafts_are_no_longer_than_there_is_room(spare: float, left: int, drafted: int) -> None:
-    speculator = Speculator(FixedDepth(NGram.mode, 4), None, [NGram()], 4)
+    speculator = Speculator(FixedDepth(NGram.mode, 4), {}, [NGram()], 4)
     one: Any = FakeSequence(4, 2, 3)
     one.max_new_tokens = len(one.token_ids) + left
     drafts = speculator.propose([one], spare)
@@ -49,7 +49,7 @@ def test_a_step_is_plain_where_what_is_offered_is_not_worth_it() -> None:
         def plan(self, *step: Any) -> list[Choice]:
             return [Choice()]
 
-    speculator = Speculator(Declines(NGram.mode, 4), None, [NGram()], 4)
+    speculator = Speculator(Declines(NGram.mode, 4), {}, [NGram()], 4)
     assert speculator.propose([cast(RunningSequence, FakeSequence(4, 2, 3))], inf) is None
 
 

@@ -1,0 +1,89 @@
+"""Multi-token-prediction drafts: by the layer that the model's checkpoint brings.
+
+The first pass of a draft reads the tokens that have come since the last one, each with the model's
+hidden state of the token before it, which the sequence has kept (`moe.network.hidden`). Each
+further pass reads the token just drafted with the layer's own hidden state. Only rows of the first
+pass stay in the layer's cache: they are what the model itself has read.
+Legend: T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe.network.hidden import HiddenKV, MtpKV
+from moe.network.kv_cache import Work
+from moe.network.lanes import run_lanes
+from moe.network.mtp import MtpHead
+from moe.sequence import RunningSequence
+from moe.speculate.draft import Mode
+from moe.speculate.passes import PassDrafts, PendingDraft
+
+COUNTED = 15  # odd: a draft asks twice
+
+
+class MtpDrafts(PassDrafts):
+    """Drafts for several sequences in shared passes of a multi-token-prediction layer.
+
+    Args:
+        head: the layer; the model's sequences have caches of the class `MtpKV`.
+    """
+
+    def __init__(self, head: MtpHead) -> None:
+        super().__init__()
+        assert head.backbone.packed
+        self._head = head
+        self._unread: dict[int, MtpKV] = {}  # of drafts whose first pass is to come
+        self._asked = self._bytes = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Counted anew every `COUNTED`-th time: counting takes a fair part of a pass."""
+        if self._asked % COUNTED == 0:
+            self._bytes = sum(self._head.experts.expert_bytes_read_by.values())
+        self._asked += 1
+        return self._bytes
+
+    def _begin(
+        self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
+    ) -> list[PendingDraft]:
+        drafts = []
+        self._unread = {}
+        for sequence, depth in zip(sequences, depths, strict=True):
+            cache = sequence.cache
+            assert isinstance(cache, MtpKV)
+            # Its last token is not read yet, so as many tokens come behind those with rows.
+            tokens = sequence.last_tokens(cache.hidden_rows) if cache.hidden_rows else []
+            work = Work(tokens, cache.head)
+            draft = PendingDraft(
+                work, sequence.sampler.fork(), depth if tokens else 0, cache.head.length
+            )
+            self._unread[id(draft)] = cache
+            drafts.append(draft)
+        return drafts
+
+    def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
+        head, work = self._head, [draft.work for draft in drafts]
+        caches = [_kept(item) for item in work]
+        sources = [self._unread.get(id(d), c) for d, c in zip(drafts, caches, strict=True)]
+        rows = [source.hidden() for source in sources]
+        for cache in caches:
+            cache.forget_hidden()
+        with head.input.reading(rows[0] if len(rows) == 1 else torch.cat(rows)):
+            lanes = head.backbone.lanes(work, "decode")
+            run_lanes(lanes, head.experts.run)
+            logits = [rows for lane in lanes for rows in lane.result()]
+        for draft, own in zip(drafts, caches, strict=True):
+            own.keep_last()
+            if (read := self._unread.pop(id(draft), None)) is not None:
+                read.forget_hidden()
+                draft.length = own.length
+        return logits
+
+
+def _kept(work: Work) -> HiddenKV:
+    assert isinstance(work.cache, HiddenKV)
+    return work.cache

@@ -1,0 +1,230 @@
+"""Multi-token prediction: what is loaded, that it is transformers' own layer, and what is left."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe import MoE, SamplingParams
+from moe.commands.convert.convert import convert
+from moe.engine.engine import Engine
+from moe.network.hidden import MtpKV
+from moe.settings import ModelSettings
+from moe.speculate.draft import Mode
+from moe.speculate.mtp import MtpDrafts
+from offload.layer import OffloadedExperts
+from tests.moe.speculate.mtp_models import transformers_draft, with_mtp
+from tests.moe.speculate.test_elastic import running
+from tests.moe.speculate.test_verify import chi_square_fits
+from tests.moe.test_offload import SMALL, budget
+
+KINDS = ["deepseek_v3", "glm4_moe"]
+PROMPTS = [[5, 9, 3, 77, 21, 9, 3, 60], [4, 100, 17], [33] * 5]
+WHOLE: dict[str, Any] = {"model": {"expert_dtype": "float32"}}
+MTP = {"mode": "mtp", "max_depth": 3}
+
+
+def load(folder: Path, **settings: Any) -> MoE:
+    return MoE.from_pretrained(folder, SMALL | WHOLE, speculation=MTP | settings)
+
+
+def drafts_of(model: MoE) -> MtpDrafts:
+    speculator = model._loaded.speculation.speculator
+    assert speculator is not None, model.status()["speculation"]["why"]
+    drafts = speculator._passes["mtp"]
+    assert isinstance(drafts, MtpDrafts)
+    return drafts
+
+
+def greedy(count: int = 24) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+
+
+def tokens_of(model: MoE, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
+    return [list(c.token_ids) for c in model.generate(list(prompts), greedy())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_is_what_transformers_own_layer_says(kind: str, tmp_path: Path) -> None:
+    """In one pass over a prompt, and in steps over what comes behind it."""
+    network, layer = with_mtp(kind, tmp_path / "model")
+    model = load(tmp_path / "model")
+    drafts = drafts_of(model)
+    sequences = running(model, PROMPTS)
+    with torch.inference_mode():
+        for sequence in sequences:
+            begun = drafts._begin(Mode("mtp"), [sequence], [1])
+            (logits,) = drafts._run(begun)
+            known = [*sequence.prompt_token_ids, *sequence.token_ids]
+            expected = transformers_draft(network, layer, known)
+            assert (logits[-1] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_cache_follows_what_the_model_accepts(kind: str, tmp_path: Path) -> None:
+    """Behind steps whose drafts were rejected, it drafts as if it read the whole text at once."""
+    network, layer = with_mtp(kind, tmp_path / "model")
+    model = load(tmp_path / "model")
+    drafts, engine = drafts_of(model), model.engine()
+    group = model.request(PROMPTS[0], greedy())
+    engine.submit(group)
+    (sequence,) = group.sequences
+    while len(sequence.token_ids) < 9:
+        engine.step()
+    with torch.inference_mode():
+        (logits,) = drafts._run(drafts._begin(Mode("mtp"), [sequence], [1]))
+        known = [*sequence.prompt_token_ids, *sequence.token_ids]
+        expected = transformers_draft(network, layer, known)
+    assert (logits[-1] - expected).abs().max() < 1e-4
+
+
+def test_a_known_beginning_keeps_the_layers_rows(tmp_path: Path) -> None:
+    """A prefix of n tokens has the rows of its tokens but for the first, and no hidden state that
+    a later token has to do with."""
+    with_mtp("glm4_moe", tmp_path / "model")
+    model = load(tmp_path / "model")
+    (sequence,) = running(model, [PROMPTS[0] * 4])
+    with torch.inference_mode():
+        begun = drafts_of(model)._begin(Mode("mtp"), [sequence], [1])
+        drafts_of(model)._run(begun)
+    cache = sequence.cache
+    assert isinstance(cache, MtpKV)
+    assert cache.head.length == cache.length == 32
+    assert cache.hidden_rows == 0
+    for length in (32, 31, 16, 1):
+        fork = cache.fork(64, length)
+        assert fork.head.length == length - 1
+        assert fork.hidden_rows == 0
+        keys, values = fork.head.read(0, fork.head.length)
+        theirs = cache.head.read(0, fork.head.length)
+        assert torch.equal(keys, theirs[0])
+        assert torch.equal(values, theirs[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_no_drafts(kind: str, tmp_path: Path) -> None:
+    with_mtp(kind, tmp_path / "model")
+    plain = MoE.from_pretrained(tmp_path / "model", SMALL | WHOLE)
+    model = load(tmp_path / "model")
+    assert tokens_of(model) == tokens_of(plain)
+    figures = model.stats()["speculation"]["modes"]["mtp"]
+    assert figures["verified"] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_keeps_the_layer(kind: str, tmp_path: Path) -> None:
+    """Its experts are behind the same cache as the model's; a profile without drafts, which does
+    not load it, gives the same tokens."""
+    network, _ = with_mtp(kind, tmp_path / "model")
+    store = convert(tmp_path / "model", tmp_path / "store", ModelSettings(expert_bits=8))
+    plain = MoE.from_pretrained(store, SMALL)
+    layers = len(plain._loaded.experts.layers)
+    assert layers == network.config.num_hidden_layers - 1  # the first is dense
+    whole = MoE.from_pretrained(store, SMALL, speculation=MTP)
+    half = budget(store, whole, 0.5, speculation=MTP, offload={"hot_set": False})
+    for model in (whole, MoE.from_pretrained(store, half)):
+        assert len(model._loaded.experts.layers) == layers
+        assert tokens_of(model) == tokens_of(plain)
+        assert model.stats()["speculation"]["modes"]["mtp"]["draft_bytes"] > 0
+    offloaded = model._loaded.offloaded
+    assert offloaded is not None
+    assert len(offloaded.layers) == layers
+    own = drafts_of(model)._head.experts.layers
+    assert [layer.layer for layer in own if isinstance(layer, OffloadedExperts)] == [layers]
+    assert offloaded.cache.statistics.layers[layers].hits > 0
+
+
+def test_a_layer_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+    with_mtp("glm4_moe", tmp_path / "model")
+    file = tmp_path / "model" / "mtp.safetensors"
+    tensors = load_file(file)
+    norm = next(name for name in tensors if name.endswith("input_layernorm.weight"))
+    del tensors[norm]
+    save_file(tensors, file)
+    model = load(tmp_path / "model")
+    status = model.status()["speculation"]
+    assert not status["enabled"]
+    assert "its multi-token-prediction layer does not fit: missing:" in status["why"]
+    assert len(tokens_of(model)[0]) == 24
+
+
+def test_a_model_without_such_a_layer_says_so(tmp_path: Path) -> None:
+    with_mtp("glm4_moe", tmp_path / "model")
+    (tmp_path / "model" / "mtp.safetensors").unlink()
+    model = load(tmp_path / "model")
+    assert model.status()["speculation"] == {
+        "enabled": False,
+        "why": "the model brings no multi-token-prediction layer",
+    }
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> tuple[MoE, MoE]:
+    """The same tiny model without and with its layer."""
+    folder = tmp_path_factory.mktemp("glm") / "model"
+    with_mtp("glm4_moe", folder)
+    return MoE.from_pretrained(folder, SMALL | WHOLE), load(folder)
+
+
+def test_samples_have_the_models_distribution(glm: tuple[MoE, MoE]) -> None:
+    """Of the two likeliest tokens each time, three times: chi-square of the eight continuations."""
+    plain, model = glm
+    params = SamplingParams(max_new_tokens=4, temperature=1.0, top_k=2, n=8, ignore_eos=True)
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for before, chance in chances.items():
+            best = plain.logits([*PROMPTS[0], *before])[-1].topk(2)
+            for token, own in zip(best.indices.tolist(), best.values.softmax(0), strict=True):
+                longer[(*before, token)] = chance * float(own)
+        chances = longer
+    counts = Counter[tuple[int, ...]]()
+    for _ in range(80):
+        for completion in model.generate([PROMPTS[0]], params):
+            counts[tuple(completion.token_ids[:3])] += 1
+    assert counts.keys() <= chances.keys()
+    places = list(chances)
+    told = torch.tensor([float(counts[place]) for place in places])
+    assert chi_square_fits(told, torch.tensor([chances[place] for place in places]))
+
+
+def test_short_memory_cancellation_and_company_change_no_token(glm: tuple[MoE, MoE]) -> None:
+    """Sequences give way to each other, are read again, share beginnings, and end early."""
+    plain, model = glm
+    draw = random.Random(2)
+    prompts = [[draw.randrange(128) for _ in range(draw.randint(2, 20))] for _ in range(12)]
+    prompts += [[*prompts[0] * 2, *prompt] for prompt in prompts[1:4]]
+    expected = tokens_of(plain, prompts)
+    engine = model.engine()
+    assert isinstance(engine, Engine)
+    engine.scheduler.kv_tokens = 150
+    groups = [model.request(prompt, greedy()) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    steps = 0
+    while not engine.idle:
+        for _, event in engine.step():
+            assert not isinstance(event, Exception), event
+        steps += 1
+        if steps == 10:
+            engine.cancel(groups[5])
+    for index, group in enumerate(groups):
+        tokens = group.sequences[0].token_ids
+        assert tokens == (expected[index][: len(tokens)] if index == 5 else expected[index])
+
+
+def test_auto_tries_the_layer_and_tells_what_it_found(glm: tuple[MoE, MoE], tmp_path: Path) -> None:
+    with_mtp("glm4_moe", tmp_path / "model")
+    model = MoE.from_pretrained(
+        tmp_path / "model", SMALL | WHOLE, speculation={"mode": "auto", "max_depth": 3}
+    )
+    assert "mtp" in model.status()["speculation"]["why"]
+    assert tokens_of(model) == tokens_of(glm[0])
+    assert "mtp" in model.stats()["speculation"]["control"]["expected_acceptance"]
