@@ -123,15 +123,15 @@ class Sizes:
         return Attends(0, View(0.3, None, None), latents, self.pool)
 
 
-TABLES = {
-    half: RotaryTable(
-        lambda positions, half=half: (
-            (positions[..., None] / (2.0 + torch.arange(half))).cos(),
-            (positions[..., None] / (2.0 + torch.arange(half))).sin(),
-        )
-    )
-    for half in (1, 4, 5)
-}
+def _rotary_table(half: int) -> RotaryTable:
+    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None] / (2.0 + torch.arange(half))
+        return angles.cos(), angles.sin()
+
+    return RotaryTable(table)
+
+
+TABLES = {half: _rotary_table(half) for half in (1, 4, 5)}
 """By half the size that is rotated."""
 
 
