@@ -1,8 +1,8 @@
 """The middleware in front of every route.
 
 It checks the API key and the host name, gives each request an id, counts answers, and turns an
-exception that escapes a route into status 500. Routes need the key unless listed as public; of the
-page at ``/`` the files are public, which every installation has alike, and what they show is not.
+exception that escapes a route into status 500. Routes need the key unless listed as public. The
+files of the page at ``/`` are public, as every installation has the same; what they show is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe.server import page
 from moe.server.errors import GENERIC, APIError
 from moe.server.metrics import Metrics
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 logger = logging.getLogger("moe.server")
 
@@ -86,7 +86,7 @@ class Guard:
                     "the Host header names another host; use localhost, or start with --api-key",
                     code="wrong_host",
                 )
-        if self._api_key is None or scope["path"] in PUBLIC_PATHS | page.PATHS:
+        if self._api_key is None or scope["path"] in PUBLIC_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_key(key):
