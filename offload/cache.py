@@ -91,7 +91,7 @@ class ExpertCache:
 
     def residency(self) -> NDArray[np.int8]:
         """``(units,)``: 0 absent, 1 in flight, 2 there by a prefix of its bits, 3 there. A copy,
-        from any thread: single steps of CPython's own containers, none of which can be cut."""
+        from any thread: lists and dictionaries are copied whole, while no other thread runs."""
         there = np.where(self._table.present, 3, 0).astype(np.int8)
         if self.prefixed:
             short = np.array(self._table.grains) != np.array(self.sizes.grains)

@@ -18,5 +18,7 @@ A request passes through these, in this order:
 - an `answers.Answer` turns tokens into the JSON of its dialect;
 - `connections.py` stops the work when the client goes away or does not read.
 
-`serve.py` is the process, `metrics.py` what Prometheus reads, `errors.py` the shape of errors.
+`experts_stream.py` shows the experts at work to any number of viewers, `page/` is the page for
+browsers that does so. `serve.py` is the process, `metrics.py` what Prometheus reads, `errors.py`
+the shape of errors.
 """

@@ -117,10 +117,15 @@ class ExpertsFeed:
                 until = time.monotonic() + max(INTERVAL_S, seconds / MAX_SHARE)
                 while (now := time.monotonic()) < until:
                     if self._queue.state not in ("loading", "ready"):
-                        return self._give(None)
+                        return self._end(None)
                     await asyncio.sleep(min(_POLL_S, until - now))
         except Exception as error:
-            self._give(error)
+            self._end(error)
+
+    def _end(self, why: Exception | None) -> None:
+        """End the streams. Who comes later begins anew."""
+        self._give(why)
+        self._work = self._last = None
 
     def _give(self, item: tuple[str, str] | Exception | None) -> None:
         for viewer in self.viewers:

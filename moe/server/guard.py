@@ -1,8 +1,8 @@
 """The middleware in front of every route.
 
 It checks the API key and the host name, gives each request an id, counts answers, and turns an
-exception that escapes a route into status 500. Routes need the key unless listed as public; of the
-page at ``/`` the files are public, which every installation has alike, and what they show is not.
+exception that escapes a route into status 500. Routes need the key unless listed as public. The
+files of the page at ``/`` are public, as every installation has the same; what they show is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe.server.keys import ApiKey, ApiKeys
 from moe.server.metrics import Metrics
 from moe.server.request_memory import RequestMemory
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 logger = logging.getLogger("moe.server")
 
@@ -108,7 +108,7 @@ class Guard:
                 "Content-Length and Transfer-Encoding exclude each other; send one of them",
                 headers={"connection": "close"},
             )
-        if self._keys is None or scope["path"] in PUBLIC_PATHS | page.PATHS:
+        if self._keys is None or scope["path"] in PUBLIC_PATHS:
             return None
         sent = dict(scope["headers"])
         scheme, _, bearer = sent.get(b"authorization", b"").partition(b" ")

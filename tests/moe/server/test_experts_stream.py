@@ -206,14 +206,19 @@ def test_a_snapshot_that_fails_ends_the_streams_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def take(feed: ExpertsFeed) -> Any:
-        raise RuntimeError("boom")
+        if feed.snapshots == 0:
+            feed.snapshots += 1
+            raise RuntimeError("boom")
+        return ("layout", "later"), 0.0
 
-    async def run() -> None:
+    async def run() -> list[str]:
         async with feeding(monkeypatch, take) as feed:
             with pytest.raises(RuntimeError, match="boom"):
                 await anext(feed.join().events())
+            again = feed.join().events()  # while the first one has not left yet
+            return [await asyncio.wait_for(anext(again), 5) for _ in range(2)]
 
-    asyncio.run(run())
+    assert asyncio.run(run()) == ["layout", "later"]
 
 
 def test_while_the_model_loads_there_is_its_progress() -> None:

@@ -164,7 +164,8 @@ export class HeatMap {
     const room = $("#map-scroll").clientWidth;
     const widest = Math.max(...this.layers.map(({ bits }) => bits.length), 0);
     if (!room || !widest) return;
-    this.wide = Math.max(4, Math.floor(((room - GUTTER) / widest) * 4) / 4);
+    const least = room > 600 ? 2.5 : 4; // a finger needs more
+    this.wide = Math.max(least, Math.floor(((room - GUTTER) / widest) * 4) / 4);
     this.high = Math.min(26, Math.max(7, Math.floor(440 / this.layers.length), this.wide * 0.6));
     const [width, height] = [GUTTER + this.wide * widest, this.high * this.layers.length];
     const sharp = devicePixelRatio || 1;
@@ -180,7 +181,7 @@ export class HeatMap {
     const { context, wide, high, layers } = this;
     if (!wide || !this.scales) return;
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    const [gapX, gapY] = [wide > 7 ? 1.5 : wide > 5 ? 1 : 0.5, high > 8 ? 1.5 : 1];
+    const [gapX, gapY] = [wide > 7 ? 1.5 : wide > 4.5 ? 1 : 0, high > 8 ? 1.5 : 1];
     context.font = "10px system-ui";
     context.textBaseline = "middle";
     context.textAlign = "right";
@@ -188,7 +189,7 @@ export class HeatMap {
     layers.forEach(({ bits }, layer) => {
       if (layer % every === 0) {
         context.fillStyle = this.soft;
-        context.fillText(layer, GUTTER - 7, (layer + 0.5) * high);
+        context.fillText(layer, GUTTER - 7, Math.max(5.5, (layer + 0.5) * high));
       }
       for (let expert = 0; expert < bits.length; expert++) {
         context.fillStyle = this.#fill(layer, expert);

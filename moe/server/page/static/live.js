@@ -108,6 +108,7 @@ export class Live {
     for (const [id, { offload: needsCache, drafts }] of Object.entries(TILES)) {
       this.tiles[id].tile.hidden = (needsCache && !offload) || (drafts && !speculation.enabled);
     }
+    $("#tiles").dataset.count = Object.values(this.tiles).filter(({ tile }) => !tile.hidden).length;
     $("#drafts-why").textContent = speculation.why;
   }
 
@@ -315,6 +316,7 @@ export class Live {
 
   #how(status) {
     const parts = {
+      Model: { enabled: true, why: `${status.architecture} on ${status.device}` },
       "Packed prompts": status.packing,
       "Fused decode": status.fused,
       Drafts: status.speculation,
@@ -327,13 +329,11 @@ export class Live {
       Reasoning: status.reasoning,
     };
     $("#how").replaceChildren(
-      ...Object.entries(parts).flatMap(([name, { enabled, why }]) => [
+      ...Object.entries(parts).map(([name, { enabled, why }]) => el("div", {},
         el("dt", { className: enabled ? "on" : "off" }, name,
           el("span", { className: "hidden" }, enabled ? " is on" : " is off")),
         el("dd", {}, why || (enabled ? "on" : "off")),
-      ]),
-      el("dt", { className: "on" }, "Model"),
-      el("dd", {}, `${status.architecture} on ${status.device}`),
+      )),
     );
     $("#notices").replaceChildren(...status.notices.map((text) => el("li", {}, text)));
   }
