@@ -133,8 +133,8 @@ def random_weights(size: Size, device: torch.device) -> ExpertWeights:
 
 def random_planes(size: Size, device: torch.device, bits: int) -> QuantizedExperts:
     """Experts of random codes: as fast as real ones, without the minutes of quantizing."""
-    first = PlaneLayout(size.width, size.hidden)
-    second = PlaneLayout(size.hidden, size.width)
+    first = PlaneLayout(size.width, size.hidden, arrangement="cuda")
+    second = PlaneLayout(size.hidden, size.width, arrangement="cuda")
     layouts, experts = (first, first, second), range(size.experts)
 
     def blob(plane: int) -> Tensor:

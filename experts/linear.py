@@ -87,11 +87,22 @@ class QuantizedLinear(nn.Module):
         ):
             setattr(self, name, blob)
 
+    def arrange(self, device: torch.device) -> None:
+        """Arrange the planes for a device."""
+        matrix = self.matrix.for_device(device)
+        self.layout = matrix.layout
+        self.hold(matrix)
+
     @property
     def matrix(self) -> PlaneMatrix:
         """The planes; the same object while the tensors are the same, as kernels cache by it."""
         known, buffers = self._matrix, self._buffers
-        if known is None or known.scales is not buffers["scales"] or known.bias is not self.bias:
+        if (
+            known is None
+            or known.layout is not self.layout
+            or known.scales is not buffers["scales"]
+            or known.bias is not self.bias
+        ):
             planes = tuple(getattr(self, name) for name in self._planes)
             known = self._matrix = PlaneMatrix(self.layout, planes, self.scales, self.bias)
         return known

@@ -370,6 +370,7 @@ def write_layer(
 
 def _tensors(experts: AnyExperts) -> Iterator[Tensor]:
     if isinstance(experts, QuantizedExperts):
+        experts = experts.for_device(torch.device("cpu"))
         for scales, planes in zip(experts.scales, experts.planes, strict=True):
             yield from (blob.cpu() for blob in (scales, *planes))
     else:

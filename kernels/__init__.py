@@ -10,6 +10,8 @@ else kernels/reference.py in plain torch (gradients, unusual dtypes, other devic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -18,7 +20,7 @@ from kernels import reference
 from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError
-from kernels.planes import PlaneMatrix, QuantizedExperts
+from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts, arranged
 from kernels.reference import AnyExperts, ExpertWeights
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Forward",
     "PlaneMatrix",
     "QuantizedExperts",
+    "arrange_for_cuda",
     "backend_status",
     "choose_backend",
     "experts_forward",
@@ -81,6 +84,17 @@ def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     return triton is not None and triton.supports(hidden_TH, experts)
 
 
+def arrange_for_cuda(planes: Sequence[Tensor]) -> None:
+    """Rearrange the first planes of symmetric codes where they lie; blobs may join several."""
+    triton = triton_kernels() if planes[0].device.type == "cuda" else None
+    if triton is None:
+        for plane, made in zip(planes, arranged(planes, "cuda"), strict=True):
+            plane.copy_(made)
+        return
+    for plane, bits in zip(planes, PLANE_BITS, strict=False):
+        triton.arrange(plane.clone(), plane, bits)
+
+
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     """``x W^T + bias``: (T, N) in x's dtype; see kernels/reference.py for the arithmetic.
 
@@ -89,7 +103,8 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     """
     if x_TK.device.type == "cpu":
         native, _ = choose_kernel()
-        if native is not None and native.planes.supports(x_TK, matrix.scales):
+        arranged_so = matrix.layout.arrangement == "cpu"
+        if native is not None and arranged_so and native.planes.supports(x_TK, matrix.scales):
             return native.planes.linear(x_TK, matrix)
     if x_TK.device.type == "cuda":
         triton = triton_kernels()

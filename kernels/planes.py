@@ -23,6 +23,14 @@ the first in the highest bits; one of the 4-bit plane holds 2, the first in the 
 between: two such planes are 2 bits a step again after one selection. Rows are padded to 16 and
 columns to whole groups, with code 136 and scale 0.
 
+On a CUDA device the planes have an arrangement of their own (`arranged`), made while loading. It
+moves bits only within *chunks* of 32 columns of 16 rows, so sizes, blocks and scales stay as they
+are, and each plane can still be read alone. A chunk of a plane of b bits has b 32-bit words for
+each row, row by row. Column ``8 p + 2 u + h`` (p and u from 0 to 3, h 0 or 1) of all planes lies in
+word ``u % b`` from bit ``4 p + 16 h + b * (u // b)`` on: after one shift the planes' bits of a
+column meet in one nibble, and two neighbouring columns lie 16 bits apart, as matrix instructions
+take them.
+
 Weights that a file has quantised already keep its own codes, of 2 to 6 or 8 bits, and its own
 scales and offsets (kernels/scales.py). Their planes are few: the first 4 bits, then the others; of
 2 and 3 bits the first 2. Four bits are unpacked with a mask and a shift, and have no coarser
@@ -57,6 +65,7 @@ from kernels.scales import (
 
 PLANE_BITS = (2, 1, 1, 4)
 PrefixBits = Literal[2, 3, 4, 8]
+Arrangement = Literal["cpu", "cuda"]
 PREFIX_BITS: tuple[PrefixBits, ...] = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64)
 FILE_GROUP_SIZES = (16, 32, 64, 128)
@@ -64,11 +73,15 @@ FILE_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
 """Bits of the planes of codes that come from a file, by the bits of a code."""
 FILE_ROW_GROUP = 32
 """Columns of activations that share a scale where weights come from a file."""
+CHUNK_COLUMNS = 32
+"""Columns within which the arrangement for CUDA devices moves bits."""
 STEP_COLUMNS = 4
 ZERO_CODE = 136
 MAX_CODE = 255
 _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
+_ARRANGED_CHUNKS = 1 << 15
+"""Rearranged at once: a byte a code and more is in memory for a while."""
 _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
@@ -108,6 +121,8 @@ class PlaneLayout:
         group_size: columns that share a scale.
         bits: of a code.
         scales: see kernels/scales.py; codes that are ``symmetric`` have 8 bits.
+        arrangement: of the bits, for CPUs or for CUDA devices; others than symmetric codes have
+            only the first.
 
     Raises:
         ValueError: a group size or width that the kind of scales does not have, or a dimension that
@@ -119,6 +134,7 @@ class PlaneLayout:
     group_size: int = 64
     bits: int = 8
     scales: Scales = "symmetric"
+    arrangement: Arrangement = "cpu"
 
     def __post_init__(self) -> None:
         if self.scales not in SCALES:
@@ -130,6 +146,10 @@ class PlaneLayout:
             raise ValueError(f"group size must be 16, 32, 64 or 128, got {self.group_size}")
         if self.bits not in ((8,) if own else FILE_PLANES):
             raise ValueError(f"codes with {self.scales} scales cannot have {self.bits} bits")
+        if self.arrangement not in (("cpu", "cuda") if own else ("cpu",)):
+            raise ValueError(
+                f"codes with {self.scales} scales cannot be arranged for {self.arrangement}"
+            )
         if self.rows < 1 or self.columns < 1:
             raise ValueError(
                 f"a matrix needs at least one row and column, got {self.rows}x{self.columns}"
@@ -223,7 +243,49 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
         for index, position in enumerate(_POSITIONS[bits]):
             vector |= parts[..., index, :] << position
         planes.append(vector.flatten(-3))
+    if layout.arrangement == "cuda":
+        return arranged(planes, "cuda")
     return tuple(planes)
+
+
+def arranged(planes: Sequence[Tensor], arrangement: Arrangement) -> tuple[Tensor, ...]:
+    """The first planes of symmetric codes, or blobs that join several, in the other arrangement.
+
+    Args:
+        planes: ``(..., bytes)`` uint8, in the arrangement that is not asked for.
+    """
+    made = []
+    for plane, bits in zip(planes, PLANE_BITS, strict=False):
+        pieces = plane.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1)
+        made.append(torch.cat([_arranged(piece, bits, arrangement) for piece in pieces], -1))
+    return tuple(made)
+
+
+def _arranged(plane: Tensor, bits: int, arrangement: Arrangement) -> Tensor:
+    """See `arranged`; legend: C chunks, R rows of a block, v vectors, w words, i steps, c columns
+    of a step, p u h as at the top of this module."""
+    chunk, mask = BLOCK_ROWS * CHUNK_COLUMNS * bits // 8, 2**bits - 1
+    positions = plane.new_tensor(_POSITIONS[bits])
+    nibble = torch.arange(4, device=plane.device)
+    # Of each p: the byte of a word, without that of h, and the bit within it, without that of u.
+    byte_p, bit_p = nibble // 2, nibble % 2 * 4
+    bit_u = torch.arange(4 // bits, device=plane.device) * bits
+    shift_pu = (bit_p[:, None] + bit_u).to(torch.uint8)
+    lead = plane.shape[:-1]
+    if arrangement == "cuda":
+        bytes_CvRc = plane.view(*lead, -1, bits, BLOCK_ROWS, STEP_COLUMNS)
+        codes = (bytes_CvRc[..., None] >> positions) & mask  # C v R c i
+        codes = codes.movedim(-3, -4).movedim(-1, -2)  # C R v i c
+        columns = codes.flatten(-3).unflatten(-1, (4, 4 // bits, bits, 2))  # C R p (u // b) w h
+        bits_of = (columns << shift_pu[:, :, None, None]).sum(-3, dtype=torch.uint8)  # C R p w h
+        pairs = bits_of.unflatten(-3, (2, 2)).sum(-3, dtype=torch.uint8)  # C R byte w h
+        return pairs.movedim(-3, -1).flatten(-3).flatten(-2).view(*lead, -1)
+    words = plane.view(*lead, plane.shape[-1] // chunk, BLOCK_ROWS, bits, 2, 2)  # C R w h byte
+    spread = words[..., byte_p].movedim(-1, -3)  # C R p w h
+    codes = (spread[..., None, :, :] >> shift_pu[:, :, None, None]) & mask  # C R p (u // b) w h
+    codes = codes.flatten(-4).unflatten(-1, (bits, 8 // bits, STEP_COLUMNS))  # C R v i c
+    own = (codes << positions[:, None]).sum(-2, dtype=torch.uint8)  # C R v c
+    return own.movedim(-2, -3).flatten(-4)
 
 
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
@@ -231,6 +293,8 @@ def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
 
     The bits of missing planes are centred in symmetric codes, else 0.
     """
+    if layout.arrangement == "cuda":
+        return unpack(arranged(planes, "cpu"), replace(layout, arrangement="cpu"))
     lead = planes[0].shape[:-1]
     steps = torch.zeros(
         *lead, layout.num_blocks, layout.padded_columns // STEP_COLUMNS, _STEP_CODES,
@@ -336,6 +400,20 @@ class PlaneMatrix:
     def bits(self) -> int:
         return self.layout.format.prefix_bits[len(self.planes) - 1]
 
+    def for_device(self, device: torch.device) -> PlaneMatrix:
+        """With the bits arranged for a device, moved within memory of the same size; itself where
+        they are, and where there is no other arrangement."""
+        wanted = arrangement_for(device, self.layout)
+        if wanted == self.layout.arrangement:
+            return self
+        layout = replace(self.layout, arrangement=wanted)
+        return replace(self, layout=layout, planes=arranged(self.planes, wanted))
+
+
+def arrangement_for(device: torch.device, layout: PlaneLayout) -> Arrangement:
+    """How codes of this kind lie best on a device."""
+    return "cuda" if device.type == "cuda" and layout.scales == "symmetric" else "cpu"
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts:
@@ -356,6 +434,8 @@ class QuantizedExperts:
         gate_up_bias_EG: (E, G) added to the first projection, in the architecture's own order.
         down_bias_EH: (E, H) added to the second projection.
         post_norm: (S, H) -> (S, H), applied to each expert's output row before its routing weight.
+        layer_experts: the most experts that a call asks for, where these are slots of several
+            layers; None: all of them.
     """
 
     first: PlaneLayout
@@ -368,6 +448,7 @@ class QuantizedExperts:
     gate_up_bias_EG: Tensor | None = None
     down_bias_EH: Tensor | None = None
     post_norm: Callable[[Tensor], Tensor] | None = None
+    layer_experts: int | None = None
 
     def __post_init__(self) -> None:
         if self.parts not in (1, 2) or (self.interleaved and self.parts == 1):
@@ -420,6 +501,16 @@ class QuantizedExperts:
         """The same experts at no more than ``bits`` bits, but for one plane; shares all memory."""
         keep = max(1, sum(own <= bits for own in self.prefix_bits))
         return replace(self, planes=tuple(planes[:keep] for planes in self.planes))
+
+    def for_device(self, device: torch.device) -> QuantizedExperts:
+        """See `PlaneMatrix.for_device`; one expert after the other."""
+        wanted = {arrangement_for(device, layout) for layout in self._layouts}
+        if wanted == {self.first.arrangement} or len(wanted) > 1:
+            return self
+        own = wanted.pop()
+        first, second = (replace(x, arrangement=own) for x in (self.first, self.second))
+        planes = tuple(arranged(planes, own) for planes in self.planes)
+        return replace(self, first=first, second=second, planes=planes)
 
     def matrices(self, expert: int) -> tuple[PlaneMatrix, ...]:
         """The parts of the expert's first projection, then the second; views, without biases."""

@@ -48,6 +48,8 @@ class ExpertWeights:
         gate_up_bias_EG: (E, G) added to the first projection.
         down_bias_EH: (E, H) added to the second projection.
         post_norm: (S, H) -> (S, H), applied to each expert's output row before its routing weight.
+        layer_experts: the most experts that a call asks for, where these are slots of several
+            layers; None: all of them.
     """
 
     gate_up_EGH: Tensor
@@ -56,6 +58,7 @@ class ExpertWeights:
     gate_up_bias_EG: Tensor | None = None
     down_bias_EH: Tensor | None = None
     post_norm: Callable[[Tensor], Tensor] | None = None
+    layer_experts: int | None = None
 
     def __post_init__(self) -> None:
         experts, _, hidden = self.gate_up_EGH.shape

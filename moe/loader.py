@@ -28,7 +28,7 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes
-from moe.loading.takeover import mend_linears, precision_notices
+from moe.loading.takeover import arrange_linears, mend_linears, precision_notices
 from moe.machine import keep_freed_memory
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
@@ -143,6 +143,7 @@ def _load(
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
         keep_freed_memory()
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
+    arrange_linears(network, device)
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
     forecasts = _forecasts(offloaded, layers, path, planned.config, profile)

@@ -12,7 +12,7 @@ import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil, gcd, lcm
 from typing import Any
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from experts.weights import ExpertShape, from_expert_blobs
-from kernels import ExpertWeights
+from kernels import ExpertWeights, QuantizedExperts, arrange_for_cuda
+from kernels.planes import arrangement_for
 from kernels.reference import AnyExperts
 
 PAGE = 4096
@@ -71,6 +72,13 @@ class Arena:
         old = self.places(source) + self.biases(source)
         for new, part in zip(self.places(target) + self.biases(target), old, strict=True):
             new.copy_(part)
+
+    def arrange(self, slots: Sequence[int]) -> None:
+        """The bytes of a store's file have come into these slots: arrange them for the device."""
+        experts = self.experts
+        if isinstance(experts, QuantizedExperts) and experts.first.arrangement == "cuda":
+            for slot in slots:
+                arrange_for_cuda(experts.planes[slot])
 
     def resize(self, grains: int) -> None:
         """Use the first ``grains`` only; the others lose their contents, and pageable memory of
@@ -144,7 +152,12 @@ def plane_arena(
         kinds.append([used])
         each_planes = zip(*(plane.unbind() for plane in planes), strict=True)
         blobs += zip(each_planes, scales.unbind(), strict=True)
-    return Arena(from_expert_blobs(shape, blobs, interleaved, **own), [rows], kinds)
+    experts = from_expert_blobs(shape, blobs, interleaved, **own)
+    wanted = {arrangement_for(rows.memory.device, x) for x in (experts.first, experts.second)}
+    if wanted == {"cuda"}:
+        first, second = (replace(x, arrangement="cuda") for x in (experts.first, experts.second))
+        experts = replace(experts, first=first, second=second)
+    return Arena(experts, [rows], kinds)
 
 
 def whole_arena(

@@ -109,6 +109,7 @@ def arena_for(
     )
     own: dict[str, Any] = {"activation": like.activation, "post_norm": like.post_norm}
     own |= {"gate_up_bias_EG": first, "down_bias_EH": second}
+    own["layer_experts"] = max(layer.experts for layer in manifest.layers)
     if bits == WHOLE:
         return whole_arena(shape, DTYPES[record.dtype], grains, device, **own)
     grains_of = _grains_of(manifest, bits, prefix_bits)

@@ -49,7 +49,8 @@ class HostSource:
         pairs = list(zip(self._host_slots.places(0), self._gpu_slots.places(0), strict=True))
         for _ in range(3):
             start = time.perf_counter()
-            self.streams.copy(pairs, self.streams.record_event()).synchronize()
+            after = self.streams.record_event()
+            self.streams.copy(pairs, after, lambda: self._gpu_slots.arrange([0])).synchronize()
             best = min(best, time.perf_counter() - start)
         return best
 
@@ -86,7 +87,9 @@ class HostSource:
         if ready:
             pairs = [pair for copy in ready for pair in self._pairs(copy)]
             last = max(ready, key=lambda copy: copy.number)
-            batch = CopyBatch(self.streams.copy(pairs, last.after), ready)
+            slots = [copy.slot for copy in ready]
+            event = self.streams.copy(pairs, last.after, lambda: self._gpu_slots.arrange(slots))
+            batch = CopyBatch(event, ready)
             self._batches.append(batch)
             for copy in ready:
                 copy.batch = batch

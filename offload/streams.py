@@ -38,12 +38,18 @@ class Streams(Protocol):
         """An event behind all kernels that have been launched so far."""
         ...
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> Event:
+    def copy(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        after: Event,
+        then: Callable[[], None] | None = None,
+    ) -> Event:
         """Copy sources to targets when ``after`` has passed; returns the event behind all of them.
 
         Args:
             pairs: sources must not change until then. Copies from memory that `pin` has not locked
                 may block the host.
+            then: launches kernels behind the copies, on the same stream.
         """
         ...
 
@@ -75,12 +81,19 @@ class CudaStreams:
     def record_event(self) -> torch.cuda.Event:
         return self._computing.record_event()
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> torch.cuda.Event:
+    def copy(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        after: Event,
+        then: Callable[[], None] | None = None,
+    ) -> torch.cuda.Event:
         assert isinstance(after, torch.cuda.Event)
         self._copies.wait_event(after)
         with torch.cuda.stream(self._copies):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
+            if then is not None:
+                then()
         return self._copies.record_event()
 
     def wait_event(self, event: Event) -> Delay:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from routing.routing import Routing
+from routing.routing import Routing, counted
 
 Phase = Literal["prefill", "decode"]
 """Of a token: it belongs to a prompt, or it is the next token of a running sequence."""
@@ -112,7 +112,7 @@ class RoutingStatistics:
         begin = torch.arange(len(steps)).repeat_interleave(sizes) * places + 1
         layer = torch.arange(len(ids))[:, None] * (len(steps) * places)
         slots = ids + (begin + layer).to(ids.device)
-        counts = torch.bincount(slots.flatten(), minlength=len(ids) * len(steps) * places)
+        counts = counted(slots.flatten(), len(ids) * len(steps) * places)
         return counts.view(len(ids), len(steps), places)[..., 1:]
 
     def _add_loads(self, layers: slice, phases: LoadedFor, touched_LSE: Tensor) -> None:

@@ -69,11 +69,10 @@ def dequantize(codes_NH: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor
 def write_failures(rows_NH: Tensor, rank: int, failures: Failures) -> None:
     """Overwrite failed rows with the failure, its reason cut to what fits."""
     for index, failure in failures.items():
-        blob = rows_NH[index].view(torch.uint8).numpy()
+        blob = rows_NH[index].view(torch.uint8)  # on any device
         words = f"rank {rank}: {failure.reason}".encode(errors="replace")[: len(blob) - _TEXT]
-        blob[:] = 0
-        blob[:_FAILED], blob[_FAILED] = 255, failure.unreadable
-        blob[_TEXT : _TEXT + len(words)] = list(words)
+        text = bytes([255] * _FAILED + [failure.unreadable]) + words
+        blob.copy_(torch.tensor(list(text.ljust(len(blob), b"\0")), dtype=torch.uint8))
 
 
 def combined(

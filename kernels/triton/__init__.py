@@ -1,6 +1,7 @@
 """Experts, attention and recurrent layers on NVIDIA GPUs, in Triton, which these modules import.
 
-Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_80 and sm_90 without one.
+Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_80 and sm_90
+without one.
 """
 
 from __future__ import annotations

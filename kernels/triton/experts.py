@@ -9,6 +9,7 @@ Shape legend as in kernels/reference.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -16,22 +17,32 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from kernels.cpu.activation import recognise
-from kernels.planes import PlaneMatrix, QuantizedExperts
+from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shapes
-from kernels.triton.grouped import address_table, project_planes, project_whole, readable
+from kernels.triton.grouped import project_whole
 from kernels.triton.language import DTYPES, Epilogue, masked_by
-from kernels.triton.routing import Blocks, one_group, route
-from kernels.triton.tiles import Tile, choose
+from kernels.triton.planes import address_table, dequantized, finish, project_planes, readable
+from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
+from kernels.triton.routing import Blocks, one_group, route, used_experts
+from kernels.triton.tiles import DECODE, PLANES, PREFILL, Tile, choose
 
 _COLUMNS = 256  # of a program of `combine_kernel`
+
+
+_MANY_ROWS = 32  # of an expert, from which on taller tiles pay
+_PANEL_ROWS = 64  # of an expert, from which on its planes are dequantised first
+PANEL_BYTES = 128 << 20
+"""Memory of dequantised weights at most, but for one expert."""
 
 
 @dataclass(frozen=True)
 class _TritonPlan:
     epilogue: Epilogue
     table_E5: Tensor | None  # addresses of the planes; None for whole weights
+    planes: int  # of each expert; 0 if they differ
 
 
 _plans: WeakKeyDictionary[AnyExperts, _TritonPlan] = WeakKeyDictionary()
@@ -44,7 +55,7 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     if hidden_TH.dtype not in DTYPES:
         return False
     if isinstance(experts, QuantizedExperts):
-        if {experts.first.scales, experts.second.scales} != {"symmetric"}:
+        if {experts.first.arrangement, experts.second.arrangement} != {"cuda"}:
             return False
         blobs = zip(experts.planes, experts.scales, strict=True)
         return experts in _plans or all(readable((*p, s), device) for p, s in blobs)
@@ -54,7 +65,7 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
 
 def supports_matrix(x_TK: Tensor, matrix: PlaneMatrix) -> bool:
     """Whether the kernels know x's dtype and can read the planes where they lie."""
-    if matrix.layout.scales != "symmetric":
+    if matrix.layout.arrangement != "cuda":
         return False
     blobs = *matrix.planes, matrix.scales
     return x_TK.dtype in DTYPES and (matrix in _tables or readable(blobs, x_TK.device))
@@ -70,99 +81,191 @@ def experts_forward(
     """As kernels.reference.experts_forward, without gradients; for layers that `supports` accepts.
 
     Products have the wider of the two dtypes, sums are float32, and each projection's output is
-    rounded to hidden's dtype. A row's bits depend on its own inputs only. The host does not see the
-    ids: a token with an id outside [-1, E) gets a row of NaN.
+    rounded to hidden's dtype. A row's bits depend on its own inputs only; but planes are rounded to
+    hidden's dtype where experts have 64 rows or more on average. The host does not see the ids: a
+    token with an id outside [-1, E) gets a row of NaN.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     if expert_ids_TK.numel() == 0:
         return torch.zeros_like(hidden_TH) if add_to_TH is None else add_to_TH
-    hidden_TH, ids_TK = hidden_TH.contiguous(), expert_ids_TK.contiguous()
+    ids_TK = expert_ids_TK.contiguous()
+    row_SH = _Call(hidden_TH.contiguous(), ids_TK, experts).rows()
     weights_TK = weights_TK.to(torch.float32).contiguous()
-    plan = _plan(experts, hidden_TH.device)
+    return combine(row_SH, ids_TK, weights_TK, experts.num_experts, add_to_TH)
 
-    def run(tile: Tile) -> Tensor:
-        blocks = route(ids_TK, experts.num_experts, tile.rows)
-        row_SH = _run_slots(hidden_TH, ids_TK.shape[1], experts, plan, blocks, tile)
-        return combine(row_SH, ids_TK, weights_TK, experts.num_experts, add_to)
 
-    add_to = None  # while tiles are measured on this very call
-    tile = choose(_key(hidden_TH, experts), ids_TK.numel() / experts.num_experts, run)
-    add_to = add_to_TH
-    return run(tile)
+class _Call:
+    """One call of a layer's experts: its slots, their blocks, and the tiles of both projections."""
+
+    def __init__(self, hidden_TH: Tensor, ids_TK: Tensor, experts: AnyExperts) -> None:
+        self.hidden_TH, self.experts = hidden_TH, experts
+        self.ids_TK, self.share = ids_TK, ids_TK.shape[1]
+        self.plan = _plan(experts, hidden_TH.device)
+        self.distinct = min(experts.num_experts, experts.layer_experts or experts.num_experts)
+        self.each = ids_TK.numel() / self.distinct
+        self._blocks: dict[int, Blocks] = {}
+
+    def rows(self) -> Tensor:
+        """(S, H) in hidden's dtype: each slot's expert output; unused slots hold junk."""
+        experts, epilogue = self.experts, self.plan.epilogue
+        biases = _dense(experts.gate_up_bias_EG), _dense(experts.down_bias_EH)
+        if isinstance(experts, ExpertWeights):
+            weights: tuple[Tensor | PlaneLayout, ...] = experts.gate_up_EGH, experts.down_EHF
+            before = 0
+        else:
+            weights = experts.first, experts.second
+            before = experts.parts * experts.first.padded_rows * experts.first.padded_columns
+        first = _Projection(self, weights[0], biases[0], epilogue, self.share, 0)
+        tile = first.tile(self.hidden_TH, None)
+        inner = first.forward(self.hidden_TH, tile)
+        if epilogue.activation is None:
+            inner = experts.activation(inner).to(inner.dtype).contiguous()
+        second = _Projection(self, weights[1], biases[1], Epilogue(), 1, before)
+        rows = second.forward(inner, second.tile(inner, tile.rows))
+        if experts.post_norm is not None:
+            rows = experts.post_norm(rows).to(rows.dtype).contiguous()
+        return rows
+
+    def blocks(self, rows: int) -> Blocks:
+        if rows not in self._blocks:
+            experts = self.experts.num_experts
+            self._blocks[rows] = route(self.ids_TK, experts, rows, self.distinct)
+        return self._blocks[rows]
+
+    def used(self, output: Tensor) -> Tensor:
+        """The rows of slots in use."""
+        ids_S = self.ids_TK.flatten()
+        used = (ids_S >= 0) & (ids_S < self.experts.num_experts)
+        return output.index_select(-2, used.nonzero()[:, 0])
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """One projection of all slots, by whole weights or planes."""
+
+    call: _Call
+    weights: Tensor | PlaneLayout
+    bias_EW: Tensor | None
+    epilogue: Epilogue
+    share: int
+    before: int
+
+    def tile(self, x_XK: Tensor, rows: int | None) -> Tile:
+        """The best tile, of so many rows where the first projection has chosen."""
+        call, known = self.call, isinstance(self.weights, PlaneLayout)
+        reference = DECODE[0]
+        some: tuple[Tile, ...] = DECODE
+        more: tuple[Tile, ...] = PREFILL
+        if known and not self.in_panels:
+            reference, some, more = PLANES[0], PLANES, PLANES
+        many = call.each >= _MANY_ROWS
+        candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
+        shape = (
+            self.weights
+            if isinstance(self.weights, PlaneLayout)
+            else (self.weights.shape[1:], self.weights.dtype)
+        )
+        own = x_XK.device, x_XK.dtype, self.epilogue.parts, call.distinct, call.plan.planes, shape
+        key = *own, rows, many, self.in_panels
+
+        def prepare(tile: Tile) -> Callable[[], Tensor]:
+            call.blocks(tile.rows)
+            return lambda: self.forward(x_XK, tile)
+
+        return choose(key, candidates or [reference], reference, prepare, call.used)
+
+    @property
+    def in_panels(self) -> bool:
+        return isinstance(self.weights, PlaneLayout) and self.call.each >= _PANEL_ROWS
+
+    def forward(self, x_XK: Tensor, tile: Tile) -> Tensor:
+        """(S, W), or (S, W / parts) of a known activation."""
+        call, blocks = self.call, self.call.blocks(tile.rows)
+        if not isinstance(self.weights, PlaneLayout):
+            return project_whole(
+                x_XK, self.weights, self.bias_EW, blocks, tile,
+                share=self.share, epilogue=self.epilogue,
+            )  # fmt: skip
+        assert call.plan.table_E5 is not None
+        if self.in_panels:
+            return self._in_panels(x_XK, self.weights, blocks, tile)
+        sums = project_planes(
+            x_XK, call.plan.table_E5, self.weights, blocks, tile,
+            planes=call.plan.planes, parts=self.epilogue.parts,
+            share=self.share, before=self.before,
+        )  # fmt: skip
+        ids_S, experts = call.ids_TK.flatten(), call.experts.num_experts
+        return finish(
+            sums, self.bias_EW, ids_S, x_XK.dtype, experts=experts, epilogue=self.epilogue
+        )
+
+    def _in_panels(self, x_XK: Tensor, layout: PlaneLayout, blocks: Blocks, tile: Tile) -> Tensor:
+        """By weights of some experts after the other, rounded to x's dtype."""
+        table = self.call.plan.table_E5
+        assert table is not None
+        expert_U, place_B = used_experts(blocks, self.call.distinct)
+        one = self.epilogue.parts * layout.rows * layout.columns * x_XK.dtype.itemsize
+        panel, output = max(1, PANEL_BYTES // one), None
+        for begin in range(0, len(expert_U), panel):
+            own = expert_U[begin : begin + panel]
+            weights = dequantized(
+                table, layout, x_XK.dtype, own, epilogue=self.epilogue, before=self.before
+            )
+            output = project_whole(
+                x_XK, weights, self.bias_EW, blocks, tile,
+                share=self.share, epilogue=self.epilogue,
+                begin=begin, place_B=place_B, output_SN=output,
+            )  # fmt: skip
+        assert output is not None
+        return output
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     """``x W^T + bias``: (T, N) in x's dtype, for what `supports_matrix` accepts; the arithmetic is
-    that of kernels/triton/grouped.py."""
+    that of kernels/triton/planes.py."""
     check_rows(x_TK, matrix)
     if x_TK.shape[0] == 0:
         return x_TK.new_zeros(0, matrix.layout.rows)
-    x_TK, bias = x_TK.contiguous(), _dense(matrix.bias)
+    x_TK, bias, layout = x_TK.contiguous(), _dense(matrix.bias), matrix.layout
     table = _tables.get(matrix)
     if table is None:
         table = address_table([matrix.planes], [matrix.scales], x_TK.device)
         _tables[matrix] = table
+    if len(x_TK) >= _PANEL_ROWS:
+        return _linear_in_panels(x_TK, table, layout, bias)
 
-    def run(tile: Tile) -> Tensor:
+    def prepare(tile: Tile) -> Callable[[], Tensor]:
         blocks = one_group(x_TK.shape[0], tile.rows, x_TK.device)
-        return project_planes(x_TK, table, bias, matrix.layout, blocks, tile)
+        planes = len(matrix.planes)
+        return lambda: project_planes(x_TK, table, layout, blocks, tile, planes=planes)
 
-    return run(choose((x_TK.device, x_TK.dtype, matrix.layout), x_TK.shape[0], run))
+    key = x_TK.device, x_TK.dtype, layout, len(matrix.planes), len(x_TK) >= _MANY_ROWS
+    tile = choose(key, PLANES, PLANES[0], prepare, lambda sums: sums)
+    return finish(prepare(tile)(), bias, None, x_TK.dtype)
 
 
-def _run_slots(
-    hidden_TH: Tensor,
-    share: int,
-    experts: AnyExperts,
-    plan: _TritonPlan,
-    blocks: Blocks,
-    tile: Tile,
+def _linear_in_panels(
+    x_TK: Tensor, table: Tensor, layout: PlaneLayout, bias: Tensor | None
 ) -> Tensor:
-    """(S, H) in hidden's dtype: each slot's expert output; unused slots hold junk."""
-    table, epilogue = plan.table_E5, plan.epilogue
-    first_bias, second_bias = _dense(experts.gate_up_bias_EG), _dense(experts.down_bias_EH)
-    if isinstance(experts, ExpertWeights):
-        first, second = experts.gate_up_EGH, experts.down_EHF
-        inner = project_whole(
-            hidden_TH, first, first_bias, blocks, tile, share=share, epilogue=epilogue
-        )
-        inner = _activate(inner, experts, epilogue)
-        rows = project_whole(inner, second, second_bias, blocks, tile)
-    else:
-        assert table is not None
-        inner = project_planes(
-            hidden_TH,
-            table,
-            first_bias,
-            experts.first,
-            blocks,
-            tile,
-            share=share,
-            epilogue=epilogue,
-        )
-        inner = _activate(inner, experts, epilogue)
-        before = experts.parts * experts.first.padded_rows * experts.first.padded_columns
-        rows = project_planes(
-            inner, table, second_bias, experts.second, blocks, tile, before=before
-        )
-    if experts.post_norm is not None:
-        rows = experts.post_norm(rows).to(hidden_TH.dtype).contiguous()
-    return rows
-
-
-def _activate(projected: Tensor, experts: AnyExperts, epilogue: Epilogue) -> Tensor:
-    if epilogue.activation is not None:
-        return projected
-    return experts.activation(projected).to(projected.dtype).contiguous()
+    rows = max(1, PANEL_BYTES // (layout.columns * x_TK.dtype.itemsize))
+    only = torch.zeros(1, dtype=torch.int32, device=x_TK.device)
+    output_TN = x_TK.new_empty(len(x_TK), layout.rows)
+    for begin in range(0, layout.rows, rows):
+        own = range(begin, min(begin + rows, layout.rows))
+        weights = dequantized(table, layout, x_TK.dtype, only, rows=own)[0]
+        output_TN[:, own.start : own.stop] = linear(x_TK, weights)
+    return output_TN if bias is None else (output_TN + bias).to(x_TK.dtype)
 
 
 def _plan(experts: AnyExperts, device: torch.device) -> _TritonPlan:
     plan = _plans.get(experts)
     if plan is None:
-        table = None
+        table, planes = None, 0
         if isinstance(experts, QuantizedExperts):
             table = address_table(experts.planes, experts.scales, device)
-        plan = _plans[experts] = _TritonPlan(_epilogue(experts), table)
+            counts = set(map(len, experts.planes))
+            planes = counts.pop() if len(counts) == 1 else 0
+        plan = _plans[experts] = _TritonPlan(_epilogue(experts), table, planes)
     return plan
 
 
@@ -178,15 +281,6 @@ def _epilogue(experts: AnyExperts) -> Epilogue:
         if known is not None:
             return Epilogue(parts, interleaved, known)
     return Epilogue(*ways[0])
-
-
-def _key(hidden_TH: Tensor, experts: AnyExperts) -> tuple[object, ...]:
-    """What decides which tile is fastest."""
-    if isinstance(experts, ExpertWeights):
-        shapes: tuple[object, ...] = experts.gate_up_EGH.shape, experts.gate_up_EGH.dtype
-    else:
-        shapes = experts.num_experts, experts.parts, experts.first
-    return hidden_TH.device, hidden_TH.dtype, experts.intermediate_size, *shapes
 
 
 def _dense(bias: Tensor | None) -> Tensor | None:

@@ -43,13 +43,14 @@ def most_blocks(slots: int, experts: int, rows: int) -> int:
     return begun + (slots - begun) // rows
 
 
-def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
+def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
     """Sort slots and cut them into blocks of one expert each; all int32.
 
     Args:
         expert_ids_TK: (T, K) integers, at least one slot; outside [0, experts) a slot is unused.
         experts: E.
         rows: slots of a full block.
+        distinct: experts that the slots can ask for at most; None: all.
     """
     ids_S = expert_ids_TK.reshape(-1)
     ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
@@ -59,7 +60,9 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
     blocks_E = (offsets_E1.diff() + (rows - 1)) // rows
     end_E = blocks_E.cumsum(0, dtype=torch.int32)
     index_B = torch.arange(
-        most_blocks(ids_S.shape[0], experts, rows), device=ids_S.device, dtype=torch.int32
+        most_blocks(ids_S.shape[0], distinct or experts, rows),
+        device=ids_S.device,
+        dtype=torch.int32,
     )
     expert_B = torch.searchsorted(end_E, index_B, right=True, out_int32=True)
     unused_B = expert_B >= experts
@@ -72,6 +75,20 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int) -> Blocks:
         offsets_E1[known_B] + within_B * rows,
         rows,
     )
+
+
+def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:
+    """(distinct,) int32 experts that have slots, in order, then -1; (B,) each block's place there.
+
+    Args:
+        distinct: how many there can be.
+    """
+    used_E = blocks.offsets_E1.diff() > 0
+    place_E = used_E.cumsum(0, dtype=torch.int32) - 1
+    places = place_E.masked_fill(~used_E, distinct).long()
+    expert_E = torch.arange(len(used_E), dtype=torch.int32, device=used_E.device)
+    expert_U = expert_E.new_full((distinct + 1,), -1).scatter_(0, places, expert_E)[:distinct]
+    return expert_U, place_E[blocks.expert_B.clamp(min=0)]
 
 
 def one_group(count: int, rows: int, device: torch.device) -> Blocks:

@@ -1,25 +1,22 @@
 """The size of the block that each program computes, measured on the GPU for each shape.
 
-This happens outside the kernels, as Triton's own autotuner fails in its interpreter. The first
-decode tile is the reference: another tile is taken only if it gives the same bits on the call at
-hand, because matrix instructions of different sizes may round differently, and a row's bits must
-not depend on the number of other rows.
+This happens outside the kernels, as Triton's own autotuner fails in its interpreter. One projection
+is timed by itself: routing runs operation by operation at first, which takes longer and varies
+more. A tile is taken only if it gives the bits of a reference tile on the call at hand, because
+matrix instructions of different sizes may round differently, and a row's bits must not depend on
+the number of other rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from kernels.triton.language import INTERPRETED
-
-# Slots of an expert from which on taller tiles pay.
-_MANY_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -46,44 +43,59 @@ DECODE = (
     Tile(16, 128),
 )
 PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
+# Bit planes. Groups of four warps would take other matrix instructions on an H100.
+PLANES = (
+    Tile(16, 64, warps=2, stages=3),
+    Tile(16, 64, warps=2, stages=5),
+    Tile(16, 32, warps=1, stages=4),
+)
 
-_chosen: dict[tuple[Hashable, bool], Tile] = {}
+_chosen: dict[Hashable, Tile] = {}
 
 
-def choose(key: Hashable, rows_per_expert: float, run: Callable[[Tile], Tensor]) -> Tile:
+def choose(
+    key: Hashable,
+    candidates: Sequence[Tile],
+    reference: Tile,
+    run: Callable[[Tile], Callable[[], Tensor]],
+    compared: Callable[[Tensor], Tensor],
+) -> Tile:
     """The tile for a call of this shape; measures where there is a GPU and no graph is captured.
 
     Args:
-        key: device, shapes and dtypes of the layer.
-        rows_per_expert: slots divided by experts.
-        run: computes the call at hand with a tile.
+        key: device, shapes and dtypes of the projection, and how many rows there are about.
+        candidates: to be measured; the first is taken where nothing can be.
+        reference: a tile that always runs, whose bits all others must have.
+        run: prepares a tile; what it returns computes the call at hand, and nothing else is timed.
+        compared: what of the result has values.
     """
-    many = rows_per_expert >= _MANY_ROWS
-    candidates = PREFILL if many else DECODE
-    if (key, many) not in _chosen:
+    if key not in _chosen:
         if INTERPRETED:
             return candidates[0]
         if torch.cuda.is_current_stream_capturing():
-            return DECODE[0]
-        _chosen[key, many] = fastest(candidates, run, _milliseconds)
-    return _chosen[key, many]
+            return reference
+        _chosen[key] = fastest(candidates, reference, run, compared, _milliseconds)
+    return _chosen[key]
 
 
 def fastest(
     candidates: Sequence[Tile],
-    run: Callable[[Tile], Tensor],
+    reference: Tile,
+    run: Callable[[Tile], Callable[[], Tensor]],
+    compared: Callable[[Tensor], Tensor],
     measure: Callable[[Callable[[], Tensor]], float],
 ) -> Tile:
-    """The fastest of the candidates whose result has the bits of the first decode tile's."""
-    expected = run(DECODE[0])
+    """The fastest of the candidates whose result has the bits of the reference's."""
+    expected = compared(run(reference)())
     times: dict[Tile, float] = {}
-    for tile in dict.fromkeys((DECODE[0], *candidates)):
+    for tile in dict.fromkeys((reference, *candidates)):
         try:
-            if torch.equal(run(tile), expected):
-                times[tile] = measure(partial(run, tile))
+            call = run(tile)
+            if torch.equal(compared(call()), expected):
+                times[tile] = measure(call)
         except OutOfResources:  # needs more shared memory than this GPU has
             continue
-    return min(times, key=lambda tile: times[tile], default=DECODE[0])
+    return min(times, key=lambda tile: times[tile], default=reference)
 
 
 def _milliseconds(function: Callable[[], Tensor]) -> float:

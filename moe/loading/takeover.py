@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from experts.linear import QuantizedLinear
 from experts.store import WHOLE
 from experts.weights import quantize_experts
-from kernels import QuantizedExperts
+from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
 from kernels.reference import AnyExperts
 from moe.errors import CheckpointError
@@ -165,13 +165,20 @@ def precision_notices(
     return notices
 
 
+def arrange_linears(network: nn.Module, device: torch.device) -> None:
+    """Arrange the bit planes of all linear layers for the device, one after the other."""
+    for module in network.modules():
+        if isinstance(module, QuantizedLinear):
+            module.arrange(device)
+
+
 def keep_layer(settings: ModelSettings, layer: AnyExperts) -> AnyExperts:
-    """A layer at the precision of the settings."""
+    """A layer at the precision of the settings; planes are arranged for the device they are on."""
     bits = settings.expert_bits
+    if isinstance(layer, ExpertWeights) and bits is not None and quantizes(bits):
+        layer = quantize_experts(layer, settings.group_size, bits)
     if isinstance(layer, QuantizedExperts):
-        return layer
-    if bits is not None and quantizes(bits):
-        return quantize_experts(layer, settings.group_size, bits)
+        return layer.for_device(layer.scales[0].device)
     if settings.expert_dtype == "auto":
         return layer
     names = ("gate_up_EGH", "down_EHF", "gate_up_bias_EG", "down_bias_EH")

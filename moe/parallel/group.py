@@ -65,6 +65,8 @@ def form_group(
     rank: int,
     timeout_s: float,
     heartbeat: Heartbeat,
+    *,
+    on_cuda: bool = False,
 ) -> WatchedExchange:
     """An exchange over the group of these ranks; all of them call this.
 
@@ -73,21 +75,23 @@ def form_group(
         epoch: number of groups before this one.
         rank: of this process, as the launch counts.
         timeout_s: longest wait for another rank.
+        on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows; else gloo,
+            whatever devices the machine has.
 
     Raises:
         LaunchError: DeepSpeed is not installed, or the ranks cannot reach each other.
     """
-    comm, accelerator = _deepspeed()
+    comm, accelerator = _deepspeed(on_cuda)
     try:
         torch.distributed.init_process_group(
-            accelerator.communication_backend_name(),
+            accelerator.communication_backend_name() if on_cuda else "gloo",
             store=PrefixStore(f"group{epoch}", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
             timeout=timedelta(seconds=timeout_s),
         )
         comm.init_distributed(verbose=False)
-        device = accelerator.current_device_name() if accelerator.is_available() else "cpu"
+        device = accelerator.current_device_name() if on_cuda else "cpu"
         return WatchedExchange(
             prefer_local_sockets(GroupExchange(None, device), timeout_s), heartbeat
         )
@@ -118,8 +122,8 @@ def own_address(peer: socket.socket) -> str:
     return str(peer.getsockname()[0])
 
 
-def _deepspeed() -> tuple[Any, Any]:
-    if not torch.cuda.is_available():
+def _deepspeed(on_cuda: bool) -> tuple[Any, Any]:
+    if not on_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it prints a long warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
     try:

@@ -149,6 +149,7 @@ class Ranks:
             profile.parallel,
             self.links.heartbeat,
             offloaded,
+            on_cuda=_on_cuda(profile),
         )
 
 

@@ -41,6 +41,7 @@ class RankWorker:
         settings: of the profile.
         heartbeat: of this process.
         offloaded: experts that are read when they are needed; None if all are in memory.
+        on_cuda: the model runs on a CUDA device.
 
     Attributes:
         placements: of each MoE layer, in the present group.
@@ -56,8 +57,10 @@ class RankWorker:
         settings: ParallelSettings,
         heartbeat: Heartbeat,
         offloaded: Offloaded | None = None,
+        *,
+        on_cuda: bool = False,
     ) -> None:
-        self._rank, self._store = rank, store
+        self._rank, self._store, self._on_cuda = rank, store, on_cuda
         self._experts, self._new_mirror = experts, new_mirror
         self._offloaded = offloaded
         self._settings, self._heartbeat = settings, heartbeat
@@ -103,6 +106,7 @@ class RankWorker:
                 self._rank,
                 self._settings.timeout_s,
                 self._heartbeat,
+                on_cuda=self._on_cuda,
             )
         placements = [
             Placement(tuple(experts_P), num_experts, size)

@@ -97,7 +97,6 @@ class DraftLayers:
             excluded experts goes to the others of the row.
 
     Attributes:
-        bytes_read: bytes of experts that all passes so far have read.
         wanted: of each layer, ``(T, K)`` ids that the model's own routing selected in each pass
             since `begin`.
     """
@@ -109,7 +108,7 @@ class DraftLayers:
         selectors: Sequence[Selector | None],
     ) -> None:
         self.layers = list(layers)
-        self.bytes_read = 0
+        self._distinct: dict[int, Tensor] = {}
         self.wanted: list[list[Tensor]] = []
         self._forward, self._selectors = forward, list(selectors)
         self._held = cache(_at_most)
@@ -161,8 +160,20 @@ class DraftLayers:
         ids = routing.expert_ids
         if isinstance(experts, OffloadedExperts):
             ids = experts.cache.slot_ids(layer).to(ids.device).take(ids)
-        self.bytes_read += size * len(set(ids.flatten().tolist()) - {UNUSED})
+        self._count(ids, size, held.num_experts)
         return self._forward(rows, ids, routing.weights, held)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of experts that all passes so far have read; waits for the device."""
+        return sum(size * int(count) for size, count in self._distinct.items())
+
+    def _count(self, ids_TK: Tensor, size: int, num_experts: int) -> None:
+        """Count the experts that a pass reads, of so many bytes each, without waiting."""
+        visited_E = ids_TK.new_zeros(num_experts + 1)
+        count = visited_E.scatter_(0, ids_TK.flatten() + 1, 1)[1:].sum()
+        known = self._distinct.get(size)
+        self._distinct[size] = count if known is None else known + count
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
         """``(E,)`` bool: experts that this mode may use; None for all."""

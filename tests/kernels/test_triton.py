@@ -29,6 +29,8 @@ from tests.kernels.kernel_cases import (
 )
 from tests.kernels.plane_cases import first_bits, quantize_matrix
 
+CUDA = torch.device("cuda")  # whose arrangement the kernels read, here in main memory
+
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
 
@@ -68,6 +70,7 @@ def test_an_activation_of_torchs(dtype: torch.dtype) -> None:
     case = replace(case, experts=replace(case.experts, activation=_softplus_gate))
     assert_close(run(case), case)
     planes, whole = quantize_case(case, 32, [8, 3, 2])
+    planes = planes.for_device(CUDA)
     assert_close(experts_forward(case.hidden, case.ids, case.weights, planes), whole)
 
 
@@ -98,6 +101,7 @@ def test_planes_of_mixed_widths_equal_the_weights_they_stand_for(
         tokens, 3, 2, hidden, width, dtype, activation=activation, biased=biased, seed=seed
     )
     layer, whole = quantize_case(case, group_size, bits, "interleaved" in activation)
+    layer = layer.for_device(CUDA)
     assert supports(case.hidden, layer)
     assert_close(experts_forward(case.hidden, case.ids, case.weights, layer), whole)
 
@@ -106,7 +110,7 @@ def test_planes_of_mixed_widths_equal_the_weights_they_stand_for(
 def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> None:
     activation = "clamped interleaved gate" if interleaved else "silu gate"
     case = make_case(4, 3, 2, hidden=70, width=20, activation=activation, biased=True)
-    layer, _ = quantize_case(case, 32, [4, 3, 8], interleaved)
+    layer = quantize_case(case, 32, [4, 3, 8], interleaved)[0].for_device(CUDA)
     together = experts_forward(case.hidden, case.ids, case.weights, layer)
     for row in (0, 3):
         own = case.rows(slice(row, row + 1))
@@ -119,7 +123,7 @@ def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> 
 def test_linear_layers(dtype: torch.dtype, bits: int) -> None:
     random = torch.Generator().manual_seed(bits)
     weight, bias = torch.randn(50, 70, generator=random), torch.randn(50, generator=random)
-    matrix = first_bits(quantize_matrix(weight, 32, bias), bits)
+    matrix = first_bits(quantize_matrix(weight, 32, bias), bits).for_device(CUDA)
     x = torch.randn(20, 70, generator=random).to(dtype)
     assert supports_matrix(x, matrix)
     expected = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T

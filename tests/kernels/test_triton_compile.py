@@ -6,66 +6,144 @@ import os
 import subprocess
 import sys
 
-_PROGRAM = """
+import pytest
+
+_BUILD = """
+import re, subprocess, tempfile
 import triton, triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.triton.attention import OPTIONS
-from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
-from kernels.triton.experts import combine_kernel
-from kernels.triton.grouped import planes_kernel
-from kernels.triton.tiles import DECODE, PREFILL
-from kernels.triton.grouped import whole_kernel
 
 POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
 POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}
+POINTERS |= {"block_place": "*i32", "experts_P": "*i32"}
 POINTERS |= {name: "*bf16" for name in ("query", "second", "keys", "values")}
 POINTERS |= {name: "*fp32" for name in ("weights", "peaks", "totals", "sums", "sinks")}
-POINTERS |= {"table": "*i64", "ids": "*i64", "places": "*i64"}
+POINTERS |= {"table": "*i64", "ids": "*i64", "places": "*i64", "source": "*u32", "target": "*u32"}
 FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale", "softcap")}
+# Sizes of real layers are multiples of 16, and so are addresses.
+DIVISIBLE = {"N", "K", "width", "begin", "part_rows", "part_stride", "slots_in_all"}
 
 def build(architecture, kernel, options, **constants):
-    names = {n: "constexpr" if n in constants else (POINTERS | FLOATS).get(n, "i32")
-             for n in kernel.arg_names}
+    types = POINTERS | FLOATS
+    names = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    attributes = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(kernel.arg_names)
+        if name not in constants and (names[name].startswith("*") or name in DIVISIBLE)
+    }
     target = GPUTarget("cuda", architecture, 32)
-    built = triton.compile(ASTSource(kernel, names, constants), target=target, options=options)
+    source = ASTSource(kernel, names, constants, attributes)
+    return triton.compile(source, target=target, options=options)
+
+def usage(built, *more):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, *more, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+def resources(built):
+    text = usage(built, "--dump-resource-usage")
+    return re.search(r"REG:(\\d+) STACK:(\\d+).* LOCAL:(\\d+)", text).groups()
+"""
+
+_PROGRAM = (
+    _BUILD
+    + """
+from kernels.triton.attention import OPTIONS
+from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
+from kernels.triton.experts import combine_kernel
+from kernels.triton.grouped import whole_kernel
+from kernels.triton.planes import arrange_kernel, dequantize_kernel, finish_kernel, planes_kernel
+from kernels.triton.tiles import DECODE, PLANES, PREFILL
+
+def show(architecture, kernel, options, **constants):
+    built = build(architecture, kernel, options, **constants)
     exact = constants.get("COMPUTE") == tl.float32  # no matrix instructions
-    assert "mma" in built.asm["ptx"] or exact or "COMPUTE" not in constants
-    print(kernel.__name__, len(built.asm["cubin"]), built.metadata.shared)
+    multiplies = "HAS_BIAS" in constants and "COMPUTE" in constants or "PLANES" in constants
+    assert "mma" in built.asm["ptx"] or exact or not multiplies
+    kind = ("_float32" if exact else "") + ("_mixed" if constants.get("PLANES") == 0 else "")
+    print(kernel.__name__ + kind, *resources(built)[1:], built.metadata.shared)
 
 # Triton makes constants of arguments that are 1.
+UNFUSED = {"enable_fp_fusion": False}
 ONES = {"share": 1, "part_stride": 1}
 SHAPE = {"HAS_BIAS": True, "COMPUTE": tl.bfloat16}
 for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
     shape = SHAPE | {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    build(architecture, whole_kernel, tile.options, CURVE=0, GATED=True, DEPTH=64, **shape,
-          **(ONES if architecture == 80 else {}))
-    build(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=False)
+    show(architecture, whole_kernel, tile.options, CURVE=0, GATED=True, DEPTH=64, **shape,
+         **(ONES if architecture == 80 else {}))
+    show(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=False)
 POINTERS["output"] = "*fp32"
-build(80, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=True)
+show(80, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=True)
+show(80, planes_kernel, PLANES[0].options, PLANES=0, COMPUTE=tl.bfloat16, GROUP=32,
+     ROWS=16, COLUMNS=64)  # experts of mixed bits
 POINTERS["output"] = POINTERS["rows"]
-build(80, planes_kernel, DECODE[0].options, CURVE=2 + 8, GATED=True, GROUP=32,
-      ROWS=16, COLUMNS=64, **SHAPE)
-build(90, planes_kernel, PREFILL[0].options, CURVE=-1, GATED=False, GROUP=64,
-      ROWS=64, COLUMNS=64, **SHAPE, **ONES)
+show(90, finish_kernel, UNFUSED, CURVE=2 + 8, GATED=True, HAS_BIAS=True, HAS_IDS=True, UNITS=256)
+show(80, finish_kernel, UNFUSED, CURVE=-1, GATED=False, HAS_BIAS=False, HAS_IDS=False, UNITS=256)
+for bits in (1, 2, 4):
+    show(80, arrange_kernel, UNFUSED, BITS=bits, ROWS=128)
+POINTERS["experts"] = "*i32"
+show(90, dequantize_kernel, UNFUSED, COMPUTE=tl.bfloat16, COLUMNS=64, GROUP=64, PARTS=2)
+del POINTERS["experts"]
 # Heads of 80, and latents of 512 beside keys of 64.
 ATTEND = {"COMPUTE": tl.bfloat16, "HEADS": 16}
 for architecture in (80, 90):
-    build(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=32,
-          WIDTH_D=128, WIDTH_R=128, WIDTH_V=128, **ATTEND)
-    build(architecture, attend_kernel, OPTIONS, LATENT=True, CAPPED=False, SPLITS=32, KEYS=16,
-          WIDTH_D=512, WIDTH_R=64, WIDTH_V=512, **ATTEND)
-    build(architecture, store_kernel, OPTIONS, WIDTH_D=128, WIDTH_V=128)
+    show(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=32,
+         WIDTH_D=128, WIDTH_R=128, WIDTH_V=128, **ATTEND)
+    show(architecture, attend_kernel, OPTIONS, LATENT=True, CAPPED=False, SPLITS=32, KEYS=16,
+         WIDTH_D=512, WIDTH_R=64, WIDTH_V=512, **ATTEND)
+    show(architecture, store_kernel, OPTIONS, WIDTH_D=128, WIDTH_V=128)
 POINTERS["output"] = "*fp32"
-build(90, join_kernel, OPTIONS, SUNK=True, SPLITS=16, KEYS=64, WIDTH_V=128)
+show(90, join_kernel, OPTIONS, SUNK=True, SPLITS=16, KEYS=64, WIDTH_V=128)
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     POINTERS |= dict.fromkeys(("x", "weight", "output", "query", "second"), pointer)
-    shape = {"HAS_BIAS": False, "COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
-    build(80, whole_kernel, DECODE[0].options, CURVE=1, GATED=True, DEPTH=64, **shape)
-    build(80, planes_kernel, DECODE[0].options, CURVE=4, GATED=False, GROUP=64, **shape)
-    build(90, attend_kernel, OPTIONS, LATENT=False, CAPPED=False, SPLITS=16, KEYS=16,
-          WIDTH_D=256, WIDTH_R=256, WIDTH_V=256, COMPUTE=compute, HEADS=16)
+    shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
+    show(80, whole_kernel, DECODE[0].options, CURVE=1, GATED=True, DEPTH=64, HAS_BIAS=False,
+         **shape)
+    show(80, planes_kernel, PLANES[0].options, PLANES=3, GROUP=64, **shape)
+    show(90, attend_kernel, OPTIONS, LATENT=False, CAPPED=False, SPLITS=16, KEYS=16,
+         WIDTH_D=256, WIDTH_R=256, WIDTH_V=256, COMPUTE=compute, HEADS=16)
 """
+)
+
+_PLANES = (
+    _BUILD
+    + """
+import sys
+from kernels.triton.planes import planes_kernel
+from kernels.triton.tiles import PLANES
+
+POINTERS["output"] = "*fp32"
+
+def innermost(built):
+    \"\"\"Instructions, matrix instructions and shared loads of the loop that multiplies.\"\"\"
+    text = usage(built, "-sass")
+    found = re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", text)
+    lines = [(int(address, 16), line) for address, line in found]
+    loops = []
+    for address, line in lines:
+        back = re.search(r"\\bBRA\\b.*?(0x[0-9a-f]+)", line)
+        if back and int(back[1], 16) <= address:
+            body = [own for at, own in lines if int(back[1], 16) <= at <= address]
+            multiplied = sum("HMMA" in own for own in body)
+            if multiplied:
+                loads = sum("LDS" in own.split(".")[0] for own in body)
+                loops.append((len(body), multiplied, loads))
+    return min(loops)
+
+for architecture in map(int, sys.argv[1].split()):
+    for tile in PLANES[:int(sys.argv[3])]:
+        for planes in map(int, sys.argv[2].split()):
+            built = build(architecture, planes_kernel, tile.options, PLANES=planes,
+                          COMPUTE=tl.bfloat16, GROUP=64, ROWS=tile.rows, COLUMNS=tile.columns)
+            count, multiplied, loads = innermost(built)
+            codes = multiplied / (tile.rows / 8) * 256 / 32  # of a thread
+            print(architecture, tile.rows, tile.columns, tile.warps, tile.stages, planes,
+                  *resources(built), round(count / codes, 2), round(loads / codes, 3))
+"""
+)
 
 _RECURRENT = """
 import re, subprocess, tempfile
@@ -116,13 +194,20 @@ for architecture in (80, 90):
 _LEAST_SHARED = 99 << 10  # bytes a block may have on the smallest of the GPUs served (sm_86, sm_89)
 
 
+_MAY_SPILL = {"whole_kernel_float32": 400, "planes_kernel_float32": 40, "planes_kernel_mixed": 8}
+"""Bytes of a thread: float32 has no matrix instructions; experts of mixed bits on sm_80."""
+_MOST_INSTRUCTIONS = {1: 10, 2: 10, 3: 10, 4: 13}
+"""Of a thread for each code, by planes; all four are 8 bits."""
+_MOST_LOADS = 0.55
+"""From shared memory, of words and of matrices, for a code. The two 1-bit planes take most of them:
+one plane of nibbles would take 0.17, but could not be read by a prefix alone."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
 
 
-def lines_of(program: str) -> list[list[str]]:
+def lines_of(program: str, *arguments: str) -> list[list[str]]:
     """The words of each line that a fresh process prints, whose kernels are compiled."""
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        [sys.executable, "-W", "error::UserWarning", "-c", program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "0"},
@@ -133,9 +218,37 @@ def lines_of(program: str) -> list[list[str]]:
 
 
 def test_kernels_compile() -> None:
-    shared = [int(words[-1]) for words in lines_of(_PROGRAM)]
-    assert len(shared) == 20
-    assert max(shared) <= _LEAST_SHARED
+    lines = lines_of(_PROGRAM)
+    assert len(lines) == 25
+    for name, *spilled, shared in lines:
+        assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
+        assert int(shared) <= _LEAST_SHARED, name
+
+
+def check_planes(architectures: str, planes: str, tiles: str) -> None:
+    """Print the table of tiles, and hold them to the limits."""
+    lines = lines_of(_PLANES, architectures, planes, tiles)
+    heads = ["sm", "rows", "columns", "warps", "stages", "planes", "registers", "stack", "local",
+             "instructions", "loads"]  # fmt: skip
+    for words in (heads, *lines):
+        print(*(f"{word:>12}" for word in words))
+    assert lines
+    for words in lines:
+        own = dict(zip(heads, words, strict=True))
+        assert (own["stack"], own["local"]) == ("0", "0"), own
+        limit = _MOST_INSTRUCTIONS[int(own["planes"])]
+        assert float(own["instructions"]) <= limit, own
+        assert float(own["loads"]) <= _MOST_LOADS, own
+
+
+def test_codes_take_few_instructions() -> None:
+    check_planes("80 90", "3", "1")
+
+
+@pytest.mark.slow
+def test_every_tile_of_planes_takes_few_instructions() -> None:
+    """`-s` prints the table; about two minutes."""
+    check_planes("80 89 90", "1 2 3 4", "9")
 
 
 def test_states_of_recurrent_layers_stay_in_registers() -> None:

@@ -24,6 +24,9 @@ def test_what_is_left_to_the_reference() -> None:
     )
     assert not supports(case.hidden.float(), strided)
     matrix = quantize_matrix(torch.randn(16, 64), 64)
+    assert not supports_matrix(torch.ones(1, 64), matrix)  # arranged for CPUs
+    matrix = matrix.for_device(torch.device("cuda"))
+    assert supports_matrix(torch.ones(1, 64), matrix)
     shifted = torch.cat([matrix.scales[:1], matrix.scales])[1:]
     assert not supports_matrix(torch.ones(1, 64), replace(matrix, scales=shifted))
     assert not supports_matrix(torch.ones(1, 64, dtype=torch.float64), matrix)

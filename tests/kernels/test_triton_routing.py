@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +13,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from kernels.triton import tiles
-from kernels.triton.routing import most_blocks, one_group, route
+from kernels.triton.experts import experts_forward
+from kernels.triton.routing import most_blocks, one_group, route, used_experts
 from kernels.triton.tiles import DECODE, PREFILL, Tile, choose, fastest
+from tests.kernels.kernel_cases import assert_close, make_case
+
+Run = Callable[[Tile], Callable[[], Tensor]]
 
 
 @st.composite
@@ -56,39 +63,62 @@ def test_one_group_is_all_rows_in_order() -> None:
     assert (blocks.expert_B.tolist(), blocks.first_B.tolist()) == ([0, 0, 0], [0, 4, 8])
 
 
-def run_by(results: dict[Tile, float]) -> tuple[list[Tile], object]:
+@given(routing=routings())
+def test_used_experts_have_places_in_order(routing: tuple[Tensor, int]) -> None:
+    ids, experts = routing
+    blocks = route(ids, experts, 3)
+    expected = sorted({own for own in ids.flatten().tolist() if 0 <= own < experts})
+    found, places = used_experts(blocks, experts)
+    assert found.tolist() == expected + [-1] * (experts - len(expected))
+    for expert, place in zip(blocks.expert_B.tolist(), places.tolist(), strict=True):
+        assert expert < 0 or expected[place] == expert
+
+
+def test_slots_of_many_layers_need_no_more_blocks_than_one_layer() -> None:
+    """48 layers of 128 experts share 6144 slots; a prompt of 512 tokens asks for 128 of them."""
+    slots = torch.arange(128).mul(48)
+    ids = slots[torch.arange(512)[:, None].add(torch.arange(8) * 16) % 128]
+    blocks = route(ids, 6144, 64, distinct=128)
+    assert blocks.count == most_blocks(4096, 128, 64)
+    order, offsets = blocks.order_S, blocks.offsets_E1
+    assert int(offsets[-1]) == 4096 == len(order)
+    assert int((blocks.expert_B >= 0).sum()) == 128
+
+
+def run_by(results: dict[Tile, float]) -> tuple[list[Tile], Run]:
     """The tiles tried, and a computation that gives each tile its own number."""
     tried: list[Tile] = []
 
-    def run(tile: Tile) -> Tensor:
+    def run(tile: Tile) -> Callable[[], Tensor]:
         tried.append(tile)
-        return torch.tensor([results.get(tile, 1.0)])
+        return lambda: torch.tensor([results.get(tile, 1.0)])
 
     return tried, run
+
+
+def all_of(output: Tensor) -> Tensor:
+    return output
 
 
 def test_the_fastest_tile_with_the_same_bits_is_taken() -> None:
     times = iter((3.0, 2.0, 5.0, 4.0))
     other_bits = {PREFILL[1]: 1.0000001}
     tried, run = run_by(other_bits)
-    best = fastest(PREFILL, run, lambda _: next(times))  # type: ignore[arg-type]
+    best = fastest(PREFILL, DECODE[0], run, all_of, lambda _: next(times))
     assert best == PREFILL[0]
     assert set(tried) == {DECODE[0], *PREFILL}
 
 
 def test_a_tile_that_does_not_fit_the_gpu_is_left_out() -> None:
-    def run(tile: Tile) -> Tensor:
+    def run(tile: Tile) -> Callable[[], Tensor]:
         if tile in PREFILL:
             raise OutOfResources(300_000, 100_000, "shared memory")
-        return torch.ones(1)
+        return lambda: torch.ones(1)
 
-    assert fastest(PREFILL, run, lambda _: 1.0) == DECODE[0]
+    assert fastest(PREFILL, DECODE[0], run, all_of, lambda _: 1.0) == DECODE[0]
 
 
-@pytest.mark.parametrize(("rows", "candidates"), [(1.0, DECODE), (31.9, DECODE), (32.0, PREFILL)])
-def test_a_tile_is_measured_once_for_each_shape_and_regime(
-    monkeypatch: pytest.MonkeyPatch, rows: float, candidates: tuple[Tile, ...]
-) -> None:
+def test_a_tile_is_measured_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "INTERPRETED", False)
     monkeypatch.setattr(tiles, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -100,9 +130,53 @@ def test_a_tile_is_measured_once_for_each_shape_and_regime(
 
     monkeypatch.setattr(tiles, "_milliseconds", measure)
     _, run = run_by({})
-    assert choose("shape", rows, run) == candidates[-1]  # type: ignore[arg-type]
+    assert choose("shape", DECODE, DECODE[0], run, all_of) == DECODE[-1]
     count = len(measured)
-    assert choose("shape", rows, run) == candidates[-1]  # type: ignore[arg-type]
+    assert choose("shape", DECODE, DECODE[0], run, all_of) == DECODE[-1]
     assert len(measured) == count
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert choose("other shape", rows, run) == DECODE[0]  # type: ignore[arg-type]
+    assert choose("other shape", PREFILL, DECODE[0], run, all_of) == DECODE[0]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[object, ...], Sequence[Tile]]]:
+    """What `experts_forward` lets be timed: what it runs meanwhile, and the candidates."""
+    found: list[tuple[tuple[object, ...], Sequence[Tile]]] = []
+
+    def choose_first(
+        key: tuple[object, ...], candidates: Sequence[Tile], reference: Tile, run: Run,
+        compared: Callable[[Tensor], Tensor],
+    ) -> Tile:  # fmt: skip
+        call = run(candidates[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "sort", None)  # routing is not part of what is timed
+            output = call()
+        assert torch.equal(compared(output), compared(call()))
+        found.append((key, candidates))
+        return candidates[0]
+
+    monkeypatch.setattr("kernels.triton.experts.choose", choose_first)
+    return found
+
+
+Timed = list[tuple[tuple[object, ...], Sequence[Tile]]]
+
+
+def test_projections_are_timed_without_routing(timed: Timed) -> None:
+    case = make_case(4, 4, 2, hidden=16, width=16, unused=0.4)
+    assert_close(experts_forward(*case.arguments), case)
+    assert [candidates for _, candidates in timed] == [list(DECODE), [DECODE[0], *DECODE[1:]]]
+
+
+def test_prompts_of_offloaded_layers_choose_among_tall_tiles(timed: Timed) -> None:
+    """Slots of all layers are no reason for tiles of a few rows: a layer has two experts."""
+    case = make_case(64, 2, 1, hidden=16, width=16)
+    many = replace(
+        case.experts,
+        gate_up_EGH=case.experts.gate_up_EGH.repeat(9, 1, 1),
+        down_EHF=case.experts.down_EHF.repeat(9, 1, 1),
+        layer_experts=2,
+    )
+    actual = experts_forward(case.hidden, case.ids, case.weights, many)
+    assert_close(actual, case)
+    assert timed[0][1] == list(PREFILL)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from experts.weights import ExpertShape
-from kernels import ExpertWeights, experts_forward
+from kernels import ExpertWeights, QuantizedExperts, experts_forward
 from kernels.reference import AnyExperts
 from offload.arena import PAGE, Arena, plane_arena, whole_arena
 from offload.cache import ExpertCache
@@ -124,6 +124,7 @@ def tiers(seed: int = 0, slots: int = 5, host_slots: int = 9, **changed: Any) ->
     host_slots=st.integers(2, LAYERS * EXPERTS),
     policy=st.sampled_from(sorted(POLICIES)),
     fail=st.sampled_from((0.0, 0.1)),
+    arranged=st.booleans(),
 )
 def test_a_device_as_late_as_it_may_be_gives_the_same_bits(
     seed: int,
@@ -133,11 +134,16 @@ def test_a_device_as_late_as_it_may_be_gives_the_same_bits(
     host_slots: int,
     policy: str,
     fail: float,
+    arranged: bool,
 ) -> None:
     """Kernels and copies run in any order that events allow, reads come late, some fail, prefetches
-    are taken back: no slot is read before its bytes have come, or filled while it is read."""
+    are taken back: no slot is read before its bytes have come and, on CUDA devices, are arranged,
+    or filled while it is read."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
-    made = Tiers(make(quantized, biased, random), slots, host_slots, policy, random)
+    layers = make(quantized, biased, random)
+    order = "cuda" if arranged else "cpu"
+    with patch("offload.arena.arrangement_for", lambda *_: order):
+        made = Tiers(layers, slots, host_slots, policy, random)
     made.disk.fail = fail
     expected, found = [], []
     for _ in range(6):
@@ -155,7 +161,10 @@ def test_a_device_as_late_as_it_may_be_gives_the_same_bits(
             except OffloadError:
                 assert fail
                 continue
-            expected.append(experts_forward(*arguments, made.disk.resident[layer]))
+            own = made.disk.resident[layer]
+            if isinstance(own, QuantizedExperts) and arranged:
+                own = own.for_device(torch.device("cuda"))  # so that the same kernel reads it
+            expected.append(experts_forward(*arguments, own))
         if random.random() < 0.3:
             made.cache.resize(random.randint(2, slots))
     made.queues.finish()

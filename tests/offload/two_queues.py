@@ -67,7 +67,12 @@ class TwoQueues:
         self._kernels.append(("event", event))
         return event
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> QueueEvent:
+    def copy(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        after: Event,
+        then: Callable[[], None] | None = None,
+    ) -> QueueEvent:
         assert isinstance(after, QueueEvent)
         event = QueueEvent(self)
         self._copies.append(("wait", after))
@@ -77,6 +82,8 @@ class TwoQueues:
             self._copies.append(("run", partial(target.view(torch.uint8).fill_, 0x5A)))
             self._copies.append(("run", partial(target.copy_, source)))
             self.copied_bytes += source.nbytes
+        if then is not None:
+            self._copies.append(("run", then))
         self._copies.append(("event", event))
         self.batches += 1
         self.drift()

@@ -1,0 +1,75 @@
+"""The group's backend and the place of its rows follow the profile, not the machine."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from moe.parallel import group
+from moe.parallel.ranks import _on_cuda
+from moe.parallel.watchdog import Heartbeat
+from moe.settings import Profile
+
+
+class Accelerator:
+    """What DeepSpeed finds on a machine with a GPU."""
+
+    @staticmethod
+    def communication_backend_name() -> str:
+        return "nccl"
+
+    @staticmethod
+    def current_device_name() -> str:
+        return "cuda:0"
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+class Comm:
+    __compatible_ops__: ClassVar[dict[str, bool]] = {}
+
+    @staticmethod
+    def init_distributed(verbose: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("auto", "nccl")])
+def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # to be absent again behind this test, too
+    monkeypatch.delenv("DS_ACCELERATOR")
+    asked: dict[str, Any] = {}
+    modules = {
+        "deepspeed.comm": Comm,
+        "deepspeed.accelerator": type("", (), {"get_accelerator": lambda: Accelerator}),
+    }
+    importing = SimpleNamespace(import_module=lambda name: modules.get(name, Comm))
+    monkeypatch.setattr(group, "importlib", importing)
+    monkeypatch.setattr(group, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(group, "prefer_local_sockets", lambda exchange, _: exchange)
+
+    class Exchange:
+        rank, size, same_machine, sockets = 0, 2, False, None
+
+        def __init__(self, _: object, device: str) -> None:
+            self.device = device
+
+    monkeypatch.setattr(group, "GroupExchange", Exchange)
+
+    def init(backend: str, **_: object) -> None:
+        asked["backend"] = backend
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    on_cuda = _on_cuda(Profile(device=device))
+    made = group.form_group(None, 0, [0, 1], 0, 1.0, Heartbeat(), on_cuda=on_cuda)  # type: ignore[arg-type]
+    assert asked["backend"] == backend
+    assert str(made.device) == ("cpu" if device == "cpu" else "cuda:0")
+    assert os.environ.get("DS_ACCELERATOR") == ("cpu" if device == "cpu" else None)
