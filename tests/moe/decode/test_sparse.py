@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -123,15 +124,12 @@ class Sizes:
         return Attends(0, View(0.3, None, None), latents, self.pool)
 
 
-TABLES = {
-    half: RotaryTable(
-        lambda positions, half=half: (
-            (positions[..., None] / (2.0 + torch.arange(half))).cos(),
-            (positions[..., None] / (2.0 + torch.arange(half))).sin(),
-        )
-    )
-    for half in (1, 4, 5)
-}
+def turns(half: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[..., None] / (2.0 + torch.arange(half))
+    return angles.cos(), angles.sin()
+
+
+TABLES = {half: RotaryTable(partial(turns, half)) for half in (1, 4, 5)}
 """By half the size that is rotated."""
 
 
