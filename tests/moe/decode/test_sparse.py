@@ -29,6 +29,7 @@ from moe.decode.trace import Attends
 from moe.decode.traced import TracedStep
 from moe.describe.description import Norm, RotaryTable, Rotation, Style, View
 from moe.describe.observe import AttentionCall
+from moe.describe.parts import rotate
 from moe.network.attention import MaskRule
 from moe.network.kv_cache import KVCache, Work
 
@@ -257,7 +258,17 @@ def no_experts(*_: object) -> Tensor:
 def pool_keys(own: Sizes, rows: Tensor) -> Tensor:
     """``(pools, index_key)`` of ``(L, W)`` rows, in float64."""
     if own.means is not None:
-        return own.indexer.pool_keys(rows.double())
+        norm, rotation = own.indexer.norm, own.indexer.rotation
+        assert norm is not None
+        assert rotation is not None
+        keys = rows[: len(rows) // own.pool * own.pool].double().view(-1, own.pool, own.index_key)
+        keys = keys.mean(1)
+        keys = keys - keys.mean(1, keepdim=True) if norm.centered else keys
+        keys = keys * (keys.square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+        rotation.table.reserve(len(rows))
+        starts = torch.arange(len(keys)) * own.pool
+        cos, sin = (part[starts].double() for part in (rotation.table.cos, rotation.table.sin))
+        return rotate(rotation, keys[:, None], cos, sin)[:, 0]
     assert own.indexer.bias is not None
     whole = rows[: len(rows) // own.pool * own.pool].double().view(-1, own.pool, rows.shape[1])
     keys, gates, _ = whole.split([own.index_key, own.index_key, 1], -1)
