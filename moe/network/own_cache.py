@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from weakref import proxy
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -33,6 +34,7 @@ class OwnCache:
         base: the cache class that the model's modeling file defines; None unless it is just one.
         layers: by index, the layers of transformers' cache whose class is defined there, empty.
         adds_masks: attention with such layers changes masks, which are added to scores.
+        device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
             computes rotary tables of all tokens; 0 if it keeps none.
     """
@@ -40,6 +42,7 @@ class OwnCache:
     base: type[Cache] | None
     layers: Mapping[int, OwnLayer]
     adds_masks: bool
+    device: torch.device
     position_dims: int = 0
 
     @classmethod
@@ -53,7 +56,7 @@ class OwnCache:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
         own = {at: OwnLayer(x) for at, x in enumerate(layers) if type(x).__module__ == source}
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
-        return cls(found[0] if len(found) == 1 else None, own, adds)
+        return cls(found[0] if len(found) == 1 else None, own, adds, model.device)
 
     def standing_for(
         self, ours: type[_C], lists: Callable[[Any, str], Any], *, layers: bool = True
@@ -151,7 +154,7 @@ class OwnLayers:
 
     def __getitem__(self, layer: int) -> Any:
         if layer not in self._own.layers:
-            return _PlainLayer(self._cache, layer, self._own.position_dims)
+            return _PlainLayer(self._cache, layer, self._own)
         return self._cache.kept_object((layer, "layer", 0), self._own.layers[layer]).layer
 
 
@@ -161,15 +164,16 @@ class _PlainLayer:
 
     cache: _Pass
     layer: int
-    position_dims: int
+    own: OwnCache
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """``(position_dims, 1, 1 + P)`` of the P tokens that the pass's sequences have read before,
         in order, behind one that stands for no token."""
-        if not self.position_dims:
+        if not self.own.position_dims:
             return None
-        return self.cache.history_positions().expand(self.position_dims, 1, -1)
+        positions = self.cache.history_positions().to(self.own.device)
+        return positions.expand(self.own.position_dims, 1, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,7 @@ from moe.decode.trace import Attends
 from moe.decode.traced import TracedStep
 from moe.describe.description import Norm, RotaryTable, Rotation, Style, View
 from moe.describe.observe import AttentionCall
+from moe.describe.parts import rotate
 from moe.network.attention import MaskRule
 from moe.network.kv_cache import KVCache, Work
 
@@ -123,15 +125,12 @@ class Sizes:
         return Attends(0, View(0.3, None, None), latents, self.pool)
 
 
-def _rotary_table(half: int) -> RotaryTable:
-    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[..., None] / (2.0 + torch.arange(half))
-        return angles.cos(), angles.sin()
-
-    return RotaryTable(table)
+def turns(half: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[..., None] / (2.0 + torch.arange(half))
+    return angles.cos(), angles.sin()
 
 
-TABLES = {half: _rotary_table(half) for half in (1, 4, 5)}
+TABLES = {half: RotaryTable(partial(turns, half)) for half in (1, 4, 5)}
 """By half the size that is rotated."""
 
 
@@ -259,7 +258,17 @@ def no_experts(*_: object) -> Tensor:
 def pool_keys(own: Sizes, rows: Tensor) -> Tensor:
     """``(pools, index_key)`` of ``(L, W)`` rows, in float64."""
     if own.means is not None:
-        return own.indexer.pool_keys(rows.double())
+        norm, rotation = own.indexer.norm, own.indexer.rotation
+        assert norm is not None
+        assert rotation is not None
+        keys = rows[: len(rows) // own.pool * own.pool].double().view(-1, own.pool, own.index_key)
+        keys = keys.mean(1)
+        keys = keys - keys.mean(1, keepdim=True) if norm.centered else keys
+        keys = keys * (keys.square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+        rotation.table.reserve(len(rows))
+        starts = torch.arange(len(keys)) * own.pool
+        cos, sin = (part[starts].double() for part in (rotation.table.cos, rotation.table.sin))
+        return rotate(rotation, keys[:, None], cos, sin)[:, 0]
     assert own.indexer.bias is not None
     whole = rows[: len(rows) // own.pool * own.pool].double().view(-1, own.pool, rows.shape[1])
     keys, gates, _ = whole.split([own.index_key, own.index_key, 1], -1)
