@@ -228,3 +228,40 @@ def test_auto_tries_the_layer_and_tells_what_it_found(glm: tuple[MoE, MoE], tmp_
     assert "mtp" in model.status()["speculation"]["why"]
     assert tokens_of(model) == tokens_of(glm[0])
     assert "mtp" in model.stats()["speculation"]["control"]["expected_acceptance"]
+
+
+STYLES = {
+    "Qwen3-Next": ("mtp.", "mtp.layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")),
+    "MiMo": (
+        "model.mtp.layers.0.",
+        "model.mtp.layers.0.",
+        ("input_proj", "token_layernorm", "hidden_layernorm"),
+    ),
+}
+"""Where public checkpoints keep the parts and the decoder layer, and how they call the parts."""
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> None:
+    """MiMo's projection has the columns of the hidden state first."""
+    network, layer = with_mtp("glm4_moe", tmp_path / "model")
+    parts, block, names = STYLES[style]
+    file = tmp_path / "model" / "mtp.safetensors"
+    norm = "norm" if style == "Qwen3-Next" else "final_layernorm"
+    called = dict(
+        zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), (*names, norm), strict=True)
+    )
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        rest = name.removeprefix(f"model.layers.{network.config.num_hidden_layers}.")
+        own = rest.removesuffix(".weight")
+        if own == "eh_proj" and style == "MiMo":
+            tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], 1).contiguous()
+        renamed[f"{parts}{called[own]}.weight" if own in called else block + rest] = tensor
+    save_file(renamed, file)
+    drafts = drafts_of(model := load(tmp_path / "model"))
+    (sequence,) = running(model, PROMPTS[:1])
+    with torch.inference_mode():
+        (logits,) = drafts._run(drafts._begin(Mode("mtp"), [sequence], [1]))
+        known = [*sequence.prompt_token_ids, *sequence.token_ids]
+        assert (logits[-1] - transformers_draft(network, layer, known)).abs().max() < 1e-4
