@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.engine.engine import Engine
-from moe.network.hidden import MtpKV
+from moe.network.hidden import KEPT, HiddenKV, MtpKV
 from moe.settings import ModelSettings
 from moe.speculate.draft import Mode
 from moe.speculate.mtp import MtpDrafts
@@ -265,3 +265,28 @@ def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> N
         (logits,) = drafts._run(drafts._begin(Mode("mtp"), [sequence], [1]))
         known = [*sequence.prompt_token_ids, *sequence.token_ids]
         assert (logits[-1] - transformers_draft(network, layer, known)).abs().max() < 1e-4
+
+
+def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
+    """Views of a pass over one sequence; copies of a row of a large one."""
+    cache = HiddenKV(4096)
+    rows = torch.arange(12.0).view(3, 4)
+    cache.length = 3
+    cache.keep_hidden(rows)
+    assert cache.hidden().data_ptr() == rows.data_ptr()
+    cache.cut(2)
+    assert torch.equal(cache.hidden(), rows[:2])
+    large = torch.zeros(64, 4)
+    cache.length = 3
+    cache.keep_hidden(large[5:6])
+    assert [part.untyped_storage().nbytes() for part in cache._rows] == [48, 16]
+    for _ in range(5 * KEPT):
+        cache.length += 1
+        cache.keep_hidden(torch.full((1, 4), float(cache.length)))
+        assert KEPT <= max(cache.hidden_rows, KEPT) <= 2 * KEPT
+    cache.length += 3 * KEPT  # a pass over more than are kept: none before it
+    cache.keep_hidden(torch.arange(cache.length - 3 * KEPT + 1.0, cache.length + 1)[:, None])
+    assert cache.hidden_rows == KEPT
+    count = cache.hidden_rows
+    expected = torch.arange(cache.length - count + 1.0, cache.length + 1)
+    assert torch.equal(cache.hidden()[:, 0], expected)
