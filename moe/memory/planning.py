@@ -153,8 +153,9 @@ def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device)
     head = take_head(copy.deepcopy(network))
     if head is None:
         return whole
-    own = measure_footprint(head, KEPT, KEPT, on_cuda=on_cuda)  # it never reads more at a time
-    hidden = KEPT * width_of(head) * head.dtype.itemsize
+    most = 2 * KEPT  # it never reads more at a time
+    own = measure_footprint(head, most, most, on_cuda=on_cuda)
+    hidden = most * width_of(head) * head.dtype.itemsize
     return replace(
         whole,
         kv_bytes_per_token=whole.kv_bytes_per_token + own.kv_bytes_per_token,

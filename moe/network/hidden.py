@@ -1,7 +1,7 @@
 """Final hidden states, kept beside a sequence's keys and values for what reads them later.
 
-A pass hands its rows over without a copy: a cache keeps views of them. Rows come and go with the
-tokens: `cut` and `fork` treat both alike. Legend: T tokens, H hidden.
+A pass of one sequence hands its rows over without a copy: the cache keeps views of them. Rows come
+and go with the tokens: `cut` and `fork` treat both alike. Legend: T tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from moe.network.kv_cache import KVCache
 KEPT = 256
 """Final hidden states that a sequence keeps for the layer. One that drafts again after a long rest,
 or after a long prompt, begins with so many tokens; the model's hidden states know the others."""
+SPARE = 4
+"""How many times its own memory a view may keep alive; else its rows are copied."""
 
 
 class HiddenKV(KVCache):
@@ -35,10 +37,12 @@ class HiddenKV(KVCache):
         return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
 
     def keep_hidden(self, rows_TH: Tensor) -> None:
-        """Keep the rows of the last T tokens, which have just been read, and of some before."""
+        """Keep the rows of the last T tokens, which have just been read, and of some before: `KEPT`
+        to twice as many."""
         if len(rows_TH) > KEPT:
-            self._rows = [rows_TH[-KEPT:].clone()]  # a view would keep all of them
-            return
+            self._rows, rows_TH = [], rows_TH[-KEPT:]
+        if rows_TH.untyped_storage().nbytes() > SPARE * rows_TH.nbytes:
+            rows_TH = rows_TH.clone()
         self._rows.append(rows_TH)
         if self.hidden_rows > 2 * KEPT:
             self._rows = [self.hidden()[-KEPT:].clone()]

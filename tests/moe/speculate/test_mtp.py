@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.engine.engine import Engine
-from moe.network.hidden import MtpKV
+from moe.network.hidden import KEPT, HiddenKV, MtpKV
 from moe.settings import ModelSettings
 from moe.speculate.draft import Mode
 from moe.speculate.mtp import MtpDrafts
@@ -228,3 +228,65 @@ def test_auto_tries_the_layer_and_tells_what_it_found(glm: tuple[MoE, MoE], tmp_
     assert "mtp" in model.status()["speculation"]["why"]
     assert tokens_of(model) == tokens_of(glm[0])
     assert "mtp" in model.stats()["speculation"]["control"]["expected_acceptance"]
+
+
+STYLES = {
+    "Qwen3-Next": ("mtp.", "mtp.layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden")),
+    "MiMo": (
+        "model.mtp.layers.0.",
+        "model.mtp.layers.0.",
+        ("input_proj", "token_layernorm", "hidden_layernorm"),
+    ),
+}
+"""Where public checkpoints keep the parts and the decoder layer, and how they call the parts."""
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> None:
+    """MiMo's projection has the columns of the hidden state first."""
+    network, layer = with_mtp("glm4_moe", tmp_path / "model")
+    parts, block, names = STYLES[style]
+    file = tmp_path / "model" / "mtp.safetensors"
+    norm = "norm" if style == "Qwen3-Next" else "final_layernorm"
+    called = dict(
+        zip(("eh_proj", "enorm", "hnorm", "shared_head.norm"), (*names, norm), strict=True)
+    )
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        rest = name.removeprefix(f"model.layers.{network.config.num_hidden_layers}.")
+        own = rest.removesuffix(".weight")
+        if own == "eh_proj" and style == "MiMo":
+            tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], 1).contiguous()
+        renamed[f"{parts}{called[own]}.weight" if own in called else block + rest] = tensor
+    save_file(renamed, file)
+    drafts = drafts_of(model := load(tmp_path / "model"))
+    (sequence,) = running(model, PROMPTS[:1])
+    with torch.inference_mode():
+        (logits,) = drafts._run(drafts._begin(Mode("mtp"), [sequence], [1]))
+        known = [*sequence.prompt_token_ids, *sequence.token_ids]
+        assert (logits[-1] - transformers_draft(network, layer, known)).abs().max() < 1e-4
+
+
+def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
+    """Views of a pass over one sequence; copies of a row of a large one."""
+    cache = HiddenKV(4096)
+    rows = torch.arange(12.0).view(3, 4)
+    cache.length = 3
+    cache.keep_hidden(rows)
+    assert cache.hidden().data_ptr() == rows.data_ptr()
+    cache.cut(2)
+    assert torch.equal(cache.hidden(), rows[:2])
+    large = torch.zeros(64, 4)
+    cache.length = 3
+    cache.keep_hidden(large[5:6])
+    assert [part.untyped_storage().nbytes() for part in cache._rows] == [48, 16]
+    for _ in range(5 * KEPT):
+        cache.length += 1
+        cache.keep_hidden(torch.full((1, 4), float(cache.length)))
+        assert KEPT <= max(cache.hidden_rows, KEPT) <= 2 * KEPT
+    cache.length += 3 * KEPT  # a pass over more than are kept: none before it
+    cache.keep_hidden(torch.arange(cache.length - 3 * KEPT + 1.0, cache.length + 1)[:, None])
+    assert cache.hidden_rows == KEPT
+    count = cache.hidden_rows
+    expected = torch.arange(cache.length - count + 1.0, cache.length + 1)
+    assert torch.equal(cache.hidden()[:, 0], expected)
