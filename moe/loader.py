@@ -32,7 +32,6 @@ from moe.loading.takeover import arrange_linears, mend_linears, precision_notice
 from moe.machine import keep_freed_memory
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
-from moe.network.hidden import HiddenKV
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -259,7 +258,7 @@ def _mtp(
         return f"its multi-token-prediction layer cannot be packed: {packing.reason}"
     if profile.engine.fused == "auto" and not enable_fused(backbone, experts).keeps_hidden:
         backbone.decode_by(None)  # a further token of a draft reads the hidden state of the last
-    backbone.keep_hidden(HiddenKV)
+    backbone.keep_hidden()
     return MtpHead(backbone, experts)
 
 

@@ -42,8 +42,7 @@ from kernels.cpu.experts import LayerCall
 from kernels.cpu.interface import check_done
 from kernels.reference import AnyExperts
 from moe.decode.records import CompiledPass
-from moe.network.hidden import HiddenKV, keep_rows
-from moe.network.kv_cache import Work
+from moe.network.kv_cache import Work, keep_hidden_rows
 from moe.network.lanes import ExpertCall, ExpertsRunner, alone_with, call_experts
 from moe.network.moe_layer import LockstepPass, MoELayers
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
@@ -261,9 +260,8 @@ def finish_step(
     """
     for item in work:
         item.cache.length += len(item.token_ids)
-    if hidden_BH is not None and isinstance(work[0].cache, HiddenKV):
-        sizes = [len(item.token_ids) for item in work]
-        keep_rows([item.cache for item in work], sizes, hidden_BH)
+    if hidden_BH is not None:
+        keep_hidden_rows(work, hidden_BH)
     return split_logits(work, logits)
 
 

@@ -21,8 +21,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.network.attention import PACKED, packed_pass
-from moe.network.hidden import keep_rows
-from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
+from moe.network.hidden import KEPT, HiddenRows
+from moe.network.kv_cache import (
+    KVCache,
+    PackedCache,
+    SequenceCache,
+    TransformersCache,
+    Work,
+    keep_hidden_rows,
+)
 from moe.network.lanes import Lane
 from moe.network.own_cache import LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, serve_packed
@@ -83,12 +90,16 @@ class Backbone:
         self.own_cache = OwnCache.of(model)
         self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
         self._final_hidden: list[Tensor] | None = None
+        self._has_head = False
         self.set_packed(False)
 
-    def keep_hidden(self, cache_type: type[KVCache]) -> None:
-        """Let sequences keep the final hidden states of the tokens they read from now on, in caches
-        of this class (`moe.network.hidden.HiddenKV`)."""
-        self.cache_type = cache_type
+    def keep_hidden(self, *, for_head: bool = False) -> None:
+        """Let sequences keep the final hidden states of the tokens they read from now on.
+
+        Args:
+            for_head: and keys and values of the layer that reads them to draft.
+        """
+        self._has_head = for_head
         if self._final_hidden is None:
             caught = self._final_hidden = []
             self.model.get_decoder().register_forward_hook(
@@ -138,7 +149,15 @@ class Backbone:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        return self.cache_type(capacity) if self.packed else TransformersCache()
+        if not self.packed:
+            return TransformersCache()
+        cache = self.cache_type(capacity)
+        if self._final_hidden is not None:
+            cache.hidden = HiddenRows()
+        if self._has_head:
+            cache.head = KVCache(capacity + KEPT)  # a draft may reach beyond the end
+            cache.head.hidden = HiddenRows()
+        return cache
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work if sequences are packed, else one each.
@@ -180,7 +199,7 @@ class Backbone:
             _, logits = self._forward(work, past_key_values=cache, position_ids=positions)
         cache.commit()
         if self._final_hidden is not None:
-            keep_rows(sequences, sizes, self._final_hidden[0])
+            keep_hidden_rows(work, self._final_hidden[0])
             self._final_hidden.clear()
         return logits
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
+from moe.network.hidden import KEPT, HiddenRows
+
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps of each token: ``("indexer", layer)``."""
 StateKey = tuple[int, str, int]
@@ -49,11 +51,18 @@ class KVCache:
         length: tokens whose rows are valid in every layer. A forward pass writes behind it and
             moves it when all layers are done, so a cancelled pass leaves no trace.
         room: tokens that the buffers hold, or will hold at the next `write` or `addresses`.
+        hidden: the final hidden states of the last tokens; None: nobody reads them.
+        head: keys and values of the multi-token-prediction layer, a row for each token after the
+            first: it has read the token, and the model's hidden state of the one before. It lacks
+            rows where tokens came without hidden states: behind a known prefix, and after long
+            rests. None: there is no such layer.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        self.hidden: HiddenRows | None = None
+        self.head: KVCache | None = None
         self.room = 0
         self._layers: dict[LayerKey, tuple[Tensor, Tensor]] = {}
         self._addresses: np.ndarray | None = None
@@ -120,6 +129,8 @@ class KVCache:
     def cut(self, length: int) -> None:
         """Forget all tokens after the first ``length``: `mark`, or within the last decode pass."""
         assert length in self._states or not self._states, (length, sorted(self._states))
+        if self.hidden is not None:
+            self.hidden.drop(self.length - length)
         self.length, self._marked = length, -1
 
     def longest_fork(self, length: int) -> int:
@@ -177,10 +188,21 @@ class KVCache:
         return copy
 
     def copy_states(self, copy: KVCache) -> None:
-        """Give a copy of this sequence the recurrent states of its length, and those before."""
+        """Give a copy of this sequence what it keeps beside keys and values: the recurrent states
+        of its length, and those before; final hidden states; and the rows of the layer that
+        drafts."""
         copy._snapshots = [end for end in self._snapshots if end <= copy.length]
         ends = {*copy._snapshots, copy.length} & self._states.keys()
         copy._states = {end: self._states[end] for end in ends}
+        if self.hidden is None:
+            return
+        copy.hidden = self.hidden.without(self.length - copy.length)
+        if self.head is not None:
+            # The last row read has seen the token behind the last hidden state that is gone.
+            seen = self.length - len(self.hidden) + 1
+            rows = max(self.head.length - max(seen - copy.length, 0), 0)
+            copy.head = self.head.fork(copy.capacity + KEPT, rows)
+            copy.head.hidden = HiddenRows()
 
     def _grow(self, layer: LayerKey) -> None:
         old = self._layers[layer]
@@ -234,6 +256,17 @@ class Work:
     cache: SequenceCache
     all_logits: bool = False
     snapshots: Sequence[int] = ()
+
+
+def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:
+    """Give each sequence its part of a pass's final hidden states, if the sequences keep them."""
+    if getattr(work[0].cache, "hidden", None) is None:
+        return
+    sizes = [len(item.token_ids) for item in work]
+    for item, rows in zip(work, hidden_TH.split(sizes), strict=True):
+        assert isinstance(item.cache, KVCache)
+        assert item.cache.hidden is not None
+        item.cache.hidden.keep(rows)
 
 
 class KeyRule(Protocol):

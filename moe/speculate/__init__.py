@@ -23,7 +23,6 @@ from typing import Any
 from kernels import Forward, QuantizedExperts
 from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
-from moe.network.hidden import MtpKV
 from moe.network.moe_layer import MoELayers, Selector
 from moe.network.mtp import MtpHead
 from moe.settings import SpeculationSettings
@@ -98,7 +97,7 @@ def enable_speculation(
         layers = _draft_layers(mode, backbone, experts, forward)
         passes["elastic"] = ElasticDrafts(backbone, layers, experts.prefetch_early)
     if isinstance(mtp, MtpHead) and settings.mode in ("mtp", "auto"):
-        backbone.keep_hidden(MtpKV)
+        backbone.keep_hidden(for_head=True)
         passes["mtp"] = MtpDrafts(mtp)
         modes = [Mode("mtp"), *modes]
     sources: list[ModelFree[Any]] = []

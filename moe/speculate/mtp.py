@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moe.network.hidden import HiddenKV, MtpKV
-from moe.network.kv_cache import Work
+from moe.network.hidden import HiddenRows
+from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import run_lanes
 from moe.network.mtp import MtpHead
 from moe.sequence import RunningSequence
@@ -29,14 +29,14 @@ class MtpDrafts(PassDrafts):
     """Drafts for several sequences in shared passes of a multi-token-prediction layer.
 
     Args:
-        head: the layer; the model's sequences have caches of the class `MtpKV`.
+        head: the layer; the model's sequences keep hidden states, and rows of the layer.
     """
 
     def __init__(self, head: MtpHead) -> None:
         super().__init__()
         assert head.backbone.packed
         self._head = head
-        self._unread: dict[int, MtpKV] = {}  # of drafts whose first pass is to come
+        self._unread: dict[int, HiddenRows] = {}  # of drafts whose first pass is to come
         self._asked = self._bytes = 0
 
     @property
@@ -54,36 +54,40 @@ class MtpDrafts(PassDrafts):
         self._unread = {}
         for sequence, depth in zip(sequences, depths, strict=True):
             cache = sequence.cache
-            assert isinstance(cache, MtpKV)
+            assert isinstance(cache, KVCache)
+            assert cache.hidden is not None
+            assert cache.head is not None
             # Its last token is not read yet, so as many tokens come behind those with rows.
-            tokens = sequence.last_tokens(cache.hidden_rows) if cache.hidden_rows else []
+            count = len(cache.hidden)
+            tokens = sequence.last_tokens(count) if count else []
             work = Work(tokens, cache.head)
             draft = PendingDraft(
                 work, sequence.sampler.fork(), depth if tokens else 0, cache.head.length
             )
-            self._unread[id(draft)] = cache
+            self._unread[id(draft)] = cache.hidden
             drafts.append(draft)
         return drafts
 
     def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
         head, work = self._head, [draft.work for draft in drafts]
-        caches = [_kept(item) for item in work]
-        sources = [self._unread.get(id(d), c) for d, c in zip(drafts, caches, strict=True)]
-        rows = [source.hidden() for source in sources]
-        for cache in caches:
-            cache.forget_hidden()
+        kept = [_kept(item) for item in work]
+        sources = [self._unread.get(id(d), own) for d, own in zip(drafts, kept, strict=True)]
+        rows = [source.joined() for source in sources]
+        for own in kept:
+            own.clear()
         with head.input.reading(rows[0] if len(rows) == 1 else torch.cat(rows)):
             lanes = head.backbone.lanes(work, "decode")
             run_lanes(lanes, head.experts.run)
             logits = [rows for lane in lanes for rows in lane.result()]
-        for draft, own in zip(drafts, caches, strict=True):
+        for draft, own in zip(drafts, kept, strict=True):
             own.keep_last()
             if (read := self._unread.pop(id(draft), None)) is not None:
-                read.forget_hidden()
-                draft.length = own.length
+                read.clear()
+                draft.length = draft.work.cache.length
         return logits
 
 
-def _kept(work: Work) -> HiddenKV:
-    assert isinstance(work.cache, HiddenKV)
-    return work.cache
+def _kept(work: Work) -> HiddenRows:
+    assert isinstance(work.cache, KVCache)
+    assert work.cache.hidden is not None
+    return work.cache.hidden

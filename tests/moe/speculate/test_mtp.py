@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.engine.engine import Engine
-from moe.network.hidden import KEPT, HiddenKV, MtpKV
+from moe.network.hidden import KEPT, HiddenRows
+from moe.network.kv_cache import KVCache
 from moe.settings import ModelSettings
 from moe.speculate.draft import Mode
 from moe.speculate.mtp import MtpDrafts
@@ -95,13 +96,15 @@ def test_a_known_beginning_keeps_the_layers_rows(tmp_path: Path) -> None:
         begun = drafts_of(model)._begin(Mode("mtp"), [sequence], [1])
         drafts_of(model)._run(begun)
     cache = sequence.cache
-    assert isinstance(cache, MtpKV)
+    assert isinstance(cache, KVCache)
+    assert cache.head is not None
     assert cache.head.length == cache.length == 32
-    assert cache.hidden_rows == 0
+    assert not cache.hidden
     for length in (32, 31, 16, 1):
         fork = cache.fork(64, length)
+        assert fork.head is not None
         assert fork.head.length == length - 1
-        assert fork.hidden_rows == 0
+        assert not fork.hidden
         keys, values = fork.head.read(0, fork.head.length)
         theirs = cache.head.read(0, fork.head.length)
         assert torch.equal(keys, theirs[0])
@@ -269,24 +272,21 @@ def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> N
 
 def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
     """Views of a pass over one sequence; copies of a row of a large one."""
-    cache = HiddenKV(4096)
+    cache = KVCache(4096)
+    hidden = cache.hidden = HiddenRows()
     rows = torch.arange(12.0).view(3, 4)
     cache.length = 3
-    cache.keep_hidden(rows)
-    assert cache.hidden().data_ptr() == rows.data_ptr()
+    hidden.keep(rows)
+    assert hidden.joined().data_ptr() == rows.data_ptr()
     cache.cut(2)
-    assert torch.equal(cache.hidden(), rows[:2])
+    assert torch.equal(hidden.joined(), rows[:2])
     large = torch.zeros(64, 4)
-    cache.length = 3
-    cache.keep_hidden(large[5:6])
-    assert [part.untyped_storage().nbytes() for part in cache._rows] == [48, 16]
-    for _ in range(5 * KEPT):
-        cache.length += 1
-        cache.keep_hidden(torch.full((1, 4), float(cache.length)))
-        assert KEPT <= max(cache.hidden_rows, KEPT) <= 2 * KEPT
-    cache.length += 3 * KEPT  # a pass over more than are kept: none before it
-    cache.keep_hidden(torch.arange(cache.length - 3 * KEPT + 1.0, cache.length + 1)[:, None])
-    assert cache.hidden_rows == KEPT
-    count = cache.hidden_rows
-    expected = torch.arange(cache.length - count + 1.0, cache.length + 1)
-    assert torch.equal(cache.hidden()[:, 0], expected)
+    hidden.keep(large[5:6])
+    assert [part.untyped_storage().nbytes() for part in hidden._rows] == [48, 16]
+    for token in range(5 * KEPT):
+        hidden.keep(torch.full((1, 4), float(token)))
+        assert KEPT <= max(len(hidden), KEPT) <= 2 * KEPT
+    # A pass over more than are kept: none before it.
+    hidden.keep(torch.arange(3.0 * KEPT)[:, None])
+    assert len(hidden) == KEPT
+    assert torch.equal(hidden.joined()[:, 0], torch.arange(2.0 * KEPT, 3.0 * KEPT))
