@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.network.attention import PACKED, packed_pass
+from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache, PackedCache, SequenceCache, TransformersCache, Work
 from moe.network.lanes import Lane
 from moe.network.own_cache import LayerStates, OwnCache
@@ -62,6 +63,7 @@ class Backbone:
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
         cache_type: the class of the caches of packed sequences.
+        blocks: keeps keys and values of packed sequences in blocks; None: in buffers.
         pass_cache_type: the class of the cache that transformers sees in a packed pass.
     """
 
@@ -77,6 +79,7 @@ class Backbone:
         self.watched = False
         self.contrast: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
+        self.blocks: BlockPool | None = None
         self.pass_cache_type = OwnCache.of(model).standing_for(PackedCache, LayerStates)
         self.set_packed(False)
 
@@ -121,7 +124,11 @@ class Backbone:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        return self.cache_type(capacity) if self.packed else TransformersCache()
+        if not self.packed:
+            return TransformersCache()
+        if self.blocks is not None and self.contrast is None:
+            return self.blocks.new_cache(capacity)
+        return self.cache_type(capacity)
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work if sequences are packed, else one each.

@@ -70,6 +70,7 @@ def test_the_keys_are_these() -> None:
         "prefill.group_tokens",
         "memory.kv_tokens",
         "memory.kv_gib",
+        "memory.kv_bits",
         "memory.reserve_gib",
         "memory.device_gib",
         "memory.host_gib",
