@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def quality(text_bytes: int) -> list[dict[str, Any]]:
 
 def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
     """A random model whose decode steps are attention above all."""
-    config = Qwen3MoeConfig(
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
         hidden_size=256, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
         vocab_size=512, max_position_embeddings=1 << 17,
@@ -111,7 +113,10 @@ def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
         lanes[0].result()
         cache.cut(context)
 
-    times = take_turns({name: lambda _, c=c: step(c) for name, c in caches.items()}, seconds)
+    def contender(cache: BlockKVCache) -> Callable[[int], object]:
+        return lambda _: step(cache)
+
+    times = take_turns({name: contender(cache) for name, cache in caches.items()}, seconds)
     whole = times["32 bits"]
     return [
         {

@@ -213,6 +213,11 @@ class MemorySettings(Settings):
     """Most tokens in the prefix cache, which keeps the KV of prompts for others that begin alike;
     part of kv_tokens. 0: no prefix cache."""
 
+    reuse_answers: bool = False
+    """The prefix cache keeps answers too, so that the next turn of a chat reads only what is new.
+    Decode steps round differently from prompts, so the last bits of such a turn depend on whether
+    its beginning was still kept."""
+
     @field_validator("kv_gib")
     @classmethod
     def _check_one(cls, value: float | None, info: ValidationInfo) -> float | None:

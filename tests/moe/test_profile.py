@@ -77,6 +77,7 @@ def test_the_keys_are_these() -> None:
         "memory.pinned_gib",
         "memory.keep_freed",
         "memory.prefix_tokens",
+        "memory.reuse_answers",
         "offload.policy",
         "offload.predictor",
         "offload.prefetch",

@@ -115,7 +115,8 @@ def _bytes(cache: SequenceCache) -> int:
 )
 def test_bytes_of_a_token_of_the_30_b_shape(bits: int, expected: int) -> None:
     """The figures of Qwen3-30B-A3B: 48 layers, 4 heads of 128 numbers for keys and for values."""
-    config = Qwen3MoeConfig(
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
         hidden_size=64, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, vocab_size=32,
     )  # fmt: skip
@@ -127,12 +128,13 @@ def test_bytes_of_a_token_of_the_30_b_shape(bits: int, expected: int) -> None:
 
 def test_auto_is_bf16_where_experts_are_quantised(tiny_checkpoint: Callable[[str], Path]) -> None:
     bits = {}
-    for name, settings in {
+    cases: dict[str, dict[str, Any]] = {
         "whole": {},
         "quantised": {"model": {"expert_bits": 4}},
         "asked": {"memory": {"kv_bits": 8}},
         "not fused": {"engine": {"fused": "off"}, "memory": {"kv_bits": 8}},
-    }.items():
+    }
+    for name, settings in cases.items():
         with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), settings) as model:
             status = model.status()
             bits[name] = status["keys_and_values"]["bits"]
