@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
+from kernels.cpu import choose_kernel
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
@@ -30,8 +31,10 @@ from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes
 from moe.loading.takeover import arrange_linears, mend_linears, precision_notices
 from moe.machine import keep_freed_memory
+from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
+from moe.network.kv_blocks import BlockPool
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -61,6 +64,7 @@ class LoadedModel:
         packing: whether sequences share a forward pass, and why.
         fused: whether decode steps bypass transformers' forward, and why.
         speculation: what drafts tokens for the model to verify, or why nothing does.
+        kv: how keys and values are kept, and why.
         memory_plan: what was planned before loading.
         weight_bytes: memory of all weights.
         logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
@@ -80,6 +84,7 @@ class LoadedModel:
     packing: Packing
     fused: Fused
     speculation: Speculation
+    kv: KVPrecision
     memory_plan: MemoryPlan
     weight_bytes: int
     logits_size: int
@@ -153,6 +158,9 @@ def _load(
     mtp = _mtp(head, head_layers, backend, planned, profile)
     found = _probe(backbone, experts, profile, mtp)
     _alter(backbone, experts, offloaded, policies, profile)
+    kv = _keep_in_blocks(backbone, planned.kv, found.fused)
+    if not kv.in_blocks:
+        plan = plan.with_kv_bytes(planned.footprint.kv_plain_bytes)
     return LoadedModel(
         backbone=backbone,
         experts=experts,
@@ -162,6 +170,7 @@ def _load(
         packing=found.packing,
         fused=found.fused,
         speculation=found.speculation,
+        kv=kv,
         memory_plan=plan,
         weight_bytes=nbytes,
         logits_size=planned.logits_size,
@@ -176,7 +185,9 @@ def _load(
             *found.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits, weights.kept),
             *precision_notices(network, layers, found.mended),
-            *filter(None, [*forecasts.notices, borrowing_notice(offloaded, profile)]),
+            *filter(
+                None, [*forecasts.notices, borrowing_notice(offloaded, profile), kv.notice(profile)]
+            ),
             *eviction_notices(offloaded, profile),
             *low_bit_notices(offloaded, profile),
         ],
@@ -288,6 +299,17 @@ def _alter(
     enable_contrast(profile.speculation, backbone, experts)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)
+
+
+def _keep_in_blocks(backbone: Backbone, kv: KVPrecision, fused: Fused) -> KVPrecision:
+    """Keep keys and values as planned from now on if a compiled decode step reads them."""
+    if not kv.in_blocks:
+        return kv
+    kernel, _ = choose_kernel()
+    if kernel is None or not fused.enabled:
+        return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
+    backbone.blocks = BlockPool(kernel.kv, kv.form)
+    return kv
 
 
 def _policies(profile: Profile) -> PolicyChain:

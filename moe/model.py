@@ -411,6 +411,11 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
             "enabled": speculation.speculator is not None,
             "why": speculation.reason,
         },
+        "keys_and_values": {
+            "bits": loaded.kv.bits,
+            "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
+            "why": loaded.kv.why,
+        },
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
         "offload": None if offloaded is None else offloaded.status(),
         "parallel": session.status() if isinstance(session, Coordinator) else None,

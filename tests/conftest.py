@@ -95,11 +95,11 @@ def footprints() -> Iterator[None]:
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
 
-    def measure_once(network: PreTrainedModel, *sizes: int, on_cuda: bool) -> Footprint:
+    def measure_once(network: PreTrainedModel, *sizes: int, **how: Any) -> Footprint:
         config = network.config.to_json_string(use_diff=False)
-        key = type(network), config, backend_status()["name"], *sizes, on_cuda
+        key = type(network), config, backend_status()["name"], *sizes, *how.values()
         if key not in known:
-            known[key] = measure(network, *sizes, on_cuda=on_cuda)
+            known[key] = measure(network, *sizes, **how)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -26,6 +26,7 @@ from kernels.cpu.build import BuildError, load_library
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
+from kernels.cpu.kv import NativeKV
 from kernels.cpu.learning import NativeLearner
 from kernels.cpu.recurrence import use_library
 from kernels.cpu.streaming import ArrivingCall, NativeReads
@@ -46,6 +47,7 @@ class NativeKernels:
     linear: NativeLinear
     decode: NativeDecode
     attention: NativeAttention
+    kv: NativeKV
     norms: NativeNorms
     assign: NativeAssign
 
@@ -59,6 +61,7 @@ class NativeKernels:
             NativeLinear(library),
             NativeDecode(library),
             NativeAttention(library),
+            NativeKV(library),
             NativeNorms(library),
             NativeAssign(library),
         )

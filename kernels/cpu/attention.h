@@ -3,7 +3,7 @@
 //
 //   TILE                             rows that share every load
 //   unit_bytes(a)                    bytes of PANEL_KEYS packed keys and values
-//   pack(a, kv_head, first, to)      packs them, with zeros beyond the last
+//   pack(a, k, v, count, to)         packs `count` of them, with zeros beyond the last
 //   task_bytes(a)                    memory for the rows of a task
 //   take(i, row)                     sets row i of the task
 //   scores(i, split, count, score)   q . k of the tile that begins at row i, for `count` keys
@@ -15,15 +15,25 @@
 #pragma once
 #include "grouped.h"
 #include "heads.h"
+#include "kv.h"
 
 extern "C" struct Attend {
   const float *q, *k, *v;
   float* out;            // (queries, heads, V)
   const int64_t* begin;  // (queries,) the first key that each query sees
   const float* sinks;    // (heads,) or null
+  const void *k_table, *v_table;  // of the blocks that keys and values are in; null: in k and v
   int64_t q_head, q_row, k_head, k_row, v_head, v_row;  // elements from one to the next
   int64_t heads, kv_heads, key_size, value_size, queries, keys;
   float scale, softcap;  // softcap 0: none
+  kv::Format k_format, v_format;  // of blocks
+};
+
+// Some rows in float32, one after the other `stride` apart.
+struct Lines {
+  const float* first;
+  long stride;
+  const float* at(long t) const { return first + t * stride; }
 };
 
 constexpr long KEYS_A_SPLIT = 256, ROWS_A_TASK = 64, PANEL_KEYS = 32;
@@ -38,17 +48,24 @@ template <class Products>
 class Rows {
  public:
   static long task_bytes(const Attend& a) {
-    return Products::task_bytes(a) + ROWS_A_TASK * wide(a) * long(sizeof(float));
+    return Products::task_bytes(a) + (ROWS_A_TASK * wide(a) + a.key_size) * long(sizeof(float));
   }
 
   Rows(const Attend& a, const char* packed, char* memory, long kv_head, long first, long end)
       : a_(a), kv_head_(kv_head), first_(first), end_(end),
         sums_(reinterpret_cast<float*>(memory + Products::task_bytes(a))),
+        turned_(sums_ + ROWS_A_TASK * wide(a)),
         products_(a, kv_head, packed, memory) {
     for (long m = first; m < end; ++m) {
       high_[m - first] = a.sinks ? a.sinks[head(m)] : -FLT_MAX;
       total_[m - first] = a.sinks ? 1 : 0;
-      products_.take(m - first, a.q + head(m) * a.q_head + m / group() * a.q_row);
+      const float* row = a.q + head(m) * a.q_head + m / group() * a.q_row;
+      if (a.k_format.turned) {
+        memcpy(turned_, row, a.key_size * sizeof(float));
+        kv::turn(turned_, a.key_size);
+        row = turned_;
+      }
+      products_.take(m - first, row);
     }
     memset(sums_, 0, (end - first) * wide(a) * sizeof(float));
   }
@@ -64,6 +81,7 @@ class Rows {
       for (long c = 0; c < a_.value_size; c += LANES)
         store_fp32_as(out + c, load<vf>(sum(m - first_) + c) / total_[m - first_],
                       a_.value_size - c);
+      if (a_.v_format.turned) kv::turn(out, a_.value_size);
     }
   }
 
@@ -126,6 +144,7 @@ class Rows {
   const Attend& a_;
   const long kv_head_, first_, end_;
   float* const sums_;  // of the weighted values so far, for each row
+  float* const turned_;  // a query
   Products products_;
   float high_[ROWS_A_TASK + LANES] = {}, total_[ROWS_A_TASK + LANES] = {};
   Score score_[Products::TILE];

@@ -13,17 +13,14 @@ class Parts {
 
   // For each STEP of D the keys as columns, then for each SIDE of V the values as rows.
   static long unit_bytes(const Attend& a) { return unit_operands(a) * long(sizeof(Operand)); }
-  static void pack(const Attend& a, long kv_head, long first, char* to) {
-    const long count = a.keys - first < PANEL_KEYS ? a.keys - first : PANEL_KEYS;
+  static void pack(const Attend& a, const Lines& k, const Lines& v, long count, char* to) {
     auto* operand = reinterpret_cast<Operand*>(to);
     memset(to, 0, unit_bytes(a));
-    const float* k = a.k + kv_head * a.k_head + first * a.k_row;
     for (long d = 0; d < a.key_size; d += STEP, ++operand)
-      for (long t = 0; t < count; ++t) put_column(k + t * a.k_row + d, a.key_size - d, t, *operand);
-    const float* v = a.v + kv_head * a.v_head + first * a.v_row;
+      for (long t = 0; t < count; ++t) put_column(k.at(t) + d, a.key_size - d, t, *operand);
     for (long c = 0; c < a.value_size; c += LANES) {
       const auto row = [&](long t) {
-        return t < count ? load_as_fp32(v + t * a.v_row + c, a.value_size - c) : vf{};
+        return t < count ? load_as_fp32(v.at(t) + c, a.value_size - c) : vf{};
       };
       for (int t = 0; t < LANES; ++t) put_pairs(row(t), row(t + LANES), c / LANES % 2, t, *operand);
       operand += c / LANES % 2;

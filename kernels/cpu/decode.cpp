@@ -17,7 +17,8 @@ LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, 
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)
-LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states, threads)
+LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
+       keys, values, threads)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
 LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience)
 
@@ -47,6 +48,13 @@ void Pass::place_attention(Arena& arena) {
   inward = arena.take(a().expansion ? B * Q * size : 0);
   partial = reinterpret_cast<Partial*>(arena.take_bytes(B * Q * longest * sizeof(Partial)));
   sums = arena.take(B * Q * longest * size);
+  const long D = a().head_dim, T = a().rotation.size;
+  const bool latent = a().expansion, turned = latent ? step.values.turned : step.keys.turned;
+  asked = turned && !latent ? arena.take(B * Q * D) : q;
+  asked_beside = turned && latent ? arena.take(B * Q * T) : q + a().plain_dim;
+  beside_stride = turned && latent ? T : D;
+  tile_floats = KEYS * kv::whole_groups(std::max({D, size, T}));
+  tiles = arena.take(step.threads * tile_floats);
 }
 
 void Pass::place(Arena& arena) {

@@ -7,6 +7,7 @@
 #include "curves.h"
 #include "heads.h"
 #include "indexer.h"
+#include "kv.h"
 #include "product.h"
 
 namespace program {
@@ -50,9 +51,10 @@ struct Step {
   float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
   const int64_t* tokens;         // (B,)
   const int64_t* position;       // (B,) of the new token
-  const int64_t* capacity;       // (B,) rows of its caches
-  float* const* cache;           // (B, layers, 2) keys and values, or latents and rotated keys
+  const int64_t* capacity;       // (B,) tokens of the blocks of its caches
+  const void* const* cache;      // (B, layers, 2) tables of keys and values, or latents and rotated keys
   const program::States* states; // of a program
+  kv::Format keys, values;       // of the caches
   int32_t threads;
 };
 
@@ -117,6 +119,9 @@ struct Pass {
   long longest = 1;  // splits of the longest sequence
   Rows hidden, low, heads, inner;
   float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
+  float *asked, *asked_beside;  // queries as caches have keys, and those for rotated keys of latents
+  long beside_stride, tile_floats;
+  float* tiles;  // of each thread: some rows of a cache as floats
   Partial* partial;
   Turns entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
       projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
@@ -157,24 +162,22 @@ struct Pass {
   const int64_t* split_chosen(long b, long split) const {
     return given.chosen ? given.chosen + b * given.most + split * SPLIT : nullptr;
   }
-  float* cached(long b, int which) const {
-    return step.cache[(b * step.layers + a().cache) * 2 + which];
+  kv::Rows cached(long b, int which, long head, long size) const {
+    return {step.cache[(b * step.layers + a().cache) * 2 + which], which ? step.values : step.keys,
+            size, step.capacity[b], head};
   }
+  void weigh(const kv::Rows& values, long b, long split, long queries, const float (*weight)[SPLIT],
+             long size, float* const* to) const;
+  Straight floats(const kv::Rows& rows, long b, long split, long t, long count) const;
   void begin(long b);
   void turn_queries(long b);
   void turn_keys(long b);
   void attend(long b, long kv_head, long split);
-  template <class Keys>
-  void attend(long b, long kv_head, long split, const Keys& keys, const Keys& values);
-  template <class Body>
-  void with_split(long b, long split, const Body& body) const;
   Partial weights_of(long b, long row, long split, float* score) const;
   void merge_head(long b, long head);
   void turn_latent(long b);
   void inward_head(long head);
   void attend_latent(long b, long first, long split);
-  template <class Keys>
-  void attend_latent(long b, long first, long split, const Keys& latents, const Keys& keys);
   void outward_head(long head);
   void add_attention(long b);
   void route_row(long b);

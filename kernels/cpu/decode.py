@@ -23,6 +23,7 @@ from kernels.cpu.interface import (
     pointers,
     sizes,
 )
+from kernels.cpu.kv import FormatRecord
 from kernels.cpu.post_norm import NormRecord
 
 ABSENT, BIT_PLANES = -1, 8
@@ -100,6 +101,7 @@ class StepRecord(Record, struct="decode::Step"):
     _fields_ = (
         *sizes("rows", "hidden", "layers"),
         *pointers("x", "h", "beside", "tokens", "position", "capacity", "cache", "states"),
+        *((name, FormatRecord) for name in ("keys", "values")),
         *numbers("threads"),
     )
 

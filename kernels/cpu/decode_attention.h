@@ -5,12 +5,16 @@
 namespace decode {
 
 constexpr long KEYS = 32;           // keys that stay in L1 while all queries read them
+constexpr long QUERIES = 16;        // that share them
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
 inline void Pass::turn_queries(long b) {
   const long D = a().head_dim, Q = a().heads;
   const Heads heads{a().q_norm, a().rotation, Q, D, a().q_norm_per_head, a().norm_after_rotation};
   heads.turn(step.position[b], q + b * Q * D);
+  if (asked == q) return;
+  memcpy(asked + b * Q * D, q + b * Q * D, Q * D * sizeof(float));
+  for (long i = 0; i < Q; ++i) kv::turn(asked + (b * Q + i) * D, D);
 }
 
 inline void Pass::turn_keys(long b) {
@@ -19,50 +23,55 @@ inline void Pass::turn_keys(long b) {
   float* rows = k + b * N * D;
   heads.turn(at, rows);
   for (long n = 0; n < N; ++n) {
-    const long place = n * step.capacity[b] + at;
-    memcpy(cached(b, 0) + place * D, rows + n * D, D * sizeof(float));
-    memcpy(cached(b, 1) + place * V, v + (b * N + n) * V, V * sizeof(float));
+    kv::put(step.keys, rows + n * D, D, cached(b, 0, n, D).at(at));
+    kv::put(step.values, v + (b * N + n) * V, V, cached(b, 1, n, V).at(at));
   }
 }
 
-// Calls body(from) with from(rows, stride): the rows of a split of the keys in a cache.
-template <class Body>
-inline void Pass::with_split(long b, long split, const Body& body) const {
-  if (const int64_t* index = split_chosen(b, split))
-    return body([=](const float* rows, long stride) { return Chosen{rows, stride, index}; });
-  const long begin = first_key(b) + split * SPLIT;
-  body([=](const float* rows, long stride) { return Straight{rows + begin * stride, stride}; });
+// Some rows of a split of the keys, from its key t on.
+inline Straight Pass::floats(const kv::Rows& rows, long b, long split, long t, long count) const {
+  float* memory = tiles + omp_get_thread_num() * tile_floats;
+  long stride;
+  const int64_t* index = split_chosen(b, split);
+  const float* first = index ? rows.floats(index + t, count, memory, stride)
+                             : rows.floats(first_key(b) + split * SPLIT + t, count, memory, stride);
+  return {first, stride};
 }
 
 // The split of one key head, for all queries that share it.
 inline void Pass::attend(long b, long kv_head, long split) {
-  const long D = a().head_dim, V = a().value_dim, place = kv_head * step.capacity[b];
-  with_split(b, split, [&](const auto& from) {
-    attend(b, kv_head, split, from(cached(b, 0) + place * D, D), from(cached(b, 1) + place * V, V));
-  });
-}
-
-template <class Keys>
-inline void Pass::attend(long b, long kv_head, long split, const Keys& keys, const Keys& values) {
   const long D = a().head_dim, V = a().value_dim, group = a().heads / a().kv_heads;
   const long count = split_keys(b, split);
-  alignas(64) float score[GROUP][SPLIT];
-  for (long g = 0; g < group; g += GROUP) {
-    const long queries = group - g < GROUP ? group - g : GROUP;
-    const long head = b * a().heads + kv_head * group + g;
-    for (long t = 0; t < count; t += KEYS)
-      for (long i = 0; i < queries; ++i)
-        scores_of(q + (head + i) * D, keys.from(t), count - t < KEYS ? count - t : KEYS, D, true,
-                  score[i] + t);
-    float* to[GROUP];
+  const kv::Rows keys = cached(b, 0, kv_head, D), values = cached(b, 1, kv_head, V);
+  alignas(64) float score[QUERIES][SPLIT];
+  for (long g = 0; g < group; g += QUERIES) {
+    const long queries = std::min(group - g, QUERIES), head = b * a().heads + kv_head * group + g;
+    for (long t = 0; t < count; t += KEYS) {
+      const long some = std::min(count - t, KEYS);
+      const Straight rows = floats(keys, b, split, t, some);
+      scores_of(asked + head * D, D, queries, rows, some, D, true, score, t);
+    }
+    float* to[QUERIES];
     for (long i = 0; i < queries; ++i) {
       partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
       to[i] = sums + ((head + i) * longest + split) * V;
     }
-    weighted_group(queries, score, values, count, V, to);
+    weigh(values, b, split, queries, score, V, to);
   }
   if (splits(b) == 1)
     for (long i = 0; i < group; ++i) merge_head(b, kv_head * group + i);
+}
+
+// The weighted sums of a split's values for `queries` queries.
+inline void Pass::weigh(const kv::Rows& values, long b, long split, long queries,
+                        const float (*weight)[SPLIT], long size, float* const* to) const {
+  const long count = split_keys(b, split);
+  for (long t = 0; t < count; t += KEYS) {
+    const long some = std::min(count - t, KEYS);
+    const Straight rows = floats(values, b, split, t, some);
+    for (long i = 0; i < queries; i += GROUP)
+      weighted_group(std::min(queries - i, long(GROUP)), weight + i, t, rows, some, size, to + i);
+  }
 }
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
@@ -85,6 +94,7 @@ inline void Pass::merge_head(long b, long head) {
   const float* sink = given.sinks ? given.sinks + row : a().sinks ? a().sinks + head : nullptr;
   float* to = (a().expansion ? inward : heads.x) + row * size;
   merge(partial + at, sums + at * size, splits(b), size, size, sink, to);
+  if (a().expansion ? step.keys.turned : step.values.turned) kv::turn(to, size);
 }
 
 inline void Pass::attend_all() {
@@ -114,8 +124,8 @@ inline void Pass::turn_latent(long b) {
   float* row = k + b * (R + T);
   if (a().k_norm.weight) normalise(a().k_norm, row, R, row);
   if (a().rotation.cos) rotate(a().rotation, at, row + R);
-  memcpy(cached(b, 0) + at * R, row, R * sizeof(float));
-  memcpy(cached(b, 1) + at * T, row + R, T * sizeof(float));
+  kv::put(step.keys, row, R, cached(b, 0, 0, R).at(at));
+  kv::put(step.values, row + R, T, cached(b, 1, 0, T).at(at));
   if (!a().q_a) return;
   normalise(a().q_norm, low.x + b * low.width, low.width, low.x + b * low.width);
   low.prepare(b);
@@ -131,40 +141,35 @@ inline void Pass::inward_head(long head) {
     if (a().rotation.cos) rotate(a().rotation, step.position[b], query + P);
     memset(to, 0, R * sizeof(float));
     for (long p = 0; p < P; ++p) add_scaled(w + p * R, query[p], R, to);
+    if (step.keys.turned) kv::turn(to, R);
+    if (!step.values.turned) continue;
+    const long T = a().rotation.size;
+    float* beside = asked_beside + (b * a().heads + head) * T;
+    memcpy(beside, query + P, T * sizeof(float));
+    kv::turn(beside, T);
   }
 }
 
 // A split of the latents, for the heads of a task.
 inline void Pass::attend_latent(long b, long first, long split) {
-  with_split(b, split, [&](const auto& from) {
-    const long R = a().latent, T = a().rotation.size;
-    attend_latent(b, first, split, from(cached(b, 0), R), from(cached(b, 1), T));
-  });
-}
-
-template <class Keys>
-inline void Pass::attend_latent(long b, long first, long split, const Keys& latents,
-                                const Keys& keys) {
-  const long R = a().latent, T = a().rotation.size, D = a().head_dim, P = a().plain_dim;
-  const long count = split_keys(b, split);
-  const long end = a().heads < first + HEADS_A_TASK ? a().heads : first + HEADS_A_TASK;
-  alignas(64) float score[GROUP][SPLIT];
-  for (long h = first; h < end; h += GROUP) {
-    const long queries = end - h < GROUP ? end - h : GROUP, head = b * a().heads + h;
-    for (long t = 0; t < count; t += KEYS) {
-      const long some = count - t < KEYS ? count - t : KEYS;
-      for (long i = 0; i < queries; ++i) {
-        scores_of(inward + (head + i) * R, latents.from(t), some, R, true, score[i] + t);
-        scores_of(q + (head + i) * D + P, keys.from(t), some, T, false, score[i] + t);
-      }
-    }
-    float* to[GROUP];
-    for (long i = 0; i < queries; ++i) {
-      partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
-      to[i] = sums + ((head + i) * longest + split) * R;
-    }
-    weighted_group(queries, score, latents, count, R, to);
+  const long R = a().latent, T = a().rotation.size, count = split_keys(b, split);
+  const kv::Rows latents = cached(b, 0, 0, R), keys = cached(b, 1, 0, T);
+  const long queries = std::min(a().heads - first, HEADS_A_TASK), head = b * a().heads + first;
+  alignas(64) float score[HEADS_A_TASK][SPLIT];
+  for (long t = 0; t < count; t += KEYS) {
+    const long some = std::min(count - t, KEYS);
+    const Straight plain = floats(latents, b, split, t, some);
+    scores_of(inward + head * R, R, queries, plain, some, R, true, score, t);
+    const Straight beside = floats(keys, b, split, t, some);
+    scores_of(asked_beside + head * beside_stride, beside_stride, queries, beside, some, T, false,
+              score, t);
   }
+  float* to[HEADS_A_TASK];
+  for (long i = 0; i < queries; ++i) {
+    partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
+    to[i] = sums + ((head + i) * longest + split) * R;
+  }
+  weigh(latents, b, split, queries, score, R, to);
 }
 
 // Projects one head's sum of latents to its values.

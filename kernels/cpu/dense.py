@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import addressof
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +30,35 @@ from kernels.cpu.interface import (
     pointers,
     sizes,
 )
+from kernels.cpu.kv import FormatRecord, RowFormat
 
 
 class _AttendRecord(Record, struct="Attend"):
     _fields_ = (
-        *pointers("q", "k", "v", "out", "begin", "sinks"),
+        *pointers("q", "k", "v", "out", "begin", "sinks", "k_table", "v_table"),
         *sizes("q_head", "q_row", "k_head", "k_row", "v_head", "v_row"),
         *sizes("heads", "kv_heads", "key_size", "value_size", "queries", "keys"),
         *floats("scale", "softcap"),
+        *((name, FormatRecord) for name in ("k_format", "v_format")),
     )
+
+
+class BlockRows(NamedTuple):
+    """Keys and values of one layer of a sequence, in blocks (`kernels.cpu.kv`).
+
+    Attributes:
+        tables: addresses of the tables of keys and of values.
+        heads: N.
+        sizes: D and V.
+        tokens: L.
+        formats: of keys and of values.
+    """
+
+    tables: tuple[int, int]
+    heads: int
+    sizes: tuple[int, int]
+    tokens: int
+    formats: tuple[RowFormat, RowFormat]
 
 
 class NativeAttention:
@@ -75,15 +96,55 @@ class NativeAttention:
             softcap: scores s become ``softcap * tanh(s / softcap)`` after scaling.
             sinks_Q: attention sinks: the score of one more key of each head, without a value.
         """
-        (heads, queries, size), (kv_heads, keys, _) = q_QTD.shape, k_NLD.shape
-        out_TQV = torch.empty(queries, heads, v_NLV.shape[-1], dtype=torch.float32)
+        (kv_heads, keys, size), values = k_NLD.shape, v_NLV.shape[-1]
+        return self._run(
+            q_QTD, first_T, scale, softcap, sinks_Q, (k_NLD.data_ptr(), v_NLV.data_ptr()),
+            (None, None), (*k_NLD.stride()[:2], *v_NLV.stride()[:2]),
+            (kv_heads, size, values, keys), (RowFormat(), RowFormat()),
+        )  # fmt: skip
+
+    def attend_blocks(
+        self,
+        q_QTD: Tensor,
+        rows: BlockRows,
+        first_T: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks_Q: Tensor | None = None,
+    ) -> Tensor:
+        """The same of keys and values in blocks."""
+        return self._run(
+            q_QTD, first_T, scale, softcap, sinks_Q, (None, None), rows.tables, (0, 0, 0, 0),
+            (rows.heads, *rows.sizes, rows.tokens), rows.formats,
+        )  # fmt: skip
+
+    def _run(
+        self,
+        q_QTD: Tensor,
+        first_T: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks_Q: Tensor | None,
+        rows: tuple[int | None, int | None],
+        tables: tuple[int | None, int | None],
+        strides: tuple[int, ...],
+        shape: tuple[int, int, int, int],
+        formats: tuple[RowFormat, RowFormat],
+    ) -> Tensor:
+        """
+        Args:
+            strides: of keys, then of values, from head to head and from row to row.
+            shape: N, D, V and L.
+        """
+        (heads, queries, _), (kv_heads, size, values, keys) = q_QTD.shape, shape
+        out_TQV = torch.empty(queries, heads, values, dtype=torch.float32)
         sinks_Q = None if sinks_Q is None else sinks_Q.detach().float().contiguous()
         first_T = first_T.contiguous()
         record = _AttendRecord(
-            q_QTD.data_ptr(), k_NLD.data_ptr(), v_NLV.data_ptr(), out_TQV.data_ptr(),
-            first_T.data_ptr(), None if sinks_Q is None else sinks_Q.data_ptr(),
-            *q_QTD.stride()[:2], *k_NLD.stride()[:2], *v_NLV.stride()[:2],
-            heads, kv_heads, size, v_NLV.shape[-1], queries, keys, scale, softcap or 0.0,
+            q_QTD.data_ptr(), *rows, out_TQV.data_ptr(),
+            first_T.data_ptr(), None if sinks_Q is None else sinks_Q.data_ptr(), *tables,
+            *q_QTD.stride()[:2], *strides, heads, kv_heads, size, values, queries, keys,
+            scale, softcap or 0.0, *(FormatRecord(*form) for form in formats),
         )  # fmt: skip
         check_done(self._attend(ctypes.addressof(record), torch.get_num_threads()))
         return out_TQV

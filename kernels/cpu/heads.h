@@ -16,50 +16,69 @@ struct Partial {  // of one query and split: sum of e^(score - high) and the hig
   float high, sum;
 };
 
-// Rows that lie `stride` apart: from the first on, or those of an index.
-struct Straight {
+struct Straight {  // rows that lie `stride` apart
   const float* first;
   long stride;
   const float* at(long t) const { return first + t * stride; }
-  Straight from(long t) const { return {at(t), stride}; }
-};
-struct Chosen {
-  const float* first;
-  long stride;
-  const int64_t* index;
-  const float* at(long t) const { return first + index[t] * stride; }
-  Chosen from(long t) const { return {first, stride, index + t}; }
 };
 
-// score[t] (+)= q . k[t] for `count` keys, Straight or Chosen.
-template <class Keys>
-static inline void scores_of(const float* q, const Keys& k, long count, long size, bool first,
-                             float* score) {
+// score[i][t] (+)= q[i] . k[t] for N queries and `count` keys.
+template <int N>
+static inline void scores_each(const float* const* q, const Straight& k, long count, long size,
+                               bool first, float* const* score) {
   const long whole = size / LANES * LANES;
+  const auto put = [&](int i, long t, float sum) {
+    score[i][t] = first ? sum : score[i][t] + sum;
+  };
   long t = 0;
   for (; t + QUAD <= count; t += QUAD) {
-    vf sum[QUAD] = {};
+    vf sum[N][QUAD] = {};
     const float* row[QUAD];
     UNROLL for (int j = 0; j < QUAD; ++j) row[j] = k.at(t + j);
     for (long c = 0; c < whole; c += LANES) {
-      vf x = load<vf>(q + c);
-      UNROLL for (int j = 0; j < QUAD; ++j) sum[j] += x * load<vf>(row[j] + c);
+      vf x[N];
+      UNROLL for (int i = 0; i < N; ++i) x[i] = load<vf>(q[i] + c);
+      UNROLL for (int j = 0; j < QUAD; ++j) {
+        const vf y = load<vf>(row[j] + c);
+        UNROLL for (int i = 0; i < N; ++i) sum[i][j] += x[i] * y;
+      }
     }
-    v4 s = sum_lanes(sum[0], sum[1], sum[2], sum[3]);
-    for (int j = 0; j < QUAD; ++j) {
-      float left = s[j];
-      for (long c = whole; c < size; ++c) left += q[c] * row[j][c];
-      score[t + j] = first ? left : score[t + j] + left;
+    for (int i = 0; i < N; ++i) {
+      v4 s = sum_lanes(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+      for (int j = 0; j < QUAD; ++j) {
+        float left = s[j];
+        for (long c = whole; c < size; ++c) left += q[i][c] * row[j][c];
+        put(i, t + j, left);
+      }
     }
   }
-  for (; t < count; ++t) {
-    vf sum = {};
-    const float* row = k.at(t);
-    for (long c = 0; c < whole; c += LANES) sum += load<vf>(q + c) * load<vf>(row + c);
-    float left = total(sum);
-    for (long c = whole; c < size; ++c) left += q[c] * row[c];
-    score[t] = first ? left : score[t] + left;
+  for (; t < count; ++t)
+    for (int i = 0; i < N; ++i) {
+      vf sum = {};
+      const float* row = k.at(t);
+      for (long c = 0; c < whole; c += LANES) sum += load<vf>(q[i] + c) * load<vf>(row + c);
+      float left = total(sum);
+      for (long c = whole; c < size; ++c) left += q[i][c] * row[c];
+      put(i, t, left);
+    }
+}
+
+// score[t] (+)= q . k[t]
+static inline void scores_of(const float* q, const Straight& k, long count, long size, bool first,
+                             float* score) {
+  scores_each<1>(&q, k, count, size, first, &score);
+}
+
+// The same of queries that lie `stride` apart, two at a time, into score[i] from `at` on.
+static inline void scores_of(const float* q, long stride, long queries, const Straight& k,
+                             long count, long size, bool first, float (*score)[SPLIT], long at) {
+  long i = 0;
+  for (; i + 2 <= queries; i += 2) {
+    const float* const two[] = {q + i * stride, q + (i + 1) * stride};
+    float* const to[] = {score[i] + at, score[i + 1] + at};
+    scores_each<2>(two, k, count, size, first, to);
   }
+  if (i < queries) scores_of(q + i * stride, k, count, size, first, score[i] + at);
 }
 
 // Turns scores into e^(score - high), after scale and soft cap (0: none).
@@ -95,41 +114,45 @@ static inline Partial exponents(float* score, long count, float scale, float sof
   return {high, total(sum)};
 }
 
-// out[g] = sum over t of weight[g][t] * v[t], for N queries.
-template <int N, class Values>
-static inline void weighted(const float (*weight)[SPLIT], const Values& v, long count, long size,
-                            float* const* out) {
-  constexpr int WIDE = 4;
+// out[g] (+)= sum over t of weight[g][first + t] * v[t], for N queries; = where `first` is 0.
+template <int N>
+static inline void weighted(const float (*weight)[SPLIT], long first, const Straight& v, long count,
+                            long size, float* const* out) {
+  constexpr int WIDE = LANES == 16 ? 4 : 2;  // as many as the registers hold
   long c = 0;
   for (; c + WIDE * LANES <= size; c += WIDE * LANES) {
     vf sum[N][WIDE] = {};
+    if (first)
+      for (int g = 0; g < N; ++g)
+        for (int i = 0; i < WIDE; ++i) sum[g][i] = load<vf>(out[g] + c + i * LANES);
     for (long t = 0; t < count; ++t)
       UNROLL for (int i = 0; i < WIDE; ++i) {
         vf x = load<vf>(v.at(t) + c + i * LANES);
-        UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][t] * x;
+        UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][first + t] * x;
       }
     for (int g = 0; g < N; ++g)
       for (int i = 0; i < WIDE; ++i) store(out[g] + c + i * LANES, sum[g][i]);
   }
   for (; c < size; c += LANES) {
     vf sum[N] = {};
+    if (first)
+      for (int g = 0; g < N; ++g) sum[g] = load_as_fp32(out[g] + c, size - c);
     for (long t = 0; t < count; ++t) {
       vf x = load_as_fp32(v.at(t) + c, size - c);
-      UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][t] * x;
+      UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][first + t] * x;
     }
     for (int g = 0; g < N; ++g) store_fp32_as(out[g] + c, sum[g], size - c);
   }
 }
 
-// One split for `queries` <= GROUP queries: partial sums of values into out[g].
-template <class Values>
-static inline void weighted_group(int queries, const float (*weight)[SPLIT], const Values& v,
-                                  long count, long size, float* const* out) {
+// Some keys of a split for `queries` <= GROUP queries: partial sums of values into out[g].
+static inline void weighted_group(int queries, const float (*weight)[SPLIT], long first,
+                                  const Straight& v, long count, long size, float* const* out) {
   switch (queries) {
-    case 1: return weighted<1>(weight, v, count, size, out);
-    case 2: return weighted<2>(weight, v, count, size, out);
-    case 3: return weighted<3>(weight, v, count, size, out);
-    default: return weighted<4>(weight, v, count, size, out);
+    case 1: return weighted<1>(weight, first, v, count, size, out);
+    case 2: return weighted<2>(weight, first, v, count, size, out);
+    case 3: return weighted<3>(weight, first, v, count, size, out);
+    default: return weighted<4>(weight, first, v, count, size, out);
   }
 }
 

@@ -64,7 +64,9 @@ struct Choosing {
 
   long length(long b) const { return step.position[b] + 1; }
   long keys(long b) const { return length(b) / indexer.pool; }
-  float* cached(long b) const { return step.cache[(b * step.layers + indexer.cache) * 2]; }
+  float* cached(long b) const {  // of floats, in one block
+    return *static_cast<float* const*>(step.cache[(b * step.layers + indexer.cache) * 2]);
+  }
   void place(decode::Arena& arena) { scores = arena.take(step.rows * longest); }
   long work() const {
     return step.rows * longest * (indexer.heads + 4 * indexer.pool - 4) * indexer.size;

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kernels.cpu import decode as native
 from kernels.cpu.interface import DTYPES
+from kernels.cpu.kv import FormatRecord
 from moe.decode.records import CompiledPass, DescriptionRecords, point_to_table
 from moe.decode.step import (
     CompiledExperts,
@@ -191,7 +192,7 @@ class DescribedStep(CompiledStep):
         x, h, beside = (memory.data_ptr() + 4 * rows * hidden * index for index in range(3))
         record = native.StepRecord(
             rows, hidden, len(self._caches), x, h, beside, *places.pointers, None,
-            torch.get_num_threads(),
+            *places.formats, torch.get_num_threads(),
         )  # fmt: skip
         sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
         return CompiledPass(self._kernel, record, memory[1], memory[3], *sizes, (memory, places))
@@ -247,12 +248,13 @@ class TokenEmbedding:
 
 
 class CachePlaces:
-    """Of each row its token and position, and its caches' capacities and ``(layers, 2)`` addresses.
+    """Of each row its token and position, and its caches' block size and ``(layers, 2)`` tables.
 
     Attributes:
         rows: B.
         tokens: ``(B,)`` int64.
         pointers: to these four arrays.
+        formats: of keys and of values, the same of all rows.
         end: behind the last position.
     """
 
@@ -260,19 +262,21 @@ class CachePlaces:
         tokens: list[int] = []
         positions: list[int] = []
         capacities: list[int] = []
-        addresses: list[np.ndarray] = []
+        tables: list[np.ndarray] = []
         for item in work:
             cache, count = item.cache, len(item.token_ids)
             assert isinstance(cache, KVCache)
             cache.reserve(cache.length + count)
             tokens += item.token_ids
             positions += range(cache.length, cache.length + count)
-            capacities += [cache.room] * count
-            addresses += [cache.addresses(layers)] * count
+            capacities += [cache.block_tokens] * count
+            tables += [cache.tables(layers)] * count
         self.end, self.rows = max(positions) + 1, len(tokens)
         rows_3B = np.array([tokens, positions, capacities], np.int64)
-        found = addresses[0] if len(addresses) == 1 else np.concatenate(addresses)
+        found = tables[0] if len(tables) == 1 else np.concatenate(tables)
         self._kept, self.tokens = (rows_3B, found), rows_3B[0]
+        (form,) = {item.cache.form for item in work if isinstance(item.cache, KVCache)}
+        self.formats = [FormatRecord(*each) for each in form]
         first, each = rows_3B.ctypes.data, rows_3B.strides[0]
         self.pointers = first, first + each, first + 2 * each, found.ctypes.data
 

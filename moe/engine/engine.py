@@ -93,6 +93,7 @@ class Engine:
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
         work = LayerWork.of(backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
+        self._reuse_answers = profile.memory.reuse_answers
         patience, kept = profile.engine.overlap_patience, profile.memory.prefix_tokens
         self.scheduler = Scheduler(
             profile.prefill,
@@ -153,7 +154,10 @@ class Engine:
         for sequence in ended:
             cache, finished = sequence.cache, sequence.finish_reason is not None
             if prefixes is not None and finished and isinstance(cache, KVCache):
-                prefixes.add(sequence.salt, sequence.prompt_token_ids, cache)
+                known = sequence.prompt_token_ids
+                if self._reuse_answers:
+                    known = [*known, *sequence.token_ids][: cache.length]
+                prefixes.add(sequence.salt, known, cache)
             sequence.release()
         self.scheduler.update(ended)
         return events

@@ -1,9 +1,10 @@
 """The prefix cache: keys and values of prompts, kept for requests that begin with the same tokens.
 
-When a sequence ends, the cache keeps a copy of its prompt's keys and values. When memory is wanted,
-it evicts the least recently used entry of the salt that holds most: a flood of prompts under one
-salt costs that salt. It does not keep those of answers: decode steps round
-differently from a prefill pass, and a hit must not change an answer. A request's longest cached
+When a sequence ends, the cache keeps a copy of its prompt's keys and values (it lists their blocks,
+where they are in blocks). When memory is wanted, it evicts the least recently used entry of the
+salt that holds most: a flood of prompts under one salt costs that salt. It keeps those of answers
+only with `memory.reuse_answers`: decode steps round differently from a prefill pass, and otherwise
+a hit must not change an answer. A request's longest cached
 prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
 themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
 only among requests of the same salt, which keeps tenants apart.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from offload.offloaded import HOST
@@ -74,6 +74,13 @@ class MemoryPlan:
     tiers: tuple[PlannedTier, ...] = ()
     host_bytes: int | None = None
     notice: str = ""
+
+    def with_kv_bytes(self, per_token: int) -> MemoryPlan:
+        """The same with other bytes a token: the memory for keys and values holds other many."""
+        if per_token == self.kv_bytes_per_token:
+            return self
+        tokens = max(self.kv_tokens * self.kv_bytes_per_token // per_token, 1)
+        return replace(self, kv_tokens=tokens, kv_bytes_per_token=per_token)
 
     @property
     def expert_slots(self) -> int | None:

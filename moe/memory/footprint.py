@@ -27,7 +27,7 @@ from kernels import backend_status
 from moe.describe.stateful import find_stateful
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Work
 from moe.network.lanes import run_lanes
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
@@ -47,13 +47,15 @@ class Footprint:
     """Bytes that running a model takes beside its weights.
 
     Attributes:
-        kv_bytes_per_token: of a sequence's keys and values.
+        kv_bytes_per_token: of a sequence's keys and values, in the form that was asked for.
+        kv_plain_bytes: the same in the network's dtype.
         bytes_per_sequence: of what does not grow with its length: recurrent state, windows.
         activation_bytes: most that everything else takes while a batch of prompts is read.
         how: where the figures come from.
     """
 
     kv_bytes_per_token: int
+    kv_plain_bytes: int
     bytes_per_sequence: int
     activation_bytes: int
     how: str
@@ -61,7 +63,12 @@ class Footprint:
 
 @without_advice()
 def measure_footprint(
-    network: PreTrainedModel, batch_tokens: int, longest: int, *, on_cuda: bool = False
+    network: PreTrainedModel,
+    batch_tokens: int,
+    longest: int,
+    *,
+    on_cuda: bool = False,
+    form: KVFormat | None = None,
 ) -> Footprint:
     """Measure a model on the meta device; if it cannot run there, estimate from its configuration.
 
@@ -70,6 +77,7 @@ def measure_footprint(
         batch_tokens: of the largest batch of prompts.
         longest: tokens of the longest prompt.
         on_cuda: the experts will run on CUDA.
+        form: how keys and values are stored; None: in the network's dtype.
     """
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
@@ -85,7 +93,8 @@ def measure_footprint(
             for config in configs:
                 config._attn_implementation = _STAND_IN
         try:
-            return _measure(backbone, packed, batch_tokens, min(longest, batch_tokens))
+            longest = min(longest, batch_tokens)
+            return _measure(backbone, packed, batch_tokens, longest, form if packed else None)
         except Exception as error:  # the architecture cannot run in this way
             message = str(error).strip().splitlines()[0][:100] if str(error) else ""
             reason = f"{type(error).__name__}: {message}"
@@ -104,7 +113,9 @@ def _compiled(on_cuda: bool) -> bool:
     return not on_cuda and backend_status()["name"] == "native"
 
 
-def _measure(backbone: Backbone, packed: bool, batch_tokens: int, longest: int) -> Footprint:
+def _measure(
+    backbone: Backbone, packed: bool, batch_tokens: int, longest: int, form: KVFormat | None
+) -> Footprint:
     if packed:  # two sequences show what a packed pass takes; more only repeat it
         sizes = [part for part in (longest, min(longest, batch_tokens - longest)) if part]
     else:
@@ -118,14 +129,17 @@ def _measure(backbone: Backbone, packed: bool, batch_tokens: int, longest: int) 
     rest = max(long.kept - per_token * size, 0) // count
     own = long.peak - long.kept
     if packed:
-        return Footprint(per_token, rest, own * batch_tokens // size, "measured on the meta device")
+        coded = per_token if form is None else per_token - long.saved_bytes(form)
+        return Footprint(
+            coded, per_token, rest, own * batch_tokens // size, "measured on the meta device"
+        )
     # The batch's other prompts wait at an MoE layer meanwhile, with their rows.
     waiting = (
         4 * backbone.model.config.get_text_config().hidden_size * backbone.model.dtype.itemsize
     )
     activations = own * longest // size + waiting * (batch_tokens - longest)
     how = f"measured on the meta device with {size} tokens, each sequence in a pass of its own"
-    return Footprint(per_token, rest, activations, how)
+    return Footprint(per_token, per_token, rest, activations, how)
 
 
 def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str) -> Footprint:
@@ -135,18 +149,23 @@ def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str
     size = network.dtype.itemsize
     per_token = 2 * config.num_hidden_layers * config.num_attention_heads * head * size
     activations = 32 * batch_tokens * config.hidden_size * size
-    return Footprint(
-        per_token, 0, activations, f"estimated from the configuration, as a probe failed: {reason}"
-    )
+    how = f"estimated from the configuration, as a probe failed: {reason}"
+    return Footprint(per_token, per_token, 0, activations, how)
 
 
 @dataclass(frozen=True)
 class _ProbedPass:
-    """Most bytes alive, bytes that the sequences' caches keep, number of operations."""
+    """Most bytes alive, bytes that the sequences' caches keep, number of operations, and the cache
+    of one sequence."""
 
     peak: int
     kept: int
     operations: int
+    cache: SequenceCache
+
+    def saved_bytes(self, form: KVFormat) -> int:
+        """Bytes that a token takes less if keys and values are stored in this form."""
+        return self.cache.saved_bytes(form) if isinstance(self.cache, KVCache) else 0
 
 
 def _probe(backbone: Backbone, sizes: Sequence[int]) -> _ProbedPass:
@@ -158,7 +177,7 @@ def _probe(backbone: Backbone, sizes: Sequence[int]) -> _ProbedPass:
         run_lanes(lanes, lambda *_: [])  # never called: `_scratch` takes the experts' place
         for lane in lanes:
             lane.result()
-    return _ProbedPass(counter.peak, tensor_bytes(caches), counter.operations)
+    return _ProbedPass(counter.peak, tensor_bytes(caches), counter.operations, caches[0])
 
 
 class StorageCounter(TorchDispatchMode):

@@ -29,6 +29,7 @@ from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
 from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
 from moe.memory.footprint import Footprint, measure_footprint
+from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.hidden import KEPT
 from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
@@ -52,6 +53,7 @@ class PlannedModel:
         weights: what to read of them.
         memory: what everything takes.
         footprint: what running it takes beside weights, with this profile's passes.
+        kv: how keys and values are to be kept, if the decode step can be compiled.
         logits_size: V of the logits.
         context_length: most tokens of a sequence; None for no limit.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
@@ -64,6 +66,7 @@ class PlannedModel:
     weights: WeightPlan
     memory: MemoryPlan
     footprint: Footprint
+    kv: KVPrecision
     logits_size: int
     context_length: int | None
     why_resident: str
@@ -92,7 +95,10 @@ def planning(
             most = _rank_experts(network, ranks, profile.parallel.replicas)
             offloadable = replace(offloadable, most=most)
         host = host_room(profile, device, ranks)
-        footprint = _footprint(network, profile, device)
+        kv = choose_kv_precision(
+            profile, device, network.dtype, quantized=_quantized(network, weights)
+        )
+        footprint = _footprint(network, profile, device, kv)
         memory = _plan(network, weights, profile, device, footprint, offloadable, host)
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
@@ -103,6 +109,7 @@ def planning(
             weights=weights,
             memory=memory,
             footprint=footprint,
+            kv=kv,
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             why_resident=offloadable if isinstance(offloadable, str) else "",
@@ -145,11 +152,25 @@ def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
     return sum(slots_for(count, ranks, replicas) for count in counts) // ranks
 
 
-def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device) -> Footprint:
+def _quantized(network: PreTrainedModel, weights: WeightPlan) -> bool:
+    """Whether the experts have fewer than 16 bits."""
+    numbers = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
+    return _expert_bytes(network, weights) < 2 * numbers
+
+
+def _expert_bytes(network: PreTrainedModel, weights: WeightPlan) -> int:
+    prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
+    return sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
+
+
+def _footprint(
+    network: PreTrainedModel, profile: Profile, device: torch.device, kv: KVPrecision
+) -> Footprint:
     batch = prefill_batch_tokens(profile)
     longest = min(_context_length(network.config, profile) or batch, batch)
+    form = kv.form if kv.in_blocks else None
     on_cuda = device.type == "cuda"
-    whole = measure_footprint(network, batch, longest, on_cuda=on_cuda)
+    whole = measure_footprint(network, batch, longest, on_cuda=on_cuda, form=form)
     head = take_head(copy.deepcopy(network))
     if head is None:
         return whole
@@ -159,6 +180,7 @@ def _footprint(network: PreTrainedModel, profile: Profile, device: torch.device)
     return replace(
         whole,
         kv_bytes_per_token=whole.kv_bytes_per_token + own.kv_bytes_per_token,
+        kv_plain_bytes=whole.kv_plain_bytes + own.kv_bytes_per_token,
         activation_bytes=whole.activation_bytes + profile.engine.max_batch_size * hidden,
     )
 
@@ -172,8 +194,7 @@ def _plan(
     offloadable: Offloadable | str,
     host_bytes: int | None,
 ) -> MemoryPlan:
-    prefixes = tuple(f"{name}." for name, _ in experts_modules(network))
-    experts = sum(size for name, size in weights.nbytes.items() if name.startswith(prefixes))
+    experts = _expert_bytes(network, weights)
     on_cuda = device.type == "cuda"
     return plan_memory(
         {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernels.cpu import choose_kernel
-from moe.network.kv_cache import PackedCache
+from kernels.cpu.dense import BlockRows
+from moe.network.kv_cache import KVCache, PackedCache
 
 PACKED = "moe_packed"
 """Name of this implementation in transformers' registries."""
@@ -136,35 +137,61 @@ def packed_attention(
         return rows.contiguous(), None
     if not isinstance(attention_mask, MaskRule):
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
-    keys_values = _per_sequence(cache, layer, key, value)
+    seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
     queries = query.split(cache.sizes, dim=2)
     # Compiled attention first rearranges the keys, which does not pay for few queries.
     attend = _attend_steps if cache.decoding else _attend_prompt
-    outputs = [attend(q, k, v, *how) for q, (k, v) in zip(queries, keys_values, strict=True)]
+    outputs = [attend(q, rows, *how) for q, rows in zip(queries, seen, strict=True)]
     if cache.watched:
-        pairs = zip(queries, keys_values, strict=True)
-        cache.received = torch.cat([_received(q, k, *how) for q, (k, _) in pairs])
+        pairs = zip(queries, seen, strict=True)
+        cache.received = torch.cat([_received(q, rows.read()[0], *how) for q, rows in pairs])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).contiguous(), None
 
 
-def _per_sequence(
-    cache: PackedCache, layer: int, key: Tensor, value: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+class SeenRows(NamedTuple):
+    """The keys and values of one sequence in one layer: of its cache, or made by the module.
+
+    Attributes:
+        tokens: L.
+    """
+
+    tokens: int
+    cached: tuple[KVCache, int] | None = None
+    made: tuple[Tensor, Tensor] | None = None
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """``(1, N, L, D)`` each."""
+        if self.cached is None:
+            assert self.made is not None
+            return self.made
+        sequence, layer = self.cached
+        return sequence.read(layer, self.tokens)
+
+    def in_blocks(self) -> BlockRows | None:
+        """Where they lie; None if not in blocks."""
+        if self.cached is None:
+            return None
+        sequence, layer = self.cached
+        return sequence.in_blocks(layer, self.tokens)
+
+
+def _per_sequence(cache: PackedCache, layer: int, key: Tensor, value: Tensor) -> list[SeenRows]:
     returned = cache.returned.pop(layer, None)
     if returned is not None and returned[0] is key and returned[1] is value:
-        return [s.read(layer, end) for s, end in zip(cache.sequences, cache.ends, strict=True)]
+        pairs = zip(cache.sequences, cache.ends, strict=True)
+        return [SeenRows(end, cached=(sequence, layer)) for sequence, end in pairs]
     if layer not in cache.needs_history:
         cache.needs_history.add(layer)
         if any(sequence.length for sequence in cache.sequences):
             raise RuntimeError(f"layer {layer} needed its history and did not get it")
-    return list(zip(key.split(cache.ends, dim=2), value.split(cache.ends, dim=2), strict=True))
+    parts = zip(key.split(cache.ends, dim=2), value.split(cache.ends, dim=2), strict=True)
+    return [SeenRows(end, made=made) for end, made in zip(cache.ends, parts, strict=True)]
 
 
 def _attend_prompt(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    seen: SeenRows,
     rule: MaskRule,
     scaling: float | None,
     sinks: Tensor | None,
@@ -173,19 +200,21 @@ def _attend_prompt(
     """As `_attend`; if compiled, a token's bits do not depend on how its prompt is read: whole, in
     chunks, or behind a cached prefix."""
     native, _ = choose_kernel()
-    if native is not None and native.attention.supports(query, key, value):
-        first = first_keys(rule, query.shape[2], key.shape[2])
-        if first is not None:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return native.attention.attend(
-                query[0], key[0], value[0], first, scale, softcap, sinks
-            )[None]
-    return _attend(query, key, value, rule, scaling, sinks, softcap)
+    if native is not None and native.attention.supports(query):
+        first = first_keys(rule, query.shape[2], seen.tokens)
+        how = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks
+        if first is not None and (rows := seen.in_blocks()) is not None:
+            return native.attention.attend_blocks(query[0], rows, first, *how)[None]
+        key, value = seen.read()
+        if first is not None and native.attention.supports(key, value):
+            return native.attention.attend(query[0], key[0], value[0], first, *how)[None]
+    return _attend(query, *seen.read(), rule, scaling, sinks, softcap)
 
 
-def _attend_steps(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+def _attend_steps(query: Tensor, seen: SeenRows, *how: Any) -> Tensor:
     """As `_attend`, one query at a time: torch sums several in another order, and a step that
     verifies drafted tokens must give the bits of steps that read them one by one."""
+    key, value = seen.read()
     ends = range(key.shape[2] - query.shape[2] + 1, key.shape[2] + 1)
     outputs = [
         _attend(q, key[:, :, :end], value[:, :, :end], *how)

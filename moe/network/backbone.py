@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from moe.network.attention import PACKED, packed_pass
 from moe.network.hidden import KEPT, HiddenRows
+from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import (
     KVCache,
     PackedCache,
@@ -71,6 +72,7 @@ class Backbone:
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
         cache_type: the class of the caches of packed sequences.
+        blocks: keeps keys and values of packed sequences in blocks; None: in buffers.
         own_cache: what the model keeps beside keys and values by classes of its own.
         pass_cache_type: the class of the cache that transformers sees in a packed pass.
     """
@@ -87,6 +89,7 @@ class Backbone:
         self.watched = False
         self.contrast: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
+        self.blocks: BlockPool | None = None
         self.own_cache = OwnCache.of(model)
         self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
         self._final_hidden: list[Tensor] | None = None
@@ -151,7 +154,10 @@ class Backbone:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
         if not self.packed:
             return TransformersCache()
-        cache = self.cache_type(capacity)
+        if self.blocks is not None and self.contrast is None:
+            cache: KVCache = self.blocks.new_cache(capacity)
+        else:
+            cache = self.cache_type(capacity)
         if self._final_hidden is not None:
             cache.hidden = HiddenRows()
         if self._has_head:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
+from kernels.cpu.dense import BlockRows
+from kernels.cpu.kv import RowFormat
 from moe.network.hidden import KEPT, HiddenRows
 
 LayerKey = int | tuple[str, int]
@@ -34,6 +36,23 @@ States = Mapping[StateKey, Tensor]
 SNAPSHOTS = 2
 """Most positions of a prompt whose recurrent states a sequence keeps."""
 _AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
+
+
+class KVFormat(NamedTuple):
+    """How rows of keys and of values are stored."""
+
+    keys: RowFormat = RowFormat()
+    values: RowFormat = RowFormat()
+
+    @classmethod
+    def of_bits(cls, bits: int) -> KVFormat:
+        """The format of a precision; codes are those of turned rows."""
+        row = RowFormat(bits, turned=bits < 16)
+        return cls(row, row)
+
+    def token_bytes(self, heads: int, key_size: int, value_size: int) -> int:
+        """Bytes of a token in one layer."""
+        return heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
 
 
 class KVCache:
@@ -56,7 +75,10 @@ class KVCache:
             first: it has read the token, and the model's hidden state of the one before. It lacks
             rows where tokens came without hidden states: behind a known prefix, and after long
             rests. None: there is no such layer.
+        form: how rows are stored.
     """
+
+    form = KVFormat()
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -78,10 +100,23 @@ class KVCache:
     @property
     def state_tokens(self) -> int:
         """Tokens of keys and values that take as many bytes as one set of recurrent states."""
-        rows = [buffer for pair in self._layers.values() for buffer in pair]
-        a_token = sum(buffer[:, :, :1].nbytes for buffer in rows)
         states = next(iter(self._states.values()), {})
-        return -(-sum(state.nbytes for state in states.values()) // max(a_token, 1))
+        return -(-sum(state.nbytes for state in states.values()) // max(self.token_bytes, 1))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        rows = [buffer for pair in self._layers.values() for buffer in pair]
+        return sum(buffer[:, :, :1].nbytes for buffer in rows)
+
+    def saved_bytes(self, form: KVFormat) -> int:
+        """How many bytes fewer a token would take if attention's rows were stored in this form."""
+        saved = 0
+        for layer, (keys, values) in self._layers.items():
+            if not isinstance(layer, tuple):
+                saved += keys[:, :, :1].nbytes + values[:, :, :1].nbytes
+                saved -= form.token_bytes(keys.shape[1], keys.shape[3], values.shape[3])
+        return saved
 
     @property
     def layers(self) -> list[LayerKey]:
@@ -154,6 +189,11 @@ class KVCache:
         keys, values = self._layers[layer]
         return keys[:, :, :end], values[:, :, :end]
 
+    def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
+        """Where the first ``end`` tokens of a layer lie, for compiled attention; None: in buffers,
+        which `read` shows."""
+        return None
+
     def reserve(self, end: int) -> None:
         """Make room for ``end`` tokens, and for some more so that buffers seldom grow."""
         if end <= self.room:
@@ -175,6 +215,18 @@ class KVCache:
             places = [[buffer.data_ptr() for buffer in pair] for pair in buffers]
             self._addresses = np.array(places, np.int64).reshape(-1, 2)
         return self._addresses
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of `tables`."""
+        return self.room
+
+    def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
+        """``(layers, 2)`` int64, for compiled decode steps: where the addresses of the blocks of
+        these layers' keys and values are listed; valid as long as `addresses`."""
+        places = self.addresses(layers)
+        pointers = places.ctypes.data + 8 * np.arange(places.size, dtype=np.int64)
+        return pointers.reshape(places.shape)
 
     def fork(self, capacity: int, length: int) -> KVCache:
         """A copy that has read the first ``length`` tokens; see `longest_fork`."""

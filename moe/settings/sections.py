@@ -184,6 +184,11 @@ class MemorySettings(Settings):
     kv_gib: float | None = Field(default=None, gt=0.0, le=_MOST_GIB)
     """The same limit in GiB; set only one of the two."""
 
+    kv_bits: Literal["auto", 32, 16, 8, 4] = "auto"
+    """Bits of a number in keys and values on a CPU: 32 (float32), 16 (bf16), or 8 or 4 in groups of
+    32 with a scale. auto: 16 if the experts are quantised, else 32. Without compiled decode steps
+    they stay at 32, on a GPU at the dtype of the weights; the status and a notice say so."""
+
     reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free. null: 5 % of the available memory, at most 1 GiB."""
 
@@ -207,6 +212,11 @@ class MemorySettings(Settings):
     prefix_tokens: int = Field(default=0, ge=0)
     """Most tokens in the prefix cache, which keeps the KV of prompts for others that begin alike;
     part of kv_tokens. 0: no prefix cache."""
+
+    reuse_answers: bool = False
+    """The prefix cache keeps answers too, so that the next turn of a chat reads only what is new.
+    Decode steps round differently from prompts, so the last bits of such a turn depend on whether
+    its beginning was still kept."""
 
     @field_validator("kv_gib")
     @classmethod

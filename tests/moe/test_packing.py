@@ -46,8 +46,10 @@ def test_rounding_is_told_from_a_wrong_mask(
     monkeypatch: pytest.MonkeyPatch, bits: int | None, attention: Callable[..., Tensor], equal: bool
 ) -> None:
     """Layers that round what they read to 8 bits make thousandths of last bits."""
-    for name in ("_attend_prompt", "_attend"):
-        monkeypatch.setattr(packed, name, attention)
+    monkeypatch.setattr(packed, "_attend", attention)
+    monkeypatch.setattr(
+        packed, "_attend_prompt", lambda q, seen, *how: attention(q, *seen.read(), *how)
+    )
     with MoE.from_pretrained(DEMO, model={"trunk_bits": bits, "head_bits": bits}) as model:
         assert model.status()["packing"]["enabled"] == equal
 

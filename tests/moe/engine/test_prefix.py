@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,24 @@ def test_one_token_is_always_left_to_read() -> None:
     cache, ids = PrefixCache(100), [1] * BLOCK
     cache.add("", ids, stored(ids))
     assert cache.match("", ids, 99) is None
+
+
+@pytest.mark.parametrize(("reuse", "cached"), [(False, 48), (True, 64)])
+def test_the_next_turn_reads_the_answer_again_unless_it_may_be_kept(
+    tiny_checkpoint: Callable[[str], Path], reuse: bool, cached: int
+) -> None:
+    memory = {"prefix_tokens": 500, "reuse_answers": reuse}
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+        engine, said = model.engine(), list(range(10, 60))
+        for turn in range(2):
+            params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
+            group = model.request(said, params)
+            engine.submit(group)
+            while not engine.idle:
+                engine.step()
+            sequence = group.sequences[0]
+            assert sequence.num_cached_tokens == (cached if turn else 0)
+            said += [*sequence.token_ids, 7, 8]
 
 
 def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig
 
 from examples.models.tiny import tiny_model
+from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
@@ -30,7 +32,8 @@ from moe.memory.footprint import (
 )
 from moe.memory.planning import check_fit
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Work
 from moe.network.lanes import run_lanes
 from moe.settings import Profile
 from moe.settings.profile import load_profile
@@ -43,7 +46,8 @@ LENGTH = 200
 def plan(
     profile: Profile | None = None, available: int | None = 100 * GIB, **changed: Any
 ) -> MemoryPlan:
-    footprint = Footprint(1000, changed.pop("state", 0), changed.pop("activations", GIB), "by hand")
+    state, activations = changed.pop("state", 0), changed.pop("activations", GIB)
+    footprint = Footprint(1000, 1000, state, activations, "by hand")
     arguments: dict[str, Any] = {
         "place": "memory",
         "context_length": 4096,
@@ -81,18 +85,64 @@ def test_weights_in_other_dtypes(tiny_checkpoint: Callable[[str], Path]) -> None
 def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: str) -> None:
     model = tiny_moe(model_type)
     backbone, experts = model._loaded.backbone, model._loaded.experts
-    cache = backbone.new_cache(LENGTH)
+    length = 3 * BLOCK  # whole blocks
+    cache = backbone.new_cache(length)
     with torch.inference_mode():
-        lanes = backbone.lanes([Work([1] * LENGTH, cache)])
+        lanes = backbone.lanes([Work([1] * length, cache)])
         run_lanes(lanes, experts.run)
         lanes[0].result()
-    predicted = model.memory_plan.kv_bytes_per_token * LENGTH
+    predicted = model.memory_plan.kv_bytes_per_token * length
     if backbone.packed and not backbone.recurrent:
-        assert tensor_bytes(cache) == predicted
+        assert _bytes(cache) == predicted
     else:  # what does not grow with the sequence has a line of its own
         batch = model.profile.profile.engine.max_batch_size
         state = sizes(model.memory_plan)["states"] // batch
-        assert tensor_bytes(cache) <= predicted + state <= 1.1 * tensor_bytes(cache)
+        assert _bytes(cache) <= predicted + state <= 1.1 * _bytes(cache)
+
+
+def _bytes(cache: SequenceCache) -> int:
+    """Bytes of a sequence's state."""
+    blocks = [block.rows for block in cache.blocks] if isinstance(cache, BlockKVCache) else []
+    return (
+        tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], blocks])
+        if isinstance(cache, KVCache)
+        else tensor_bytes(cache)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"), [(32, 196_608), (16, 98_304), (8, 52_224), (4, 27_648)]
+)
+def test_bytes_of_a_token_of_the_30_b_shape(bits: int, expected: int) -> None:
+    """The figures of Qwen3-30B-A3B: 48 layers, 4 heads of 128 numbers for keys and for values."""
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
+        hidden_size=64, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, vocab_size=32,
+    )  # fmt: skip
+    network = build_meta_model(config, dtype=torch.float32)
+    found = measure_footprint(network, 128, 128, form=KVFormat.of_bits(bits))
+    assert found.kv_bytes_per_token == expected
+    assert found.kv_plain_bytes == 196_608
+
+
+def test_auto_is_bf16_where_experts_are_quantised(tiny_checkpoint: Callable[[str], Path]) -> None:
+    bits = {}
+    cases: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "quantised": {"model": {"expert_bits": 4}},
+        "asked": {"memory": {"kv_bits": 8}},
+        "not fused": {"engine": {"fused": "off"}, "memory": {"kv_bits": 8}},
+    }
+    for name, settings in cases.items():
+        with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), settings) as model:
+            status = model.status()
+            bits[name] = status["keys_and_values"]["bits"]
+            told = [notice for notice in status["notices"] if "keys and values" in notice]
+            assert bool(told) == (name == "not fused")
+            cache = model.backbone.new_cache(1)
+            assert isinstance(cache, BlockKVCache) == (name != "not fused")
+    assert bits == {"whole": 32, "quantised": 16, "asked": 8, "not fused": 32}
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss", *RECURRENT])

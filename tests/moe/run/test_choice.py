@@ -37,8 +37,8 @@ def model(billions: float, kind: Any = "checkpoint", **changed: Any) -> RunModel
         num_experts=1000,
         alike=True,
         footprints={
-            WAVE: Footprint(50_000, 0, int(1.2 * GIB), "by hand"),
-            SHORT_WAVE: Footprint(50_000, 0, int(0.15 * GIB), "by hand"),
+            WAVE: Footprint(50_000, 50_000, 0, int(1.2 * GIB), "by hand"),
+            SHORT_WAVE: Footprint(50_000, 50_000, 0, int(0.15 * GIB), "by hand"),
         },
         logits_size=100_000,
         context=32_768,

@@ -1,0 +1,153 @@
+"""Keys and values in 32, 16, 8 and 4 bits: what predictions lose, and what decode steps gain.
+
+    python -m benchmarks.keys_values [--quick] [--parts quality,speed] [--bytes 200000]
+
+Quality: the shipped model reads windows of 2,048 held-out tokens with each precision (its weights
+whole), and is compared with float32: bits per byte, and how often the likeliest token is the same.
+Speed: decode steps of a random model with the attention of Qwen3-30B-A3B (32 heads, 4 of keys, 128
+numbers each) and little else, behind a long context; the precisions take turns. The last line is
+one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.common import environment, print_header, print_json, print_table, take_turns
+from benchmarks.scorer import ROOT, TEXTS
+from kernels.cpu import choose_kernel
+from moe import MoE
+from moe.network.kv_blocks import BlockKVCache, BlockPool
+from moe.network.kv_cache import KVFormat, Work
+from moe.network.lanes import run_lanes
+
+BITS = (32, 16, 8, 4)
+WINDOW = 2048
+
+
+def pool_of(bits: int) -> BlockPool:
+    kernel, why = choose_kernel()
+    assert kernel is not None, why
+    return BlockPool(kernel.kv, KVFormat.of_bits(bits))
+
+
+def quality(text_bytes: int) -> list[dict[str, Any]]:
+    """A row for each precision."""
+    model = MoE.from_pretrained(ROOT / "examples/demo-model", memory={"kv_bits": 32})
+    windows, num_bytes = [], 0
+    for name in TEXTS:
+        text = (ROOT / f"tests/data/heldout_{name}.txt").read_text()[:text_bytes]
+        ids = model.codec.encode(text)
+        whole = range(0, len(ids) - WINDOW + 1, WINDOW - 1)
+        windows += [ids[at : at + WINDOW] for at in whole]
+        num_bytes += len(text.encode()) * (len(whole) * (WINDOW - 1)) // len(ids)
+    scores: dict[int, list[torch.Tensor]] = {bits: [] for bits in BITS}
+    likeliest: dict[int, list[torch.Tensor]] = {bits: [] for bits in BITS}
+    pools = {bits: pool_of(bits) for bits in BITS}
+    for window in windows:
+        for bits, pool in pools.items():
+            model.backbone.blocks = pool
+            logprobs = model.logits(window)[:-1].log_softmax(-1)
+            scores[bits].append(logprobs.gather(1, torch.tensor(window[1:])[:, None])[:, 0])
+            likeliest[bits].append(logprobs.argmax(-1))
+    base, first = torch.cat(scores[32]).double(), torch.cat(likeliest[32])
+    rows = []
+    for bits in BITS:
+        own = torch.cat(scores[bits]).double()
+        lost, same = base - own, torch.cat(likeliest[bits]) == first
+        rows.append(
+            {
+                "bits": bits,
+                "bits per byte": round(float(-own.sum()) / math.log(2) / num_bytes, 5),
+                "worse %": round(100 * float(lost.sum() / -base.sum()), 4),
+                "error %": round(100 * float(lost.std() * len(lost) ** 0.5 / -base.sum()), 4),
+                "same top-1 %": round(100 * float(same.double().mean()), 3),
+                "positions": len(own),
+            }
+        )  # fmt: skip
+    model.close()
+    return rows
+
+
+def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
+    """A random model whose decode steps are attention above all."""
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
+        hidden_size=256, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
+        vocab_size=512, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
+    """A row for each precision."""
+    with tempfile.TemporaryDirectory() as folder:
+        attention_bound(layers).save_pretrained(folder)
+        settings = {"memory": {"kv_bits": 32}, "model": {"context_length": context + 64}}
+        model = MoE.from_pretrained(folder, settings)
+    rows = torch.randn(2, 1, 4, 512, 128)
+
+    def filled(bits: int) -> BlockKVCache:
+        cache = pool_of(bits).new_cache(context + 64)
+        while cache.length < context:
+            for layer in range(layers):
+                cache.write(layer, *rows)
+            cache.length += 512
+        return cache
+
+    caches = {f"{bits} bits": filled(bits) for bits in BITS}
+
+    @torch.inference_mode()
+    def step(cache: BlockKVCache) -> None:
+        lanes = model.backbone.lanes([Work([7], cache)], "decode")
+        run_lanes(lanes, model.experts.run)
+        lanes[0].result()
+        cache.cut(context)
+
+    def contender(cache: BlockKVCache) -> Callable[[int], object]:
+        return lambda _: step(cache)
+
+    times = take_turns({name: contender(cache) for name, cache in caches.items()}, seconds)
+    whole = times["32 bits"]
+    return [
+        {
+            "keys and values": name,
+            "ms a step": round(1e3 * times[name], 2),
+            "times as fast": round(whole / times[name], 2),
+            "bytes a token of the 30 B shape": 48 * cache.form.token_bytes(4, 128, 128),
+        }
+        for name, cache in caches.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less text, a short context")
+    parser.add_argument("--parts", default="quality,speed")
+    parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
+    parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
+    options = parser.parse_args()
+    print_header(environment())
+    result: dict[str, Any] = {"environment": environment()}
+    if "quality" in options.parts:
+        result["quality"] = quality(9_000 if options.quick else options.bytes)
+    if "speed" in options.parts:
+        context = 1024 if options.quick else options.context
+        result["speed"] = speed(context, 2 if options.quick else 20, 2 if options.quick else 4)
+    for part in ("quality", "speed"):
+        if rows := result.get(part):
+            print_table(part, list(rows[0]), [list(row.values()) for row in rows])
+    print_json(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""In how many bits keys and values are kept (`memory.kv_bits`), and why not in others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import backend_status
+from moe.network.kv_cache import KVFormat
+from moe.settings import Profile
+
+
+@dataclass(frozen=True)
+class KVPrecision:
+    """How keys and values are kept.
+
+    Attributes:
+        bits: of a number.
+        why: what decided, for people.
+        in_blocks: a compiled decode step reads them in blocks; else they are in buffers of the
+            network's dtype.
+    """
+
+    bits: int
+    why: str
+    in_blocks: bool
+
+    @property
+    def form(self) -> KVFormat:
+        """How a block stores rows."""
+        return KVFormat.of_bits(self.bits)
+
+    def without_blocks(self, why: str) -> KVPrecision:
+        """What a float32 network gets whose decode step cannot be compiled."""
+        return KVPrecision(32, why, in_blocks=False)
+
+    def notice(self, profile: Profile) -> str:
+        """What to tell a user who has asked for other bits; else empty."""
+        wanted = profile.memory.kv_bits
+        if wanted in ("auto", self.bits):
+            return ""
+        return f"keys and values have {self.bits} bits, not memory.kv_bits={wanted}: {self.why}"
+
+
+def choose_kv_precision(
+    profile: Profile, device: torch.device, dtype: torch.dtype, *, quantized: bool
+) -> KVPrecision:
+    """The precision that a profile asks for, or what the model gets in its place.
+
+    Args:
+        dtype: of the network, without its experts.
+        quantized: the experts have fewer than 16 bits.
+    """
+    wanted, own = profile.memory.kv_bits, dtype.itemsize * 8
+    if reason := _why_buffers(profile, device, dtype):
+        return KVPrecision(own, reason, in_blocks=False)
+    if wanted != "auto":
+        return KVPrecision(wanted, "memory.kv_bits", in_blocks=True)
+    if quantized:
+        return KVPrecision(16, "the experts are quantised", in_blocks=True)
+    return KVPrecision(32, "the experts are whole", in_blocks=True)
+
+
+def _why_buffers(profile: Profile, device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cpu":
+        return f"on {device}, keys and values have the network's dtype"
+    if backend_status()["name"] != "native":
+        return "the compiled kernels are not in use"
+    if dtype != torch.float32:
+        return f"the network is {dtype}, not float32"
+    if profile.engine.fused == "off":
+        return "engine.fused is off"
+    if profile.speculation.contrast:
+        return "speculation.contrast keeps keys and values of its own"
+    return ""

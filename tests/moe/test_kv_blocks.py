@@ -1,0 +1,171 @@
+"""Keys and values in blocks: forks, cuts and precisions change nothing that they should not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from kernels.cpu import choose_kernel
+from kernels.cpu.kv import BLOCK
+from moe import MoE, SamplingParams
+from moe.network.kv_blocks import BlockKVCache, BlockPool, Shape
+from moe.network.kv_cache import KVFormat, Work
+from moe.network.lanes import run_lanes
+
+NATIVE, WHY = choose_kernel()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
+CAPACITY = 5 * BLOCK
+LAYERS: dict[int, Shape] = {0: Shape(2, 8, 4), 3: Shape(1, 16, 16)}
+INDEXER = ("indexer", 3)
+
+
+class CanaryPool(BlockPool):
+    """Memory that nobody has written is NaN, so that it shows when it is read."""
+
+    def new_rows(self, shape: Shape) -> Tensor:
+        return super().new_rows(shape).fill_(0xFF)
+
+
+class Sequences(RuleBasedStateMachine):
+    """Sequences that grow, fork and end, beside lists of the rows that they should have."""
+
+    @initialize(bits=st.sampled_from([32, 16, 8, 4]))
+    def begin(self, bits: int) -> None:
+        assert NATIVE is not None
+        self.pool = CanaryPool(NATIVE.kv, KVFormat.of_bits(bits))
+        self.known: list[tuple[BlockKVCache, list[float]]] = []
+        self.next = 1.0
+
+    @rule()
+    def new(self) -> None:
+        self.known.append((self.pool.new_cache(CAPACITY), []))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), count=st.sampled_from([1, 1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 3]))
+    def write(self, data: st.DataObject, count: int) -> None:
+        cache, rows = data.draw(st.sampled_from(self.known))
+        count = min(count, CAPACITY - len(rows))
+        if not count:
+            return
+        values = [self.next + i for i in range(count)]
+        self.next = (self.next + count) % 97 + 1
+        self._put(cache, values)
+        cache.length += count
+        rows += values
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def write_and_take_back(self, data: st.DataObject) -> None:
+        """As drafts that were refused, or a cancelled pass."""
+        cache, rows = data.draw(st.sampled_from(self.known))
+        if len(rows) < CAPACITY:
+            self._put(cache, [-5.0] * min(3, CAPACITY - len(rows)))
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        cache, rows = data.draw(st.sampled_from(self.known))
+        length = data.draw(st.integers(0, len(rows)))
+        before = self.pool.held_tokens
+        self.known.append((cache.fork(CAPACITY, length), rows[:length]))
+        assert self.pool.held_tokens - before <= BLOCK  # of what is shared, nothing is copied
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.known.remove(data.draw(st.sampled_from(self.known)))
+        gc.collect()
+
+    @invariant()
+    def every_sequence_has_its_rows(self) -> None:
+        for cache, rows in getattr(self, "known", []):
+            if not rows:
+                continue
+            for layer, shape in LAYERS.items():
+                for found, size in zip(cache.read(layer, len(rows)), shape[1:], strict=True):
+                    expected = _rows(rows, shape.heads, size)
+                    assert (found - expected).abs().max() <= 0.15 * expected.abs().max()
+            assert cache.read(INDEXER, len(rows))[0].flatten().tolist() == rows
+
+    @invariant()
+    def blocks_are_those_that_are_listed(self) -> None:
+        if hasattr(self, "pool"):
+            listed = {id(block) for cache, _ in self.known for block in cache.blocks}
+            assert self.pool.held_tokens == BLOCK * len(listed)
+
+    def _put(self, cache: BlockKVCache, values: list[float]) -> None:
+        for layer, shape in LAYERS.items():
+            keys, other = (_rows(values, shape.heads, size) for size in shape[1:])
+            cache.write(layer, keys, other)
+        keys = torch.tensor(values).view(1, 1, -1, 1)
+        cache.write(INDEXER, keys, keys[..., :0])
+
+
+def _rows(values: list[float], heads: int, size: int) -> Tensor:
+    """Rows that tell their token; none is constant, which turning would make too easy."""
+    ramp = torch.linspace(0.5, 1.0, heads * size).view(1, heads, 1, size)
+    return torch.tensor(values).view(1, 1, -1, 1) * ramp
+
+
+TestSequences = Sequences.TestCase
+TestSequences.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_company_and_cuts_change_no_bit(
+    tiny_checkpoint: Callable[[str], Path], model_type: str, bits: int
+) -> None:
+    prompts = [[5, 9, 2] * 30, [7, 1] * 20, [3] * 70]
+    logits: list[list[Tensor]] = []
+    with MoE.from_pretrained(tiny_checkpoint(model_type), memory={"kv_bits": bits}) as model:
+        assert model.status()["keys_and_values"]["bits"] == bits
+
+        def read(parts: list[list[list[int]]]) -> list[Tensor]:
+            caches = [model.backbone.new_cache(128) for _ in parts]
+            rows: list[list[Tensor]] = [[] for _ in parts]
+            for at in range(max(map(len, parts))):
+                own = [i for i, part in enumerate(parts) if at < len(part)]
+                work = [Work(parts[i][at], caches[i], all_logits=True) for i in own]
+                lanes = model.backbone.lanes(work, "prefill")
+                run_lanes(lanes, model.experts.run)
+                for i, found in zip(own, lanes[0].result(), strict=True):
+                    rows[i].append(found)
+            steps = [Work([4], cache) for cache in caches]
+            lanes = model.backbone.lanes(steps, "decode")
+            run_lanes(lanes, model.experts.run)
+            last = lanes[0].result()
+            return [torch.cat([*own, end]) for own, end in zip(rows, last, strict=True)]
+
+        with torch.inference_mode():
+            logits.append(read([[prompt] for prompt in prompts]))
+            logits.append([read([[prompt]])[0] for prompt in prompts])
+            logits.append(read([[p[:17], p[17:]] for p in prompts]))
+    for way in logits[1:]:
+        assert all(map(torch.equal, logits[0], way))
+
+
+def test_answers_are_those_of_float32_where_bits_are_enough(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    """The blocks themselves change no bit, and bf16 hardly any probability."""
+    prompt, params = [5, 9, 2] * 40, SamplingParams(max_new_tokens=20, temperature=0.0)
+    found = {}
+    for bits in (32, 16):
+        with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory={"kv_bits": bits}) as model:
+            blocks, found[bits] = model.backbone.blocks, model.logits(prompt)
+            if bits == 32:
+                ids = model.generate([prompt], params)[0].token_ids
+                model.backbone.blocks = None
+                assert torch.equal(model.logits(prompt), found[32])
+                assert model.generate([prompt], params)[0].token_ids == ids
+                model.backbone.blocks = blocks
+    assert 0 < (found[32] - found[16]).abs().mean() < 0.05 * found[32].abs().mean()
