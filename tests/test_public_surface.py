@@ -76,6 +76,26 @@ def surface() -> dict[str, Any]:
     }
 
 
+def test_documents_name_only_settings_and_options_that_exist() -> None:
+    root = Path(moe.__file__).parents[1]
+    of_status = {"model.reasoning", "model.sampling", "model.tools"}  # of /v1/status
+    keys = {*KEYS.leaves, *of_status}
+    known, found, wrong = commands(), 0, []
+    for file in (root / "README.md", *root.glob("docs/*.md")):
+        text = file.read_text()
+        for key in re.findall(r"`([a-z]+\.[a-z_]+)[`=]", text):
+            found += key in keys
+            if key.partition(".")[0] in KEYS.sections and key not in keys:
+                wrong.append(f"{file.name}: {key}")
+        for command, rest in re.findall(r"\bmoe ([a-z]+)\b([^`|;#\n]*)", text):
+            for option in re.findall(r"--[a-z-]+", rest) if command in known else ():
+                found += 1
+                if option not in known[command]:
+                    wrong.append(f"{file.name}: moe {command} {option}")
+    assert not wrong
+    assert found > 100
+
+
 def test_the_public_surface_is_what_it_was() -> None:
     pinned = json.loads(PINNED.read_text())
     for part, now in surface().items():

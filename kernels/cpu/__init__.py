@@ -1,4 +1,4 @@
-"""The compiled C++ kernels for CPUs: `choose_kernel` builds and loads them, once a process.
+"""The compiled C++ kernels for CPUs: `choose_kernel` finds or builds them, once a process.
 
 `NativeKernels` holds one object for each job: experts of whole weights (`whole`) or bit planes
 (`planes`), linear layers, attention and norms of prompts, decode steps, and the assignment of slots
@@ -15,6 +15,7 @@ import os
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,8 @@ from torch import Tensor
 import kernels.cpu.program
 import kernels.cpu.stages  # noqa: F401
 from kernels.cpu.all_to_all import NativeAllToAll, NativeAssign
-from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.build import load_library
+from kernels.cpu.compiler import BUNDLED_DIR, BuildError
 from kernels.cpu.decode import NativeDecode
 from kernels.cpu.dense import NativeAttention, NativeLinear, NativeNorms
 from kernels.cpu.experts import LayerCall, NativeExperts, NativePlanes
@@ -113,7 +115,7 @@ class NativeKernels:
 
 @cache
 def choose_kernel() -> tuple[NativeKernels | None, str]:
-    """The compiled kernels, or None for the reference; and the reason. Builds on the first call.
+    """The compiled kernels, or None for the reference; and the reason. May build on the first call.
 
     Raises:
         ValueError: MOE_CPU_KERNEL is neither "native" nor "reference".
@@ -132,7 +134,10 @@ def choose_kernel() -> tuple[NativeKernels | None, str]:
             raise
         _logger.warning("CPU experts run on the slow reference kernel: %s", error)
         return None, str(error)
-    reason = "compiled for this CPU" + (", with AMX" if library.moe_uses_amx() else "")
+    path = Path(library._name)
+    bundled = path.parent == BUNDLED_DIR
+    reason = f"the wheel's library {path.stem}" if bundled else "compiled for this CPU"
+    reason += ", with AMX" if library.moe_uses_amx() else ""
     return NativeKernels.of(library), reason
 
 

@@ -1,12 +1,13 @@
-"""Compile the C++ kernels once and keep the library in the user's cache.
+"""Find or build the library of compiled C++ kernels.
 
-`load_library` compiles plain C++ (no torch headers, no build system; one compiler call for each
-source, on all cores, a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in
-$XDG_CACHE_HOME or ~/.cache. The key hashes what the machine code depends on: sources, flags,
-compiler, CPU, torch. Processes that start together wait for the one that compiles. A build runs in
-a temporary directory and is renamed into place when complete, under a file lock that ends with the
-process, so a killed build leaves neither a lock nor half a library. Each build deletes the
-libraries that were unused for longest; processes that run them keep their file open.
+A wheel has one library for each kind of CPU (kernels/cpu/compiler.py); `load_library` loads the one
+for this CPU. A source checkout has none: `load_library` compiles plain C++ (no torch headers, no
+build system, a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or
+~/.cache. The key hashes what the machine code depends on: sources, flags, compiler, CPU, torch.
+Processes that start together wait for the one that compiles. A build runs in a temporary directory
+and is renamed into place when complete, under a file lock that ends with the process, so a killed
+build leaves neither a lock nor half a library. Each build deletes the libraries that were unused
+for longest; processes that run them keep their file open.
 """
 
 from __future__ import annotations
@@ -16,110 +17,75 @@ import fcntl
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import stat
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
+from kernels.cpu import compiler
+from kernels.cpu.compiler import BuildError
 from kernels.cpu.interface import check_layouts, compiled_layouts
 
-_SOURCE_DIR = Path(__file__).parent
-_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp"),
-    "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header trips it
-    # Tuned for Zen 2 and 3, GCC splits a fused multiply-add that adds to itself, but in some
-    # loops only: the bits of a row would depend on how many rows a tile has.
-    *("--param", "avoid-fma-max-bits=0"),
-)
-_COMPILERS = ("c++", "g++", "clang++")
-_TIMEOUT_S = 300
 _KEPT = 8
 
 
-class BuildError(RuntimeError):
-    """The library could not be built or loaded; the message says why."""
-
-
-def load_library(target: Sequence[str] = ("-march=native",)) -> ctypes.CDLL:
-    """The compiled kernels for this machine, built on the first call and cached on disk.
+def load_library(target: Sequence[str] | None = None) -> ctypes.CDLL:
+    """The compiled kernels for this machine: the wheel's, or built on the first call and cached.
 
     Args:
-        target: compiler flags that choose the instruction set.
+        target: compiler flags that choose the instruction set, to build for; None takes the
+            wheel's library, or builds for this machine where there is none.
 
     Raises:
         BuildError: no compiler, a failed compilation, an unsafe cache directory, a library that
             does not load.
         LayoutError: the library's structs differ from Python's records.
     """
-    compiler = _compiler()
+    bundled = bundled_library() if target is None else None
     try:
-        directory = _private_directory(_cache_root())
-        directory = _private_directory(directory / _key(compiler, target))
-        library = directory / "kernels.so"
-        if not library.exists():
-            with _alone(directory):
-                if not library.exists():
-                    _compile(compiler, target, library)
-                    _prune(directory.parent)
-        loaded = ctypes.CDLL(str(library))
+        path = bundled or _built(("-march=native",) if target is None else target)
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
     check_layouts(compiled_layouts(loaded))
-    with suppress(OSError):  # a read-only cache
-        os.utime(directory)
     return loaded
 
 
-def _sources() -> list[Path]:
-    return sorted(_SOURCE_DIR.glob("*.cpp"))
+def bundled_library() -> Path | None:
+    """The wheel's library for this CPU; None in a source checkout."""
+    variant = compiler.variant_for(platform.machine(), compiler.cpu_flags())
+    path = variant and compiler.BUNDLED_DIR / f"{variant.name}.so"
+    return path if path and path.exists() else None
 
 
-def _compiler() -> list[str]:
-    command = shlex.split(os.environ.get("CXX", ""))
-    if command:
-        return command
-    for name in _COMPILERS:
-        if shutil.which(name):
-            return [name]
-    raise BuildError(f"no C++ compiler found (tried {', '.join(_COMPILERS)}; set CXX to name one)")
+def _built(target: Sequence[str]) -> Path:
+    command = compiler.find_compiler()
+    directory = _private_directory(_cache_root())
+    directory = _private_directory(directory / _key(command, target))
+    library = directory / "kernels.so"
+    if not library.exists():
+        with _alone(directory):
+            if not library.exists():
+                compiler.compile_library(command, target, library)
+                _prune(directory.parent)
+    with suppress(OSError):  # a read-only cache
+        os.utime(directory)
+    return library
 
 
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"`{shlex.join(command)}` took over {_TIMEOUT_S} s") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        reason = next((line for line in lines if "error" in line.lower()), lines[-1])
-        raise BuildError(f"`{shlex.join(command)}` exited with {done.returncode}: {reason}")
-    return done.stdout
-
-
-def _key(compiler: list[str], target: Sequence[str]) -> str:
+def _key(command: list[str], target: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(_SOURCE_DIR.glob("*.h")) + _sources():
+    for path in sorted(compiler.SOURCE_DIR.glob("*.h")) + compiler.sources():
         digest.update(path.read_bytes())
-    facts = (*compiler, *_FLAGS, *target, _run([*compiler, "--version"]), _cpu(), torch.__version__)
+    version = compiler.run([*command, "--version"])
+    # Machines that have different instruction sets may share the cache directory.
+    cpu = (platform.machine(), platform.processor(), *sorted(compiler.cpu_flags()))
+    facts = (*command, *compiler.FLAGS, *target, version, *cpu, torch.__version__)
     digest.update("\n".join(facts).encode())
     return digest.hexdigest()[:20]
-
-
-def _cpu() -> str:
-    """Identifies the instruction set, as machines may share the cache directory."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
-    return "\n".join([platform.machine(), platform.processor(), *flags[:1]])
 
 
 def _cache_root() -> Path:
@@ -162,19 +128,3 @@ def _prune(root: Path) -> None:
         found = [library.parent for library in root.glob("*/kernels.so")]
         for directory in sorted(found, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _compile(compiler: list[str], target: Sequence[str], library: Path) -> None:
-    call = [*compiler, *_FLAGS, *target]
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-
-        def compiled(source: Path) -> str:
-            to = str(Path(scratch) / f"{source.stem}.o")
-            _run([*call, "-c", str(source), "-o", to])
-            return to
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compiled, _sources()))
-        built = Path(scratch) / library.name
-        _run([*call, *objects, "-o", str(built)])
-        os.replace(built, library)

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kernels.cpu.build import BuildError
+from kernels.cpu.compiler import BuildError
 from kernels.cpu.limits import read_speed
 from kernels.cpu.stages import StageTimes, measured_stages
 from moe.commands.console import stdout_console

@@ -155,6 +155,10 @@ def check_threads() -> Finding:
 
 
 def check_compiler() -> Finding:
+    from kernels.cpu.build import bundled_library
+
+    if bundled_library():
+        return Finding("compiler", "ok", "not needed: this wheel has compiled kernels")
     candidates = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     for command in map(shlex.split, candidates):
         if command and shutil.which(command[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import shutil
 import stat
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu import build
+from kernels.cpu import build, compiler
 from kernels.cpu.build import BuildError, load_library
+from kernels.cpu.compiler import variant_for
 from tests.launched import Launch
 
 # Prints the backend, then one output of the experts and the reference's.
@@ -92,13 +94,15 @@ exec cp {library} "$1"
 def test_of_processes_that_start_together_one_builds_into_a_private_directory(
     launch: Launch, cache: Path, tmp_path: Path
 ) -> None:
-    log, compiler, script = (tmp_path / name for name in ("log", "compiler", "script.py"))
-    compiler.write_text(_COPYING.format(log=log, library=load_library()._name))
-    compiler.chmod(0o700)
+    log, copying, script = (tmp_path / name for name in ("log", "compiler", "script.py"))
+    copying.write_text(_COPYING.format(log=log, library=load_library()._name))
+    copying.chmod(0o700)
     script.write_text("from kernels.cpu.build import load_library; load_library()")
-    with launch(2, [script], XDG_CACHE_HOME=str(cache), CXX=str(compiler)) as both:
+    with launch(2, [script], XDG_CACHE_HOME=str(cache), CXX=str(copying)) as both:
         assert both.codes() == [0, 0], both.everything()
-    assert len(log.read_text().splitlines()) == len(build._sources()) + 1  # each once, and together
+    assert (
+        len(log.read_text().splitlines()) == len(compiler.sources()) + 1
+    )  # each once, and together
     root = cache / "moe-inference"
     (directory,) = root.iterdir()
     assert [path.name for path in directory.iterdir()] == ["kernels.so"]
@@ -122,7 +126,7 @@ def test_the_cache_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> None:
         raise AssertionError("compiled again")
 
-    monkeypatch.setattr(build, "_compile", refuse)
+    monkeypatch.setattr(compiler, "compile_library", refuse)
     load_library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(AssertionError, match="compiled again"):
@@ -133,7 +137,7 @@ def test_a_build_drops_the_libraries_not_used_for_longest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = load_library()._name
-    monkeypatch.setattr(build, "_compile", lambda *to: shutil.copy(built, to[-1]))
+    monkeypatch.setattr(compiler, "compile_library", lambda *to: shutil.copy(built, to[-1]))
     monkeypatch.setattr(build, "_KEPT", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "moe-inference"
@@ -164,7 +168,7 @@ def test_another_compiler_command_is_another_library(monkeypatch: pytest.MonkeyP
     keys = set()
     for command in ("c++", "c++ -fno-unroll-loops"):
         monkeypatch.setenv("CXX", command)
-        keys.add(build._key(build._compiler(), ()))
+        keys.add(build._key(compiler.find_compiler(), ()))
     assert len(keys) == 2
 
 
@@ -184,3 +188,58 @@ def test_a_file_in_place_of_the_cache_is_reported(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(BuildError, match=r"cannot make the kernel cache .* set XDG_CACHE_HOME"):
         load_library()
+
+
+# Flags of /proc/cpuinfo, each line beside those above it.
+_HASWELL = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
+_SKYLAKE_X = f"{_HASWELL} avx512f avx512bw avx512cd avx512dq avx512vl"
+_ICE_LAKE = f"{_SKYLAKE_X} avx512_vnni"
+_ZEN_4 = f"{_ICE_LAKE} avx512_bf16"
+_SAPPHIRE_RAPIDS = f"{_ZEN_4} amx_tile amx_int8 amx_bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("sse2", "portable"),
+        (_HASWELL.replace("fma", ""), "portable"),
+        (_HASWELL, "avx2"),
+        (_SKYLAKE_X, "avx2"),
+        (_ICE_LAKE, "avx512_vnni"),
+        (_ZEN_4, "avx512_bf16"),
+        (_SAPPHIRE_RAPIDS, "amx"),
+        (_SAPPHIRE_RAPIDS.replace("amx_int8", ""), "avx512_bf16"),
+    ],
+)
+def test_a_cpu_gets_the_most_capable_library_that_it_runs(flags: str, name: str) -> None:
+    found = variant_for("x86_64", frozenset(flags.split()))
+    assert found is not None
+    assert found.name == name
+
+
+def test_a_machine_that_no_wheel_is_made_for_gets_none() -> None:
+    assert variant_for("riscv64", frozenset({"avx2"})) is None
+
+
+@pytest.mark.parametrize("text", ["", "processor: 0\nflags\t\t: fpu avx2\nflags : other\n"])
+def test_flags_are_those_of_the_first_cpu(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert compiler.cpu_flags(tmp_path / "cpuinfo") == ({"fpu", "avx2"} if text else set())
+    assert not compiler.cpu_flags(tmp_path / "missing")
+
+
+def test_the_library_of_a_wheel_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = load_library()._name
+    monkeypatch.setattr(compiler, "BUNDLED_DIR", tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        load_library()
+    variant = variant_for(platform.machine(), compiler.cpu_flags())
+    assert variant is not None
+    shutil.copy(built, tmp_path / f"{variant.name}.so")
+    assert load_library()._name == str(tmp_path / f"{variant.name}.so")
+    with pytest.raises(BuildError, match="no-such-compiler"):
+        load_library(("-march=native",))  # asked for by name: built

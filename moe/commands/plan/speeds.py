@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from experts.dispatch import SocketExchange
-from kernels.cpu.build import BuildError
+from kernels.cpu.compiler import BuildError
 from kernels.cpu.limits import read_speed
 from moe.errors import ProfileError
 from offload.readers import choose_reader
