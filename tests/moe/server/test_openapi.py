@@ -27,6 +27,8 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
     for operation in description.get_all_operations():
         if mode is GenerationMode.NEGATIVE and operation.ok().method == "get":
             continue
+        if operation.ok().path == "/v1/experts/stream":  # it does not end
+            continue
 
         @settings(
             max_examples=9,
