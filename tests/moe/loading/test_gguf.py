@@ -263,7 +263,7 @@ def test_text_is_split_as_the_models_own_tokenizers_do(split: str, text: str, pi
     assert "|".join(piece for piece, _ in found) == pieces
 
 
-@pytest.mark.parametrize("name", set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS))
+@pytest.mark.parametrize("name", sorted(set(SPLITS) & set(GGUF_PRE_TOKENIZER_SPLITS)))
 def test_expressions_are_those_of_transformers_where_it_has_them(name: str) -> None:
     theirs = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated")
     (expression,) = SPLITS[name]
