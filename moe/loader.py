@@ -147,6 +147,7 @@ def _load(
     if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
         keep_freed_memory()
     layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
+    head_bytes = nbytes - total_bytes(network, layers)
     arrange_linears(network, device)
     _check_backend(backend, layers)
     report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
@@ -172,7 +173,7 @@ def _load(
         speculation=found.speculation,
         kv=kv,
         memory_plan=plan,
-        weight_bytes=nbytes,
+        weight_bytes=total_bytes(network, layers) + head_bytes,
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,

@@ -125,11 +125,15 @@ def _measure(
         sizes = [min(longest, PROBE_TOKENS) if loops else longest]
     size, count = sum(sizes), len(sizes)
     short, long = _probe(backbone, [SHORT_PROMPT] * count), _probe(backbone, sizes)
-    per_token = (long.kept - short.kept) // max(size - SHORT_PROMPT * count, 1)
+    # Keys and values grow with the length, which batches of a few tokens do not show.
+    grown, length = long, size
+    if size <= SHORT_PROMPT * count:
+        grown, length = _probe(backbone, [2 * SHORT_PROMPT] * count), 2 * SHORT_PROMPT * count
+    per_token = (grown.kept - short.kept) // (length - SHORT_PROMPT * count)
     rest = max(long.kept - per_token * size, 0) // count
     own = long.peak - long.kept
     if packed:
-        coded = per_token if form is None else per_token - long.saved_bytes(form)
+        coded = per_token if form is None else per_token - grown.saved_bytes(form)
         return Footprint(
             coded, per_token, rest, own * batch_tokens // size, "measured on the meta device"
         )

@@ -304,6 +304,7 @@ def test_the_command_line_is_frozen() -> None:
             + ["--allowed-origins", "--api-key-file", "--served-model-name"]
             + ["--ssl-certfile", "--ssl-keyfile"]
         ),
+        "top": sorted([*usual, "--api-key", "--once"]),
         "convert": sorted(
             [*usual, "--bits", "--group-size", "--head-bits", "--revision", "--trunk-bits"]
             + ["--calibration", "--repair-routers", "--target-bits", "--target-gib", "--verify"]

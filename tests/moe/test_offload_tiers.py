@@ -259,7 +259,7 @@ def test_interpreted_triton_kernels_find_what_is_in_the_slots(
     triton = pytest.importorskip("kernels.triton.experts")
     engine = {"max_batch_size": 8, "fused": "off"}
     expected = MoE.from_pretrained(store, SMALL | {"engine": engine})
-    model = load(store, 8, 20, engine=engine)
+    model = load(store, 8, 20, like=expected, engine=engine)
     for either in (model, expected):  # once loaded, which reads some prompts
         monkeypatch.setattr(either.experts, "forward", triton.experts_forward)
     for ids in ([5, 9, 2], [7]):

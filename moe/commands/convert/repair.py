@@ -75,7 +75,9 @@ def repair_routers(
     """
     parameters = dict(network.named_parameters())
     dtypes = {name: parameter.dtype for name, parameter in parameters.items()}
-    repairs = repairs_of(MoE.from_pretrained(store, device="cpu"), calibration, dtypes)
+    # Keys and values as the original's had when it was calibrated: only experts shall differ.
+    model = MoE.from_pretrained(store, device="cpu", memory={"kv_bits": 32})
+    repairs = repairs_of(model, calibration, dtypes)
     for layer, repair in enumerate(repairs):
         if repair.weight is not None:
             with torch.no_grad():

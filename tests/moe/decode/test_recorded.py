@@ -21,6 +21,7 @@ from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
 from moe.describe.description import NotDescribed
 from moe.describe.probe import enable_packing
+from moe.memory import kv_precision
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
@@ -68,6 +69,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(step, "experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(recorded, "reads_nothing_back", triton_experts.supports)
+    monkeypatch.setattr(kv_precision, "_why_buffers", lambda *_: "recorded steps read buffers")
 
 
 @pytest.mark.parametrize(

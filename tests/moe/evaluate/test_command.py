@@ -28,7 +28,8 @@ def demo() -> MoE:
 
 @pytest.fixture(scope="module")
 def coarse() -> MoE:
-    return MoE.from_pretrained(DEMO, model={"expert_bits": 2})
+    # Keys and values as the other has them, so that only experts differ.
+    return MoE.from_pretrained(DEMO, model={"expert_bits": 2}, memory={"kv_bits": 32})
 
 
 def test_each_token_but_the_first_is_predicted_once(demo: MoE) -> None:

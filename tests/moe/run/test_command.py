@@ -24,7 +24,8 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
     """What would be served; the cache directory is the test's own, and nothing counts as small."""
     calls: Served = []
 
-    def serve(*arguments: Any) -> int:
+    def serve(*arguments: Any, **secured: Any) -> int:
+        assert not any(secured.values())
         calls.append(arguments)
         return 0
 
@@ -43,7 +44,7 @@ def test_the_shipped_model_is_served_as_it_is(
     assert main(["run", demo, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:5]] == ["model", "runs", "store", "context", "speed"]
-    assert "checkpoint, 40.42 MiB (qwen3_moe, 6 layers of 32 experts)" in lines[0]
+    assert "checkpoint, 47.08 MiB (qwen3_moe, 6 layers of 32 experts)" in lines[0]
     assert "experts as they are, all in memory: " in lines[1]
     assert "none: it is small enough to load as it is" in lines[2]
     assert lines[5:] == ["the same in single commands:", f"  moe serve {demo}"]
