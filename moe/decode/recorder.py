@@ -2,7 +2,8 @@
 
 What depends on the token, its position or the sequence's states is a `Value` in a buffer, and each
 operation on values is recorded; all else is a constant. Tensors of the whole history are followed
-(`moe.decode.history`), and must not be read by what is recorded.
+(`moe.decode.history`), and must not be read by what is recorded. Operations on complex numbers, as
+some rotary tables are, are recorded as operations on their real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from kernels.cpu.program import Space
-from moe.decode.complex_numbers import real_form
 from moe.decode.history import (
     SPARE,
     Histories,
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
             if not self.varies(tensor):  # a constant until now: a copy holds what it was
                 self.record("copy", (None, tensor.clone()), {}, [tensor])
         name = _name_of(func)
-        form = real_form(name, args)
+        form = _real_form(name, args)
         if form is not None and not written:
             with self:
                 return form(*args, **kwargs)
@@ -305,3 +305,44 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += [value] if isinstance(value, Tensor) else []
     return found
+
+
+def _polar(size: Tensor, angle: Tensor) -> Tensor:
+    return _joined(size * angle.cos(), size * angle.sin())
+
+
+def _mul(a: Any, b: Any) -> Tensor:
+    """One of them may be real, or a number."""
+    if not _is_complex(a):
+        a, b = b, a
+    pairs = torch.view_as_real(a)
+    if not _is_complex(b):
+        scale = b[..., None] if isinstance(b, Tensor) and b.ndim else b
+        return torch.view_as_complex((pairs * scale).contiguous())
+    others = torch.view_as_real(b)
+    real, imaginary, *_ = pairs.unbind(-1)
+    other_real, other_imaginary, *_ = others.unbind(-1)
+    return _joined(
+        real * other_real - imaginary * other_imaginary,
+        real * other_imaginary + imaginary * other_real,
+    )
+
+
+def _joined(real: Tensor, imaginary: Tensor) -> Tensor:
+    return torch.view_as_complex(torch.stack([real, imaginary], -1))
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_complex()
+
+
+_REAL_FORMS: Mapping[str, Callable[..., Tensor]] = {"polar": _polar, "mul": _mul}
+"""By aten's name: the same result, views and real operations only."""
+
+
+def _real_form(name: str, arguments: Any) -> Callable[..., Tensor] | None:
+    """What computes an operation of these arguments without complex arithmetic; None if it has
+    none or needs none."""
+    if name == "polar" or any(map(_is_complex, arguments)):
+        return _REAL_FORMS.get(name)
+    return None

@@ -312,7 +312,8 @@ class Work:
 
 def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:
     """Give each sequence its part of a pass's final hidden states, if the sequences keep them."""
-    if getattr(work[0].cache, "hidden", None) is None:
+    first = work[0].cache
+    if not isinstance(first, KVCache) or first.hidden is None:
         return
     sizes = [len(item.token_ids) for item in work]
     for item, rows in zip(work, hidden_TH.split(sizes), strict=True):
