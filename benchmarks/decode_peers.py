@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from moe.network.own_cache import CACHE_ARGUMENT
+
 Tokens = list[list[int]]
 """Token ids of each sequence."""
 
@@ -54,12 +56,15 @@ class Transformers:
 
     @torch.inference_mode()
     def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
-        cache = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1).past_key_values
+        cache = self.model(torch.tensor(prompts), use_cache=True, logits_to_keep=1)[CACHE_ARGUMENT]
         times = []
         for step in zip(*following, strict=True):
             start = time.perf_counter()
             output = self.model(
-                torch.tensor(step)[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1
+                torch.tensor(step)[:, None],
+                **{CACHE_ARGUMENT: cache},
+                use_cache=True,
+                logits_to_keep=1,
             )
             output.logits.argmax(-1)
             times.append(time.perf_counter() - start)

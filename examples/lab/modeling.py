@@ -24,6 +24,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from examples.lab.attention import LabAttention, Neighbours
 from examples.lab.configuration import LabConfig
 from examples.lab.router import LabRouter
+from moe.network.own_cache import CACHE_ARGUMENT
 
 Decision = tuple[Tensor, Tensor]
 """Weights and ids ``(B * S, K)``."""
@@ -136,30 +137,31 @@ class LabModel(LabPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache()
+        # older releases of transformers call it so
+        cache = kwargs.get("past_key_values") if cache is None else cache
+        if cache is None and use_cache:
+            cache = DynamicCache()
         if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         mask = create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=attention_mask,
-            past_key_values=past_key_values, position_ids=position_ids,
+            **{CACHE_ARGUMENT: cache}, position_ids=position_ids,
         )  # fmt: skip
         positions = self.rotary_emb(x, position_ids=position_ids)
         decision = None
         if self.router is not None:
-            decision = self.router(x, positions, mask, past_key_values)
+            decision = self.router(x, positions, mask, cache)
         for layer in self.layers:
-            x = layer(x, positions, mask, past_key_values, decision)
-        return MoeModelOutputWithPast(
-            last_hidden_state=self.norm(x), past_key_values=past_key_values
-        )
+            x = layer(x, positions, mask, cache, decision)
+        returned: dict[str, Any] = {CACHE_ARGUMENT: cache}
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(x), **returned)
 
 
 class LabForCausalLM(LabPreTrainedModel, GenerationMixin):
@@ -180,7 +182,6 @@ class LabForCausalLM(LabPreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast:
         output = self.model(input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return MoeCausalLMOutputWithPast(
-            logits=self.lm_head(output.last_hidden_state[:, kept]),
-            past_key_values=output.past_key_values,
-        )
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        returned: dict[str, Any] = {CACHE_ARGUMENT: output[CACHE_ARGUMENT]}
+        return MoeCausalLMOutputWithPast(logits=logits, **returned)

@@ -50,7 +50,7 @@ from moe.network.kv_cache import (
 )
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
-from moe.network.own_cache import LayerStates
+from moe.network.own_cache import CACHE_ARGUMENT, LayerStates
 from moe.network.per_sequence import depends_on_length
 from moe.network.seam import experts_modules
 
@@ -114,7 +114,7 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
             stack.enter_context(_replaced(module, forward))
         stack.enter_context(_recording(backbone, recorder, cache))
         output = backbone.model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=ids, position_ids=positions, **{CACHE_ARGUMENT: cache}, use_cache=True
         )
         logits = recorder.value(output.logits[0, -1].float())
     done = recorder.trace

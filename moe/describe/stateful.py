@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, depends_on_length
 
 
@@ -30,10 +30,12 @@ class _WatchedCache(DynamicCache):
         self.positioned: set[nn.Module] = set()
         self.indexed = False
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         self.attention.append(self._active[-1])
         self.by_layer[layer_idx] = self._active[-1]
-        return super().update(key_states, value_states, layer_idx, *args)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Any:
         self.indexed = True
@@ -78,7 +80,7 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
     with active_modules(model) as active:
         cache = cache_class(model.config.get_text_config(decoder=True), active)
         ids = torch.tensor([list(token_ids)], device=model.device)
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **{CACHE_ARGUMENT: cache}, use_cache=True)
     # Where one layer has an indexer, others may reuse its choice.
     apart = [module for module in cache.attention if cache.indexed or module in cache.positioned]
     apart += [module for layer, module in cache.by_layer.items() if layer in own.layers]

@@ -32,7 +32,7 @@ from moe.network.kv_cache import (
     keep_hidden_rows,
 )
 from moe.network.lanes import Lane
-from moe.network.own_cache import LayerStates, OwnCache
+from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, serve_packed
 from moe.network.recurrent_kernels import use_kernels
 from routing import Phase
@@ -202,7 +202,7 @@ class Backbone:
         )
         positions = cache.positions()[None].to(self.device)
         with packed_pass(cache):
-            _, logits = self._forward(work, past_key_values=cache, position_ids=positions)
+            _, logits = self._forward(work, **{CACHE_ARGUMENT: cache}, position_ids=positions)
         cache.commit()
         if self._final_hidden is not None:
             keep_hidden_rows(work, self._final_hidden[0])
@@ -211,8 +211,8 @@ class Backbone:
 
     def _forward_own(self, item: Work) -> list[Tensor]:
         assert isinstance(item.cache, TransformersCache)
-        output, logits = self._forward([item], past_key_values=item.cache.state)
-        item.cache.state = output.past_key_values
+        output, logits = self._forward([item], **{CACHE_ARGUMENT: item.cache.state})
+        item.cache.state = output[CACHE_ARGUMENT]
         item.cache.length += len(item.token_ids)
         return logits
 

@@ -13,14 +13,22 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol, TypeVar
 from weakref import proxy
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 
 from moe.network.kv_cache import StateKey
+
+CACHE_ARGUMENT = (
+    "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+)
+"""The argument by which models take a cache, and the name under which they return it:
+transformers 5.24 renames it."""
 
 _LAYERS = 1 << 20  # more than any model has
 _C = TypeVar("_C", bound=Cache)

@@ -23,6 +23,7 @@ from moe.commands.convert.convert import convert
 from moe.describe.routers import find_selectors
 from moe.errors import CheckpointError
 from moe.loading.memory_plan import GIB
+from moe.network.own_cache import CACHE_ARGUMENT
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
 from routing import Routing
@@ -91,7 +92,7 @@ def test_every_router_runs_as_in_transformers(
             theirs = reference(torch.tensor([tokens])).logits[0]
             cached = reference(torch.tensor([prompt]), use_cache=True)
             more = reference(torch.tensor([tokens[len(prompt) :]]), use_cache=True,
-                             past_key_values=cached.past_key_values).logits[0]  # fmt: skip
+                             **{CACHE_ARGUMENT: cached[CACHE_ARGUMENT]}).logits[0]  # fmt: skip
         # Scores of "relu" are no shares, which makes rounding several times as large.
         assert torch.allclose(logits, theirs[: len(prompt)], atol=2e-5)
         assert torch.allclose(more, theirs[len(prompt) :], atol=2e-5)
