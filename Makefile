@@ -1,4 +1,4 @@
-# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel
+# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel | lock
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -7,22 +7,24 @@
 #   make test ARGS="-k profile"               arguments for pytest
 #   make test JOBS=8                          processes with a thread each; 0 for one process
 #   make demo TORCH="torch --index-url URL"   another build of torch (any arguments of pip install)
+#   make test LOCK= VENV=.venv-newest         the newest releases that pyproject.toml allows
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 JOBS ?= 2
+LOCK ?= requirements.lock
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),--constraint $(LOCK))
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 TOOLS_BIN := build/wheel-tools/bin
 TOOLS := build/wheel-tools/.installed
 EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600))
 
-.PHONY: demo test check lint types format soak soak-offload venv wheel
+.PHONY: demo test check lint types format soak soak-offload venv wheel lock
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -68,7 +70,7 @@ wheel: $(TOOLS)
 # torch comes first, and pinned: any other order lets a dependency choose the build of torch, which
 # is several GB of CUDA packages on some indexes. deepspeed's set-up imports the torch that is there
 # (--no-build-isolation) and would build its CUDA extensions without DS_BUILD_OPS=0.
-$(RUN): pyproject.toml
+$(RUN): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; make PYTHON=/path/to/python3 names one")'
 	@echo "installing into $(VENV): torch, moe (about two minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed (Debian: apt-get install python3-venv)"; exit 1; }
@@ -83,6 +85,16 @@ $(DEV): $(RUN)
 	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "deepspeed>=0.18"
 	@$(PIP) --no-build-isolation --editable ".[dev]"
 	@touch $@
+
+# requirements.lock: one release of each package for each Python, which `make` installs, so that a
+# release of somebody else's changes no test. torch and what its builds bring are not in it: TORCH
+# chooses them.
+lock:
+	$(PYTHON) -m venv build/lock-tools
+	build/lock-tools/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
+	echo "$(firstword $(TORCH))" | build/lock-tools/bin/uv pip compile pyproject.toml --quiet --upgrade \
+		--all-extras --universal --python-version 3.10 --constraint - --no-annotate --no-header \
+		| grep -vE '^(torch|triton|nvidia-|cuda-)' > requirements.lock
 
 $(TOOLS):
 	$(PYTHON) -m venv build/wheel-tools

@@ -183,5 +183,5 @@ class LabForCausalLM(LabPreTrainedModel, GenerationMixin):
         output = self.model(input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])
-        returned: dict[str, Any] = {CACHE_ARGUMENT: output[CACHE_ARGUMENT]}
+        returned: dict[str, Any] = {CACHE_ARGUMENT: getattr(output, CACHE_ARGUMENT)}
         return MoeCausalLMOutputWithPast(logits=logits, **returned)

@@ -212,7 +212,7 @@ class Backbone:
     def _forward_own(self, item: Work) -> list[Tensor]:
         assert isinstance(item.cache, TransformersCache)
         output, logits = self._forward([item], **{CACHE_ARGUMENT: item.cache.state})
-        item.cache.state = output[CACHE_ARGUMENT]
+        item.cache.state = getattr(output, CACHE_ARGUMENT)
         item.cache.length += len(item.token_ids)
         return logits
 

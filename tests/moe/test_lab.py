@@ -91,8 +91,9 @@ def test_every_router_runs_as_in_transformers(
         with torch.no_grad():
             theirs = reference(torch.tensor([tokens])).logits[0]
             cached = reference(torch.tensor([prompt]), use_cache=True)
-            more = reference(torch.tensor([tokens[len(prompt) :]]), use_cache=True,
-                             **{CACHE_ARGUMENT: cached[CACHE_ARGUMENT]}).logits[0]  # fmt: skip
+            cache = {CACHE_ARGUMENT: getattr(cached, CACHE_ARGUMENT)}
+            rest = torch.tensor([tokens[len(prompt) :]])
+            more = reference(rest, use_cache=True, **cache).logits[0]
         # Scores of "relu" are no shares, which makes rounding several times as large.
         assert torch.allclose(logits, theirs[: len(prompt)], atol=2e-5)
         assert torch.allclose(more, theirs[len(prompt) :], atol=2e-5)
