@@ -96,6 +96,9 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 12, "ple_layer_ids": [1, 3],
         "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 61,
     },
+    "hy_v4_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
     "zaya": {"num_experts_per_tok": 1},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [24, 24],

@@ -115,6 +115,13 @@ def _keep_text(model: PreTrainedModel) -> list[str]:
         model.get_output_embeddings = decoder.get_output_embeddings  # type: ignore[method-assign]
     if (head := model.get_output_embeddings()) is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no head that gives logits")
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module is model:
+            continue
+        if module.get_output_embeddings() is head:
+            # A whole causal LM is inside: what is around it only joins images with text.
+            model.forward = module.forward
+            break
     names = {id(module): name for name, module in model.named_modules()}
     kept = [names[id(module)] for module in (decoder, head)]
     removed: list[str] = []

@@ -37,7 +37,10 @@ NAMES = [name for name in composite_architectures() if name not in (BLOCK_DIFFUS
 
 @torch.no_grad()
 def logits(reference: Any, ids: list[int]) -> torch.Tensor:
-    rows: torch.Tensor = reference(torch.tensor([ids]), use_cache=False).logits[0]
+    # transformers 5.24.0's Llama4ForConditionalGeneration fails on text, the causal LM in it works.
+    inner = getattr(reference, "language_model", None)
+    reader = inner if hasattr(inner, "lm_head") else reference
+    rows: torch.Tensor = reader(torch.tensor([ids]), use_cache=False).logits[0]
     return rows
 
 
