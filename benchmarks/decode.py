@@ -1,6 +1,7 @@
 """How fast are decoding and prompts at 8, 4 and 2 bits, against transformers and llama.cpp?
 
     python -m benchmarks.decode [--quick] [--model 2b|30b|demo|PATH] [--peer transformers,llama.cpp]
+    python -m benchmarks.decode --peer /path/to/ik_llama.cpp    # a checkout that is built
 
 Contenders hold the same random weights, all matrices at one width (ours at 2 bits: the experts, the
 rest at 4), and take turns in one process: tokens a second at batch 1, 4 and 16, and for prompts of
@@ -15,8 +16,8 @@ where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last lin
 figures of the first width, and those of the others in ``other_bits``.
 
 ``30b`` is a store of Qwen3-30B-A3B's shape (`examples.models.random_store`), against a GGUF file
-of the
-same shape. Two of them do not fit into most machines: there contenders come one after the other.
+of the same shape. Two of them do not fit into most machines: there contenders come one after the
+other.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def parse() -> argparse.Namespace:
     options.prompts = (512,) if options.quick else PROMPTS
     if options.quick:
         options.model, options.rounds = options.model or "demo", 1
-        options.peer = options.peer.replace("llama.cpp", "")  # the demo model is not its kind
+        kept = [peer for peer in options.peer.split(",") if peer in ("transformers", "unfused")]
+        options.peer = ",".join(kept)  # the demo model is not llama.cpp's kind
     return options
 
 

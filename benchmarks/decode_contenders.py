@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from benchmarks.decode_peers import Contender, LlamaCpp, Tokens, Transformers
+from benchmarks.decode_peers import BuiltLlamaCpp, Contender, LlamaCpp, Tokens, Transformers
 from examples.models.random_models import bench_dir, random_2b
 from examples.models.random_store import random_30b
 from experts.manifest import is_store
@@ -104,20 +104,24 @@ def _embedding_bytes(model: MoE) -> int:
 def contenders(path: Path, options: argparse.Namespace) -> list[list[Make]]:
     """Groups of contenders that are in memory together."""
     found: list[Make] = [partial(Ours, path, bits or None) for bits in options.bits]
-    if "unfused" in options.peer:
+    peers = options.peer.split(",")
+    if "unfused" in peers:
         found += [partial(Ours, path, bits or None, **UNFUSED) for bits in options.bits]
     stored = is_store(path)
-    if "transformers" in options.peer and not stored:
+    if "transformers" in peers and not stored:
         found += [
             partial(Transformers, path, dtype, "grouped_mm")
             for dtype in (torch.float32, torch.bfloat16)[: 1 if options.quick else 2]
         ]
-    if "llama.cpp" in options.peer:
+    kinds = ("Q4_0",) if stored else ("Q8_0", "Q4_0")
+    threads = torch.get_num_threads()
+    for checkout in (Path(peer) for peer in peers if "/" in peer):
+        found += [
+            partial(BuiltLlamaCpp, checkout, gguf_file(path, kind), kind, threads) for kind in kinds
+        ]
+    if "llama.cpp" in peers:
         if find_spec("llama_cpp") and find_spec("gguf"):
-            found += [
-                partial(LlamaCpp, gguf_file(path, kind), kind, torch.get_num_threads())
-                for kind in (("Q4_0",) if stored else ("Q8_0", "Q4_0"))
-            ]
+            found += [partial(LlamaCpp, gguf_file(path, kind), kind, threads) for kind in kinds]
         else:
             print("llama.cpp is left out: pip install llama-cpp-python gguf")
     return [[make] for make in found] if stored else [found]

@@ -1,6 +1,7 @@
-"""Others that decode the same random weights: transformers, and llama.cpp where it is installed.
+"""Others that decode the same random weights: transformers, llama.cpp and its forks.
 
-llama.cpp runs through the ``llama-cpp-python`` package, on files of `benchmarks.gguf_files`.
+llama.cpp runs through the ``llama-cpp-python`` package, or as a checkout that somebody has built
+(`BuiltLlamaCpp`), on files of `benchmarks.gguf_files`.
 
 Every contender reads given tokens into fresh sequences and then decodes: the next tokens are given
 too, different ones for each sequence, so that all contenders do the same work.
@@ -9,12 +10,14 @@ too, different ones for each sequence, so that all contenders do the same work.
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from kernels.cpu.compiler import find_compiler, run
 from moe.network.own_cache import CACHE_ARGUMENT
 
 Tokens = list[list[int]]
@@ -142,3 +145,52 @@ class LlamaCpp:
 
     def close(self) -> None:
         self._c.llama_model_free(self._model)
+
+
+class BuiltLlamaCpp:
+    """A checkout of llama.cpp or of a fork, built, as a process that runs ``benchmarks/peer.cpp``.
+
+    ik_llama.cpp repacks the weights when it loads them (its ``-rtr``).
+
+    Raises:
+        ValueError: there is no ``libllama.so`` below the folder, or no compiler.
+    """
+
+    def __init__(self, checkout: Path, path: Path, kind: str, threads: int) -> None:
+        self.name = f"{checkout.resolve().name} {kind}"
+        libraries = sorted(checkout.resolve().rglob("libllama.so"))
+        if not libraries:
+            raise ValueError(f"{checkout} holds no libllama.so; build it with cmake first")
+        program = path.parent / f"peer-{checkout.resolve().name}"
+        folders = {str(each.parent) for each in checkout.resolve().rglob("lib*.so")}
+        includes = [f"-I{checkout / each}" for each in ("include", "ggml/include")]
+        linked = [f"-L{libraries[0].parent}", "-lllama"]
+        linked += [f"-Wl,{flag},{each}" for each in folders for flag in ("-rpath", "-rpath-link")]
+        source = str(Path(__file__).with_name("peer.cpp"))
+        run([*find_compiler(), "-std=c++17", "-O2", *includes, source, "-o", str(program), *linked])
+        self._process = subprocess.Popen(
+            [program, path, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def _ask(self, prompts: Tokens, following: Tokens) -> list[float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        words = [len(prompts), len(prompts[0]), len(following[0])]
+        for prompt, tokens in zip(prompts, following, strict=True):
+            words += [*prompt, *tokens]
+        print(*words, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self.name} ended with {self._process.wait()}")
+        return [float(word) for word in answer.split()]
+
+    def prefill(self, prompt: list[int]) -> float:
+        return self._ask([prompt], [[]])[0]
+
+    def decode(self, prompts: Tokens, following: Tokens) -> list[float]:
+        return self._ask(prompts, following)[1:]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
