@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.dispatch_cost import dispatch_seconds
@@ -72,7 +72,6 @@ def test_a_second_lane_hides_exchanges_but_reads_experts_again() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 2), st.integers(0, 2**32))
-@settings(max_examples=40)
 def test_nothing_is_faster_than_its_work_or_slower_than_one_thing_after_the_other(
     ranks: int, tokens: int, count: int, seed: int
 ) -> None:

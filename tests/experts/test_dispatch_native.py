@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -77,7 +76,6 @@ def run(
     return found, dispatchers
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4),
     slots=st.integers(1, 4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.placement import (
@@ -70,7 +70,6 @@ def observed(draw: st.DrawFn) -> tuple[Floats, int, int]:
 
 
 @given(observed())
-@settings(max_examples=60)
 def test_ours_is_complete_and_never_doubles_an_expert_on_a_rank(
     case: tuple[Floats, int, int],
 ) -> None:
@@ -87,7 +86,6 @@ def test_ours_is_complete_and_never_doubles_an_expert_on_a_rank(
 
 
 @given(observed(), st.randoms(use_true_random=False))
-@settings(max_examples=40)
 def test_renamed_ranks_move_nothing(case: tuple[Floats, int, int], chance: object) -> None:
     loads_SE, slots, ranks = case
     current = pack(loads_SE, slots, ranks)

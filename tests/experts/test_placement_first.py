@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.placement import (
@@ -78,7 +78,6 @@ def losses(draw: st.DrawFn) -> tuple[Placement, set[int], float]:
 
 
 @given(losses())
-@settings(max_examples=60)
 def test_survivors_keep_what_they_have_and_hold_everything(
     case: tuple[Placement, set[int], float],
 ) -> None:

@@ -25,7 +25,6 @@ def random_steps(rng: np.random.Generator, steps: int) -> Floats:
 
 
 @given(st.integers(0, 2**32), st.integers(1, LOAD_WINDOW + 9), st.integers(1, 30))
-@settings(max_examples=40)
 def test_a_table_that_was_right_up_to_a_factor_an_expert_is_believed_with_it(
     seed: int, steps: int, coming: int
 ) -> None:
@@ -48,7 +47,6 @@ def test_a_table_that_was_right_up_to_a_factor_an_expert_is_believed_with_it(
 
 
 @given(st.integers(0, 2**32), st.integers(1, LOAD_WINDOW))
-@settings(max_examples=40)
 def test_loads_that_are_known_come_first_and_then_those_of_before(seed: int, coming: int) -> None:
     rng = np.random.default_rng(seed)
     forecast, past_SE = LoadForecast([8]), random_steps(rng, LOAD_WINDOW)

@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(0, 9),
     activation=st.sampled_from(sorted(ACTIVATIONS)),

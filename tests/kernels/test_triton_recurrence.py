@@ -42,7 +42,6 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=40)
 @given(case=SMALL)
 def test_equals_the_float64_reference(case: Case) -> None:
     assert_close(run(case), Expected.of(case))

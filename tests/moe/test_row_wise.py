@@ -162,7 +162,6 @@ def _planes(path: Path) -> MoE:
     )
 
 
-@settings(max_examples=40)
 @given(
     rows=st.integers(1, 60),
     kept=st.integers(1, 60),
@@ -203,7 +202,6 @@ def test_routers_and_head_of_the_model_are_row_wise(model: MoE) -> None:
         assert torch.equal((alone[0] if isinstance(alone, tuple) else alone), first[:1])
 
 
-@settings(max_examples=60)
 @given(
     rows=st.integers(0, 200),
     columns=st.integers(1, 300),

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,7 +44,6 @@ def blobs(layer: object, slot: int) -> list[Tensor]:
     return [blob.reshape(-1).view(torch.uint8) for blob in found]
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), quantized=st.booleans(), broken=st.integers(0, 3))
 @torch.inference_mode()
 def test_experts_that_come_late_give_the_same_bits(

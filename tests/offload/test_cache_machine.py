@@ -152,4 +152,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=40)

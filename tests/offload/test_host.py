@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -115,7 +115,6 @@ def tiers(seed: int = 0, slots: int = 5, host_slots: int = 9, **changed: Any) ->
     return Tiers(layers, slots, host_slots, changed.get("policy", "lru"), random)
 
 
-@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     quantized=st.booleans(),

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cpu import choose_kernel
@@ -28,7 +28,6 @@ def habitual(tokens: int, layers: int, width: int, noise: float, seed: int) -> l
     return calls
 
 
-@settings(max_examples=40)
 @given(
     layers=st.integers(1, 8),
     width=st.integers(1, 40),

@@ -47,7 +47,6 @@ def test_a_replay_hits_what_the_cache_hits(name: str, calls: list[list[int]], sl
     assert abs(cache.statistics.total.hits - ratio * asked) <= max(5, 0.25 * asked)
 
 
-@settings(max_examples=50)
 @given(calls=traces(), slots=st.integers(6, 20))
 def test_nothing_beats_belady(calls: list[list[int]], slots: int) -> None:
     best = belady(calls, slots)
@@ -55,7 +54,6 @@ def test_nothing_beats_belady(calls: list[list[int]], slots: int) -> None:
         assert hit_ratio(calls, slots, make(LAYERS, WIDTH), WIDTH) <= best + 1e-9
 
 
-@settings(max_examples=50)
 @given(calls=traces(), slots=st.integers(6, 20))
 def test_who_foresees_everything_is_belady(calls: list[list[int]], slots: int) -> None:
     rest = POLICIES["lru"](LAYERS, WIDTH)

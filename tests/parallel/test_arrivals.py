@@ -57,7 +57,7 @@ def read(group: SequenceGroup, size: int) -> tuple[ScheduledStep, list[SequenceG
 
 
 @given(st.lists(st.integers(0, EXPERTS - 1), min_size=3, max_size=40), st.integers(1, 9))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_prompt_is_foreseen_as_it_is_read(
     group: NewGroup, table: TokenTable, token_ids: list[int], size: int
 ) -> None:

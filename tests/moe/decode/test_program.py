@@ -215,7 +215,6 @@ def test_rows_times_matrices_that_they_choose(
     assert torch.equal(alone[0], actual[0])
 
 
-@settings(max_examples=40)
 @given(st.data(), st.integers(0, 2**31))
 def test_operations_in_a_row_share_memory(data: st.DataObject, seed: int) -> None:
     """Random chains, so that buffers are used again for others."""

@@ -62,7 +62,6 @@ def whole_step(
     return DescribedStep(description, kernel.decode, list(map(CompiledExperts, calls, places)))
 
 
-@settings(max_examples=40)
 @given(st.data(), st.integers(0, 2**31))
 @torch.inference_mode()
 def test_one_call_gives_the_bits_of_a_call_a_layer(data: st.DataObject, seed: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -135,7 +135,6 @@ def alone(rank: Rank, caches: list[KVCache], layers: list[Layer]) -> list[list[T
         return [rank.step(work, routed) if work else [] for work in works]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data(), st.integers(0, 2**31), st.sampled_from(["", "", "more", "nan", "failure"]))
 def test_ranks_give_the_bits_of_one(data: st.DataObject, seed: int, disturbed: str) -> None:
     """Any ranks, some without sequences or without compiled calls; in the middle a rank brings more

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -148,7 +148,6 @@ def test_a_name_that_only_looks_right_is_not_stacked_out_of_order(
         load(path)
 
 
-@settings(max_examples=60)
 @given(data=st.data())
 def test_any_damage_is_refused_or_loads_what_is_stored(
     saved: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -111,7 +111,6 @@ SCHEMAS = st.recursive(
 
 
 @given(SCHEMAS, st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 2.0]))
-@settings(max_examples=40)
 def test_json_is_valid_by_another_validator(
     codec: TextCodec, structures: Structures, schema: Any, seed: int, temperature: float
 ) -> None:
@@ -141,7 +140,6 @@ PATTERNS = st.recursive(
 
 
 @given(PATTERNS, st.integers(0, 2**32))
-@settings(max_examples=40)
 def test_matches_are_matches_of_another_library(
     codec: TextCodec, structures: Structures, pattern: str, seed: int
 ) -> None:

@@ -123,7 +123,7 @@ def test_good_bodies_are_good(demo: Any) -> None:
         assert answer.status_code == 200, (route, answer.text)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(bodies())
 def test_any_body_is_answered_or_refused(demo: Any, made: tuple[str, bytes]) -> None:
     route, body = made

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
@@ -112,7 +112,6 @@ places = st.lists(st.integers(0, 10_000), max_size=20)
 
 
 @pytest.mark.parametrize("name", JSON_SHAPED)
-@settings(max_examples=40, deadline=None)
 @given(calls=calls, content=st.sampled_from([None, "Let me see.", "Ok: {"]), places=places)
 def test_what_a_template_writes_as_json_is_read_back(
     name: str, calls: list[tuple[str, dict[str, Any]]], content: str | None, places: list[int]
@@ -155,7 +154,6 @@ tagged_calls = st.lists(
 
 
 @pytest.mark.parametrize("name", TAGGED)
-@settings(max_examples=40, deadline=None)
 @given(calls=tagged_calls, content=st.sampled_from([None, "Let me see."]), places=places)
 @example(calls=[("f", {"code": "a </parameter> b\n  c"}), ("g", {})], content=None, places=[5])
 def test_what_a_template_writes_in_tags_is_read_back(
@@ -174,7 +172,6 @@ def test_what_a_template_writes_in_tags_is_read_back(
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@settings(max_examples=80, deadline=None)
 @given(data=st.data(), places=places)
 def test_any_text_is_read_the_same_in_any_pieces(
     name: str, data: st.DataObject, places: list[int]

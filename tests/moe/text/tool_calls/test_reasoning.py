@@ -80,7 +80,6 @@ def test_a_template_that_takes_too_long_is_asked_once() -> None:
 
 
 @pytest.mark.parametrize("name", FOUND)
-@settings(max_examples=40, deadline=None)
 @given(
     thought=st.text(min_size=1, max_size=30).filter(lambda t: t.strip() == t),
     answer=st.text(max_size=30).filter(lambda t: t.strip() == t),
