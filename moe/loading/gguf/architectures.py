@@ -673,6 +673,7 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
     "phimoe": [
         Architecture(
             model_type="phimoe",
+            rotary={"short_mscale": 1.0, "long_mscale": 1.0},
             keys={"attention.sliding_window": "sliding_window"},
             sizes={"experts": "num_local_experts", "width": "intermediate_size"},
             shown={"attention_bias": "attn_q.bias", "lm_head_bias": "output.bias"},

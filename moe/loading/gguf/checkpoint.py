@@ -27,7 +27,7 @@ from kernels.scales import GroupScales
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
 from moe.loading.gguf.architectures import NAMES, Architecture
-from moe.loading.gguf.config import architecture
+from moe.loading.gguf.config import ROTARY_TENSORS, architecture
 from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
 from moe.loading.gguf.layouts import AS_IT_IS, WHOLE, Part, TensorLayout
@@ -209,6 +209,8 @@ class GgufCheckpoint(Checkpoint):
         pieces: dict[str, list[tuple[str, Index]]] = {}
         for name, tensor in self._found.items():
             goal = targets.get(name)
+            if name in ROTARY_TENSORS:
+                continue  # a part of the configuration
             if goal is None:
                 number = _split(name)[1]
                 drafts = number and not any(n.startswith(layers.format(number)) for n in expected)

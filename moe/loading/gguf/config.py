@@ -55,6 +55,14 @@ _TELLING = (
 """How keys begin that change what a model computes."""
 _LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
 
+ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
+    "rope_freqs.weight": ("short_factor", "long_factor"),
+    "rope_factors_short.weight": ("short_factor",),
+    "rope_factors_long.weight": ("long_factor",),
+}
+"""Tensors by which a file divides the frequencies of positions (Llama 3.1's and 4's, and LongRoPE's
+at either length), and which of transformers' parts of ``longrope`` they are."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -115,7 +123,7 @@ class GgufKeys:
     def check(self, known: Architecture, config: Mapping[str, Any]) -> None:
         """Refuse keys that state another routing or rotation than the model class computes, and
         keys that are not known here; log the rest."""
-        theta = self.get("rope.freq_base")
+        theta, rope = self.get("rope.freq_base"), config.get("rope_parameters", {})
         for key, wanted in (
             ("expert_gating_func", (None, 0, known.gating)),
             ("expert_weights_norm", (None, config.get("norm_topk_prob", known.normalised))),
@@ -124,7 +132,7 @@ class GgufKeys:
             ("expert_group_used_count", (None, 0, 1)),
             ("attention.sliding_window", (None, 0)),
             ("rope.freq_base_swa", (None, theta)),
-            ("rope.scaling.attn_factor", (None, 1.0)),
+            ("rope.scaling.attn_factor", (None, rope.get("attention_factor", 1.0))),
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
             ("rope.scaling.yarn_ext_factor", (None, 1.0)),
         ):
@@ -138,8 +146,16 @@ class GgufKeys:
                 _logger.warning("the GGUF file states %s%s, which is not used", own, key)
 
 
-def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
-    """The configuration; raises `HeaderError` where a key is missing or makes no sense."""
+def gguf_config(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, GgufTensor],
+    divisors: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """The configuration; raises `HeaderError` where a key is missing or makes no sense.
+
+    Args:
+        divisors: the numbers in `ROTARY_TENSORS`, of those that there are.
+    """
     name, known = architecture(metadata, tensors)
     keys = GgufKeys(metadata, name)
     layers = _layers(keys, tensors)
@@ -148,7 +164,9 @@ def gguf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) 
     if known.normalised is None:
         config["norm_topk_prob"] = bool(keys.get("expert_weights_norm", False))
     if known.turns:
-        config["rope_parameters"] = _rope(keys, known, config)
+        config["rope_parameters"] = _rope(keys, known, config, divisors)
+    elif divisors:
+        raise HeaderError(f"has {next(iter(divisors))}, and its attention has no positions")
     stems = [frozenset(tensor.rpartition(".")[0] or tensor for tensor in own) for own in layers]
     config |= known.derived(config, stems)
     _check_sizes(known, config, tensors)
@@ -293,7 +311,12 @@ _YARN = {
 }
 
 
-def _rope(keys: GgufKeys, known: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+def _rope(
+    keys: GgufKeys,
+    known: Architecture,
+    config: dict[str, Any],
+    divisors: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
     rope = {**known.rotary, "rope_theta": keys.get("rope.freq_base", 10000.0)}
     rope["rope_type"] = "default"
     rotated = keys.get("rope.dimension_count", config["head_dim"])
@@ -301,7 +324,9 @@ def _rope(keys: GgufKeys, known: Architecture, config: dict[str, Any]) -> dict[s
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
     scaling = keys.get("rope.scaling.type", "none", str)
     factor = keys.get("rope.scaling.factor")
-    if scaling in ("linear", "yarn"):
+    if divisors and scaling in ("none", "longrope"):
+        rope |= _longrope(keys, known, divisors, rotated // 2)
+    elif scaling in ("linear", "yarn") and not divisors:
         for key, ours in (_YARN if scaling == "yarn" else {"factor": "factor"}).items():
             if (value := keys.get(f"rope.scaling.{key}")) is not None:
                 rope[ours] = value
@@ -314,9 +339,33 @@ def _rope(keys: GgufKeys, known: Architecture, config: dict[str, Any]) -> dict[s
         raise keys.refused("rope.scaling.type")
     elif factor not in (None, 0, 1):
         raise keys.refused("rope.scaling.factor")
+    if rope["rope_type"] != "longrope":
+        rope = {part: value for part, value in rope.items() if not part.endswith("_mscale")}
     if rope.get("mrope_interleaved"):
         rope["mrope_section"] = keys.get("rope.dimension_sections", ..., list)[:3]
     return rope
+
+
+def _longrope(
+    keys: GgufKeys, known: Architecture, divisors: Mapping[str, Sequence[float]], wanted: int
+) -> dict[str, Any]:
+    found = {part: own for name, own in divisors.items() for part in ROTARY_TENSORS[name]}
+    for name, own in divisors.items():
+        if len(own) != wanted or not all(0 < number < math.inf for number in own):
+            raise HeaderError(f"has {name} of {len(own)} numbers, not of {wanted} above 0")
+    if len(found) != 2:
+        raise HeaderError(f"has {', '.join(divisors)} alone, for prompts of one length only")
+    scale = float(keys.get("rope.scaling.attn_factor", 1.0))
+    several = found["short_factor"] != found["long_factor"]
+    original = "rope.scaling.original_context_length" if several else "context_length"
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": keys.get(original, ...),
+        "factor": 1.0,
+        "attention_factor": scale,
+        **{part: scale for part in known.rotary if part.endswith("_mscale")},
+        **{part: list(numbers) for part, numbers in found.items()},
+    }
 
 
 def _ids(metadata: Mapping[str, Any], *names: str) -> list[int]:

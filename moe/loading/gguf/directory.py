@@ -12,14 +12,17 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from experts.safetensors_io import HeaderError
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import listing
-from moe.loading.gguf.config import gguf_config
-from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf, package
+from moe.loading.gguf.config import ROTARY_TENSORS, gguf_config
+from moe.loading.gguf.header import GgufFile, GgufTensor, kind_name, open_gguf, package
 from moe.loading.gguf.tokenizer import write_tokenizer
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -63,7 +66,7 @@ def _parts(file: Path) -> list[Path]:
 def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bool) -> Path:
     metadata, tensors = _headers([path for path, *_ in seen])
     try:
-        config = gguf_config(metadata, tensors)
+        config = gguf_config(metadata, tensors, _rotary_divisors(tensors))
     except HeaderError as error:
         raise CheckpointError(f"{seen[0][0]} {error}") from error
     except UnsupportedModelError as error:
@@ -79,6 +82,18 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
         write_tokenizer(directory, "00000.gguf", metadata)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return directory
+
+
+def _rotary_divisors(tensors: Mapping[str, GgufTensor]) -> dict[str, list[float]]:
+    """What a configuration needs of the data of tensors; raises `HeaderError`."""
+    found = {}
+    for name in ROTARY_TENSORS.keys() & tensors.keys():
+        tensor = tensors[name]
+        if len(tensor.shape) != 1 or kind_name(tensor.kind) != "F32":
+            raise HeaderError(f"has {name} of another type than F32, or not of one dimension")
+        size = tensor.end - tensor.start
+        found[name] = np.fromfile(tensor.file, "<f4", size // 4, offset=tensor.start).tolist()
+    return found
 
 
 def _headers(paths: list[Path]) -> tuple[dict[str, object], dict[str, GgufTensor]]:

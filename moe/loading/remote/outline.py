@@ -19,6 +19,7 @@ from experts.manifest import MANIFEST_NAME
 from experts.safetensors_io import MAX_HEADER_BYTES, HeaderError
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import INDEX_NAME
+from moe.loading.gguf.config import ROTARY_TENSORS
 from moe.loading.gguf.directory import gguf_directory
 from moe.loading.gguf.header import read_gguf
 from moe.loading.remote.repository import HubFile, Repository, hub_errors
@@ -93,7 +94,12 @@ def _outline_gguf(file: HubFile, at: Path) -> None:
     with at.open("wb") as out:
         out.truncate(file.size)
         try:
-            read_gguf(_Growing(file, out), file.size, at)
+            _, tensors = read_gguf(_Growing(file, out), file.size, at)
+            for name in ROTARY_TENSORS.keys() & tensors.keys():
+                data = bytearray(tensors[name].end - tensors[name].start)
+                file.read(memoryview(data), tensors[name].start)
+                out.seek(tensors[name].start)
+                out.write(data)
         except (HeaderError, ValueError) as error:
             raise CheckpointError(f"{file.url} {error}") from error
 

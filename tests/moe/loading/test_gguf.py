@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from examples.models import gguf_files, gguf_rules
@@ -323,6 +324,60 @@ def test_old_files_of_latent_attention(write: Write, monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setitem(AS_LLAMA_CPP, "deepseek_v3", {"rope_parameters": rope})
     rewritten("deepseek_v3", write, monkeypatch, whole)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 2.0, 4.0],
+    "long_factor": [1.0, 2.0, 3.0, 8.0],
+    "original_max_position_embeddings": 16,
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "mixtral"])
+def test_frequencies_that_a_tensor_divides(
+    model_type: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Llama 3.1 and 4 Scout have them."""
+
+    def divided(model: PreTrainedModel, tensors: Any, keys: Any) -> None:
+        scaled: Any = ROPE_INIT_FUNCTIONS["llama3"](model.config, None)[0]
+        size = keys["rope.dimension_count"]
+        plain = 10000.0 ** (-torch.arange(0, size, 2).float() / size)
+        assert not torch.equal(scaled, plain)
+        tensors["rope_freqs.weight"] = plain / scaled
+
+    values = AS_LLAMA_CPP.get(model_type, {}) | {"rope_parameters": LLAMA3}
+    monkeypatch.setitem(AS_LLAMA_CPP, model_type, values)
+    rewritten(model_type, write, monkeypatch, divided)
+
+
+def test_frequencies_of_short_and_long_prompts(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Phi-3.5-MoE has them."""
+
+    def lengths(_: PreTrainedModel, tensors: Any, keys: Any) -> None:
+        for name in ("short", "long"):
+            tensors[f"rope_factors_{name}.weight"] = torch.tensor(LONGROPE[f"{name}_factor"])
+        keys["rope.scaling.original_context_length"] = 16
+        keys["rope.scaling.attn_factor"] = 1.2
+
+    values = AS_LLAMA_CPP["phimoe"] | {"rope_parameters": LONGROPE}
+    monkeypatch.setitem(AS_LLAMA_CPP, "phimoe", values)
+    assert len(IDS) > 16
+    rewritten("phimoe", write, monkeypatch, lengths)
 
 
 def test_old_files_with_a_tensor_for_each_expert(

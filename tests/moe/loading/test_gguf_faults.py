@@ -162,6 +162,26 @@ def test_keys_that_change_the_model_are_understood_or_refused(
         planned(tmp_path / "changed.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("rope_freqs", [1.0] * 5, "rope_freqs.weight of 5 numbers, not of 8 above 0"),
+        ("rope_freqs", [0.0] * 8, "rope_freqs.weight of 8 numbers, not of 8 above 0"),
+        ("rope_freqs", [[1.0] * 8], "rope_freqs.weight of another type than F32, or not of one"),
+        ("rope_factors_long", [2.0] * 8, "rope_factors_long.weight alone"),
+    ],
+)
+def test_what_divides_frequencies_is_checked(
+    name: str, values: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = gguf_files.gguf_tensors
+    own = {f"{name}.weight": torch.tensor(values)}
+    monkeypatch.setattr(gguf_files, "gguf_tensors", lambda model: tensors(model) | own)
+    write_model(tiny_model("mixtral"), tmp_path / "changed.gguf")
+    with pytest.raises(CheckpointError, match=f"changed.gguf has {message}"):
+        planned(tmp_path / "changed.gguf")
+
+
 def test_without_the_package_it_is_said_what_to_install(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

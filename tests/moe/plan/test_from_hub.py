@@ -68,7 +68,7 @@ def write_sparse_safetensors(network: PreTrainedModel, out: Path, shards: int) -
 
 
 def write_sparse_gguf(network: PreTrainedModel, out: Path) -> int:
-    """A GGUF file with a vocabulary; its data is a hole."""
+    """A GGUF file with a vocabulary; its data is a hole, apart from what divides frequencies."""
     config = network.config
     writer = gguf.GGUFWriter(out, ARCHITECTURES["qwen3_moe"])
     write_keys(writer, config)
@@ -103,13 +103,16 @@ def write_sparse_gguf(network: PreTrainedModel, out: Path) -> int:
         kind = gguf.GGMLQuantizationType.F16
         writer.add_tensor_info(name, sizes, np.dtype(np.float16), nbytes, raw_dtype=kind)
         total += -(-nbytes // 32) * 32
+    divisors = np.ones(config.head_dim // 2, np.float32)
+    writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.dtype, divisors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     with out.open("r+b") as file:
         start = file.seek(0, 2)
-        file.truncate(-(-start // 32) * 32 + total)
+        file.seek(-(-start // 32) * 32 + total)
+        file.write(divisors.tobytes())
     return out.stat().st_size
 
 
