@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "exaone_moe": "exaone-moe",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
     "granitemoe": "granitemoe",
     "granitemoehybrid": "granitehybrid",
@@ -57,6 +58,7 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full"]},
     "granitemoehybrid": {
         "embedding_multiplier": 2.0,
         "residual_multiplier": 0.5,
@@ -253,6 +255,7 @@ def _dbrx(config: Any, name: str, value: Tensor) -> Named:
 RULES: dict[str, Rule] = {
     "dbrx": _dbrx,
     "deepseek2": _latent,
+    "glm-dsa": _latent,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite,
     "granitemoe": _granite,
@@ -381,6 +384,14 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "context_length": c.max_seq_len,
     },
     "deepseek2": _latent_keys,
+    "glm-dsa": lambda c: (
+        _latent_keys(c)
+        | {
+            "attention.indexer.head_count": c.index_n_heads,
+            "attention.indexer.key_length": c.index_head_dim,
+            "attention.indexer.top_k": c.index_topk,
+        }
+    ),
     "dots1": lambda c: {"expert_weights_norm": c.norm_topk_prob},
     "ernie4_5-moe": lambda c: {
         "interleave_moe_layer_step": c.moe_layer_interval,

@@ -429,6 +429,35 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             names={"post_attention_norm": "post_attention_layernorm"},
         )
     ],
+    "glm-dsa": [
+        Architecture(
+            model_type="glm_moe_dsa",
+            **_LATENT
+            | {
+                "keys": _LATENT["keys"]
+                | {
+                    "attention.indexer.head_count": "index_n_heads",
+                    "attention.indexer.key_length": "index_head_dim",
+                    "attention.indexer.top_k": "index_topk",
+                },
+                "names": _LATENT["names"]
+                | _moved(
+                    "self_attn.indexer",
+                    **{
+                        "indexer.k_norm": "k_norm",
+                        "indexer.proj": "weights_proj",
+                        "indexer.attn_k": "wk",
+                        "indexer.attn_q_b": "wq_b",
+                    },
+                ),
+            },
+            unused=("attention.indexer.types",),
+            by_layer=_DENSE_OR_SPARSE
+            | {"indexer_types": {"indexer.proj": "full", "attn_norm": "shared"}},
+            gating=SIGMOID,
+            normalised=None,
+        )
+    ],
     "gpt-oss": [
         Architecture(
             model_type="gpt_oss",

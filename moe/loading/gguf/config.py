@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -294,7 +295,8 @@ def _check_sizes(
     names = KEYS | dict(known.keys)
     hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
     embeddings = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else (0,)
-    keys = next((t.shape for n, t in tensors.items() if n.endswith(".attn_k.weight")), None)
+    attn_k = re.compile(r"blk\.\d+\.attn_k\.weight")  # an indexer has one of its own
+    keys = next((t.shape for n, t in tensors.items() if attn_k.fullmatch(n)), None)
     checked = [("token_embd.weight", (embeddings[0], hidden), embeddings)]
     if keys is not None and config.get("head_dim"):
         checked.append(("attn_k.weight", (heads * config["head_dim"], hidden), keys))
