@@ -266,7 +266,9 @@ def test_a_small_model_is_not_refused_for_the_reserve() -> None:
 
 
 def test_states_of_a_full_batch_have_a_line() -> None:
-    assert sizes(plan(state=7))["states"] == 64 * 7
+    """With a prefix cache, a sequence has two snapshots beside its own."""
+    assert sizes(plan(state=7))["states"] == 64 * 3 * 7
+    assert sizes(plan(Profile(memory=memory(prefix_tokens=0)), state=7))["states"] == 64 * 7
 
 
 def test_both_ways_to_set_the_pool_are_refused() -> None:
