@@ -230,7 +230,10 @@ def _measured(profile: LoadedProfile) -> LoadedProfile:
     """The same profile, which reads repeated prompts again, with ``speculation.mode: auto`` unless
     it sets the mode itself."""
     settings: dict[str, Any] = {"memory.prefix_tokens": 0}
-    if profile.origins["speculation.mode"] == "default" and not profile.profile.speculation.contrast:
+    if (
+        profile.origins["speculation.mode"] == "default"
+        and not profile.profile.speculation.contrast
+    ):
         settings["speculation.mode"] = "auto"
     return load_profile(profile, settings, overrides_origin="moe bench")
 
