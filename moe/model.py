@@ -26,10 +26,11 @@ from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefill_mode import LayerWork
 from moe.engine.prefix_cache import PrefixCache, RereadCost
+from moe.engine.prefix_store import PrefixStore
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_layout
 from moe.loader import LoadedModel, load_model
-from moe.loading.memory_plan import MemoryPlan
+from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
 from moe.model_lock import ModelLock, plain_torch
 from moe.network.kv_cache import Work
@@ -41,7 +42,7 @@ from moe.parallel.remote import RemoteRunner
 from moe.parallel.worker import WorkerLoop
 from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
-from moe.settings import Profile
+from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
 from moe.text.tokenizer import Prompt
 from routing import LOADED_FOR
@@ -78,12 +79,15 @@ class MoE:
         self._session = session
         self._process = os.getpid()
         self._lock = ModelLock()
-        self._prefixes = _prefix_cache(loaded, loaded.memory_plan.prefix_tokens)
+        memory = profile.profile.memory
+        self._prefixes = _prefix_cache(loaded, loaded.memory_plan.prefix_tokens, memory)
         closing = ExitStack()
         self._close = weakref.finalize(self, closing.close)
         for part in (loaded.offloaded, session):
             if part is not None:
                 closing.callback(part.close)
+        if self._prefixes is not None:
+            closing.callback(self._prefixes.close)
 
     @classmethod
     def from_pretrained(
@@ -447,13 +451,23 @@ def _pool(profile: Profile, kv_tokens: int) -> int:
     return max(kv_tokens // (2 if profile.speculation.contrast else 1), 1)
 
 
-def _prefix_cache(loaded: LoadedModel, most_tokens: int) -> PrefixCache | None:
-    """None if the profile wants none, or prompts cannot be cut."""
+def _prefix_cache(
+    loaded: LoadedModel, most_tokens: int, memory: MemorySettings | None = None
+) -> PrefixCache | None:
+    """None if the profile wants none, or prompts cannot be cut.
+
+    Args:
+        memory: says where prefixes are kept on disk; None: nowhere.
+    """
     backbone, offloaded = loaded.backbone, loaded.offloaded
     if not most_tokens or not backbone.can_cut:
         return None
     miss_ratio = None if offloaded is None else offloaded.miss_ratio
-    cost = RereadCost(
-        LayerWork.of(backbone.model, loaded.experts.layers), loaded.experts, miss_ratio
-    )
-    return PrefixCache(most_tokens, recurrent=backbone.recurrent, reread=cost)
+    work = LayerWork.of(backbone.model, loaded.experts.layers)
+    cost = RereadCost(work, loaded.experts, miss_ratio)
+    store = None
+    if memory is not None and memory.prefix_dir is not None and loaded.prefix_key:
+        assert backbone.blocks is not None
+        root, most = Path(memory.prefix_dir).expanduser(), int(memory.prefix_dir_gib * GIB)
+        store = PrefixStore(root, loaded.prefix_key, most, backbone.blocks.new_cache)
+    return PrefixCache(most_tokens, recurrent=backbone.recurrent, reread=cost, store=store)

@@ -217,7 +217,16 @@ class Engine:
                 "asked_tokens": prefixes.asked_tokens,
                 "hit_tokens": prefixes.hit_tokens,
                 "evictions": prefixes.evictions,
-            },
+            }
+            | (
+                {}
+                if prefixes.store is None
+                else {
+                    "saved_blocks": prefixes.store.saved_blocks,
+                    "restored_tokens": prefixes.store.restored_tokens,
+                    "dropped_files": prefixes.store.dropped_files,
+                }
+            ),
         }
 
 

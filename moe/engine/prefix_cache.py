@@ -32,12 +32,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kernels.cpu.kv import BLOCK as STORED_TOKENS
 from moe.engine.prefill_mode import LayerWork, distinct_experts, measured_frequencies
+from moe.engine.prefix_store import PrefixStore
 from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""
+_STORED = STORED_TOKENS // BLOCK  # blocks of one that is on disk
 _FLOPS_A_BYTE = 50
 """What a CPU computes while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
 
@@ -86,6 +89,7 @@ class PrefixCache:
         max_tokens: most tokens of memory held.
         recurrent: sequences have recurrent states.
         reread: what reading so many tokens again costs, in any unit.
+        store: keeps on disk what is evicted; None: nothing does.
 
     Attributes:
         hit_tokens: tokens that requests did not have to read again, so far.
@@ -99,10 +103,12 @@ class PrefixCache:
         *,
         recurrent: bool = False,
         reread: Callable[[int], float] = float,
+        store: PrefixStore | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self._recurrent = recurrent
         self._reread = reread
+        self.store = store
         self.hit_tokens = 0
         self.asked_tokens = 0
         self.evictions = 0
@@ -159,11 +165,46 @@ class PrefixCache:
         """
         self.asked_tokens += 0 if again else len(token_ids)
         entry, length = self._longest(salt, token_ids)
+        if self.store is not None and self._restore(self.store, salt, token_ids, entry, length):
+            entry, length = self._longest(salt, token_ids)
         if entry is None:
             return None
         self._use(entry)
         self.hit_tokens += length
         return entry.kv.fork(capacity, length)
+
+    def _restore(
+        self,
+        store: PrefixStore,
+        salt: str,
+        token_ids: Sequence[int],
+        entry: _Entry | None,
+        length: int,
+    ) -> bool:
+        """Bring back from disk what is known there of a prompt behind the first ``length`` tokens,
+        which an entry has."""
+        ids = list(token_ids[:-1][: self.max_tokens])
+        whole = min(length, len(ids)) // STORED_TOKENS * STORED_TOKENS
+        known = None
+        if entry is not None and whole:
+            if entry.kv.recurrent:
+                return False
+            known = entry.kv.fork(len(ids), whole)
+        kv = store.restore(known, block_hashes(salt, ids)[_STORED - 1 :: _STORED], ids)
+        if kv is not None:
+            self.add(salt, ids[: kv.length], kv)
+        return kv is not None
+
+    def close(self) -> None:
+        """Save what is kept, the most recently used first, if there is a store."""
+        if self.store is not None:
+            for entry in reversed(self._entries.values()):
+                self._save(self.store, entry, wait=True)
+            self.store.close()
+
+    @staticmethod
+    def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:
+        store.save(entry.kv, entry.hashes[_STORED - 1 :: _STORED], entry.token_ids, wait=wait)
 
     def snapshots(self, salt: str, token_ids: Sequence[int]) -> list[int]:
         """Positions of a prompt, in order, where its recurrent states are worth keeping."""
@@ -210,6 +251,8 @@ class PrefixCache:
         alone = [entry for entry in entries if 2 * entry.kv.sole_tokens > entry.kv.length]
         entry = min(alone or entries, key=lambda entry: entry.worth)
         self._evicted_worth = max(self._evicted_worth, entry.worth)
+        if self.store is not None:
+            self._save(self.store, entry)
         self._remove(entry)
         self.evictions += 1
         for digest in entry.hashes:

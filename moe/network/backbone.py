@@ -110,6 +110,11 @@ class Backbone:
                 lambda _module, _inputs, output: caught.insert(0, output[0][0])
             )
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Sequences keep final hidden states."""
+        return self._final_hidden is not None
+
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
         serve_packed(modules)

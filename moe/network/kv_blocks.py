@@ -10,7 +10,7 @@ Legend: N key/value heads, D key size, V value size, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet, finalize
@@ -250,6 +250,41 @@ class BlockKVCache(KVCache):
         copy.length = length
         self.copy_states(copy)
         return copy
+
+    @property
+    def only_blocks(self) -> bool:
+        """Its blocks are all that it keeps of its tokens."""
+        return not super().layers and not self._states and self.hidden is None
+
+    @property
+    def shapes(self) -> dict[LayerKey, Shape]:
+        """Of each layer in blocks."""
+        return dict(self._shapes)
+
+    def append_block(self, shapes: Mapping[LayerKey, Shape], rows: Tensor) -> bool:
+        """Go on with a whole block that another sequence has had.
+
+        Args:
+            shapes: of its layers, in order.
+            rows: bytes of all of them.
+
+        Returns:
+            Whether this sequence has such layers and the bytes are as many as they take.
+        """
+        sizes = [BLOCK * self.form.token_bytes(*shape) for shape in shapes.values()]
+        if min(sizes, default=0) <= 0 or sum(sizes) != rows.numel():
+            return False
+        if self._shapes and dict(shapes) != self._shapes:
+            return False
+        assert self.length == len(self.blocks) * BLOCK, "only whole blocks are followed"
+        self._shapes = dict(shapes)
+        super().reserve(self.length + BLOCK)
+        block = self._pool.new_block()
+        block.rows = dict(zip(shapes, rows.split(sizes), strict=True))
+        self._holder.add(block)
+        self._place()
+        self.length += BLOCK
+        return True
 
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is."""

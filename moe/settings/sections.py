@@ -225,6 +225,14 @@ class MemorySettings(Settings):
     Decode steps round differently from prompts, so the last bits of such a turn depend on whether
     its beginning was still kept."""
 
+    prefix_dir: str | None = None
+    """Directory where the prefix cache keeps what it evicts, and all at the end of a run, for
+    others that ask for it: later runs, and servers that share it. It is made with mode 0700, and
+    holds what users have written. Keys and values must be in blocks (kv_bits). null: none."""
+
+    prefix_dir_gib: float = Field(default=8.0, gt=0.0, le=_MOST_GIB)
+    """Most GiB of files in prefix_dir; the least recently used are deleted."""
+
     @field_validator("kv_gib")
     @classmethod
     def _check_one(cls, value: float | None, info: ValidationInfo) -> float | None:
